@@ -21,6 +21,9 @@ from dtensor.api.generation.generator import generator
 from dtensor.api.launching import launch
 from dtensor.api.move_between_meshes import transfer, transfer_plan
 from dtensor.api.parallel import ParallelModule, parallelize
+from dtensor.api.plan_call import PROFILER
+from dtensor.api.plan_page import save_plan
+from dtensor.api.profiling import profiled
 from dtensor.api.randomness import manual_seed
 from dtensor.api.replica import replica, sync, sync_plan
 from dtensor.api.rollouts import Rollouts, rollouts
@@ -53,7 +56,7 @@ from dtensor.runtime.schedule import (
     Searched,
 )
 from dtensor.runtime.simulate.trace import Trace, compare_traces
-from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.plan import PAGES, Plan
 from dtensor.sharding.redistribute import topologies
 from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
@@ -61,6 +64,9 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.module_roles import ColumnParallel, RowParallel
 from dtensor.sharding.spec.placements import Column, Partial, Placement, Replicate, Row, Shard
 from dtensor.sharding.spec.spec import TensorSpec
+
+PAGES.use(save_plan)
+PROFILER.use(profiled)
 
 __version__ = "0.1.0"
 

@@ -29,6 +29,7 @@ from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Cell, Value, fresh_name
 from dtensor.api.loaded_program import load
 from dtensor.api.plan_call import (
+    PROFILER,
     BoundCall,
     Options,
     PlanCache,
@@ -57,7 +58,7 @@ from dtensor.sharding.spec.spec import make_spec
 from dtensor.showing import html_text
 
 if TYPE_CHECKING:
-    from dtensor.runtime.simulate.profile import Profile
+    from dtensor.runtime.profile import Profile
 
 Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 
@@ -108,13 +109,12 @@ class CompiledFunction:
         What a call changes (buffers, random numbers) it changes each time, twice for each that is
         timed.
         """
-        from dtensor.api.profiling import profiled
 
         def read(results: object) -> None:
             pass  # a run that has ended well has made them
 
         session = session_for(self.mesh_of(BoundCall.of(self.fn, args, kwargs)))
-        return profiled(n, session, lambda: self(*args, **kwargs), read, self.plans)
+        return PROFILER.get()(n, session, lambda: self(*args, **kwargs), read, self.plans)
 
     def _run(self, call: BoundCall, planned: Planned) -> Any:
         lend(call.leaves, planned.changed)

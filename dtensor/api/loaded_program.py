@@ -23,8 +23,7 @@ from weakref import ref
 
 import torch
 
-from dtensor.api.eager.tensor import DTensor
-from dtensor.api.eager.values import Layout, contiguous_layout
+from dtensor.api.handle import Layout, TensorHandle, contiguous_layout
 from dtensor.api.plan_call import MOST_PLANS, BoundCall, Planned
 from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
@@ -151,7 +150,7 @@ class LoadedProgram:
         common: dict[str, object] = {**numbers, **(extra or {})}  # of all ranks
         for name, index in self.planned.arguments.items():
             leaf = call.leaves[index]
-            if isinstance(leaf, DTensor):
+            if isinstance(leaf, TensorHandle):
                 common[name] = self._stored(name, leaf)
             elif name in self._whole:
                 common[name] = _lent(leaf)
@@ -168,7 +167,7 @@ class LoadedProgram:
             fed.append(own)
         return fed
 
-    def _stored(self, name: str, x: DTensor) -> Stored:
+    def _stored(self, name: str, x: TensorHandle) -> Stored:
         """The name of its shards, if they are what the program takes."""
         if x.session is not self.session:
             raise PlanningError(

@@ -29,10 +29,9 @@ from typing import Any, Literal
 import torch
 
 from dtensor.api.away import as_it_is
-from dtensor.api.eager.tensor import DTensor
-from dtensor.api.eager.values import contiguous_layout
+from dtensor.api.handle import TensorHandle, contiguous_layout
 from dtensor.api.parallel import ParallelModule, recomputed_modules
-from dtensor.api.plan_page import save_plan
+from dtensor.api.session import MeshSession
 from dtensor.api.stating.auto_stages import cut
 from dtensor.api.stating.placing import (
     InputPins,
@@ -55,11 +54,12 @@ from dtensor.frontend.reads.reads import Reads, custom_ops
 from dtensor.frontend.source import caller_level
 from dtensor.numerics import dtype_name
 from dtensor.private_torch import pytree
+from dtensor.provider import Provider
 from dtensor.runtime.lower.actions import GridTimetable
+from dtensor.runtime.profile import Profile
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.ops.call import Meta
-from dtensor.sharding.plan import saving
 from dtensor.sharding.plan.dataflow import Dataflow, Input
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
@@ -72,7 +72,11 @@ from dtensor.signals import as_set
 
 Grads = Literal["none", "loss", "tangents"]
 
-saving.use(save_plan)  # every plan that a user gets is made here
+Profiled = Callable[
+    [int, MeshSession, Callable[[], object], Callable[[object], None], "PlanCache"], Profile
+]
+PROFILER = Provider[Profiled]("profiles steps")
+"""Given how many, a session, what takes a step, what waits for what it gave, and the plans."""
 
 MOST_RECAPTURES = 3
 _DEEPEST = 4  # how far into an unknown object tensors are looked for
@@ -89,7 +93,7 @@ class BoundCall:
     @staticmethod
     def of(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """PlanningError for an argument whose tensors are out of sight."""
-        if not kwargs and _LEAVES.issuperset(map(type, args)):
+        if not kwargs and all(isinstance(x, _LEAVES) for x in args):
             return BoundCall(fn, args, _flat(len(args)))
         leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
         for leaf in leaves:
@@ -128,7 +132,7 @@ class BoundCall:
 
     def specs(self) -> list[TensorSpec]:
         """Those of its DTensors, and those that stand for one."""
-        return [_spec_of(x) for x in self.leaves if isinstance(x, (DTensor, TensorSpec))]
+        return [_spec_of(x) for x in self.leaves if isinstance(x, (TensorHandle, TensorSpec))]
 
     def modules(self) -> list[ParallelModule]:
         """The parallelized modules among them."""
@@ -137,7 +141,7 @@ class BoundCall:
 
     def shapes(self) -> BoundCall:
         """Such a call: of its tensors there are the shapes, of its DTensors the specs."""
-        leaves = (x.spec if isinstance(x, DTensor) else shape_of_leaf(x) for x in self.leaves)
+        leaves = (x.spec if isinstance(x, TensorHandle) else shape_of_leaf(x) for x in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
     def graph(self, grads: Grads, *, each_call: bool = False) -> Graph:
@@ -518,7 +522,7 @@ def _lie_at(call: BoundCall, graph: Graph, mesh: Mesh, stages: StagePlan) -> dic
         if not isinstance(entry, Arg):
             continue
         leaf = call.leaves[entry.index]
-        if not isinstance(leaf, (DTensor, TensorSpec)) or not (spec := _spec_of(leaf)).on:
+        if not isinstance(leaf, (TensorHandle, TensorSpec)) or not (spec := _spec_of(leaf)).on:
             continue
         if any(not isinstance(output, Result | Mutation) for output in graph.outputs):
             raise PlanningError(
@@ -532,8 +536,8 @@ def _lie_at(call: BoundCall, graph: Graph, mesh: Mesh, stages: StagePlan) -> dic
     return found
 
 
-def _spec_of(leaf: DTensor | TensorSpec) -> TensorSpec:
-    return leaf.spec if isinstance(leaf, DTensor) else leaf
+def _spec_of(leaf: TensorHandle | TensorSpec) -> TensorSpec:
+    return leaf.spec if isinstance(leaf, TensorHandle) else leaf
 
 
 def _recomputed(models: Models, options: Options, flow: Dataflow) -> frozenset[str]:
@@ -557,7 +561,7 @@ def _input_pins(
     pins = input_pins(metas, options.inputs, mesh, stage_axis=stages.axis)
     merged: dict[str, Mapping[str, Placement]] = dict(pins.pins)
     for name, leaf in leaves.items():
-        if isinstance(leaf, (DTensor, TensorSpec)):
+        if isinstance(leaf, (TensorHandle, TensorSpec)):
             spec = _spec_of(leaf)
             if spec.mesh != mesh:
                 raise PlanningError(
@@ -584,7 +588,7 @@ def parameter_labels(graph: Graph) -> frozenset[str]:
 
 # -- leaves ----------------------------------------------------------------------------------------
 
-_LEAVES = frozenset((torch.Tensor, torch.nn.Parameter, DTensor, TensorSpec, ParallelModule))
+_LEAVES = (torch.Tensor, TensorSpec, ParallelModule)
 
 
 @cache
@@ -611,7 +615,7 @@ class _Same:
 def leaf_key(leaf: Any) -> object:
     """What the captured program depends on."""
     match leaf:
-        case DTensor():
+        case TensorHandle():
             with as_it_is():  # or torch asks a function of ours
                 return (leaf.held, leaf.requires_grad)
         case TensorSpec():
@@ -631,7 +635,7 @@ def for_capture(leaf: Any) -> Any:
     match leaf:
         case ParallelModule():
             return leaf.module
-        case DTensor() | TensorSpec():
+        case TensorHandle() | TensorSpec():
             empty = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta")
             return empty.requires_grad_(leaf.requires_grad)
         case _:

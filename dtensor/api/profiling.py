@@ -17,10 +17,11 @@ from collections.abc import Callable
 from numbers import Integral
 
 from dtensor.api.plan_call import PlanCache
-from dtensor.api.session import MeshSession
+from dtensor.api.session import MeshSession, Noted
 from dtensor.daft import DaftError
 from dtensor.errors import check_kind, check_number
 from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.runtime.profile import Profile
 from dtensor.runtime.simulate.breakdown import (
     Measured,
     TimedStep,
@@ -28,8 +29,6 @@ from dtensor.runtime.simulate.breakdown import (
     profile_of,
 )
 from dtensor.runtime.simulate.clock import simulate
-from dtensor.runtime.simulate.profile import Profile
-from dtensor.runtime.simulate.trace import Noted
 
 NUM_WARM = 2
 

@@ -46,7 +46,6 @@ from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import Source, caller_level, lines_text, source_here
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
@@ -71,6 +70,18 @@ class Returned:
 LocalKind = Literal["generated", "inductor"]
 PIECE_BYTES = 2**26
 """What is put at a time, of all ranks together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A run within `noting`. ``called``, ``returned``: when, by the monotonic clock; ``settling``:
+    the seconds for which the call waited before, for what was asked earlier."""
+
+    handle: Handle
+    future: Future
+    called: float
+    settling: float
+    returned: float
 
 
 class MeshSession:

@@ -40,6 +40,7 @@ from dtensor.api.parallel import (
     recompute_of,
 )
 from dtensor.api.plan_call import (
+    PROFILER,
     BoundCall,
     Options,
     PlanCache,
@@ -83,7 +84,7 @@ from dtensor.signals import standing_in
 
 if TYPE_CHECKING:
     from dtensor.runtime.elementwise.probe import ProbeReport
-    from dtensor.runtime.simulate.profile import Profile
+    from dtensor.runtime.profile import Profile
 
 RUN_AHEAD = 2
 
@@ -453,8 +454,6 @@ class TrainStep:
         steps, two for each that is timed: state moves on. Before them `gather_state_dict` keeps
         what it is, and `load_state_dict` brings it back.
         """
-        from dtensor.api.profiling import profiled
-
         if not batch and not kwargs and self._latest is not None:
             held, kwargs = self._latest
             batch = tuple(one() for one in held)
@@ -464,7 +463,7 @@ class TrainStep:
                     f"fix: step.profile({n}, *batch)"
                 )
         session = session_for(self.model.mesh)
-        return profiled(n, session, lambda: self(*batch, **kwargs), _read_loss, self.plans)
+        return PROFILER.get()(n, session, lambda: self(*batch, **kwargs), _read_loss, self.plans)
 
     def gradients(self, *batch: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         """Parameter name to its gradient, whole, before clipping.

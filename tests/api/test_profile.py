@@ -17,9 +17,9 @@ from dtensor.api.session import session_for
 from dtensor.daft import Call, Collective, Program, Recv, Send, TaskError, Wait
 from dtensor.daft.run.stamps import LINES, TIMES, body_of
 from dtensor.daft.verification.verifier import verify
+from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.breakdown import Floors, Measured, TimedStep, profile_of
 from dtensor.runtime.simulate.clock import simulate
-from dtensor.runtime.simulate.profile import LAYERS, Profile, RankProfile, Spent
 from tests.api.test_bad_data import RAISES
 from tests.api.test_bad_data import Net as BadNet
 from tests.api.test_bad_data import loss_fn as bad_loss

@@ -29,8 +29,9 @@ from torch.fx.node import map_aggregate
 
 from dtensor.api.eager.errors import op_name
 from dtensor.api.eager.policy import moves_of
-from dtensor.api.eager.values import Layout, ViewStep, layout_of
+from dtensor.api.eager.values import ViewStep
 from dtensor.api.eager.views import functional, written_back
+from dtensor.api.handle import Layout, layout_of
 from dtensor.frontend.capture.decompose import (
     GraphAndConstants,
     decompose,

@@ -24,18 +24,8 @@ import torch
 from dtensor.api.eager.errors import elsewhere, located, note_line, op_name, plain, with_line
 from dtensor.api.eager.graph import CallKey, OneOp, PlannedOp, plan_op
 from dtensor.api.eager.policy import check
-from dtensor.api.eager.values import (
-    Cell,
-    CellTensor,
-    Layout,
-    Made,
-    ReadValue,
-    Value,
-    ViewStep,
-    contiguous_strides,
-    fresh_name,
-    layout_of,
-)
+from dtensor.api.eager.values import Cell, CellTensor, Made, ReadValue, Value, ViewStep, fresh_name
+from dtensor.api.handle import Layout, contiguous_strides, layout_of
 from dtensor.api.randomness import Counter, numbers_fed
 from dtensor.api.session import MeshSession
 from dtensor.daft import DaftError, Stored

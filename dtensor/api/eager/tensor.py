@@ -25,17 +25,8 @@ from dtensor.api.away import Away, at_hand
 from dtensor.api.eager.dispatch import dispatch, like_spec
 from dtensor.api.eager.functions import torch_function
 from dtensor.api.eager.run import execute, fetch, own_value, spec_of
-from dtensor.api.eager.values import (
-    Alias,
-    Cell,
-    CellTensor,
-    Layout,
-    Value,
-    ViewStep,
-    contiguous,
-    contiguous_layout,
-    fresh_name,
-)
+from dtensor.api.eager.values import Alias, Cell, CellTensor, Value, ViewStep, fresh_name
+from dtensor.api.handle import Layout, contiguous, contiguous_layout
 from dtensor.api.session import MeshSession, session_for
 from dtensor.api.stating.placing import check_fit, restated
 from dtensor.daft import Future, GroupFuture
@@ -99,7 +90,7 @@ class DTensor(CellTensor):
         return contiguous_layout(spec_of(self))
 
     @property
-    def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def name(self) -> str:
         """Under which its shards stand in the ranks' tables, as long as nothing writes to it."""
         return self.value().name
 

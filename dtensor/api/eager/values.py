@@ -11,7 +11,7 @@ has is a CellTensor: a cell, or a view of one.
 Invariants: a Value's shards are never written again, so cells may share one (a clone costs
 nothing); but for one that a single cell has ever held, which a compiled function may change in
 place: it is another Value then, of the same shards. A cell's shape, dtype and strides are fixed;
-its placement is that of the value it holds. Layouts and views are interned: equal ones are one
+its placement is that of the value it holds. Views are interned, as layouts are: equal ones are one
 object, compared by identity.
 
 Not here: what computes a value (run.py), what a view means backwards (views.py).
@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
+from dtensor.api.handle import Layout, TensorHandle, layout_of
 from dtensor.api.session import MeshSession, Returned
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
@@ -66,29 +66,6 @@ class Value:
     def __del__(self) -> None:
         if self.name:
             self.session.forget(self.name, holders_of(self.spec))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """How a whole cell looks: its spec, and its strides as on one device."""
-
-    spec: TensorSpec
-    strides: tuple[int, ...]
-
-
-@cache
-def layout_of(spec: TensorSpec, strides: tuple[int, ...]) -> Layout:
-    return Layout(spec, strides)
-
-
-def contiguous_layout(spec: TensorSpec) -> Layout:
-    return layout_of(spec, contiguous_strides(spec.shape))
-
-
-@cache
-def contiguous(layout: Layout) -> Layout:
-    """The same spec without other strides; equal specs are told by identity then."""
-    return contiguous_layout(layout.spec)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,7 +121,7 @@ class Made:
     value: Value
 
 
-class CellTensor(torch.Tensor):
+class CellTensor(TensorHandle):
     """A tensor that is a cell, or a view of one: what ops take apart. `DTensor` is the only kind.
 
     ``_made``: the view's own value, where it took communication to see it.
@@ -178,12 +155,3 @@ class ReadValue:
     value: Value | torch.Tensor
     layout: Layout
     view: ViewStep | None
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

@@ -52,9 +52,9 @@ from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Shared
 from dtensor.runtime.lower.code import QUICK
 from dtensor.runtime.lower.lines import overload_of, parts_of
+from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.shard_optimizer import clip_divisor, sum_of_squares
 from dtensor.runtime.simulate.clock import representatives
-from dtensor.runtime.simulate.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.trace import CALL, Trace
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.plan import Plan

@@ -27,7 +27,6 @@ from dtensor.daft import (
     Collective,
     Commit,
     Free,
-    Future,
     Handle,
     Instruction,
     Recv,
@@ -406,18 +405,6 @@ def _what(span: Span) -> str:
 
 
 # -- of a timed run --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Noted:
-    """A run. ``called``, ``returned``: when, by the monotonic clock; ``settling``: the seconds for
-    which the call waited before, for what was asked earlier."""
-
-    handle: Handle
-    future: Future
-    called: float
-    settling: float
-    returned: float
 
 
 def measured(

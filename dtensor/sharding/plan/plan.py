@@ -16,12 +16,13 @@ What is decided is its record (record.py); all else follows from that.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dtensor.sharding.plan import saving
+from dtensor.provider import Provider
 from dtensor.sharding.plan.cost.memory import Memory, memory_of
 from dtensor.sharding.plan.cost.seconds import Cost, PlannedCollective, all_collectives, cost_of
 from dtensor.sharding.plan.dataflow import without_numbers
@@ -33,6 +34,9 @@ from dtensor.sharding.plan.text.rounding import rounding_text
 from dtensor.sharding.plan.text.summary import summary_html, summary_text
 from dtensor.sharding.plan.verify import verify
 from dtensor.showing import html_folded
+
+PAGES = Provider[Callable[["Plan", str | os.PathLike[str]], Path]]("writes plans as pages")
+"""Given a plan and where to write it, where it was written."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -122,7 +126,7 @@ class Plan(PlanRecord):
         Returns where it was written. PlanningError for a path that does not end in .html, or is in
         a folder that is not there.
         """
-        return saving.writer()(self, path)
+        return PAGES.get()(self, path)
 
     def __str__(self) -> str:
         return self.text()
