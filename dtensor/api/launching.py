@@ -46,8 +46,8 @@ from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
 from dtensor.api.switching import Optimizers, Wanted, switch_of
 from dtensor.daft import Backend, DaftError, Mode, launch_cluster
+from dtensor.daft.diagnosis.diagnosis import ranks_text
 from dtensor.daft.launching import Offer
-from dtensor.daft.status.diagnosis import ranks_text
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.source import lines_text, source_here

@@ -1,7 +1,7 @@
 """What a checkpoint has for a model and its optimizer: found by names, and checked before a load.
 
     values = matched(checkpoint, model, convert=False)
-    values["up.weight"]        # OnDisk(".../ckpt/100", "model.up.weight", (64, 16), torch.float32)
+    values["up.weight"]        # InCheckpoint((64, 16), torch.float32, ".../100", "model.up.weight")
     state = matched_state(checkpoint, model, adamw)
     state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}, whole
 
@@ -9,7 +9,7 @@ Names are those of state dicts: a tied tensor is found by any that it has, and a
 checkpoint may have them behind "model." or behind nothing. Shapes are global.
 
 Invariants: all that differs is said at once, with what is near and with what would mend it, and
-nothing was loaded then. Not here: who reads the bytes (checkpoint.py, on_disk.py).
+nothing was loaded then. Not here: who asks for the bytes (checkpoint.py, on_disk.py).
 """
 
 from __future__ import annotations
@@ -39,9 +39,22 @@ from dtensor.runtime.checkpoint import (
     TensorRecord,
 )
 from dtensor.runtime.elementwise.rule import give_attributes
+from dtensor.runtime.saving import opened, read_shard
+from dtensor.sharding.ops.philox import Pieces
 
 OWN = ("dtensor",)
 """Where a checkpoint has what is ours: counts, and what the optimizer is."""
+
+
+@dataclass(frozen=True, slots=True)
+class InCheckpoint(OnDisk):
+    """A tensor of the checkpoint in ``folder``, ``name`` there."""
+
+    folder: str
+    name: str
+
+    def part(self, pieces: Pieces) -> Tensor:
+        return read_shard(opened(self.folder), self.name, pieces, self.dtype)
 
 
 def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> dict[str, OnDisk]:
@@ -82,7 +95,7 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
             dtypes.append(line)
         for other in there[1:]:
             _check_tied(checkpoint, there[0], record, other, stored[other])
-        found[label] = OnDisk(os.path.abspath(checkpoint.path), record.name, shape, dtype)
+        found[label] = InCheckpoint(shape, dtype, os.path.abspath(checkpoint.path), record.name)
     if shapes:
         raise _not_alike(checkpoint, "shapes", shapes, "build the model as the one that was saved")
     if dtypes:
@@ -333,7 +346,7 @@ def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str
                 f"fix: build the model and the optimizer that were saved"
             )
         folder = os.path.abspath(checkpoint.path)
-        found[entry] = OnDisk(folder, name, record.shape, record.dtype)
+        found[entry] = InCheckpoint(record.shape, record.dtype, folder, name)
     for path, value in checkpoint.small.items():
         if path[:3] == ("optimizer", "state", key) and len(path) == 4:
             found[path[3]] = value

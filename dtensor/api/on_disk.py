@@ -1,40 +1,37 @@
 """Values that are in a checkpoint's files until somebody needs them, and are read there, in parts.
 
-    weight = OnDisk("/data/ckpt/100", "model.up.weight", (64, 16), torch.float32)
+    weight = InCheckpoint((64, 16), torch.float32, "/data/ckpt/100", "model.up.weight")
     weight.part((((0, 32),), ((0, 16),)))      # f32[32,16]: rows 0:32, no other byte is read
     weight.whole()                             # f32[64,16]
 
 Such stand for parameters on the meta device (`Initial.on_disk`), and for tensors of an optimizer's
 state (`AwayState.on_disk`); they pickle, so that ranks read their own shards.
 
-Not here: what is in the files (runtime/checkpoint), who checks it against a model (checkpoint.py).
+Not here: the files, and who checks them against a model (names_in_checkpoint.py).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dtensor.runtime.saving import opened, read_shard
 from dtensor.sharding.ops.philox import Pieces, Place
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
-    """A tensor of a checkpoint in ``folder``, ``name`` there: of this shape, and read as this
-    dtype."""
+class OnDisk(ABC):
+    """A tensor that is in files: of this shape, and read as this dtype."""
 
-    folder: str
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @abstractmethod
     def part(self, pieces: Pieces) -> torch.Tensor:
         """What is at these intervals of each dim, one after another, on the CPU."""
-        return read_shard(opened(self.folder), self.name, pieces, self.dtype)
 
     def whole(self) -> torch.Tensor:
         return self.part(Place.whole(self.shape).pieces)

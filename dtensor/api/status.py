@@ -4,14 +4,14 @@
     print(status)                 # a row for each rank, and who hangs
     status.waited_for, status.chain, status.hangs
 
-Not here: how it is found out (`daft/status/`), the warning of a step that takes too long
+Not here: how it is found out (`daft/diagnosis/`), the warning of a step that takes too long
 (`daft/ray/watch.py`), and other processes' launches (`commands/status.py`).
 """
 
 from __future__ import annotations
 
 from dtensor.api.session import launched
-from dtensor.daft.status.status import Status
+from dtensor.daft.status import Status
 from dtensor.errors import PlanningError, check_number
 
 

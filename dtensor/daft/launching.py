@@ -24,6 +24,7 @@ import torch
 
 from dtensor.daft.cluster.cluster import Backend, Cluster
 from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.diagnosis.one_process import status_here
 from dtensor.daft.tasks.actors import (
     ActorHandle,
     Session,
@@ -177,6 +178,7 @@ def launch_cluster(
                 ranks_per_actor=per_actor,
                 seed=seed,
                 snapshot_every=snapshot_every,
+                diagnose=status_here,
             )
         case "ray":
             _check_ray()

@@ -30,7 +30,7 @@ from dtensor.daft.ray.late import Late
 from dtensor.daft.ray.launch_folder import LaunchFolder, launches
 from dtensor.daft.ray.own_folder import OwnFolder, own_directory, sweep
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.status.lines import Lines
+from dtensor.daft.diagnosis.lines import Lines
 from dtensor.daft.verification.verifier import verify
 from tests.daft.programs import function
 from tests.daft.test_status import ALL

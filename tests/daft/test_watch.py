@@ -18,8 +18,8 @@ from dtensor.daft.errors import Failure
 from dtensor.daft.ray import watch
 from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.watch import Asked, HostWatch
-from dtensor.daft.status.lines import Lines
-from dtensor.daft.status.seen import Progress
+from dtensor.daft.diagnosis.lines import Lines
+from dtensor.daft.diagnosis.seen import Progress
 from dtensor.daft.verification.verifier import verify
 from tests.daft.programs import function, program
 

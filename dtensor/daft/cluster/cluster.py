@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from dtensor.daft.cluster.changes import Changes
     from dtensor.daft.cluster.counting import Counting
     from dtensor.daft.cluster.log import Recovered
-    from dtensor.daft.status.status import Status
+    from dtensor.daft.status import Status
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
 """timed: as compiled; each rank's outputs have those of `run/stamps.py` too."""

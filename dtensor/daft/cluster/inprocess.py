@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
@@ -26,11 +26,17 @@ from dtensor.daft.raised import interrupts
 from dtensor.daft.run.snapshots import Copies
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Worker
+from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts
 
-if TYPE_CHECKING:
-    from dtensor.daft.status.one_process import Running
-    from dtensor.daft.status.status import Status
+Running: TypeAlias = tuple[int, int, int, float]
+"""A run under way: of which program, its number, in which thread, since when (monotonic)."""
+
+Diagnose: TypeAlias = Callable[
+    [int, Mapping[int, Handle], Callable[[], tuple[int, Running | None]], float], Status
+]
+"""Of so many ranks, with programs by their ids: where the one thread stands, looked at twice, so
+many seconds apart."""
 
 Made: TypeAlias = tuple[Any, Exception | None]
 """What a call gave, or raised."""
@@ -48,9 +54,11 @@ class InProcessCluster(HostedCluster):
         ranks_per_actor: int = 1,
         seed: int = 0,
         snapshot_every: int | None = None,
+        diagnose: Diagnose,
     ) -> None:
         everyone = tuple(range(size))
         self._ranks_per_actor = ranks_per_actor
+        self._diagnose = diagnose
         hosts_of(size, ranks_per_actor)  # checks them
         copies = None if snapshot_every is None else Copies()
         self._worker = Worker(everyone, device, LocalTransport(), lent=True, snapshots=copies)
@@ -109,10 +117,8 @@ class InProcessCluster(HostedCluster):
         self._worker.close()
 
     def status(self, seconds: float) -> Status:
-        from dtensor.daft.status.one_process import status_here
-
         self._check()
-        return status_here(self.size, self._handles, self._where, seconds)
+        return self._diagnose(self.size, self._handles, self._where, seconds)
 
     def _where(self) -> tuple[int, Running | None]:
         """The position in the list, and the run that another thread makes while it has the lock."""

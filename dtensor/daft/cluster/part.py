@@ -41,7 +41,7 @@ from dtensor.daft.ir.instructions import (
 )
 from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored
-from dtensor.daft.status.status import Status
+from dtensor.daft.status import Status
 
 if TYPE_CHECKING:
     from dtensor.daft.cluster.log import Recovered

@@ -26,6 +26,8 @@ import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.cluster.log import Recovered, SentCall
+from dtensor.daft.diagnosis.diagnosis import Waits, ranks_text, waits_at
+from dtensor.daft.diagnosis.lines import Lines
 from dtensor.daft.errors import (
     ActorLost,
     ClusterClosed,
@@ -50,9 +52,7 @@ from dtensor.daft.ray.starting import START_S, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import Stored, Worker
-from dtensor.daft.status.diagnosis import Waits, ranks_text, waits_at
-from dtensor.daft.status.lines import Lines
-from dtensor.daft.status.status import Status
+from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 from dtensor.kernel_flags import kernel_flags
 from dtensor.signals import Lock

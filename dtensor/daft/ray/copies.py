@@ -38,6 +38,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dtensor.daft.diagnosis.seen import thread
 from dtensor.daft.ray.messages import (
     ASKED,
     CLAIM_BYTES,
@@ -58,7 +59,6 @@ from dtensor.daft.ray.messages import (
 )
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Key, Keys, Record, Store
-from dtensor.daft.status.seen import thread
 
 Door: TypeAlias = tuple[str, int]
 """Where a keeper listens."""

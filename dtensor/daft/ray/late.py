@@ -18,9 +18,9 @@ import os
 import warnings
 from pathlib import Path
 
+from dtensor.daft.diagnosis.diagnosis import LEAST_S, limit_s
+from dtensor.daft.diagnosis.seen import Seen
 from dtensor.daft.ray.launch_folder import LaunchSeen
-from dtensor.daft.status.diagnosis import LEAST_S, limit_s
-from dtensor.daft.status.seen import Seen
 
 
 class Late:

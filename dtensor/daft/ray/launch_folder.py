@@ -28,12 +28,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from dtensor.daft.diagnosis.diagnosis import Launched, diagnose
+from dtensor.daft.diagnosis.lines import Lines
+from dtensor.daft.diagnosis.seen import Progress, Seen, ThreadSeen, look, thread
 from dtensor.daft.ray.own_folder import OwnFolder, check_own, make_own, own_directory, sweep
 from dtensor.daft.ray.progress import progress_of
-from dtensor.daft.status.diagnosis import Launched, diagnose
-from dtensor.daft.status.lines import Lines
-from dtensor.daft.status.seen import Progress, Seen, ThreadSeen, look, thread
-from dtensor.daft.status.status import Status
+from dtensor.daft.status import Status
 
 ALSO = "/tmp"  # is looked at: who looks may have another TMPDIR
 _LAUNCH = "launch.json"

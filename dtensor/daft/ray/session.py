@@ -22,6 +22,7 @@ import ray
 import ray.cloudpickle
 from torch import Tensor
 
+from dtensor.daft.diagnosis.diagnosis import Waits
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.instructions import Call, Instruction
 from dtensor.daft.ir.text import excerpt
@@ -30,7 +31,6 @@ from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
 from dtensor.daft.ray.processes import Home, HostProcess, RayCalls
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.watch import Asked, HostWatch
-from dtensor.daft.status.diagnosis import Waits
 from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture, user_frames, user_line

@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from dtensor.daft.diagnosis.diagnosis import FOR_NOBODY, Waits, ends_of
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ray.joining import lost_key
 from dtensor.daft.ray.late import Late
@@ -37,7 +38,6 @@ from dtensor.daft.ray.processes import Home, HostProcess
 from dtensor.daft.ray.progress import Progress
 from dtensor.daft.ray.run_channel import CallLost, NotYet
 from dtensor.daft.ray.starting import START_S
-from dtensor.daft.status.diagnosis import FOR_NOBODY, Waits, ends_of
 from dtensor.signals import wait
 
 SLICE_S = 0.25  # how often a waiting controller looks at the hosts

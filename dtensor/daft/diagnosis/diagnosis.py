@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtensor.daft.status.lines import Lines, ListLine
-from dtensor.daft.status.seen import Progress, Seen, ThreadSeen, cpu_share
-from dtensor.daft.status.status import Doing, RankStatus, Status
+from dtensor.daft.diagnosis.lines import Lines, ListLine
+from dtensor.daft.diagnosis.seen import Progress, Seen, ThreadSeen, cpu_share
+from dtensor.daft.status import Doing, RankStatus, Status
 
 TIMES = 5.0
 """A run is late that takes so many times what earlier runs of its program took, ..."""

@@ -15,32 +15,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias
 
-from dtensor.daft.ir.program import Program
-from dtensor.daft.status.diagnosis import Launched, diagnose
-from dtensor.daft.status.lines import Lines
-from dtensor.daft.status.seen import Progress, look
-from dtensor.daft.status.status import Status
-from dtensor.daft.verification.verifier import Report
-
-Running: TypeAlias = tuple[int, int, int, float]
-"""A run under way: of which program, its number, in which thread, since when (monotonic)."""
-
-
-class ProgramHere(Protocol):
-    """A program of the cluster's."""
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def report(self) -> Report: ...
+from dtensor.daft.cluster.cluster import Handle
+from dtensor.daft.cluster.inprocess import Running
+from dtensor.daft.diagnosis.diagnosis import Launched, diagnose
+from dtensor.daft.diagnosis.lines import Lines
+from dtensor.daft.diagnosis.seen import Progress, look
+from dtensor.daft.status import Status
 
 
 def status_here(
     size: int,
-    programs: Mapping[int, ProgramHere],
+    programs: Mapping[int, Handle],
     where: Callable[[], tuple[int, Running | None]],
     seconds: float,
 ) -> Status:
