@@ -8,7 +8,7 @@
     for launch in launches(): launch.status(0.3)     # any process of the user's, at any time
 
 It has the hosts' counters (`progress.py`), what the launch is (`launch.json`), and for each loaded
-program what stands at each position of its lists (`program3.json`, `status/lines.py`).
+program what stands at each position of its lists (`program3.json`, `diagnosis/lines.py`).
 
 Invariants: the directory is the user's and nobody else may enter it (0700), or it is not used: a
 launch then has a folder of its own that others do not find, with a warning, and who looks gets a

@@ -15,7 +15,7 @@ those that hold up the calls that are waited for, when all of them have stood st
 and none was at work in that time, that is, in what ends by itself and using the CPU. Who holds a
 call up is the controller's to say (`Due`): what other hosts do neither hides a hang nor looks like
 one. Who waits for another is not ended for it: waits are followed from host to host, and one is
-ended at which they end (`status/diagnosis.py`).
+ended at which they end (`diagnosis/diagnosis.py`).
 
 It does not know what hosts run: the controller says what one was doing, and for whom it waits
 (`Controller`).
