@@ -27,6 +27,7 @@ from dtensor.explorer.tree import Tree
 from dtensor.sharding.plan.cost.seconds import (
     PlannedCollective,
     collectives_of,
+    message_seconds,
     stage_flops,
     step_seconds,
 )
@@ -34,12 +35,10 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Hint, PlannedInput
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
     operands_of,
@@ -53,7 +52,6 @@ from dtensor.sharding.plan.text.render import (
     steps_by_section,
 )
 from dtensor.sharding.plan.text.words import collapse
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
@@ -184,7 +182,7 @@ class _Contents:
             "c": line.text,
             "m": self.tree.node(self._module(step, stage)),
         }
-        if results and not isinstance(step, Bucket):
+        if results and not (isinstance(step, Redistribute) and step.bucket):
             row["t"] = [self.specs(spec) for _, spec in results]
         elif line.type:
             row["w"] = line.type
@@ -194,7 +192,7 @@ class _Contents:
             row["z"] = compute
         if communication:
             row["y"] = communication
-        if line.source and not isinstance(step, Accumulate | TieSum):
+        if line.source and step.source:
             row["o"] = self.sources(_line(step, line.source, self.makers, self.readers))
         if run is not None:
             row["r"] = run
@@ -233,15 +231,12 @@ class _Contents:
             for n in self.reasons.hints(c.kind, c.axis, c.phase, c.source, (*pins, *met))
         ]
         match step:
-            case Convert(move=move):
+            case Redistribute(moves=(move, *_)) if not step.tied:
                 row["q"] = [self.specs(move.src), self.specs(move.dst)]
+                row["of"] = list(collapse(step.of))
             case Transfer(spec=spec):
                 row["q"] = [self.specs(spec), self.specs(spec)]
                 row["to"] = [step.stage, step.to_stage]
-            case Bucket():
-                move = step.moves[0]
-                row["q"] = [self.specs(move.src), self.specs(move.dst)]
-                row["of"] = list(collapse(step.of))
             case _:
                 pass
 
@@ -272,11 +267,11 @@ class _Contents:
             case Transfer(to_stage=to, result=result) if to == stage:
                 reader = self.readers.get(result)
                 return reader.op.module if isinstance(reader, Compute) else ""
-            case Convert(operand=name) | Transfer(operand=name):
-                return self._module_of(name, step)
-            case Bucket(of=of) if step.phase != "optimizer":
-                return layer_of(of[0])
-            case Accumulate(of=of) | TieSum(of=of):
+            case Redistribute(of=()) | Transfer():
+                return self._module_of(operands_of(step)[0], step)
+            case Redistribute(of=(of, *_)) if step.phase != "optimizer":
+                return layer_of(of)
+            case Accumulate(of=of) | Redistribute(of=(of,), bucket=""):
                 return of.rpartition(".")[0]
             case _:
                 return ""
@@ -288,9 +283,11 @@ class _Contents:
             made = self.makers.get(name)
             if isinstance(made, Compute) and made.op.module:
                 return made.op.module
-            if not isinstance(made, Convert | Transfer):
-                break
-            name = made.operand
+            match made:
+                case Redistribute(operands=(name,), bucket="") | Transfer(operand=name):
+                    pass
+                case _:
+                    break
         if "." in self.labels.get(name, ""):
             return self.labels[name].rpartition(".")[0]
         result = results_of(step)[0][0]
@@ -356,14 +353,7 @@ class _Contents:
         found: dict[tuple[str, str], dict[int, list[float]]] = {}
         for step in self.plan.steps:
             for c in collectives_of(self.plan, step):
-                num = self.plan.mesh.axis_size(c.axis)
-                if isinstance(step, TieSum):
-                    num = len(step.stages)
-                elif isinstance(step, Transfer):
-                    num = 2
-                each = self.plan.topology.collective_seconds(
-                    c.kind, c.axis, num=num, bytes_sent=c.bytes_sent
-                )
+                each = message_seconds(self.plan, step, c)
                 own = found.setdefault((c.axis, c.kind), {}).setdefault(c.stage, [0, 0, 0.0])
                 own[0] += c.times
                 own[1] += c.times * c.bytes_sent
@@ -407,7 +397,7 @@ def _kind(step: Step, sends: bool) -> str:
             return "comm"
         case Compute():
             return "view" if step.is_view else "op"
-        case Convert(move=move) if move.kind in FREE_KINDS:
+        case Redistribute() if step.is_free:
             return "move"
         case Transfer():
             return "move"
@@ -418,14 +408,10 @@ def _kind(step: Step, sends: bool) -> str:
 def _messages(step: Step) -> Iterator[tuple[str, str]]:
     """What a trace calls the messages of a step: kind, and what is sent."""
     match step:
-        case Convert():
-            yield step.move.kind, step.operand
+        case Redistribute():
+            yield step.kind, step.label
         case Transfer():
             yield "transfer", step.operand
-        case Bucket():
-            yield step.kind, step.name
-        case TieSum():
-            yield "all_reduce", f"the gradients of {step.of}"
         case Norm():
             yield "all_reduce", "the norm and the votes"
         case _:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Bucket, Compute, operands_of, results_of
+from dtensor.sharding.plan.steps import Compute, Redistribute, operands_of, results_of
 from tests.models import GPT, MLP, DropoutGPT, batch, loss_fn
 from tests.plans import MEGATRON
 
@@ -156,7 +156,11 @@ def test_zero_gathers_for_both_at_once() -> None:
     plan, plain = gpt(["blocks.*"], dt.Mesh(dp=2), **options), gpt(None, dt.Mesh(dp=2), **options)
 
     def gathers(one: Plan, phase: str) -> list[set[str]]:
-        found = [s for s in one.steps if isinstance(s, Bucket) and s.kind == "all_gather"]
+        found = [
+            s
+            for s in one.steps
+            if isinstance(s, Redistribute) and s.bucket and s.kind == "all_gather"
+        ]
         return [set(s.of) for s in found if s.phase == phase]
 
     assert gathers(plan, "forward") == gathers(plain, "forward")

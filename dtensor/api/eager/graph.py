@@ -46,7 +46,7 @@ from dtensor.sharding.plan.dataflow import Dataflow, Output
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
-from dtensor.sharding.plan.steps import Compute, Convert
+from dtensor.sharding.plan.steps import Compute, Redistribute
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, Placement, Shard
@@ -262,11 +262,11 @@ def _reductions(planned: Plan) -> list[tuple[str, TensorSpec]]:
     """The operands that the plan reduces, and to what: the next op need not do so again."""
     found: dict[str, TensorSpec] = {}
     current: dict[str, str] = {i.name: i.name for i in planned.inputs}
-    for step in (s for s in planned.steps if isinstance(s, Convert)):
-        name = current.get(step.operand)
+    for step in (s for s in planned.steps if isinstance(s, Redistribute)):
+        name = current.get(step.operands[0])
         if name is not None and (name not in found or _is_pending(found[name])):
-            current[step.result] = name
-            found[name] = step.move.dst
+            current[step.name] = name
+            found[name] = step.moves[0].dst
     specs = {item.name: item.spec for item in planned.inputs}
     return [
         (name, dst)

@@ -25,9 +25,9 @@ from typing import Literal, get_args
 from dtensor.errors import PlanningError
 from dtensor.frontend.source import Source, source_here
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Compute, Convert
+from dtensor.sharding.plan.steps import Compute, Redistribute
 from dtensor.sharding.plan.text.words import size_text
-from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
+from dtensor.sharding.redistribute.moves import Move
 
 Policy = Literal["allow", "warn", "error"]
 
@@ -126,10 +126,10 @@ def moves_of(
     found: list[tuple[str, Move]] = []
     for step in planned.steps:
         match step:
-            case Convert():
-                label = labels[step.result] = labels.get(step.operand, step.operand)
-                if step.move.kind not in FREE_KINDS:
-                    found.append((label, step.move))
+            case Redistribute(operands=(operand,), moves=(move,)):
+                label = labels[step.name] = labels.get(operand, operand)
+                if not step.is_free:
+                    found.append((label, move))
             case Compute():
                 name = step.op.call.name
                 view = name in _REARRANGING and len(step.operands) == 1

@@ -31,8 +31,8 @@ from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Norm,
+    Redistribute,
     Step,
     Transfer,
     Update,
@@ -128,7 +128,7 @@ def weight_half(plan: PlanRecord) -> frozenset[str]:
         if (
             isinstance(step, Transfer)
             or any(name in needed for name in names)
-            or (not isinstance(step, Bucket) and (len(modules) > 1 or _OTHER in modules))
+            or (not _is_bucket(step) and (len(modules) > 1 or _OTHER in modules))
         ):
             needed.update(operands_of(step))
             needed.update(names)
@@ -152,14 +152,18 @@ def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
             case Norm():
                 for _, value, parameter in step.operands:
                     reached[value].add(_module(parameter))
-            case Bucket() if not step.in_place:
-                for operand, result in zip(step.operands, step.results, strict=True):
+            case Redistribute() if not step.tied:
+                for operand, result in zip(step.operands, step.results):
                     reached[operand] |= reached[result]
             case _:
                 found = {m for name, _ in results_of(step) for m in reached[name]}
                 for name in operands_of(step):
                     reached[name] |= found
     return reached
+
+
+def _is_bucket(step: Step) -> bool:
+    return isinstance(step, Redistribute) and bool(step.bucket)
 
 
 def _module(label: str) -> str:

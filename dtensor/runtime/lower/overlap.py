@@ -26,8 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Bucket, Convert, Step, operands_of, results_of
-from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.plan.steps import Redistribute, Step, operands_of, results_of
 
 CUT_SECONDS = 2e-6
 """What it costs to cut local code in two: an instruction more, and what it reads and makes."""
@@ -68,25 +67,21 @@ def early(
     return tuple(order), frozenset(late)
 
 
-def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Bucket, ...]:
+def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Redistribute, ...]:
     """Reductions of gradients that the end of a step has, and a backward may begin: all that they
     read is made by its ``steps``. With microbatches it is not, for these add up."""
     made = {name for step in steps for name, _ in results_of(step)}
     return tuple(
         step
         for step in plan.steps
-        if isinstance(step, Bucket)
+        if isinstance(step, Redistribute)
+        and step.bucket
         and step.phase == "optimizer"
         and not step.in_place
         and made.issuperset(step.operands)
     )
 
 
-def _communicates(step: Step) -> TypeGuard[Convert | Bucket]:
-    match step:
-        case Convert():
-            return step.move.kind not in FREE_KINDS
-        case Bucket():
-            return step.kind != "all_gather"
-        case _:
-            return False
+def _communicates(step: Step) -> TypeGuard[Redistribute]:
+    gathers = isinstance(step, Redistribute) and step.bucket and step.kind == "all_gather"
+    return isinstance(step, Redistribute) and not (step.is_free or gathers or step.tied)

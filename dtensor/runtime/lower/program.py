@@ -38,12 +38,10 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
     operands_of,
@@ -196,22 +194,20 @@ class _Walk:
             match step:
                 case Compute():
                     self._compute(step)
-                case Convert():
-                    started = moves.convert(b, step, wait=id(step) not in late)
+                case Redistribute() if step.tied:
+                    step_end.tie_sum(b, step)
                 case Transfer():
                     sent = moves.transfer(b, step, stage)
                     self.sends += [] if sent is None else [sent]
-                case Bucket() if not step.in_place:
+                case Redistribute() if not step.in_place:
                     if step.phase == "optimizer" and id(step) in late:
                         self.begun.add(id(step))
                         self._finish(self.reduced)  # one at a time: it frees what it read
                         self.reduced = step.results
-                    started = moves.bucket(b, step, wait=id(step) not in late)
-                case TieSum():
-                    step_end.tie_sum(b, step)
+                    started = moves.redistribute(b, step, wait=id(step) not in late)
                 case Norm():
                     step_end.norm(b, step)
-                case Accumulate() | Update() | Bucket():
+                case Accumulate() | Update() | Redistribute():
                     continue  # accumulation follows its action; updates are one call, at the end
             if started is not None:
                 self.started |= {b.value(name): started for name, _ in results_of(step)}

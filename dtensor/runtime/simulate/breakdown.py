@@ -58,7 +58,7 @@ from dtensor.runtime.simulate.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.trace import CALL, Trace
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Accumulate, Compute, Convert, Step, Update, stages_of
+from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step, Update, stages_of
 from dtensor.sharding.plan.text.words import op_name
 from dtensor.sharding.spec.shards import block, join, write
 
@@ -446,7 +446,7 @@ def _step_name(shared: Shared, step: Step, here: Mapping[str, int]) -> str | Non
             return ADDING
         case Update():
             return UPDATE
-        case Convert():
+        case Redistribute():
             return PACKING
         case _:
             return None

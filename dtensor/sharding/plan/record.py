@@ -1,7 +1,7 @@
 """A plan as data: every placement and every collective decided, step by step.
 
     record.inputs     (PlannedInput("up_weight", "up.weight", "parameter", f32[64@tp,16], ...), ...)
-    record.steps      (Compute(...), Convert(...), ...)    in program order, see steps.py
+    record.steps      (Compute(...), Redistribute(...), ...)    in program order, see steps.py
     record.outputs    where each result and gradient is found when the step has run
 
 What passes of the planner take and give; `Plan` (plan.py) is this with what it costs and how it

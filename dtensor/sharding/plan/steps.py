@@ -1,9 +1,10 @@
 """The steps of a plan: a closed sum, taken apart by ``match``.
 
-    Compute, Convert, Transfer      the program: local ops, moves of one value, ways between stages
-    Accumulate                      a sum over microbatches
-    Bucket                          moves of several values as one message
-    TieSum, Norm, Update            the end of a training step
+    Compute                  a local op
+    Redistribute             values go from one spec to another, alone or several as one message
+    Transfer                 a value goes to another stage
+    Accumulate               a sum over microbatches
+    Norm, Update             the end of a training step
 
 Values are named; a step reads results of earlier steps, or inputs (`operands_of`, `results_of`).
 Every step has a ``phase``, a ``stage`` and says whether it runs ``once`` a training step instead of
@@ -24,6 +25,7 @@ from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, MoveKind
 from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
 StepPhase = Literal["forward", "backward", "optimizer"]
@@ -53,22 +55,91 @@ class Compute:
         return f"<compute {made} = {call}, {self.phase}, stage {self.stage}>"
 
     @property
+    def source(self) -> str:
+        """The user's line."""
+        return self.op.source
+
+    @property
     def is_view(self) -> bool:
         return self.rule.kind == "view"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convert:
-    """One move of one value on one axis."""
+class Redistribute:
+    """Values go from one spec to another: a move of each, all of one kind on one axis.
 
-    result: str
-    operand: str
-    move: Move
+    A value that an op or an output wants elsewhere goes alone, and ``why`` says for what. Several
+    share one message, the ``bucket`` of that name, ``of`` whose labels: all_reduce and
+    reduce_scatter of gradients; with parameters stored split, reduce_scatter in the backward and
+    all_gather of the parameters of a layer, both of them once a microbatch. A gather starts where
+    the step stands and is waited for at the first use. Without ``results`` it gathers updated
+    parameters: the operands are inputs of the plan, of which each rank has its slice, and the whole
+    values are written there.
+
+    Gradients of one parameter (``of``) that several stages use are ``tied``: one of each of these
+    stages, summed over them. Their specs have the axis of stages, along which they are pending.
+
+    ``source``: the user's lines: that of the op that left a sum pending or needs the value, those
+    with which the pins of what is gathered do not line up.
+    """
+
+    results: tuple[str, ...]
+    operands: tuple[str, ...]
+    moves: tuple[Move, ...]
     phase: StepPhase
     stage: int
-    once: bool
-    source: str
-    why: str
+    once: bool = False
+    source: str = ""
+    why: str = ""
+    of: tuple[str, ...] = ()
+    bucket: str = ""
+    tied: tuple[int, ...] = ()
+
+    @property
+    def kind(self) -> MoveKind:
+        return self.moves[0].kind
+
+    @property
+    def axis(self) -> str:
+        return self.moves[0].axis
+
+    @property
+    def name(self) -> str:
+        """That of the message, or of the one result."""
+        return self.bucket or self.results[0]
+
+    @property
+    def label(self) -> str:
+        """What its messages are of."""
+        return f"the gradients of {self.of[0]}" if self.tied else self.bucket or self.operands[0]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one value goes by itself, because something wants it elsewhere."""
+        return not self.bucket and not self.tied
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nothing is sent."""
+        return self.kind in FREE_KINDS
+
+    @property
+    def in_place(self) -> bool:
+        return not self.results
+
+    @property
+    def noun(self) -> str:
+        """What a bucket has of each of its labels."""
+        return "parameter" if self.kind == "all_gather" else "gradient"
+
+    def specs(self) -> Iterator[tuple[int, TensorSpec, TensorSpec]]:
+        """Of each value: its stage, and the specs that it is read and made under."""
+        for at, move in enumerate(self.moves):
+            if self.tied:
+                spec = _on_one_stage(move.dst, move.axis)
+                yield self.tied[at], spec, spec
+            else:
+                yield self.stage, move.dst if self.in_place else move.src, move.dst
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,55 +169,7 @@ class Accumulate:
     of: str
     phase: ClassVar[StepPhase] = "optimizer"
     once: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Moves of one kind on one axis, of several values, as one message.
-
-    all_reduce and reduce_scatter of gradients; with parameters stored split, reduce_scatter in
-    the backward and all_gather of the parameters of a layer (``of``: their labels), both of them
-    once a microbatch. A gather starts where the step stands and is waited for at the first use.
-    Without ``results`` it gathers updated parameters: the operands are inputs of the plan, of which
-    each rank has its slice, and the whole values are written there. ``source``: the user's lines
-    with which the pins of what is gathered do not line up.
-    """
-
-    name: str
-    results: tuple[str, ...]
-    operands: tuple[str, ...]
-    moves: tuple[Move, ...]
-    axis: str
-    stage: int
-    of: tuple[str, ...]
-    phase: StepPhase = "optimizer"
-    once: bool = False
-    source: str = ""
-
-    @property
-    def kind(self) -> MoveKind:
-        return self.moves[0].kind
-
-    @property
-    def in_place(self) -> bool:
-        return not self.results
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TieSum:
-    """The gradients of one parameter that several stages use, summed over those stages."""
-
-    results: tuple[str, ...]  # one per stage
-    operands: tuple[str, ...]
-    stages: tuple[int, ...]
-    spec: TensorSpec
-    of: str
-    phase: ClassVar[StepPhase] = "optimizer"
-    once: ClassVar[bool] = False
-
-    @property
-    def stage(self) -> int:
-        return self.stages[0]
+    source: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +182,7 @@ class Norm:
     max_norm: float
     phase: ClassVar[StepPhase] = "optimizer"
     once: ClassVar[bool] = False
+    source: ClassVar[str] = ""
     stage: ClassVar[int] = 0
 
     @property
@@ -181,9 +205,26 @@ class Update:
     master_bytes: int = 0  # of the float32 copy that is updated instead, per rank
     phase: ClassVar[StepPhase] = "optimizer"
     once: ClassVar[bool] = False
+    source: ClassVar[str] = ""
 
 
-Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update
+Step = Compute | Redistribute | Transfer | Accumulate | Norm | Update
+
+
+def over_stages(spec: TensorSpec, axis: str, num: int) -> Move:
+    """The sum of ``num`` tied values of a spec: pending along the axis of stages, which the spec
+    lacks."""
+    mesh = spec.mesh.extended(axis, num)
+    src, dst = (
+        replace(spec, mesh=mesh, placements=(*spec.placements, along))
+        for along in (Partial("sum"), REPLICATE)
+    )
+    return Move("all_reduce", axis, src, dst)
+
+
+def _on_one_stage(spec: TensorSpec, axis: str) -> TensorSpec:
+    """Without the axis that `over_stages` adds."""
+    return replace(spec, mesh=spec.mesh.without(axis), placements=spec.placements[:-1])
 
 
 def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
@@ -217,16 +258,12 @@ def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
                 for name, spec in zip(step.results, step.result_specs, strict=True)
                 if name is not None and spec is not None
             ]
-        case Convert():
-            return [(step.result, step.move.dst)]
+        case Redistribute():
+            return [(name, dst) for name, (_, _, dst) in zip(step.results, step.specs())]
         case Transfer():
             return [(step.result, step.spec)]
         case Accumulate():
             return [(step.result, step.dst)]
-        case Bucket():
-            return [(name, move.dst) for name, move in zip(step.results, step.moves)]
-        case TieSum():
-            return [(name, step.spec) for name in step.results]
         case Norm() | Update():
             return []
 
@@ -237,18 +274,13 @@ def reads_of(step: Step) -> Iterator[tuple[int, str, TensorSpec]]:
         case Compute():
             for name, spec in zip(step.operands, step.operand_specs, strict=True):
                 yield step.stage, name, spec
-        case Convert():
-            yield step.stage, step.operand, step.move.src
+        case Redistribute():
+            for name, (stage, src, _) in zip(step.operands, step.specs(), strict=True):
+                yield stage, name, src
         case Transfer():
             yield step.stage, step.operand, step.spec
         case Accumulate():
             yield step.stage, step.operand, step.src
-        case Bucket():
-            for name, move in zip(step.operands, step.moves, strict=True):
-                yield step.stage, name, move.dst if step.in_place else move.src
-        case TieSum():
-            for stage, name in zip(step.stages, step.operands, strict=True):
-                yield stage, name, step.spec
         case Norm():
             for (stage, name, _), spec in zip(step.operands, step.specs, strict=True):
                 yield stage, name, spec
@@ -266,9 +298,9 @@ def operands_of(step: Step) -> tuple[str, ...]:
 def reading(step: Step, names: Mapping[str, str]) -> Step:
     """The step with its operands renamed."""
     match step:
-        case Compute() | Bucket() | TieSum():
+        case Compute() | Redistribute():
             return replace(step, operands=tuple(names.get(v, v) for v in step.operands))
-        case Convert() | Transfer() | Accumulate():
+        case Transfer() | Accumulate():
             return replace(step, operand=names.get(step.operand, step.operand))
         case Norm():
             renamed = tuple((s, names.get(v, v), p) for s, v, p in step.operands)
@@ -280,19 +312,17 @@ def reading(step: Step, names: Mapping[str, str]) -> Step:
 
 
 def renamed(
-    step: Compute | Convert, operands: Mapping[str, str], results: Mapping[str, str]
-) -> Compute | Convert:
+    step: Compute | Redistribute, operands: Mapping[str, str], results: Mapping[str, str]
+) -> Compute | Redistribute:
     """The step with other operands and results; a result that has no other name is not made."""
+    read = tuple(operands.get(v, v) for v in step.operands)
     match step:
         case Compute():
             return replace(
-                step,
-                operands=tuple(operands.get(v, v) for v in step.operands),
-                results=tuple(results.get(v or "") for v in step.results),
+                step, operands=read, results=tuple(results.get(v or "") for v in step.results)
             )
-        case Convert():
-            operand = operands.get(step.operand, step.operand)
-            return replace(step, operand=operand, result=results[step.result])
+        case Redistribute():
+            return replace(step, operands=read, results=tuple(results[v] for v in step.results))
 
 
 def stages_of(step: Step) -> tuple[int, ...]:
@@ -300,11 +330,11 @@ def stages_of(step: Step) -> tuple[int, ...]:
     match step:
         case Transfer():
             return (step.stage, step.to_stage)
-        case TieSum():
-            return step.stages
+        case Redistribute() if step.tied:
+            return step.tied
         case Norm():
             return tuple(dict.fromkeys(stage for stage, _, _ in step.operands))
-        case Compute() | Convert() | Accumulate() | Bucket() | Update():
+        case Compute() | Redistribute() | Accumulate() | Update():
             return (step.stage,)
 
 
@@ -318,8 +348,8 @@ def viewed_operand(step: Step) -> str | None:
     match step:
         case Compute() if step.is_view and step.operands:
             return step.operands[0]
-        case Convert() if step.move.kind == "relabel":
-            return step.operand
+        case Redistribute() if step.kind == "relabel":
+            return step.operands[0]
         case _:
             return None
 
@@ -355,11 +385,11 @@ def may_share(step: Step) -> tuple[str, ...]:
             own = call.name.startswith("aten.") and step.rule.kind == "compute"
             maybe = call.name.rpartition(".")[0] in _MAYBE_OPERAND
             return () if own and not maybe else step.operands
-        case Convert():
-            return (step.operand,) if step.move.kind in FREE_KINDS else ()
+        case Redistribute():
+            return step.operands if step.is_free else ()
         case Transfer() | Accumulate():
             return (step.operand,)
-        case Bucket() | TieSum() | Norm() | Update():
+        case Norm() | Update():
             return ()
         case _:
             assert_never(step)

@@ -27,7 +27,7 @@ from dtensor.errors import PlanningError
 from dtensor.sharding.plan.cost.seconds import cost_of
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Compute, Convert, Step, results_of, unused
+from dtensor.sharding.plan.steps import Compute, Redistribute, Step, results_of, unused
 
 _ROUNDS = 4  # forward, then its backward, then what they feed
 Kind = tuple[str, object, object]
@@ -90,9 +90,9 @@ def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
     """Whether a value, or what it is a view of, was split and had to be communicated."""
     step = makers.get(name)
     match step:
-        case Convert(move=move):
-            lost = move.kind in ("all_gather", "all_to_all")
-            return lost or _is_gathered(step.operand, makers)
+        case Redistribute():
+            lost = step.kind in ("all_gather", "all_to_all")
+            return lost or _is_gathered(step.operands[0], makers)
         case Compute() if step.is_view:
             return _is_gathered(step.operands[0], makers)
         case _:

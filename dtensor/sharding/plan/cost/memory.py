@@ -27,10 +27,8 @@ import torch
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
-    Convert,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
     in_microbatch,
@@ -85,7 +83,8 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     buckets = [  # gradients are gone when updated parameters are gathered
         _flat(step) - (total if step.in_place else 0)
         for step in plan.steps
-        if isinstance(step, Bucket) and step.stage == stage and not in_microbatch(step)
+        if isinstance(step, Redistribute) and step.bucket
+        if step.stage == stage and not in_microbatch(step)
     ]
     specs = plan.value_specs()  # activations are gone when gradients are cast
     casts = sum(_cast_bytes(step, specs[step.gradient].dtype) for step in updates)
@@ -139,18 +138,13 @@ def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
     while True:
         value = found[-1]
         match producers.get(value):
-            case Convert(phase="optimizer", operand=operand):
-                found.append(operand)
-            case (
-                Bucket(results=results, operands=operands, phase="optimizer")
-                | TieSum(results=results, operands=operands)
-            ):
+            case Redistribute(results=results, operands=operands, phase="optimizer"):
                 found.append(operands[results.index(value)])
             case _:
                 return found
 
 
-def _flat(step: Bucket) -> int:
+def _flat(step: Redistribute) -> int:
     """Bytes of a bucket's flat buffers: what is sent of a reduction, what arrives of a gather."""
     if step.kind == "all_gather":
         return sum(m.src.max_local_nbytes + m.dst.max_local_nbytes for m in step.moves)

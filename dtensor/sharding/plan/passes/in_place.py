@@ -33,8 +33,7 @@ import torch
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.ops.in_place import OpWrites, writes_of
 from dtensor.sharding.plan.record import PlannedInput, PlanRecord, StateWrite
-from dtensor.sharding.plan.steps import Compute, Convert, Step, operands_of, results_of, roots
-from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.plan.steps import Compute, Redistribute, Step, operands_of, results_of, roots
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.spec import alike
 
@@ -348,7 +347,7 @@ class _Made:
             match step:
                 case None | Compute():
                     pass
-                case Convert() if step.move.kind in FREE_KINDS:
+                case Redistribute() if step.is_free:
                     pass
                 case _:
                     return False

@@ -32,9 +32,8 @@ from dataclasses import dataclass, field, replace
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.record import PlanRecord, Region
 from dtensor.sharding.plan.steps import (
-    Bucket,
     Compute,
-    Convert,
+    Redistribute,
     Step,
     operands_of,
     reading,
@@ -43,10 +42,9 @@ from dtensor.sharding.plan.steps import (
     unused,
     viewed_operand,
 )
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 
 Key = tuple[str, int]  # a region's name, its stage
-Repeatable = Compute | Convert
+Repeatable = Compute | Redistribute
 Maker = tuple[int, Repeatable]  # where a step of the forward stands that may run again, the step
 
 
@@ -99,7 +97,7 @@ class _Recompute:
 
     def run(self) -> PlanRecord:
         plan = self.plan
-        buckets = {s.name for s in plan.steps if isinstance(s, Bucket)}
+        buckets = {s.bucket for s in plan.steps if isinstance(s, Redistribute)}
         self.taken = {*plan.value_specs(), *buckets}
         self._find_homes()
         self._find_kept()
@@ -129,8 +127,8 @@ class _Recompute:
             match step:
                 case Compute(op=op):
                     home = (self.names[op.name], step.stage) if op.name in self.names else None
-                case Convert(move=move) if move.kind in FREE_KINDS:
-                    found = readers.get(step.result, set())
+                case Redistribute() if step.is_free:
+                    found = readers.get(step.name, set())
                     home = next(iter(found)) if len(found) == 1 else None
                 case _:
                     continue
@@ -141,14 +139,14 @@ class _Recompute:
                 readers.setdefault(name, set()).add(home)
         for name in reversed(self.makers):  # in program order
             step = self.makers[name][1]
-            if isinstance(step, Convert) and name not in readers:  # it is communicated further
-                self.homes[name] = self.homes.get(step.operand)
+            if isinstance(step, Redistribute) and name not in readers:
+                self.homes[name] = self.homes.get(step.operands[0])  # it is communicated further
 
     def _find_kept(self) -> None:
         """Kept is what another region reads, what the step returns, and a view of what is kept."""
         for step in self.plan.steps:
             phase = step.phase
-            moves = isinstance(step, Convert) and step.move.kind not in FREE_KINDS
+            moves = isinstance(step, Redistribute) and not step.is_free
             if phase == "backward" or (moves and phase == "forward"):
                 continue  # what communication makes is kept; what it is made of need not be
             made = [name for name, _ in results_of(step)]
@@ -217,9 +215,10 @@ class _Recompute:
         always = {item.name for item in plan.inputs}
         always.update(n for step in plan.steps if step.once for n, _ in results_of(step))
         sent = {  # what was communicated, to the region whose value it was
-            step.result: self.homes.get(step.operand)
+            result: self.homes.get(operand)
             for step in plan.steps
-            if isinstance(step, Convert) and step.move.kind not in FREE_KINDS
+            if isinstance(step, Redistribute) and not step.is_free
+            for operand, result in zip(step.operands, step.results)
         }
         repetitions = {new: old for old, new in self.again.items()}
         read: dict[Key, dict[str, None]] = {

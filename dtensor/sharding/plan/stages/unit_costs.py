@@ -32,9 +32,8 @@ from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
+    Redistribute,
     Step,
     Update,
     operands_of,
@@ -131,7 +130,7 @@ class UnitPricing:
         self.at = {name: tuple(sorted(set(stages))) for name, stages in found.items()}
         waiting: list[int] = []  # conversions, made for the next op
         for index, step in enumerate(self.whole.steps):
-            if isinstance(step, Convert) and step.phase != "optimizer":
+            if _converts(step) and step.phase != "optimizer":
                 waiting.append(index)
             elif isinstance(step, Compute):
                 units = self.at.get(step.op.name, ())
@@ -159,7 +158,7 @@ class UnitPricing:
 
     def _shares(self, step: Step, units: Units) -> Iterator[tuple[Units, float]]:
         """The units that pay for a step, and what part of it: a message is shared by its values."""
-        if isinstance(step, Bucket):
+        if isinstance(step, Redistribute) and step.bucket:
             sizes = [move.src.max_local_nbytes for move in step.moves]
             for label, size in zip(step.of, sizes, strict=True):
                 yield self.uses.get(label, units), size / max(sum(sizes), 1)
@@ -175,9 +174,9 @@ class UnitPricing:
         match step:
             case Update(parameter=label) | Accumulate(of=label) if label in self.uses:
                 return self.uses[label]
-            case Bucket(of=labels) if step.in_place:
+            case Redistribute(of=labels) if step.in_place:
                 return tuple(sorted({u for label in labels for u in self.uses.get(label, ())}))
-            case Convert(operand=operand) | Accumulate(operand=operand):
+            case Redistribute(operands=(operand,), bucket="") | Accumulate(operand=operand):
                 return self.made.get(operand, ())
             case _:
                 return ()
@@ -289,16 +288,13 @@ class UnitPricing:
         specs: dict[str, TensorSpec] = {}
         read: defaultdict[str, set[int]] = defaultdict(set)
         for index, step in enumerate(self.whole.steps):
-            match step:
-                case Compute(phase=phase, once=once) | Convert(phase=phase, once=once):
-                    pass
-                case _:
-                    continue
-            if phase == "backward":
+            if not (isinstance(step, Compute) or _converts(step)):
+                continue
+            if step.phase == "backward":
                 for name in operands_of(step):
                     if name in storage:
                         read[storage[name]].update(self.readers[index])
-            elif not once:
+            elif not step.once:
                 view = isinstance(step, Compute) and step.is_view
                 base = storage.get(operands_of(step)[0]) if view else None
                 for name, spec in results_of(step):
@@ -307,3 +303,8 @@ class UnitPricing:
         for name, units in read.items():
             if units:
                 yield specs[name], tuple(sorted(units))
+
+
+def _converts(step: Step) -> bool:
+    """Whether a value goes by itself, because an op or an output wants it elsewhere."""
+    return isinstance(step, Redistribute) and step.is_alone

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Bucket, Compute, Convert, Step, results_of
+from dtensor.sharding.plan.steps import Compute, Redistribute, Step, results_of
 from dtensor.sharding.plan.text.folding import Run, runs_of
 from dtensor.sharding.plan.text.render import (
     WIDTH,
@@ -34,7 +34,6 @@ from dtensor.sharding.plan.text.render import (
     steps_by_section,
 )
 from dtensor.sharding.plan.text.words import flop_text, op_text, wrapped
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 
 MANY = 150
 
@@ -105,7 +104,7 @@ def _of_layer(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Line:
     more = line.more
     if more:
         alike = run.alike(steps, offset)
-        more = members([label for s in alike if isinstance(s, Bucket) for label in s.of])
+        more = members([label for s in alike if isinstance(s, Redistribute) for label in s.of])
     cost = f"{line.cost} x{run.count}" if line.cost else ""
     return replace(line, cost=cost, more=more, inner=True)
 
@@ -126,7 +125,7 @@ def _local_source(step: Step) -> str | None:
     match step:
         case Compute():
             return step.op.source
-        case Convert() if step.move.kind in FREE_KINDS:
+        case Redistribute() if step.is_free:
             return step.source
         case _:
             return None
@@ -144,8 +143,8 @@ def _statement(steps: Sequence[Step]) -> Line:
                 name = op_text(step.op.call)
                 counts[name] = counts.get(name, 0) + 1
                 flops += step.flops
-            case Convert():
-                counts[step.move.kind] = counts.get(step.move.kind, 0) + 1
+            case Redistribute():
+                counts[step.kind] = counts.get(step.kind, 0) + 1
             case _:
                 raise AssertionError(f"{type(step).__name__} has a line of its own")
     parts = [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]

@@ -26,12 +26,10 @@ from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
     operands_of,
@@ -312,14 +310,13 @@ def _key(step: Step) -> Hashable | None:
             place = (op.source, without_numbers(op.module), step.phase, step.stage, step.once)
             specs = (step.operand_specs, step.result_specs)
             return (text, named, place, specs, step.flops, step.rule.kind, step.strategies)
-        case Convert():
-            return (step.move, step.source, step.phase, step.stage, step.once)
+        case Redistribute() if not step.tied:
+            of = tuple(map(without_numbers, step.of))
+            place = (step.source, step.phase, step.stage, step.once)
+            return (step.moves, place, step.in_place, bool(step.bucket), of)
         case Accumulate():
             return (step.src, step.dst, step.stage, without_numbers(step.of))
-        case Bucket():
-            of = tuple(map(without_numbers, step.of))
-            return (step.moves, step.axis, step.stage, step.phase, step.once, step.in_place, of)
-        case Transfer() | TieSum() | Norm() | Update():
+        case Redistribute() | Transfer() | Norm() | Update():
             return None
 
 
@@ -334,18 +331,18 @@ def _refs(step: Step) -> Iterator[_Ref]:
                 yield "number", dict(op.call.kwargs)["op"]
         case Accumulate():
             yield "label", step.of
-        case Bucket():
+        case Redistribute():
             for label in step.of:
                 yield "label", label
-        case Convert() | Transfer() | TieSum() | Norm() | Update():
+        case Transfer() | Norm() | Update():
             pass
 
 
 def _results(step: Step) -> Sequence[str | None]:
     match step:
-        case Compute() | Bucket() | TieSum():
+        case Compute() | Redistribute():
             return step.results
-        case Convert() | Transfer() | Accumulate():
+        case Transfer() | Accumulate():
             return (step.result,)
         case Norm() | Update():
             return ()

@@ -34,11 +34,9 @@ from dtensor.numerics import dtype_name
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
+    Redistribute,
     Step,
-    TieSum,
     operands_of,
     results_of,
 )
@@ -115,20 +113,16 @@ def rounding_text(plan: PlanRecord) -> str:
 def _sums(step: Step) -> list[tuple[str, str, str, TensorSpec]]:
     """(value, result, axis, the value's spec) of what a step adds up over ranks or microbatches."""
     match step:
-        case Convert(move=move) if _pending(move.src, move.axis) and not _pending(
-            move.dst, move.axis
-        ):
-            return [(step.operand, step.result, move.axis, move.src)]
+        case Redistribute() if not step.tied:
+            return [
+                (value, result, move.axis, move.src)
+                for value, result, move in zip(step.operands, step.results, step.moves)
+                if _pending(move.src, move.axis) and not _pending(move.dst, move.axis)
+            ]
         case Accumulate():
             axes = [a for a in step.src.mesh.axes if _pending(step.src, a)]
             gone = [a for a in axes if not _pending(step.dst, a)]
             return [(step.operand, step.result, axis, step.src) for axis in gone]
-        case Bucket():
-            return [
-                (value, result, step.axis, move.src)
-                for value, result, move in zip(step.operands, step.results, step.moves, strict=True)
-                if _pending(move.src, step.axis)
-            ]
         case _:
             return []
 
@@ -154,7 +148,7 @@ def _terms(step: Step, name: str, counted: dict[str, int]) -> int:
                 if _any_pending(at)
             ]
             return (sum(pending) or 1) * _contracted(step.rule, step.results.index(name))
-        case TieSum():
+        case Redistribute() if step.tied:
             return sum(counted.get(operand, 1) for operand in step.operands)
         case _:
             return max((counted.get(operand, 1) for operand in operands_of(step)), default=1)

@@ -22,15 +22,15 @@ from collections.abc import Iterator, Sequence
 
 from dtensor.sharding.plan.cost.memory import memory_of
 from dtensor.sharding.plan.cost.seconds import (
-    PlannedCollective,
     collectives_of,
     cost_of,
+    message_seconds,
     stage_flops,
     step_seconds,
     step_times,
 )
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Compute, Norm, Step, Update
+from dtensor.sharding.plan.steps import Compute, Update
 from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.render import above_memory
 from dtensor.sharding.plan.text.words import (
@@ -162,7 +162,7 @@ def _sent(plan: PlanRecord) -> list[Row]:
             own = found.setdefault((c.axis, c.phase, c.kind), {}).setdefault(c.stage, [0, 0, 0.0])
             own[0] += c.times
             own[1] += c.times * c.bytes_sent
-            own[2] += c.times * _seconds(plan, step, c)
+            own[2] += c.times * message_seconds(plan, step, c)
     most = {key: max(by.values(), key=lambda own: own[1:]) for key, by in found.items()}
     ranked = sorted(most.items(), key=lambda item: -item[1][2])
     kept = ranked if len(ranked) <= _SENT else ranked[: _SENT - 1]
@@ -174,13 +174,6 @@ def _sent(plan: PlanRecord) -> list[Row]:
         number, size, seconds = (sum(column) for column in zip(*rest, strict=True))
         rows.append(("others", "", f"{number:.0f}", size_text(int(size)), seconds_text(seconds)))
     return rows
-
-
-def _seconds(plan: PlanRecord, step: Step, c: PlannedCollective) -> float:
-    if isinstance(step, Norm):  # one for each axis
-        num = plan.mesh.axis_size(c.axis)
-        return plan.topology.collective_seconds(c.kind, c.axis, num=num, bytes_sent=c.bytes_sent)
-    return step_seconds(plan, step, c.stage)[1]
 
 
 def _longest(plan: PlanRecord) -> list[Row]:
