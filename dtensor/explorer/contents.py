@@ -30,19 +30,18 @@ from dtensor.sharding.plan.cost.seconds import (
     message_seconds,
     stage_flops,
     step_seconds,
+    step_times,
 )
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Hint, PlannedInput
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Compute,
-    Norm,
     Redistribute,
     Step,
     Transfer,
     Update,
-    operands_of,
-    results_of,
+    updates_of,
 )
 from dtensor.sharding.plan.storage import layer_of
 from dtensor.sharding.plan.text.folding import Run, runs_of
@@ -79,11 +78,11 @@ class _Contents:
         self.plan = plan
         self.reasons = Reasons(plan)
         self.sources, self.specs = _Numbered(), _Numbered()
-        self.makers = {name: s for s in plan.steps for name, _ in results_of(s)}
+        self.makers = {name: s for s in plan.steps for name in s.gives}
         self.labels = {item.name: item.label for item in plan.inputs}
         self.readers: dict[str, Step] = {}
         for step in plan.steps:
-            for name in operands_of(step):
+            for name in step.reads:
                 self.readers.setdefault(name, step)
         self.sections: dict[tuple[int, str], list[Step]] = {
             (stage, name): steps
@@ -174,7 +173,7 @@ class _Contents:
         line = line_of(plan, step, stage)
         messages = [c for c in collectives_of(plan, step) if c.stage == stage]
         compute, communication = step_seconds(plan, step, stage)
-        results = results_of(step)
+        results = list(step.gives_as())
         row: dict[str, Any] = {
             "g": number,
             "k": _kind(step, bool(messages)),
@@ -183,7 +182,7 @@ class _Contents:
             "m": self.tree.node(self._module(step, stage)),
         }
         if results and not (isinstance(step, Redistribute) and step.bucket):
-            row["t"] = [self.specs(spec) for _, spec in results]
+            row["t"] = [self.specs(spec) for *_, spec in results]
         elif line.type:
             row["w"] = line.type
         if isinstance(step, Compute) and step.flops:
@@ -196,14 +195,13 @@ class _Contents:
             row["o"] = self.sources(_line(step, line.source, self.makers, self.readers))
         if run is not None:
             row["r"] = run
-        row["e"] = self.reasons.why(results[0][0]) if results else self.reasons.end(step)
+        row["e"] = self.reasons.why(results[0][1]) if results else self.reasons.end(step)
         if messages:
             self._collective(row, step, messages)
             for one in alike:
-                for kind, operand in _messages(one):
-                    self.rows.setdefault((kind, operand), len(self.steps))
+                self.rows.setdefault((messages[0].kind, one.label), len(self.steps))
         self.steps.append({key: value for key, value in row.items() if value not in ("", [])})
-        times = (plan.num_microbatches if self._repeats(step) else 1) * len(alike)
+        times = step_times(plan, step) * len(alike)
         self.tree.charge(
             row["m"],
             compute=compute * times,
@@ -243,10 +241,9 @@ class _Contents:
     def _updates(self, number: int, stage: int) -> None:
         """One row for each optimizer and part of the tree."""
         groups: dict[tuple[str, int], list[Update]] = {}
-        for step in self.plan.steps:
-            if isinstance(step, Update) and step.stage == stage:
-                node = self.tree.node(step.parameter.rpartition(".")[0])
-                groups.setdefault((step.optimizer, node), []).append(step)
+        for step in updates_of(self.plan.steps, [stage]):
+            node = self.tree.node(step.parameter.rpartition(".")[0])
+            groups.setdefault((step.optimizer, node), []).append(step)
         for (optimizer, node), found in groups.items():
             compute = sum(step_seconds(self.plan, step, stage)[0] for step in found)
             state = sum(step.state_bytes + step.master_bytes for step in found)
@@ -255,9 +252,6 @@ class _Contents:
             row |= {"z": compute, "st": state}
             self.steps.append(row)
             self.tree.charge(node, compute=compute, communication=0, flops=0, sent=0)
-
-    def _repeats(self, step: Step) -> bool:
-        return not step.once and step.phase != "optimizer"
 
     def _module(self, step: Step, stage: int) -> str:
         """The module that a step is shown under: its own, or that of what it moves."""
@@ -268,7 +262,7 @@ class _Contents:
                 reader = self.readers.get(result)
                 return reader.op.module if isinstance(reader, Compute) else ""
             case Redistribute(of=()) | Transfer():
-                return self._module_of(operands_of(step)[0], step)
+                return self._module_of(step.reads[0], step)
             case Redistribute(of=(of, *_)) if step.phase != "optimizer":
                 return layer_of(of)
             case Accumulate(of=of) | Redistribute(of=(of,), bucket=""):
@@ -290,8 +284,7 @@ class _Contents:
                     break
         if "." in self.labels.get(name, ""):
             return self.labels[name].rpartition(".")[0]
-        result = results_of(step)[0][0]
-        reader = self.readers.get(result)
+        reader = self.readers.get(step.gives[0])
         return reader.op.module if isinstance(reader, Compute) and made is None else ""
 
     # -- inputs ----------------------------------------------------------------------------------
@@ -405,26 +398,13 @@ def _kind(step: Step, sends: bool) -> str:
             return "end"
 
 
-def _messages(step: Step) -> Iterator[tuple[str, str]]:
-    """What a trace calls the messages of a step: kind, and what is sent."""
-    match step:
-        case Redistribute():
-            yield step.kind, step.label
-        case Transfer():
-            yield "transfer", step.operand
-        case Norm():
-            yield "all_reduce", "the norm and the votes"
-        case _:
-            return
-
-
 def _line(
     step: Step, source: str, makers: Mapping[str, Step], readers: Mapping[str, Step]
 ) -> tuple[str, str]:
     """The user's line and its text, which an op on the same line knows."""
     near: list[Step | None] = [step]
-    near += [makers.get(name) for name in operands_of(step)]
-    near += [readers.get(name) for name, _ in results_of(step)]
+    near += [makers.get(name) for name in step.reads]
+    near += [readers.get(name) for name in step.gives]
     for one in near:
         if isinstance(one, Compute) and one.op.source == source and one.op.source_text:
             return source, one.op.source_text

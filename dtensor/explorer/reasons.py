@@ -22,14 +22,10 @@ from dataclasses import replace
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Opened
 from dtensor.sharding.plan.steps import (
-    Compute,
     Norm,
     Redistribute,
     Step,
     Transfer,
-    operands_of,
-    results_of,
-    viewed_operand,
 )
 from dtensor.sharding.plan.text.words import collapse
 
@@ -45,9 +41,8 @@ class Reasons:
         self._steps: dict[str, list[Step]] = defaultdict(list)  # by each value that they concern
         self._made: dict[str, Step] = {}
         for step in plan.steps:
-            results = [name for name, _ in results_of(step)]
-            self._made.update(dict.fromkeys(results, step))
-            for name in dict.fromkeys((*results, *operands_of(step))):
+            self._made.update(dict.fromkeys(step.gives, step))
+            for name in _names(step):
                 self._steps[name].append(step)
         self._pinned = {(axis, value): by for axis, value, by in plan.pinned}
         self._opened: dict[str, list[tuple[str, Opened]]] = defaultdict(list)
@@ -99,9 +94,9 @@ class Reasons:
         near += [s for s in self._steps[step.name] if s is not step]
         found: list[str] = []
         for one in near:
-            for name in operands_of(one) if isinstance(one, Compute) else ():
+            for name in one.reads if one is not None and one.op is not None else ():
                 value = name
-                while (maker := self._made.get(value)) and (base := viewed_operand(maker)):
+                while (maker := self._made.get(value)) and (base := maker.viewed):
                     value = base
                 found.append(self._pinned.get((step.axis, value), ""))
         return tuple(dict.fromkeys(filter(None, found)))
@@ -162,8 +157,8 @@ class Reasons:
     def _read_by_makers(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
             if (step := self._made.get(name)) is not None:
-                yield from dict.fromkeys(operands_of(step))
+                yield from dict.fromkeys(step.reads)
 
 
 def _names(step: Step) -> set[str]:
-    return {*operands_of(step), *(name for name, _ in results_of(step))}
+    return {*step.reads, *step.gives}

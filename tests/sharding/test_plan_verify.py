@@ -18,8 +18,6 @@ from dtensor.sharding.plan.steps import (
     Step,
     Transfer,
     Update,
-    operands_of,
-    results_of,
 )
 from dtensor.sharding.plan.verify import verify
 from dtensor.sharding.rules.rule import Strategy
@@ -58,8 +56,8 @@ def with_step(at: int, step: Step) -> tuple[Step, ...]:
 
 def of_microbatch(step: Step) -> bool:
     """Whether it reads what another step of a microbatch on the same stage made."""
-    made = {n for s in planned().steps if not s.once and s.stage == 0 for n, _ in results_of(s)}
-    return step.stage == 0 and not step.once and any(n in made for n in operands_of(step))
+    made = {n for s in planned().steps if not s.once and s.stage == 0 for n in s.gives}
+    return step.stage == 0 and not step.once and any(n in made for n in step.reads)
 
 
 def alone(step: Step) -> bool:

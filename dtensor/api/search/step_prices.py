@@ -29,7 +29,6 @@ from dtensor.sharding.plan.steps import (
     Step,
     Transfer,
     Update,
-    in_microbatch,
 )
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.redistribute.topology import Topology
@@ -101,7 +100,7 @@ class StepPrices:
             sent=np.zeros((num, 4)),
             bandwidth=np.ones(num),
             over_dp=np.zeros(num, np.bool_),
-            repeats=np.array([in_microbatch(s) and not s.once for s in plan.steps], np.bool_),
+            repeats=np.array([s.in_microbatch and not s.once for s in plan.steps], np.bool_),
             sums=np.array([isinstance(s, Accumulate) for s in plan.steps], np.bool_),
         )
         for at, step in enumerate(plan.steps):

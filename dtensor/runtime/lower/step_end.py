@@ -55,7 +55,8 @@ from dtensor.sharding.plan.steps import (
     Norm,
     Redistribute,
     Update,
-    results_of,
+    norm_of,
+    updates_of,
 )
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Replicate
@@ -219,7 +220,7 @@ def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
 
 def _updates(b: RankBuilder) -> list[Update]:
     """Of the parameters here; once a rank, on however many stages one is."""
-    every = [s for s in b.plan.steps if isinstance(s, Update) and s.stage in b.stages]
+    every = updates_of(b.plan.steps, b.stages)
     return list({s.parameter: s for s in reversed(every)}.values())[::-1]
 
 
@@ -247,7 +248,7 @@ def update(b: RankBuilder) -> None:
         return
     updates = _updates(b)
     inputs = {i.label: i for i in b.plan.inputs}
-    norm = next((s for s in b.plan.steps if isinstance(s, Norm)), None)
+    norm = norm_of(b.plan.steps)
     clip = norm and f"{norm.result}_clip"
     b.close()
     b.label = "update"
@@ -321,7 +322,7 @@ def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
     before."""
     if b.roles.gradients:
         return ()
-    producers = {name: step for step in b.plan.steps for name, _ in results_of(step)}
+    producers = {name: step for step in b.plan.steps for name in step.gives}
     taken: dict[str, str] = {}  # gradient to the first parameter that it is of
     for update in updates:
         match producers.get(update.gradient):

@@ -32,8 +32,6 @@ from dtensor.sharding.plan.steps import (
     Step,
     Transfer,
     Update,
-    reads_of,
-    results_of,
 )
 from dtensor.sharding.redistribute.moves import Move, move_kind
 from dtensor.sharding.rules.rule import Rule, Strategy
@@ -80,16 +78,9 @@ class _SoFar:
         self.specs[name], self.stages[name] = spec, stages
 
     def make(self, step: Step) -> None:
-        for at, (name, spec) in enumerate(results_of(step)):
-            match step:
-                case Transfer():
-                    stages = (step.to_stage,)
-                case Redistribute() if step.tied:
-                    stages = (step.tied[at],)
-                case _:
-                    stages = (step.stage,)
-            self.add(name, spec, stages)
-            if step.once or step.phase == "optimizer":
+        for stage, name, spec in step.gives_as():
+            self.add(name, spec, (stage,))
+            if step.once or not step.in_microbatch:
                 self.once.add(name)
 
     def missing(self, name: str, stage: int) -> str | None:
@@ -101,7 +92,7 @@ class _SoFar:
 
 
 def _faults(seen: _SoFar, step: Step) -> Iterator[str]:
-    for stage, name, spec in reads_of(step):
+    for stage, name, spec in step.reads_as():
         if fault := seen.missing(name, stage):
             yield fault
         elif (have := seen.specs[name]) is not spec and not _read_as(step, have, spec):

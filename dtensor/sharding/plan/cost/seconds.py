@@ -28,8 +28,6 @@ from dtensor.sharding.plan.steps import (
     StepPhase,
     Transfer,
     Update,
-    in_microbatch,
-    stages_of,
 )
 from dtensor.sharding.redistribute.topology import ring_bytes
 from dtensor.sharding.spec.spec import TensorSpec
@@ -77,7 +75,7 @@ def stage_seconds(plan: PlanRecord, stage: int) -> tuple[float, float]:
     """
     compute = communication = 0.0
     for step in plan.steps:
-        if stage in stages_of(step) or isinstance(step, Norm):
+        if step.is_on(stage):
             local, sent = step_seconds(plan, step, stage)
             times = step_times(plan, step)
             compute += local * times
@@ -165,7 +163,7 @@ def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]
 
 def step_times(plan: PlanRecord, step: Step) -> int:
     """How often the step runs in one training step."""
-    return 1 if step.once or not in_microbatch(step) else plan.num_microbatches
+    return 1 if step.once or not step.in_microbatch else plan.num_microbatches
 
 
 def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from dtensor.sharding.plan.emit.values import Copy, Emitter
 from dtensor.sharding.plan.precision import widened
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput
-from dtensor.sharding.plan.steps import Redistribute, Step, filled, results_of
+from dtensor.sharding.plan.steps import Redistribute, Step, filled
 from dtensor.sharding.plan.storage import layer_of
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
@@ -53,7 +53,7 @@ def _scatter_over(
     inputs: Mapping[str, PlannedInput],
     found: dict[tuple[str, int, str], Copy],
 ) -> None:
-    made = {name: at for at, step in enumerate(e.steps) for name, _ in results_of(step)}
+    made = {name: at for at, step in enumerate(e.steps) for name in step.gives}
     after: dict[int, list[Step]] = {}
     groups: dict[tuple[object, ...], list[tuple[str, Copy, Move, str]]] = {}
     for output in e.request.flow.outputs:

@@ -27,11 +27,6 @@ from dtensor.sharding.plan.steps import (
     Redistribute,
     Step,
     StepPhase,
-    operands_of,
-    reading,
-    reads_of,
-    renamed,
-    results_of,
     unused,
 )
 from dtensor.sharding.plan.storage import layer_of
@@ -89,7 +84,7 @@ class _Gathering:
         for step in kept:
             reads = [(at, value) for at, value in _uses(step) if self._depends(value)]
             found = {value: self.read(value, at, _when(step)) for at, value in reads}
-            self.steps.append(reading(step, found) if found else step)
+            self.steps.append(step.reading(found) if found else step)
         outputs = [
             replace(o, values=tuple((s, self.read(v, s, _when_used(o))) for s, v in o.values))
             for o in self.plan.outputs
@@ -105,9 +100,9 @@ class _Gathering:
                 free = step.is_free
             case _:
                 return False
-        if not free or not self._depends(operands_of(step)[0]):
+        if not free or not self._depends(step.reads[0]):
             return False
-        self.makers.update((name, step) for name, _ in results_of(step))
+        self.makers.update((name, step) for name in step.gives)
         return True
 
     def _depends(self, value: str) -> bool:
@@ -159,9 +154,9 @@ class _Gathering:
         return self.copies[key]
 
     def _repeat(self, maker: Compute | Redistribute, stage: int, when: When) -> None:
-        operands = {name: self.read(name, stage, when) for name in operands_of(maker)}
-        results = {name: self._named(name, stage, when) for name, _ in results_of(maker)}
-        made = renamed(maker, operands, results)
+        operands = {name: self.read(name, stage, when) for name in maker.reads}
+        results = {name: self._named(name, stage, when) for name in maker.gives}
+        made = maker.reading(operands).giving(results)
         self.steps.append(replace(made, phase=_phase(when), stage=stage, once=when == "once"))
 
     def _named(self, value: str, stage: int, when: When) -> str:
@@ -240,7 +235,7 @@ def _uses(step: Step) -> list[tuple[int, str]]:
     """(stage, value) of what a step uses: updated slices are gathered where they are stored."""
     if isinstance(step, Redistribute) and step.in_place:
         return []
-    return [(stage, value) for stage, value, _ in reads_of(step)]
+    return [(stage, value) for stage, value, _ in step.reads_as()]
 
 
 def _axes(item: PlannedInput) -> tuple[str, ...]:

@@ -36,8 +36,7 @@ from dtensor.sharding.plan.steps import (
     Redistribute,
     Step,
     Update,
-    operands_of,
-    results_of,
+    updates_of,
 )
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.spec import TensorSpec
@@ -145,7 +144,7 @@ class UnitPricing:
     def _count(self, index: int, units: Units) -> None:
         step = self.whole.steps[index]
         self.readers[index] = units
-        self.made.update((name, units) for name, _ in results_of(step))
+        self.made.update(dict.fromkeys(step.gives, units))
         times = step_times(self.whole, step)
         seconds = sum(step_seconds(self.whole, step, 0)) * times
         for of, part in self._shares(step, units):
@@ -270,8 +269,8 @@ class UnitPricing:
             if item.label in self.uses:
                 found[self.uses[item.label]] += item.held.max_local_nbytes
                 found[self.uses[item.label]] += trained.get(item.label, 0)
-        for step in self.whole.steps:
-            if isinstance(step, Update) and step.parameter in self.uses:
+        for step in updates_of(self.whole.steps):
+            if step.parameter in self.uses:
                 found[self.uses[step.parameter]] += step.state_bytes + step.master_bytes
         return found
 
@@ -291,13 +290,13 @@ class UnitPricing:
             if not (isinstance(step, Compute) or _converts(step)):
                 continue
             if step.phase == "backward":
-                for name in operands_of(step):
+                for name in step.reads:
                     if name in storage:
                         read[storage[name]].update(self.readers[index])
             elif not step.once:
                 view = isinstance(step, Compute) and step.is_view
-                base = storage.get(operands_of(step)[0]) if view else None
-                for name, spec in results_of(step):
+                base = storage.get(step.reads[0]) if view else None
+                for _, name, spec in step.gives_as():
                     storage[name] = base or name
                     specs.setdefault(storage[name], spec)
         for name, units in read.items():

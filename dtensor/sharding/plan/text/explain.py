@@ -27,8 +27,6 @@ from dtensor.sharding.plan.steps import (
     Step,
     Transfer,
     Update,
-    operands_of,
-    results_of,
 )
 from dtensor.sharding.plan.text.words import call_text, op_text, size_text
 from dtensor.sharding.rules.rule import Strategy
@@ -51,7 +49,7 @@ def explain(plan: PlanRecord, name: str) -> str:
     if item is not None:
         lines += _input(plan, item)
     for step in plan.steps:
-        if name in (result for result, _ in results_of(step)):
+        if name in step.gives:
             lines += _made_by(plan, step, name)
     lines += _repeated(plan, name)
     lines += _users(plan, name)
@@ -99,11 +97,8 @@ def _made_by(plan: PlanRecord, step: Step, name: str) -> list[str]:
         case Compute(op=op):
             source = f"    {op.source}: {op.source_text}" if op.source else ""
             once = "    once a step" if step.once else ""
-            made = ", ".join(result for result in step.results if result)
-            lines = [
-                f"{made} = {call_text(op.call, step.operands)}    {_at(plan, step.stage)}"
-                f"{step.phase}{once}{source}"
-            ]
+            text = f"{', '.join(step.gives)} = {call_text(op.call, step.operands)}"
+            lines = [f"{text}    {_at(plan, step.stage)}{step.phase}{once}{source}"]
             return [*lines, *_per_axis(plan, step, name)]
         case Redistribute() if step.bucket:
             at = step.results.index(name)
@@ -210,13 +205,12 @@ def _users(plan: PlanRecord, name: str) -> list[str]:
     """Who reads the value, and the conversions of it."""
     lines: list[str] = []
     for step in plan.steps:
-        if name not in operands_of(step):
+        if name not in step.reads:
             continue
         match step:
             case Compute():
-                made = ", ".join(result for result in step.results if result)
                 text = call_text(step.op.call, step.operands)
-                lines.append(f"read by {made} = {text}{_from(step.op.source)}")
+                lines.append(f"read by {', '.join(step.gives)} = {text}{_from(step.source)}")
             case Redistribute() if step.in_place:
                 lines.append(f"gathered over {step.axis} within {step.name} when it is updated")
             case Redistribute() if step.bucket:

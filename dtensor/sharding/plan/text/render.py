@@ -49,8 +49,7 @@ from dtensor.sharding.plan.steps import (
     Step,
     Transfer,
     Update,
-    results_of,
-    stages_of,
+    updates_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.words import (
@@ -133,7 +132,7 @@ def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
     """What is printed of a stage, in order, without the updates, which are printed together."""
     found = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
     for step in plan.steps:
-        if isinstance(step, Norm) or (stage in stages_of(step) and not isinstance(step, Update)):
+        if step.is_on(stage) and not isinstance(step, Update):
             last = isinstance(step, Redistribute) and step.in_place
             found[UPDATED if last else SECTIONS[0] if step.once else step.phase].append(step)
     return found
@@ -175,14 +174,13 @@ def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
 
 
 def _compute(step: Compute) -> Line:
-    results = results_of(step)
     return Line(
         "",
-        ", ".join(name for name, _ in results),
+        ", ".join(step.gives),
         call_text(step.op.call, step.operands),
-        ", ".join(str(spec) for _, spec in results),
+        ", ".join(str(spec) for _, _, spec in step.gives_as()),
         flop_text(step.flops) if step.flops else "",
-        step.op.source,
+        step.source,
     )
 
 
@@ -194,7 +192,7 @@ def _moved(plan: PlanRecord, step: Redistribute, stage: int) -> Line:
         "" if step.is_free else "*",
         step.results[at],
         f"{step.kind}({step.operands[at]}, {step.axis}{over})",
-        str(results_of(step)[at][1]),
+        str(next(spec for on, _, spec in step.gives_as() if on == stage)),
         _sent(plan, step, stage),
         step.source or ", ".join(step.of),
     )
@@ -224,9 +222,8 @@ def members(labels: Sequence[str]) -> tuple[str, ...]:
 def _updates(plan: PlanRecord, stage: int) -> list[Line]:
     """One line for each optimizer, with the parameters that it updates."""
     groups: dict[str, list[Update]] = {}
-    for step in plan.steps:
-        if isinstance(step, Update) and step.stage == stage:
-            groups.setdefault(step.optimizer, []).append(step)
+    for step in updates_of(plan.steps, [stage]):
+        groups.setdefault(step.optimizer, []).append(step)
     lines: list[Line] = []
     for optimizer, found in groups.items():
         state = size_text(sum(step.state_bytes for step in found))
@@ -361,7 +358,7 @@ def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
     for step in plan.steps:
         alone = isinstance(step, Compute) or (isinstance(step, Redistribute) and step.is_alone)
         if alone and step.stage == stage:
-            yield from results_of(step)
+            yield from ((name, spec) for _, name, spec in step.gives_as())
 
 
 def _axes(plan: PlanRecord) -> list[str]:

@@ -37,8 +37,6 @@ from dtensor.sharding.plan.steps import (
     Compute,
     Redistribute,
     Step,
-    operands_of,
-    results_of,
 )
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.rules.rule import Rule
@@ -70,10 +68,10 @@ class Reordered:
 
 def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
     """The floating-point sums of a plan whose terms several ranks or microbatches add."""
-    makers: dict[str, Step] = {name: s for s in plan.steps for name, _ in results_of(s)}
+    makers: dict[str, Step] = {name: s for s in plan.steps for name in s.gives}
     counted: dict[str, int] = {}
     for step in plan.steps:  # a step's operands come before it
-        for name, _ in results_of(step):
+        for name in step.gives:
             counted[name] = _terms(step, name, counted)
     found: list[Reordered] = []
     for step in plan.steps:
@@ -139,7 +137,7 @@ def _terms(step: Step, name: str, counted: dict[str, int]) -> int:
     """How many terms each element of a result is the sum of, that are still to be added up."""
     match step:
         case Compute():
-            spec = next(s for n, s in results_of(step) if n == name)
+            spec = next(s for _, n, s in step.gives_as() if n == name)
             if not _any_pending(spec):
                 return 1
             pending = [
@@ -151,7 +149,7 @@ def _terms(step: Step, name: str, counted: dict[str, int]) -> int:
         case Redistribute() if step.tied:
             return sum(counted.get(operand, 1) for operand in step.operands)
         case _:
-            return max((counted.get(operand, 1) for operand in operands_of(step)), default=1)
+            return max((counted.get(operand, 1) for operand in step.reads), default=1)
 
 
 def _contracted(rule: Rule, result: int) -> int:

@@ -30,7 +30,7 @@ from dtensor.sharding.plan.cost.seconds import (
     step_times,
 )
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Compute, Update
+from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.render import above_memory
 from dtensor.sharding.plan.text.words import (
@@ -110,7 +110,7 @@ def _shape(plan: PlanRecord) -> str:
 def _steps(plan: PlanRecord) -> str:
     communicate = sum(1 for step in plan.steps if collectives_of(plan, step))
     text = f"{len(plan.steps):,}, of which {communicate:,} communicate"
-    updates = [step for step in plan.steps if isinstance(step, Update)]
+    updates = updates_of(plan.steps)
     if updates:
         names = ", ".join(sorted({step.optimizer for step in updates}))
         count = len({step.parameter for step in updates})
@@ -180,8 +180,8 @@ def _longest(plan: PlanRecord) -> list[Row]:
     """The ops and lines of source that compute longest on a stage: how many, seconds, the line."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for step in plan.steps:
-        if isinstance(step, Compute):
-            key = (op_text(step.op.call), step.op.source)
+        if step.op is not None:
+            key = (op_text(step.op.call), step.source)
             own = found.setdefault(key, {}).setdefault(step.stage, [0, 0.0])
             times = step_times(plan, step)
             own[0] += times
