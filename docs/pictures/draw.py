@@ -19,7 +19,6 @@ from sheet import FAINT, FIRST, SECOND, THIRD, Sheet
 
 import dtensor as dt
 from dtensor import Plan, TensorSpec
-from dtensor.sharding.plan.steps import Compute, Convert
 
 HERE = Path(__file__).resolve().parent
 
@@ -49,14 +48,7 @@ def plan() -> str:
     planned = _plan_of_the_readme()
     specs: dict[str, TensorSpec] = {one.name: one.spec for one in planned.inputs}
     for step in planned.steps:
-        match step:
-            case Compute():
-                found = zip(step.results, step.result_specs, strict=True)
-                specs |= {name: spec for name, spec in found if name and spec}
-            case Convert():
-                specs[step.result] = step.move.dst
-            case _:
-                pass
+        specs.update((name, spec) for _, name, spec in step.gives_as())
     (sent,) = (one for one in planned.collectives if one.phase == "forward")
 
     # a value of the plan, what it is called here, and the sign before it

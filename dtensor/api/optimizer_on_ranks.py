@@ -30,7 +30,7 @@ from dtensor.runtime.elementwise.rule import OptimizerRule, rule_of
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.shard_optimizer import MASTER, absent, value_name
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Update
+from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
@@ -104,7 +104,7 @@ def place_optimizer(
     home.updated = frozenset(updated)
     labels = models.labels
     home.groups = tuple(tuple(map(labels.__getitem__, group)) for group in groups)
-    home.trained = frozenset(labels[s.parameter] for s in plan.steps if isinstance(s, Update))
+    home.trained = frozenset(labels[s.parameter] for s in updates_of(plan.steps))
     return home
 
 
@@ -184,9 +184,7 @@ def updated_by(
     keys_by_name = {n: own for group, own in zip(groups, keys, strict=True) for n in group}
     items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
     found: dict[tuple[str, str], Named] = {}
-    for step in plan.steps:
-        if not isinstance(step, Update):
-            continue
+    for step in updates_of(plan.steps):
         item, masters = items[step.parameter], bool(step.master_bytes)
         label = labels[step.parameter]
         state = on_mesh(plan, item.state)

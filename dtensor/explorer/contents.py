@@ -27,23 +27,21 @@ from dtensor.explorer.tree import Tree
 from dtensor.sharding.plan.cost.seconds import (
     PlannedCollective,
     collectives_of,
+    message_seconds,
     stage_flops,
     step_seconds,
+    step_times,
 )
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Hint, PlannedInput
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
-    Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
-    operands_of,
-    results_of,
+    updates_of,
 )
 from dtensor.sharding.plan.storage import layer_of
 from dtensor.sharding.plan.text.folding import Run, runs_of
@@ -53,7 +51,6 @@ from dtensor.sharding.plan.text.render import (
     steps_by_section,
 )
 from dtensor.sharding.plan.text.words import collapse
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
@@ -81,11 +78,11 @@ class _Contents:
         self.plan = plan
         self.reasons = Reasons(plan)
         self.sources, self.specs = _Numbered(), _Numbered()
-        self.makers = {name: s for s in plan.steps for name, _ in results_of(s)}
+        self.makers = {name: s for s in plan.steps for name in s.gives}
         self.labels = {item.name: item.label for item in plan.inputs}
         self.readers: dict[str, Step] = {}
         for step in plan.steps:
-            for name in operands_of(step):
+            for name in step.reads:
                 self.readers.setdefault(name, step)
         self.sections: dict[tuple[int, str], list[Step]] = {
             (stage, name): steps
@@ -176,7 +173,7 @@ class _Contents:
         line = line_of(plan, step, stage)
         messages = [c for c in collectives_of(plan, step) if c.stage == stage]
         compute, communication = step_seconds(plan, step, stage)
-        results = results_of(step)
+        results = list(step.gives_as())
         row: dict[str, Any] = {
             "g": number,
             "k": _kind(step, bool(messages)),
@@ -184,8 +181,8 @@ class _Contents:
             "c": line.text,
             "m": self.tree.node(self._module(step, stage)),
         }
-        if results and not isinstance(step, Bucket):
-            row["t"] = [self.specs(spec) for _, spec in results]
+        if results and not (isinstance(step, Redistribute) and step.bucket):
+            row["t"] = [self.specs(spec) for *_, spec in results]
         elif line.type:
             row["w"] = line.type
         if isinstance(step, Compute) and step.flops:
@@ -194,18 +191,17 @@ class _Contents:
             row["z"] = compute
         if communication:
             row["y"] = communication
-        if line.source and not isinstance(step, Accumulate | TieSum):
+        if line.source and step.source:
             row["o"] = self.sources(_line(step, line.source, self.makers, self.readers))
         if run is not None:
             row["r"] = run
-        row["e"] = self.reasons.why(results[0][0]) if results else self.reasons.end(step)
+        row["e"] = self.reasons.why(results[0][1]) if results else self.reasons.end(step)
         if messages:
             self._collective(row, step, messages)
             for one in alike:
-                for kind, operand in _messages(one):
-                    self.rows.setdefault((kind, operand), len(self.steps))
+                self.rows.setdefault((messages[0].kind, one.label), len(self.steps))
         self.steps.append({key: value for key, value in row.items() if value not in ("", [])})
-        times = (plan.num_microbatches if self._repeats(step) else 1) * len(alike)
+        times = step_times(plan, step) * len(alike)
         self.tree.charge(
             row["m"],
             compute=compute * times,
@@ -233,25 +229,21 @@ class _Contents:
             for n in self.reasons.hints(c.kind, c.axis, c.phase, c.source, (*pins, *met))
         ]
         match step:
-            case Convert(move=move):
+            case Redistribute(moves=(move, *_)) if not step.tied:
                 row["q"] = [self.specs(move.src), self.specs(move.dst)]
+                row["of"] = list(collapse(step.of))
             case Transfer(spec=spec):
                 row["q"] = [self.specs(spec), self.specs(spec)]
                 row["to"] = [step.stage, step.to_stage]
-            case Bucket():
-                move = step.moves[0]
-                row["q"] = [self.specs(move.src), self.specs(move.dst)]
-                row["of"] = list(collapse(step.of))
             case _:
                 pass
 
     def _updates(self, number: int, stage: int) -> None:
         """One row for each optimizer and part of the tree."""
         groups: dict[tuple[str, int], list[Update]] = {}
-        for step in self.plan.steps:
-            if isinstance(step, Update) and step.stage == stage:
-                node = self.tree.node(step.parameter.rpartition(".")[0])
-                groups.setdefault((step.optimizer, node), []).append(step)
+        for step in updates_of(self.plan.steps, [stage]):
+            node = self.tree.node(step.parameter.rpartition(".")[0])
+            groups.setdefault((step.optimizer, node), []).append(step)
         for (optimizer, node), found in groups.items():
             compute = sum(step_seconds(self.plan, step, stage)[0] for step in found)
             state = sum(step.state_bytes + step.master_bytes for step in found)
@@ -261,9 +253,6 @@ class _Contents:
             self.steps.append(row)
             self.tree.charge(node, compute=compute, communication=0, flops=0, sent=0)
 
-    def _repeats(self, step: Step) -> bool:
-        return not step.once and step.phase != "optimizer"
-
     def _module(self, step: Step, stage: int) -> str:
         """The module that a step is shown under: its own, or that of what it moves."""
         match step:
@@ -272,11 +261,11 @@ class _Contents:
             case Transfer(to_stage=to, result=result) if to == stage:
                 reader = self.readers.get(result)
                 return reader.op.module if isinstance(reader, Compute) else ""
-            case Convert(operand=name) | Transfer(operand=name):
-                return self._module_of(name, step)
-            case Bucket(of=of) if step.phase != "optimizer":
-                return layer_of(of[0])
-            case Accumulate(of=of) | TieSum(of=of):
+            case Redistribute(of=()) | Transfer():
+                return self._module_of(step.reads[0], step)
+            case Redistribute(of=(of, *_)) if step.phase != "optimizer":
+                return layer_of(of)
+            case Accumulate(of=of) | Redistribute(of=(of,), bucket=""):
                 return of.rpartition(".")[0]
             case _:
                 return ""
@@ -288,13 +277,14 @@ class _Contents:
             made = self.makers.get(name)
             if isinstance(made, Compute) and made.op.module:
                 return made.op.module
-            if not isinstance(made, Convert | Transfer):
-                break
-            name = made.operand
+            match made:
+                case Redistribute(operands=(name,), bucket="") | Transfer(operand=name):
+                    pass
+                case _:
+                    break
         if "." in self.labels.get(name, ""):
             return self.labels[name].rpartition(".")[0]
-        result = results_of(step)[0][0]
-        reader = self.readers.get(result)
+        reader = self.readers.get(step.gives[0])
         return reader.op.module if isinstance(reader, Compute) and made is None else ""
 
     # -- inputs ----------------------------------------------------------------------------------
@@ -356,14 +346,7 @@ class _Contents:
         found: dict[tuple[str, str], dict[int, list[float]]] = {}
         for step in self.plan.steps:
             for c in collectives_of(self.plan, step):
-                num = self.plan.mesh.axis_size(c.axis)
-                if isinstance(step, TieSum):
-                    num = len(step.stages)
-                elif isinstance(step, Transfer):
-                    num = 2
-                each = self.plan.topology.collective_seconds(
-                    c.kind, c.axis, num=num, bytes_sent=c.bytes_sent
-                )
+                each = message_seconds(self.plan, step, c)
                 own = found.setdefault((c.axis, c.kind), {}).setdefault(c.stage, [0, 0, 0.0])
                 own[0] += c.times
                 own[1] += c.times * c.bytes_sent
@@ -407,7 +390,7 @@ def _kind(step: Step, sends: bool) -> str:
             return "comm"
         case Compute():
             return "view" if step.is_view else "op"
-        case Convert(move=move) if move.kind in FREE_KINDS:
+        case Redistribute() if step.is_free:
             return "move"
         case Transfer():
             return "move"
@@ -415,30 +398,13 @@ def _kind(step: Step, sends: bool) -> str:
             return "end"
 
 
-def _messages(step: Step) -> Iterator[tuple[str, str]]:
-    """What a trace calls the messages of a step: kind, and what is sent."""
-    match step:
-        case Convert():
-            yield step.move.kind, step.operand
-        case Transfer():
-            yield "transfer", step.operand
-        case Bucket():
-            yield step.kind, step.name
-        case TieSum():
-            yield "all_reduce", f"the gradients of {step.of}"
-        case Norm():
-            yield "all_reduce", "the norm and the votes"
-        case _:
-            return
-
-
 def _line(
     step: Step, source: str, makers: Mapping[str, Step], readers: Mapping[str, Step]
 ) -> tuple[str, str]:
     """The user's line and its text, which an op on the same line knows."""
     near: list[Step | None] = [step]
-    near += [makers.get(name) for name in operands_of(step)]
-    near += [readers.get(name) for name, _ in results_of(step)]
+    near += [makers.get(name) for name in step.reads]
+    near += [readers.get(name) for name in step.gives]
     for one in near:
         if isinstance(one, Compute) and one.op.source == source and one.op.source_text:
             return source, one.op.source_text

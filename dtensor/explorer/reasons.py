@@ -22,16 +22,10 @@ from dataclasses import replace
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Opened
 from dtensor.sharding.plan.steps import (
-    Bucket,
-    Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
-    operands_of,
-    results_of,
-    viewed_operand,
 )
 from dtensor.sharding.plan.text.words import collapse
 
@@ -47,9 +41,8 @@ class Reasons:
         self._steps: dict[str, list[Step]] = defaultdict(list)  # by each value that they concern
         self._made: dict[str, Step] = {}
         for step in plan.steps:
-            results = [name for name, _ in results_of(step)]
-            self._made.update(dict.fromkeys(results, step))
-            for name in dict.fromkeys((*results, *operands_of(step))):
+            self._made.update(dict.fromkeys(step.gives, step))
+            for name in _names(step):
                 self._steps[name].append(step)
         self._pinned = {(axis, value): by for axis, value, by in plan.pinned}
         self._opened: dict[str, list[tuple[str, Opened]]] = defaultdict(list)
@@ -75,18 +68,18 @@ class Reasons:
 
     def cause(self, step: Step) -> str:
         """Of a conversion: why what it reads lies as it does on the conversion's axis."""
-        if not isinstance(step, Convert) or step.operand not in self._made:
+        if not isinstance(step, Redistribute) or not step.is_alone:
             return ""
-        start = f"on {step.move.axis}: "
-        lines = [line for line in self.why(step.operand).splitlines() if line.startswith(start)]
-        return f"{step.operand} {lines[0]}" if lines else ""
+        operand, start = step.operands[0], f"on {step.axis}: "
+        if operand not in self._made:
+            return ""
+        lines = [line for line in self.why(operand).splitlines() if line.startswith(start)]
+        return f"{operand} {lines[0]}" if lines else ""
 
     def pins(self, step: Step) -> tuple[str, ...]:
         """What the user wrote that opened what the step's axis splits; () where there is none."""
         match step:
-            case Convert():
-                found = self._openers(step.move.axis, step.operand)
-            case Bucket() if not step.in_place:
+            case Redistribute() if not step.in_place and not step.tied:
                 found = [by for name in step.operands[:4] for by in self._openers(step.axis, name)]
             case _:
                 found = []
@@ -95,29 +88,30 @@ class Reasons:
     def met(self, step: Step) -> tuple[str, ...]:
         """The pins on the axis of parameters that are operands where a conversion's value is made,
         and where it is used."""
-        if not isinstance(step, Convert):
+        if not isinstance(step, Redistribute) or not step.is_alone:
             return ()
-        near = [self._made.get(step.operand)]
-        near += [s for s in self._steps[step.result] if s is not step]
+        near = [self._made.get(step.operands[0])]
+        near += [s for s in self._steps[step.name] if s is not step]
         found: list[str] = []
         for one in near:
-            for name in operands_of(one) if isinstance(one, Compute) else ():
+            for name in one.reads if one is not None and one.op is not None else ():
                 value = name
-                while (maker := self._made.get(value)) and (base := viewed_operand(maker)):
+                while (maker := self._made.get(value)) and (base := maker.viewed):
                     value = base
-                found.append(self._pinned.get((step.move.axis, value), ""))
+                found.append(self._pinned.get((step.axis, value), ""))
         return tuple(dict.fromkeys(filter(None, found)))
 
     def states(self, step: Step) -> str:
         """What the user stated, other than a pin, because of which a collective is there."""
         match step:
-            case Transfer() | TieSum():
+            case Redistribute() if step.bucket:
+                axis, level = self.plan.zero or ("", 0)
+                return f"zero={{{axis!r}: {level}}}" if axis == step.axis else ""
+            case Transfer() | Redistribute(tied=(_, *_)):
                 how = "stages that are found" if self.plan.auto else "stages="
                 return f"{how} on {self.plan.stage_axis}"
             case Norm():
                 return "clip_grad_norm="
-            case Bucket() if self.plan.zero is not None and step.axis == self.plan.zero[0]:
-                return f"zero={{{step.axis!r}: {self.plan.zero[1]}}}"
             case _:
                 return ""
 
@@ -138,7 +132,7 @@ class Reasons:
                     "the global norm of all gradients: each rank squares its own, ranks and "
                     f"stages add up; gradients are scaled where it is above {step.max_norm:g}"
                 )
-            case Bucket():
+            case Redistribute():
                 of = ", ".join(collapse(step.of))
                 return (
                     f"each rank along {step.axis} has updated its slice of {of}; "
@@ -163,8 +157,8 @@ class Reasons:
     def _read_by_makers(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
             if (step := self._made.get(name)) is not None:
-                yield from dict.fromkeys(operands_of(step))
+                yield from dict.fromkeys(step.reads)
 
 
 def _names(step: Step) -> set[str]:
-    return {*operands_of(step), *(name for name, _ in results_of(step))}
+    return {*step.reads, *step.gives}

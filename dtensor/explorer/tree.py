@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Compute, Step
+from dtensor.sharding.plan.steps import Step
 from dtensor.sharding.plan.text.folding import Run
 from dtensor.sharding.plan.text.words import collapse
 
@@ -102,7 +102,7 @@ class Tree:
 
     def _join(self, steps: Sequence[Step], run: Run) -> None:
         for offset in range(run.period):
-            alike = [s.op.module for s in run.alike(steps, offset) if isinstance(s, Compute)]
+            alike = [s.op.module for s in run.alike(steps, offset) if s.op is not None]
             for other in alike[1:]:
                 self._unite(alike[0], other)
 

@@ -34,7 +34,7 @@ from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Output
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
-from dtensor.sharding.plan.steps import Convert
+from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.redistribute.moves import WORTH, Move, moves, seconds
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
@@ -126,7 +126,7 @@ def run(src: TensorSpec, dst: TensorSpec, local: list[torch.Tensor]) -> list[tor
     )
     found = plan(request)
     assert next(i.spec for i in found.inputs) == src
-    emitted = [s.move for s in found.steps if isinstance(s, Convert)]
+    emitted = [s.moves[0] for s in found.steps if isinstance(s, Redistribute)]
     assert _kinds(emitted) == _kinds(moves(src, dst, Topology()))
     lowered = lower(found, None)
     with launch_cluster(src.mesh.size) as cluster:

@@ -12,16 +12,12 @@ import torch
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
-    operands_of,
-    results_of,
 )
 from dtensor.sharding.plan.verify import verify
 from dtensor.sharding.rules.rule import Strategy
@@ -60,12 +56,30 @@ def with_step(at: int, step: Step) -> tuple[Step, ...]:
 
 def of_microbatch(step: Step) -> bool:
     """Whether it reads what another step of a microbatch on the same stage made."""
-    made = {n for s in planned().steps if not s.once and s.stage == 0 for n, _ in results_of(s)}
-    return step.stage == 0 and not step.once and any(n in made for n in operands_of(step))
+    made = {n for s in planned().steps if not s.once and s.stage == 0 for n in s.gives}
+    return step.stage == 0 and not step.once and any(n in made for n in step.reads)
 
 
-def changed(kind: type[Step], **fields: object) -> tuple[Step, ...]:
-    at = first(kind, of_microbatch if kind in (Compute, Convert) else lambda step: True)
+def alone(step: Step) -> bool:
+    return isinstance(step, Redistribute) and step.is_alone
+
+
+def bucket(step: Step) -> bool:
+    return isinstance(step, Redistribute) and bool(step.bucket)
+
+
+def tied(step: Step) -> bool:
+    return isinstance(step, Redistribute) and bool(step.tied)
+
+
+def collective(step: Step) -> str:
+    return step.kind if isinstance(step, Redistribute) else ""
+
+
+def changed(
+    kind: type[Step], wanted: Callable[[Step], bool] = lambda step: True, **fields: object
+) -> tuple[Step, ...]:
+    at = first(kind, wanted)
     return with_step(at, replace(planned().steps[at], **fields))  # type: ignore[arg-type]
 
 
@@ -89,14 +103,14 @@ def narrower() -> tuple[Step, ...]:
 
 def moved() -> tuple[Step, ...]:
     """A collective that says that it is another."""
-    at = first(Convert, lambda s: isinstance(s, Convert) and s.move.kind == "all_reduce")
+    at = first(Redistribute, lambda s: alone(s) and collective(s) == "all_reduce")
     step = planned().steps[at]
-    assert isinstance(step, Convert)
-    return with_step(at, replace(step, move=replace(step.move, kind="all_gather")))
+    assert isinstance(step, Redistribute)
+    return with_step(at, replace(step, moves=(replace(step.moves[0], kind="all_gather"),)))
 
 
 def gone() -> tuple[Step, ...]:
-    at = first(Convert)
+    at = first(Redistribute, alone)
     return (*planned().steps[:at], *planned().steps[at + 1 :])
 
 
@@ -106,7 +120,7 @@ def twice() -> tuple[Step, ...]:
 
 def early() -> tuple[Step, ...]:
     """A step before what it reads."""
-    at = first(Convert, of_microbatch)
+    at = first(Redistribute, lambda s: alone(s) and of_microbatch(s))
     return (planned().steps[at], *planned().steps[:at], *planned().steps[at + 1 :])
 
 
@@ -117,10 +131,10 @@ def accumulated() -> tuple[Step, ...]:
 
 
 def mixed() -> tuple[Step, ...]:
-    step = planned().steps[first(Bucket)]
-    assert isinstance(step, Bucket)
+    step = planned().steps[first(Redistribute, bucket)]
+    assert isinstance(step, Redistribute)
     other = replace(step.moves[-1], kind="reduce_scatter")
-    return changed(Bucket, moves=(*step.moves[:-1], other))
+    return changed(Redistribute, bucket, moves=(*step.moves[:-1], other))
 
 
 CORRUPT: dict[str, tuple[Callable[[], Sequence[Step]], str]] = {
@@ -130,12 +144,21 @@ CORRUPT: dict[str, tuple[Callable[[], Sequence[Step]], str]] = {
     "a value that nothing makes": (gone, "nothing makes it"),
     "a value that is made twice": (twice, "made twice"),
     "a step before what it reads": (early, "nothing makes it"),
-    "an op on another stage": (lambda: changed(Compute, stage=1), "is read on stage 1"),
+    "an op on another stage": (
+        lambda: changed(Compute, of_microbatch, stage=1),
+        "is read on stage 1",
+    ),
     "a transfer from where it is not": (lambda: changed(Transfer, stage=1), "on stage 1"),
-    "once, of a microbatch": (lambda: changed(Convert, once=True), "is of one microbatch"),
+    "once, of a microbatch": (
+        lambda: changed(Redistribute, lambda s: alone(s) and of_microbatch(s), once=True),
+        "is of one microbatch",
+    ),
     "a sum over microbatches that stays pending": (accumulated, "is no sum"),
     "a bucket of two kinds": (mixed, "of one kind"),
-    "a tie that counts a stage twice": (lambda: changed(TieSum, stages=(0, 0)), "on stage 0"),
+    "a tie that counts a stage twice": (
+        lambda: changed(Redistribute, tied, tied=(0, 0)),
+        "on stage 0",
+    ),
     "a norm of other specs": (
         lambda: changed(Norm, specs=planned().steps[first(Norm)].specs[::-1]),  # type: ignore[union-attr]
         "is read as",

@@ -20,7 +20,7 @@ from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import fed_spec
 from dtensor.sharding.plan.choose import choose_axis
 from dtensor.sharding.plan.choose.solve import Node, Price, Solution, solve
-from dtensor.sharding.plan.steps import Convert
+from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import PARTIAL, Placement, Shard
 from dtensor.sharding.spec.spec import make_spec
@@ -160,7 +160,9 @@ def test_no_choice_on_one_axis_is_cheaper(monkeypatch: pytest.MonkeyPatch) -> No
             found = plan_program(flow, mesh, random_pins(rng, flow, mesh), topology=topology)
         except PlanningError:
             continue
-        moved = sum(s.move.seconds(topology) for s in found.steps if isinstance(s, Convert))
+        moved = sum(
+            s.moves[0].seconds(topology) for s in found.steps if isinstance(s, Redistribute)
+        )
         assert moved <= promised[-1] + 1e-12
     assert enumerated > 10
 

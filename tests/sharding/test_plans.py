@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dtensor.frontend.marks import annotate
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Accumulate, Bucket, Compute, TieSum, Transfer
+from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Transfer
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
 from tests.models import GPT, MLP, Block, CausalSelfAttention, Llama, SwiGLU, batch, loss_fn
@@ -147,7 +147,9 @@ def test_a_split_sequence_gathers_and_scatters_instead() -> None:
     assert kinds(plan, "forward")["reduce_scatter@tp"] == 1
     assert kinds(plan, "forward")["all_gather@tp"] >= 1
     # The norm's gradients are sums over a part of the sequence: these do wait for the end.
-    waiting = {name for s in plan.steps if isinstance(s, Bucket) for name in s.of}
+    waiting = {
+        name for s in plan.steps if isinstance(s, Redistribute) and s.bucket for name in s.of
+    }
     assert {"norm.weight", "norm.bias"} <= waiting
 
 
@@ -164,7 +166,9 @@ def test_each_gradient_is_in_exactly_one_reduction(ranks: int, microbatches: int
         model, loss_fn, (tokens, targets), Mesh(dp=ranks), {},
         inputs=dict(dp=Shard(0)), microbatches=microbatches,
     )  # fmt: skip
-    reduced = Counter(name for s in plan.steps if isinstance(s, Bucket) for name in s.of)
+    reduced = Counter(
+        name for s in plan.steps if isinstance(s, Redistribute) and s.bucket for name in s.of
+    )
     assert reduced == Counter(name for name, _ in model.named_parameters())
     buckets = [c for c in plan.collectives if c.name.startswith("gradients")]
     num_bytes = 4 * sum(p.numel() for p in model.parameters())
@@ -203,7 +207,7 @@ def test_one_transfer_for_each_value_boundary_and_direction(tied: bool) -> None:
     moved = [s for s in plan.steps if isinstance(s, Transfer)]
     assert [(s.stage, s.phase) for s in moved] == [(0, "forward"), (1, "backward")]
     assert [s.spec.max_local_nbytes for s in moved] == [ACTIVATION // 2] * 2
-    assert sum(isinstance(s, TieSum) for s in plan.steps) == tied
+    assert sum(isinstance(s, Redistribute) and bool(s.tied) for s in plan.steps) == tied
     for stage in (0, 1):
         assert kinds(plan, "forward", stage)["all_reduce@tp"] == 2
         assert kinds(plan, "backward", stage)["all_reduce@tp"] == 2

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor as dt
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Bucket, Compute, operands_of, results_of
+from dtensor.sharding.plan.steps import Compute, Redistribute
 from tests.models import GPT, MLP, DropoutGPT, batch, loss_fn
 from tests.plans import MEGATRON
 
@@ -65,8 +65,8 @@ def again(plan: Plan) -> list[Compute]:
 
 def kept(plan: Plan) -> set[str]:
     """The values of the forward that the backward reads."""
-    made = {n for s in plan.steps if s.phase == "forward" for n, _ in results_of(s)}
-    read = {n for s in plan.steps if s.phase == "backward" for n in operands_of(s)}
+    made = {n for s in plan.steps if s.phase == "forward" for n in s.gives}
+    read = {n for s in plan.steps if s.phase == "backward" for n in s.reads}
     return made & read
 
 
@@ -121,12 +121,12 @@ def test_both_memories_and_the_work_are_stated() -> None:
 def test_each_repeated_step_stands_just_before_its_first_use() -> None:
     """The gradient of the last product needs what goes into it, not what comes out."""
     plan = gpt(["blocks.*"], dt.Mesh(tp=2), MEGATRON)
-    at = {n: i for i, s in enumerate(plan.steps) for n, _ in results_of(s)}
+    at = {n: i for i, s in enumerate(plan.steps) for n in s.gives}
     first = {}
     for i, step in enumerate(plan.steps):
-        for name in operands_of(step):
+        for name in step.reads:
             first.setdefault(name, i)
-    names = [n for s in again(plan) for n, _ in results_of(s)]
+    names = [n for s in again(plan) for n in s.gives]
     assert all(name in first for name in names)  # nothing is computed again that nobody reads
     assert not any(n.startswith(("mm_3_again", "mm_7_again")) for n in names)
     # the sum that attention ended in is kept, so it runs again after the backward of the MLP
@@ -156,7 +156,11 @@ def test_zero_gathers_for_both_at_once() -> None:
     plan, plain = gpt(["blocks.*"], dt.Mesh(dp=2), **options), gpt(None, dt.Mesh(dp=2), **options)
 
     def gathers(one: Plan, phase: str) -> list[set[str]]:
-        found = [s for s in one.steps if isinstance(s, Bucket) and s.kind == "all_gather"]
+        found = [
+            s
+            for s in one.steps
+            if isinstance(s, Redistribute) and s.bucket and s.kind == "all_gather"
+        ]
         return [set(s.of) for s in found if s.phase == phase]
 
     assert gathers(plan, "forward") == gathers(plain, "forward")
@@ -260,7 +264,7 @@ def test_statistics_of_batch_norm_are_made_once() -> None:
         assert output.kind != "mutation" or "_again" not in output.values[0][1]
     changed = {v for o in plan.outputs if o.kind == "mutation" for _, v in o.values}
     assert len(changed) == 3  # running mean, running var, the number of batches
-    repeated = {n.removesuffix("_again") for s in again(plan) for n, _ in results_of(s)}
+    repeated = {n.removesuffix("_again") for s in again(plan) for n in s.gives}
     assert not changed & repeated
 
 

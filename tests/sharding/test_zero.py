@@ -14,7 +14,7 @@ from dtensor.daft import Call, Collective, Wait
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Bucket
+from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.plan.storage import layer_of, stored_spec
 from dtensor.sharding.spec.spec import make_spec
 from tests.models import GPT, batch, loss_fn
@@ -115,7 +115,9 @@ def test_the_text_says_it(level: int) -> None:
 
 
 def gathers(plan: Plan, phase: str) -> list[tuple[str, ...]]:
-    found = [s for s in plan.steps if isinstance(s, Bucket) and s.kind == "all_gather"]
+    found = [
+        s for s in plan.steps if isinstance(s, Redistribute) and s.bucket and s.kind == "all_gather"
+    ]
     return [s.of for s in found if s.phase == phase]
 
 
@@ -155,7 +157,7 @@ def test_what_was_gathered_does_not_outlive_its_phase() -> None:
         plan = plan_of(3, microbatches)
         made: dict[str, str] = {}
         for step in plan.steps:
-            if isinstance(step, Bucket) and step.kind == "all_gather":
+            if isinstance(step, Redistribute) and step.bucket and step.kind == "all_gather":
                 made.update(dict.fromkeys(step.results, step.phase))
         for step in plan.steps:
             for name in getattr(step, "operands", ()):

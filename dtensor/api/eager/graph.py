@@ -47,7 +47,6 @@ from dtensor.sharding.plan.dataflow import Dataflow, Output
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
-from dtensor.sharding.plan.steps import Compute, Convert
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, Placement, Shard
@@ -198,7 +197,7 @@ def plan_op(op: OneOp) -> PlannedOp:
     own = len(built.graph.outputs)
     places = {name: i for i, name in enumerate(built.inputs) if name is not None}
     results = iter(range(own))
-    slots = [slots_of(s.op.call) for s in planned.steps if isinstance(s, Compute)]
+    slots = [slots_of(s.op.call) for s in planned.steps if s.op is not None]
     return PlannedOp(
         plan=planned,
         results=tuple(
@@ -252,7 +251,7 @@ def _kept(spec: TensorSpec) -> dict[str, Placement]:
 
 def _folded(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> bool:
     """Whether a number of the call stands no longer, as such, in the one op that took it."""
-    computed = [step.op for step in planned.steps if isinstance(step, Compute)]
+    computed = [step.op for step in planned.steps if step.op is not None]
     taken = [slots_of(op.call) for op in flow.ops if slots_of(op.call)]
     run = [slots_of(op.call) for op in computed if slots_of(op.call)]
     whole = len(flow.ops) == len({op.name for op in computed})
@@ -263,11 +262,12 @@ def _reductions(planned: Plan) -> list[tuple[str, TensorSpec]]:
     """The operands that the plan reduces, and to what: the next op need not do so again."""
     found: dict[str, TensorSpec] = {}
     current: dict[str, str] = {i.name: i.name for i in planned.inputs}
-    for step in (s for s in planned.steps if isinstance(s, Convert)):
-        name = current.get(step.operand)
-        if name is not None and (name not in found or _is_pending(found[name])):
-            current[step.result] = name
-            found[name] = step.move.dst
+    for step in planned.steps:
+        for operand, result, move in zip(step.reads, step.gives, step.moves):
+            name = current.get(operand)
+            if name is not None and (name not in found or _is_pending(found[name])):
+                current[result] = name
+                found[name] = move.dst
     specs = {item.name: item.spec for item in planned.inputs}
     return [
         (name, dst)

@@ -25,9 +25,8 @@ from typing import Literal, get_args
 from dtensor.errors import PlanningError
 from dtensor.frontend.source import Source, source_here
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Compute, Convert
 from dtensor.sharding.plan.text.words import size_text
-from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
+from dtensor.sharding.redistribute.moves import Move
 
 Policy = Literal["allow", "warn", "error"]
 
@@ -125,17 +124,14 @@ def moves_of(
     labels = {name: operands[index] for name, index in places.items()}
     found: list[tuple[str, Move]] = []
     for step in planned.steps:
-        match step:
-            case Convert():
-                label = labels[step.result] = labels.get(step.operand, step.operand)
-                if step.move.kind not in FREE_KINDS:
-                    found.append((label, step.move))
-            case Compute():
-                name = step.op.call.name
-                view = name in _REARRANGING and len(step.operands) == 1
-                source = labels.get(step.operands[0]) if view else None
-                made = source or f"the result of {name.removeprefix('aten.').split('.')[0]}"
-                labels.update((result, made) for result in step.results if result is not None)
-            case _:
-                pass
+        for operand, result, move in zip(step.reads, step.gives, step.moves):
+            label = labels[result] = labels.get(operand, operand)
+            if step.sends:
+                found.append((label, move))
+        if step.op is not None:
+            name = step.op.call.name
+            view = name in _REARRANGING and len(step.reads) == 1
+            source = labels.get(step.reads[0]) if view else None
+            made = source or f"the result of {name.removeprefix('aten.').split('.')[0]}"
+            labels.update(dict.fromkeys(step.gives, made))
     return tuple(found)

@@ -33,7 +33,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost, partition
 from dtensor.sharding.plan.stages.unit_costs import SECOND, UnitPricing, Units
-from dtensor.sharding.plan.steps import Update, in_microbatch, results_of
+from dtensor.sharding.plan.steps import updates_of
 
 KINDS = ("F", "I", "W", "end")
 """Of what a step is a part: an action of the pipeline, or what is done once a step."""
@@ -165,12 +165,12 @@ class Costing:
         later = weight_half(plan)
         kinds: list[int] = []
         for step in plan.steps:
-            if not in_microbatch(step) or step.once:
+            if not step.in_microbatch or step.once:
                 kinds.append(3)
             elif step.phase == "forward":
                 kinds.append(0)
             else:
-                kinds.append(2 if any(name in later for name, _ in results_of(step)) else 1)
+                kinds.append(2 if any(name in later for name in step.gives) else 1)
         held, kept = (
             _held(plan, uses),
             [
@@ -207,7 +207,8 @@ class Costing:
         """All work, shared evenly by the stages; of the update, what ZeRO would leave of it."""
         scale = Scale(point.dp, point.microbatches)
         seconds = sum(self.prices.seconds(scale)) * self.prices.times(scale)
-        updates = sum(seconds[i] for i, s in enumerate(self.plan.steps) if isinstance(s, Update))
+        ids = set(map(id, updates_of(self.plan.steps)))
+        updates = sum(seconds[i] for i, s in enumerate(self.plan.steps) if id(s) in ids)
         spared = updates * (1 - 1 / point.dp) if point.zero else 0.0
         return float(seconds.sum() - spared) / point.pp
 
@@ -331,8 +332,8 @@ def _held(plan: PlanRecord, uses: dict[str, Units]) -> list[UnitBytes]:
         if output.kind == "gradient" and str(output.of) in uses:
             spec = specs[output.values[0][1]]
             found.append(UnitBytes(uses[str(output.of)], spec.max_local_nbytes, split_class(spec)))
-    for step in plan.steps:
-        if isinstance(step, Update) and step.parameter in uses:
+    for step in updates_of(plan.steps):
+        if step.parameter in uses:
             kept = step.state_bytes + step.master_bytes
             found.append(UnitBytes(uses[step.parameter], kept, split_class(step.spec)))
     return found

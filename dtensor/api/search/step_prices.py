@@ -23,17 +23,14 @@ from numpy.typing import NDArray
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
-    in_microbatch,
 )
-from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
+from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Shard
@@ -103,7 +100,7 @@ class StepPrices:
             sent=np.zeros((num, 4)),
             bandwidth=np.ones(num),
             over_dp=np.zeros(num, np.bool_),
-            repeats=np.array([in_microbatch(s) and not s.once for s in plan.steps], np.bool_),
+            repeats=np.array([s.in_microbatch and not s.once for s in plan.steps], np.bool_),
             sums=np.array([isinstance(s, Accumulate) for s in plan.steps], np.bool_),
         )
         for at, step in enumerate(plan.steps):
@@ -150,11 +147,11 @@ class StepPrices:
                 self.flop_class[at] = np.bitwise_or.reduce([split_class(s) for s in specs] or [0])
                 if step.rule.kind == "attention" and topology.attention_flops:
                     self.rate[at] = topology.attention_flops
-            case Convert(move=move) if move.kind in FREE_KINDS:
-                moved = [] if move.kind == "relabel" else [(move.dst, 1)]
-                self._local(at, moved, topology)
-            case Convert(move=move):
-                self._message(at, [move], plan)
+            case Redistribute() if step.is_free:
+                moved = () if step.kind == "relabel" else step.moves
+                self._local(at, [(move.dst, 1) for move in moved], topology)
+            case Redistribute() if not step.tied:
+                self._message(at, step.moves, plan)
             case Accumulate():
                 self._local(at, [(step.src, 1), (step.dst, 2)], topology)
             case Update():
@@ -162,9 +159,7 @@ class StepPrices:
                 kept = 2 * (step.state_bytes + step.master_bytes)
                 self.moved[at, split_class(step.spec)] += kept
                 self.memory_rate[at] = topology.update_bandwidth or topology.memory_bandwidth
-            case Bucket():
-                self._message(at, step.moves, plan)
-            case Transfer() | TieSum() | Norm():  # a plan without stages has no other
+            case Redistribute() | Transfer() | Norm():  # a plan without stages has no other
                 pass
 
     def _local(self, at: int, specs: Iterable[tuple[TensorSpec, int]], topology: Topology) -> None:

@@ -31,13 +31,11 @@ from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Norm,
+    Redistribute,
     Step,
     Transfer,
     Update,
-    operands_of,
-    results_of,
 )
 
 _OTHER = "an output that is no gradient"
@@ -76,7 +74,7 @@ class Actions:
                 for s in self.plan.steps
                 if not s.once
                 and s.phase == phase
-                and (s.stage == stage or (isinstance(s, Transfer) and s.to_stage == stage))
+                and stage in s.stages
                 and (kind in ("F", "B") or (kind == "W") == self._in_weight_half(s))
             )
         return self._steps[key]
@@ -85,7 +83,7 @@ class Actions:
         """The sums over microbatches to which the results of an action are added."""
         key = kind, stage
         if key not in self._sums:
-            made = {name for step in self.steps(kind, stage) for name, _ in results_of(step)}
+            made = {name for step in self.steps(kind, stage) for name in step.gives}
             self._sums[key] = tuple(
                 s
                 for s in self.plan.steps
@@ -99,7 +97,7 @@ class Actions:
 
     def _in_weight_half(self, step: Step) -> bool:
         """All results of a step are made there, or none."""
-        return any(name in self._weights for name, _ in results_of(step))
+        return any(name in self._weights for name in step.gives)
 
 
 def _one_by_one(plan: PlanRecord) -> Iterator[tuple[int, int, Action]]:
@@ -123,16 +121,16 @@ def weight_half(plan: PlanRecord) -> frozenset[str]:
     steps = [s for s in plan.steps if s.phase == "backward" and not s.once]
     needed: set[str] = set()  # by I
     for step in reversed(steps):
-        names = [name for name, _ in results_of(step)]
+        names = step.gives
         modules = {module for name in names for module in reached[name]}
         if (
             isinstance(step, Transfer)
             or any(name in needed for name in names)
-            or (not isinstance(step, Bucket) and (len(modules) > 1 or _OTHER in modules))
+            or (not _is_bucket(step) and (len(modules) > 1 or _OTHER in modules))
         ):
-            needed.update(operands_of(step))
+            needed.update(step.reads)
             needed.update(names)
-    return frozenset(name for step in steps for name, _ in results_of(step) if name not in needed)
+    return frozenset(name for step in steps for name in step.gives if name not in needed)
 
 
 def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
@@ -152,14 +150,18 @@ def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
             case Norm():
                 for _, value, parameter in step.operands:
                     reached[value].add(_module(parameter))
-            case Bucket() if not step.in_place:
-                for operand, result in zip(step.operands, step.results, strict=True):
+            case Redistribute() if not step.tied:
+                for operand, result in zip(step.operands, step.results):
                     reached[operand] |= reached[result]
             case _:
-                found = {m for name, _ in results_of(step) for m in reached[name]}
-                for name in operands_of(step):
+                found = {m for name in step.gives for m in reached[name]}
+                for name in step.reads:
                     reached[name] |= found
     return reached
+
+
+def _is_bucket(step: Step) -> bool:
+    return isinstance(step, Redistribute) and bool(step.bucket)
 
 
 def _module(label: str) -> str:

@@ -30,7 +30,7 @@ from dtensor.runtime.shard_optimizer import NUMBERS
 from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Compute, Step, results_of
+from dtensor.sharding.plan.steps import Compute, Step
 from dtensor.sharding.rules.rule import leaves_float32
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import ReduceOp, Replicate, Shard
@@ -98,7 +98,7 @@ class Shared:
     @cached_property
     def numbers(self) -> tuple[str, ...]:
         """The names of the numbers that a program is given at each run."""
-        calls = (s.op.call for s in self.plan.steps if isinstance(s, Compute))
+        calls = (s.op.call for s in self.plan.steps if s.op is not None)
         names = dict.fromkeys(name for call in calls for name in slots_of(call))
         return tuple(names | {STEP: None} if self.numbered else names)
 
@@ -118,7 +118,7 @@ class Shared:
 
     @cached_property
     def producers(self) -> dict[str, Step]:
-        return {name: step for step in self.plan.steps for name, _ in results_of(step)}
+        return {name: step for step in self.plan.steps for name in step.gives}
 
     @cached_property
     def once(self) -> frozenset[str]:
@@ -126,7 +126,7 @@ class Shared:
         names = {*(i.name for i in self.plan.inputs), *self.numbers}
         for step in self.plan.steps:
             if step.once or step.phase == "optimizer":
-                names.update(name for name, _ in results_of(step))
+                names.update(name for name in step.gives)
         return frozenset(names)
 
     @cached_property

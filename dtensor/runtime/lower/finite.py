@@ -27,8 +27,8 @@ from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.code import CodeBuilder
 from dtensor.sharding.ops.call import STEP, OpCall
-from dtensor.sharding.plan.steps import Compute
 from dtensor.sharding.spec.placements import Partial
+from dtensor.sharding.spec.spec import TensorSpec
 
 DetectNan = bool | Literal["nan"]
 _UNFILLED = ("aten.empty", "aten.new_empty")
@@ -48,14 +48,18 @@ def checked_detect(value: object) -> DetectNan:
 
 
 def watch(
-    code: CodeBuilder, step: Compute, call: OpCall, source: str | None, detect: DetectNan
+    code: CodeBuilder,
+    operands: Sequence[str],
+    results: Sequence[tuple[str, TensorSpec]],
+    call: OpCall,
+    source: str | None,
+    detect: DetectNan,
 ) -> None:
-    """Adds to the local code the check of what the step's call gives."""
-    results = [name for name in step.results if name is not None]
+    """Adds to the local code the check of what a step's call gives; ``results``: with specs."""
     if not results or call.name.startswith(_UNFILLED):
         return
-    infinite = detect is True and not _written(call) and not _pending_extremes(step)
-    names = [list(dict.fromkeys(step.operands)), results]
+    infinite = detect is True and not _written(call) and not _pending_extremes(results)
+    names = [list(dict.fromkeys(operands)), [name for name, _ in results]]
     code.apply(check_finite, [*names, STEP], (), call.name, *names, infinite, source=source)
 
 
@@ -76,8 +80,8 @@ def _floats(value: object) -> Iterator[float]:
         yield value
 
 
-def _pending_extremes(step: Compute) -> bool:
-    placements = (p for spec in step.result_specs if spec for p in spec.sharding.values())
+def _pending_extremes(results: Sequence[tuple[str, TensorSpec]]) -> bool:
+    placements = (p for _, spec in results for p in spec.sharding.values())
     return any(isinstance(p, Partial) and p.op != "sum" for p in placements)
 
 

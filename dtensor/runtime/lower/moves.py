@@ -1,4 +1,4 @@
-"""Lowering what moves values: conversions on one axis, buckets of them, transfers between stages.
+"""Lowering what moves values: redistributions on one axis, transfers between stages.
 
     all_gather of h f32[8@tp,16]      h_gathered.0, h_gathered.1 = all_gather(h); wait
                                       h_gathered = join((h_gathered_from0, h_gathered_from1), ...)
@@ -26,8 +26,8 @@ import torch
 from dtensor.daft import Buffer, Recv, Send, Wait
 from dtensor.numerics import rest_of
 from dtensor.runtime.lower.builder import RankBuilder
-from dtensor.sharding.plan.steps import Bucket, Convert, Transfer
-from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
+from dtensor.sharding.plan.steps import Redistribute, Transfer
+from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.placements import Partial, ReduceOp
 from dtensor.sharding.spec.shards import (
     Where,
@@ -49,35 +49,35 @@ class Started:
     """A collective that has been started and not been waited for; ``pieces``: what it makes, by
     their names in the table."""
 
-    step: Convert | Bucket
+    step: Redistribute
     pieces: tuple[str, ...]
     label: str
     source: str | None = None
 
 
-# -- one value -------------------------------------------------------------------------------------
+# -- on one axis -----------------------------------------------------------------------------------
 
 
-def convert(b: RankBuilder, step: Convert, *, wait: bool = True) -> Started | None:
-    """``wait=False``: a message is started, and to be finished before its result is read."""
-    started = None
-    if step.move.kind in FREE_KINDS:
+def redistribute(b: RankBuilder, step: Redistribute, *, wait: bool = True) -> Started | None:
+    """``wait=False``: a message is started, and to be finished before its results are read; so is
+    a gather of parameters in any case."""
+    if step.is_free:
         _free_move(b, step)
-    else:
-        started = _start(b, step)
-    b.record(step.result, step.move.dst)
-    if wait and started is not None:
-        finish(b, started)
+        _record(b, step)
         return None
-    return started
+    started = _start(b, step)
+    if not wait or (step.bucket and step.kind == "all_gather"):
+        return started
+    finish(b, started)
+    return None
 
 
-def _free_move(b: RankBuilder, step: Convert) -> None:
-    move, here, source = step.move, b.here, step.source or None
+def _free_move(b: RankBuilder, step: Redistribute) -> None:
+    (move,), here, source = step.moves, b.here, step.source or None
     if move.kind == "relabel" or (move.kind == "fill" and here[move.axis] == 0):
-        b.renamed(step.operand, step.result, source)
+        b.renamed(step.operands[0], step.name, source)
         return
-    code, operands, results = b.segment().code, [step.operand], [step.result]
+    code, operands, results = b.segment().code, step.operands, step.results
     if move.kind == "slice":
         where = given(move.src, move.dst, here, here)
         code.apply(block, operands, results, where, source=source)
@@ -87,57 +87,133 @@ def _free_move(b: RankBuilder, step: Convert) -> None:
         code.apply(rest_of, operands, results, "softmax", source=source)
 
 
-def _start(b: RankBuilder, step: Convert) -> Started:
-    """The collective of one move: pack, start."""
-    move, source = step.move, step.source or None
-    what, result = f"{step.operand} over {move.axis}", step.result
-    whole = (b.held(step.operand, move.src),)
-    op = None
-    match move.kind:
-        case "all_reduce" | "reduce_scatter":
-            sent = whole if move.kind == "all_reduce" else _cut(b, step)
-            made, op = (b.held(result, move.dst),), _op_of(move)
-        case "all_gather" | "all_to_all":
-            sent = whole if move.kind == "all_gather" else _cut(b, step)
-            pieces = (f"{b.value(result)}.{i}" for i in range(b.plan.mesh.axis_size(move.axis)))
-            buffers = (Buffer(shape_of(where), move.dst.dtype) for where in _taken(b, move))
-            made = tuple(zip(pieces, buffers, strict=True))
+def _start(b: RankBuilder, step: Redistribute) -> Started:
+    """Pack what is sent, where the message is not of the values as they are, and start it."""
+    operands = zip(step.operands, step.moves, strict=True)
+    kind, axis, source = step.kind, step.axis, step.source or None
+    match kind:
+        case "all_reduce":
+            sent = tuple(b.held(name, move.src) for name, move in operands)
+        case "all_gather":
+            sent = _mine(b, step) if step.bucket else (b.held(step.operands[0], step.moves[0].src),)
+        case "reduce_scatter" | "all_to_all":
+            sent = _cut(b, step)
         case "slice" | "fill" | "relabel":
-            raise AssertionError(f"{move.kind} does not communicate")
-    b.collective(move.kind, move.axis, sent, made, what, op=op, source=source, wait=False)
-    label = f"{b.label}: {move.kind} {what}"
-    return Started(step, tuple(name for name, _ in made), label, source)
+            raise AssertionError(f"{kind} does not communicate")
+    made, what, op = _made(b, step), f"{step.label} over {axis}", _op_of(step.moves[0])
+    b.collective(kind, axis, sent, made, what, op=op, source=source, wait=False)
+    return Started(step, tuple(name for name, _ in made), f"{b.label}: {kind} {what}", source)
 
 
-def _join(b: RankBuilder, step: Convert, pieces: Sequence[str]) -> None:
-    """Put together what came from each peer, where it came in pieces."""
-    move, result = step.move, step.result
-    if move.kind in ("all_gather", "all_to_all"):
-        segment, shape = b.segment(), move.dst.local_shape(b.here)
-        local = [f"{result}_from{i}" for i in range(len(pieces))]
-        segment.table.update(zip(local, pieces, strict=True))
-        wheres, source = _taken(b, move), step.source or None
-        segment.code.apply(join, [local], [result], shape, *wheres, source=source)
+def _made(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
+    """What arrives: values, or pieces of them from each peer."""
+    base, dtype = b.value(step.name), step.moves[0].dst.dtype
+    if step.kind in ("all_gather", "all_to_all"):
+        if step.bucket:
+            peers = _peers(b, step.axis)
+            shapes = [(sum(math.prod(m.src.local_shape(p)) for m in step.moves),) for p in peers]
+        else:
+            shapes = [shape_of(where) for where in _taken(b, step.moves[0])]
+        return tuple((f"{base}.{i}", Buffer(shape, dtype)) for i, shape in enumerate(shapes))
+    if step.kind == "reduce_scatter" and step.bucket:
+        size = sum(math.prod(m.dst.local_shape(b.here)) for m in step.moves)
+        return ((f"{base}.total", Buffer((size,), dtype)),)
+    return tuple(b.held(n, m.dst) for n, m in zip(step.results, step.moves, strict=True))
+
+
+def _mine(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
+    """This rank's shards, or its slices of what it holds whole, as one flat buffer."""
+    here, flat, local = b.here, f"{b.value(step.name)}.mine", f"{step.name}_mine"
+    whole = [m.dst if step.in_place else m.src for m in step.moves]
+    wheres = tuple((given(w, m.src, here, here),) for w, m in zip(whole, step.moves, strict=True))
+    segment = b.segment()
+    segment.table[local] = flat
+    segment.code.apply(packed, [step.operands], [local], layout=wheres, is_list=True)
+    size = sum(math.prod(m.src.local_shape(here)) for m in step.moves)
+    mine = Buffer((size,), step.moves[0].src.dtype)
+    b.nbytes[flat] = mine.nbytes
+    return ((flat, mine),)
+
+
+def _cut(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
+    """For each peer what it is to hold of what I hold: a block, or those of all values as one flat
+    buffer."""
+    peers, segment = _peers(b, step.axis), b.segment()
+    wheres = tuple(tuple(given(m.src, m.dst, b.here, peer) for peer in peers) for m in step.moves)
+    local = [f"{step.name}_to{i}" for i in range(len(peers))]
+    if step.bucket:
+        segment.code.apply(packed, [step.operands], local, layout=wheres, is_list=True)
+        shapes = [(sum(math.prod(shape_of(w[i])) for w in wheres),) for i in range(len(peers))]
+    else:
+        for name, where in zip(local, wheres[0], strict=True):
+            segment.code.apply(block, step.operands, [name], where)
+            segment.views[name] = step.operands[0]
+        shapes = [shape_of(where) for where in wheres[0]]
+    flat = [f"{b.value(step.name)}.to{i}" for i in range(len(peers))]
+    segment.table.update(zip(local, flat, strict=True))
+    buffers = [Buffer(shape, step.moves[0].src.dtype) for shape in shapes]
+    sent = tuple(zip(flat, buffers, strict=True))
+    b.nbytes.update((name, buffer.nbytes) for name, buffer in sent)
+    return sent
+
+
+def finish(b: RankBuilder, started: Started) -> None:
+    """Wait for what was started, and make the values of it that later steps read."""
+    step, pieces = started.step, started.pieces
+    b.start(Wait(pieces[:1], label=started.label, source=started.source))
+    match step.kind:
+        case "all_gather" | "all_to_all":
+            _join(b, step, pieces)
+        case "reduce_scatter" if step.bucket:
+            segment, shapes = b.segment(), tuple(m.dst.local_shape(b.here) for m in step.moves)
+            segment.table[f"{step.name}_total"] = pieces[0]
+            whole = [[f"{step.name}_total"]]
+            segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
+        case _:
+            pass
+    _record(b, step)
+
+
+def _join(b: RankBuilder, step: Redistribute, pieces: Sequence[str]) -> None:
+    """Put whole values together from the pieces of a gather; of updated parameters, write each
+    piece where it stands in them."""
+    segment = b.segment()
+    local = [f"{step.name}_from{i}" for i in range(len(pieces))]
+    segment.table.update(zip(local, pieces, strict=True))
+    if not step.bucket:
+        shape, wheres = step.moves[0].dst.local_shape(b.here), _taken(b, step.moves[0])
+        source = step.source or None
+        segment.code.apply(join, [local], step.results, shape, *wheres, source=source)
+        return
+    if step.in_place:
+        segment.code.apply(written, [step.operands, local], (), layout=_layout(b, step))
+        segment.writes = step.operands
+    else:
+        layout = _layout(b, step)
+        segment.code.apply(gathered, [local], step.results, layout=layout, is_list=True)
+    b.close()  # the pieces are dropped here
+
+
+def _record(b: RankBuilder, step: Redistribute) -> None:
+    for name, move in zip(step.results, step.moves):
+        b.record(name, move.dst)
+
+
+def _layout(b: RankBuilder, step: Redistribute) -> Layout:
+    """How the flat pieces of a gather are taken apart."""
+    here, peers = b.here, _peers(b, step.axis)
+    return tuple(
+        (
+            move.dst.local_shape(here),
+            tuple((move.src.local_shape(p), taken(move.src, move.dst, p, here)) for p in peers),
+        )
+        for move in step.moves
+    )
 
 
 def _taken(b: RankBuilder, move: Move) -> list[Where]:
     """Where what comes from each peer stands."""
     return [taken(move.src, move.dst, peer, b.here) for peer in _peers(b, move.axis)]
-
-
-def _cut(b: RankBuilder, step: Convert) -> tuple[tuple[str, Buffer], ...]:
-    """A block for each peer: what it is to hold of what I hold."""
-    segment, move = b.segment(), step.move
-    found: list[tuple[str, Buffer]] = []
-    for i, peer in enumerate(_peers(b, move.axis)):
-        name = f"{step.result}_to{i}"
-        where = given(move.src, move.dst, b.here, peer)
-        segment.code.apply(block, [step.operand], [name], where)
-        segment.table[name] = f"{b.value(step.result)}.to{i}"
-        segment.views[name] = step.operand
-        found.append((segment.table[name], Buffer(shape_of(where), move.src.dtype)))
-        b.nbytes[segment.table[name]] = found[-1][1].nbytes
-    return tuple(found)
 
 
 def _peers(b: RankBuilder, axis: str) -> list[dict[str, int]]:
@@ -185,135 +261,6 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     if receives or stays:
         b.record(step.result, spec)
     return waited
-
-
-# -- buckets ---------------------------------------------------------------------------------------
-
-
-def bucket(b: RankBuilder, step: Bucket, *, wait: bool = True) -> Started | None:
-    """A reduction; or a gather, which is to be finished before its results are read, as the former
-    are with ``wait=False``."""
-    match step.kind:
-        case "all_reduce":
-            started = _start_reduction(b, step)
-        case "reduce_scatter":
-            started = _start_scatter(b, step)
-        case "all_gather":
-            return _start_gather(b, step)
-        case _:
-            raise AssertionError(f"a bucket does not {step.kind}")
-    if not wait:
-        return started
-    finish(b, started)
-    return None
-
-
-def _start_reduction(b: RankBuilder, step: Bucket) -> Started:
-    sent = (b.held(name, m.src) for name, m in zip(step.operands, step.moves, strict=True))
-    sums = (b.held(name, m.dst) for name, m in zip(step.results, step.moves, strict=True))
-    return _send(b, step, tuple(sent), tuple(sums))
-
-
-def _start_scatter(b: RankBuilder, step: Bucket) -> Started:
-    here = b.here
-    peers = _peers(b, step.axis)
-    src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
-    wheres = tuple(tuple(given(m.src, m.dst, here, peer) for peer in peers) for m in step.moves)
-    shapes = tuple(m.dst.local_shape(here) for m in step.moves)
-    segment = b.segment()
-    base = b.value(step.name)
-    flat = [f"{base}.to{i}" for i in range(len(peers))]
-    local = [f"{step.name}_to{i}" for i in range(len(peers))]
-    segment.table.update(zip(local, flat, strict=True))
-    segment.code.apply(packed, [step.operands], local, layout=wheres, is_list=True)
-    sizes = [sum(math.prod(shape_of(w[i])) for w in wheres) for i in range(len(peers))]
-    sent = tuple((name, Buffer((n,), src)) for name, n in zip(flat, sizes, strict=True))
-    b.nbytes.update((name, buffer.nbytes) for name, buffer in sent)
-    total = f"{base}.total"
-    return _send(b, step, sent, ((total, Buffer((sum(map(math.prod, shapes)),), dst)),))
-
-
-def _start_gather(b: RankBuilder, step: Bucket) -> Started:
-    """Send this rank's shards, or its slices of what it holds whole, as one flat buffer."""
-    here, dtype = b.here, step.moves[0].src.dtype
-    sizes = [
-        sum(math.prod(m.src.local_shape(peer)) for m in step.moves) for peer in _peers(b, step.axis)
-    ]
-    whole = [m.dst if step.in_place else m.src for m in step.moves]
-    wheres = tuple((given(w, m.src, here, here),) for w, m in zip(whole, step.moves, strict=True))
-    segment = b.segment()
-    base = b.value(step.name)
-    flat, local = f"{base}.mine", f"{step.name}_mine"
-    segment.table[local] = flat
-    segment.code.apply(packed, [step.operands], [local], layout=wheres, is_list=True)
-    mine = Buffer((sizes[here[step.axis]],), dtype)
-    b.nbytes[flat] = mine.nbytes
-    pieces = tuple((f"{base}.{i}", Buffer((size,), dtype)) for i, size in enumerate(sizes))
-    return _send(b, step, ((flat, mine),), pieces)
-
-
-def finish(b: RankBuilder, started: Started) -> None:
-    """Wait for what was started, and make the values of it that later steps read."""
-    step, pieces = started.step, started.pieces
-    b.start(Wait(pieces[:1], label=started.label, source=started.source))
-    match step:
-        case Convert():
-            _join(b, step, pieces)
-        case Bucket(kind="all_gather"):
-            _spread(b, step, pieces)
-        case Bucket(kind="reduce_scatter"):
-            segment, shapes = b.segment(), tuple(m.dst.local_shape(b.here) for m in step.moves)
-            segment.table[f"{step.name}_total"] = pieces[0]
-            whole = [[f"{step.name}_total"]]
-            segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
-            _record(b, step)
-        case Bucket():
-            _record(b, step)
-
-
-def _spread(b: RankBuilder, step: Bucket, pieces: Sequence[str]) -> None:
-    """Put whole values together from the pieces of a gather; of updated parameters, write each
-    piece where it stands in them."""
-    segment = b.segment()
-    local = [f"{step.name}_from{i}" for i in range(len(pieces))]
-    segment.table.update(zip(local, pieces, strict=True))
-    layout = _layout(b, step)
-    if step.in_place:
-        segment.code.apply(written, [step.operands, local], (), layout=layout)
-        segment.writes = step.operands
-    else:
-        segment.code.apply(gathered, [local], step.results, layout=layout, is_list=True)
-    b.close()  # the pieces are dropped here
-    _record(b, step)
-
-
-def _send(
-    b: RankBuilder,
-    step: Bucket,
-    sent: tuple[tuple[str, Buffer], ...],
-    made: tuple[tuple[str, Buffer], ...],
-) -> Started:
-    kind, what = step.kind, f"{step.name} over {step.axis}"
-    assert kind in ("all_reduce", "reduce_scatter", "all_gather")
-    b.collective(kind, step.axis, sent, made, what, op=_op_of(step.moves[0]), wait=False)
-    return Started(step, tuple(name for name, _ in made), f"{b.label}: {kind} {what}")
-
-
-def _record(b: RankBuilder, step: Bucket) -> None:
-    for name, move in zip(step.results, step.moves):
-        b.record(name, move.dst)
-
-
-def _layout(b: RankBuilder, step: Bucket) -> Layout:
-    """How the flat pieces of a gather are taken apart."""
-    here, peers = b.here, _peers(b, step.axis)
-    return tuple(
-        (
-            move.dst.local_shape(here),
-            tuple((move.src.local_shape(p), taken(move.src, move.dst, p, here)) for p in peers),
-        )
-        for move in step.moves
-    )
 
 
 # -- what generated code calls ---------------------------------------------------------------------

@@ -26,8 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Bucket, Convert, Step, operands_of, results_of
-from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.plan.steps import Redistribute, Step
 
 CUT_SECONDS = 2e-6
 """What it costs to cut local code in two: an instruction more, and what it reads and makes."""
@@ -40,21 +39,21 @@ def early(
 
     ``seconds``: of a step's own work, and of its messages.
     """
-    made = {name: at for at, step in enumerate(steps) for name, _ in results_of(step)}
+    made = {name: at for at, step in enumerate(steps) for name in step.gives}
     read: dict[str, int] = {}
     for at, step in enumerate(steps):
-        for name in operands_of(step):
+        for name in step.reads:
             read.setdefault(name, at)
     before: dict[int, list[Step]] = {}
     late: set[int] = set()
     for at, step in enumerate(steps):
         if not _communicates(step):
             continue
-        sources = [made[name] for name in operands_of(step) if name in made]
+        sources = [made[name] for name in step.reads if name in made]
         begin = 1 + max(sources, default=-1)
         if any(_communicates(steps[source]) for source in sources):
             begin = at
-        end = min((read[name] for name, _ in results_of(step) if name in read), default=len(steps))
+        end = min((read[name] for name in step.gives if name in read), default=len(steps))
         inside = (other for other in steps[begin:end] if other is not step)
         hidden = sum(seconds(other)[0] for other in inside)
         if min(hidden, seconds(step)[1]) > CUT_SECONDS:
@@ -68,25 +67,21 @@ def early(
     return tuple(order), frozenset(late)
 
 
-def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Bucket, ...]:
+def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Redistribute, ...]:
     """Reductions of gradients that the end of a step has, and a backward may begin: all that they
     read is made by its ``steps``. With microbatches it is not, for these add up."""
-    made = {name for step in steps for name, _ in results_of(step)}
+    made = {name for step in steps for name in step.gives}
     return tuple(
         step
         for step in plan.steps
-        if isinstance(step, Bucket)
+        if isinstance(step, Redistribute)
+        and step.bucket
         and step.phase == "optimizer"
         and not step.in_place
         and made.issuperset(step.operands)
     )
 
 
-def _communicates(step: Step) -> TypeGuard[Convert | Bucket]:
-    match step:
-        case Convert():
-            return step.move.kind not in FREE_KINDS
-        case Bucket():
-            return step.kind != "all_gather"
-        case _:
-            return False
+def _communicates(step: Step) -> TypeGuard[Redistribute]:
+    gathers = isinstance(step, Redistribute) and step.bucket and step.kind == "all_gather"
+    return isinstance(step, Redistribute) and not (step.is_free or gathers or step.tied)

@@ -20,7 +20,7 @@ the program cannot hang.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,18 +38,14 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
-    operands_of,
-    results_of,
+    norm_of,
     roots,
-    stages_of,
 )
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
@@ -179,7 +175,7 @@ class _Walk:
         b.posted, b.began = b.began, len(b.instructions)
         steps, late = b.shared.overlapped(action.kind, action.stage)
         self.steps(steps, action.stage, late)
-        self._finish(tuple(name for step in steps for name, _ in results_of(step)))
+        self._finish(tuple(name for step in steps for name in step.gives))
         step_end.accumulate(b, action, self.owned)
         b.close()
 
@@ -189,32 +185,30 @@ class _Walk:
         """``late``: the ids of those that are waited for before their results are read."""
         b = self.b
         for step in steps:
-            self._finish(operands_of(step))
+            self._finish(step.reads)
             if self.state is not None and not isinstance(step, Compute):
-                self.state.own(operands_of(step))
+                self.state.own(step.reads)
             started = None
             match step:
                 case Compute():
                     self._compute(step)
-                case Convert():
-                    started = moves.convert(b, step, wait=id(step) not in late)
+                case Redistribute() if step.tied:
+                    step_end.tie_sum(b, step)
                 case Transfer():
                     sent = moves.transfer(b, step, stage)
                     self.sends += [] if sent is None else [sent]
-                case Bucket() if not step.in_place:
+                case Redistribute() if not step.in_place:
                     if step.phase == "optimizer" and id(step) in late:
                         self.begun.add(id(step))
                         self._finish(self.reduced)  # one at a time: it frees what it read
                         self.reduced = step.results
-                    started = moves.bucket(b, step, wait=id(step) not in late)
-                case TieSum():
-                    step_end.tie_sum(b, step)
+                    started = moves.redistribute(b, step, wait=id(step) not in late)
                 case Norm():
                     step_end.norm(b, step)
-                case Accumulate() | Update() | Bucket():
+                case Accumulate() | Update() | Redistribute():
                     continue  # accumulation follows its action; updates are one call, at the end
             if started is not None:
-                self.started |= {b.value(name): started for name, _ in results_of(step)}
+                self.started |= {b.value(name): started for name in step.gives}
             b.price(step)
 
     def finish(self) -> dict[str, str]:
@@ -235,14 +229,14 @@ class _Walk:
                 if stage in b.stages:
                     name = f"{output.kind} {output.of}"
                     found[name] = copies.get(name) or b.value(value)
-        norm = next((s for s in b.plan.steps if isinstance(s, Norm)), None)
+        norm = norm_of(b.plan.steps)
         if b.roles.optimizer is not None and norm is not None:
             found["norm"] = norm.result
         return found
 
     def concerns(self, step: Step) -> bool:
         """Whether the rank has a part in the step; in a norm every rank has."""
-        return isinstance(step, Norm) or not set(stages_of(step)).isdisjoint(self.b.stages)
+        return any(map(step.is_on, self.b.stages))
 
     def _compute(self, step: Compute) -> None:
         b, state = self.b, self.state
@@ -254,15 +248,14 @@ class _Walk:
             operands = state.read(operands)
         call = b.shared.local_call(step, b.here)
         source = f"{step.op.source}: {step.op.source_text}" if step.op.source else None
-        results = results_of(step)
+        results = [(name, spec) for _, name, spec in step.gives_as()]
 
         def made() -> Made:
             return [(spec.local_shape(b.here), spec.dtype) for _, spec in results]
 
         code.call(call, operands, step.results, source, made)
         if b.roles.detect_nan:
-            read = replace(step, operands=operands)
-            finite.watch(code, read, call, source, b.roles.detect_nan)
+            finite.watch(code, operands, results, call, source, b.roles.detect_nan)
         if state is not None:
             state.apart(step, operands)
         for name, spec in results:

@@ -28,7 +28,7 @@ from dtensor.runtime.lower.builder import LocalCode, RankBuilder
 from dtensor.runtime.lower.code import quick
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.record import StateWrite
-from dtensor.sharding.plan.steps import Compute, may_share, results_of, roots
+from dtensor.sharding.plan.steps import Compute, roots
 
 
 @dataclass(slots=True)
@@ -106,9 +106,9 @@ class State:
 
     def apart(self, step: Compute, code_names: Sequence[str]) -> None:
         """What the step has made is no view of state that is written."""
-        if not self.standing.isdisjoint(may_share(step)):
+        if not self.standing.isdisjoint(step.may_share):
             read = [n for n, v in zip(code_names, step.operands, strict=True) if v in self.standing]
-            for name, _ in results_of(step):
+            for name in step.gives:
                 self.b.segment().code.apply(apart, [name, *read], [name])
 
     def shares(self, value: str) -> bool:

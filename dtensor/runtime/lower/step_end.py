@@ -51,15 +51,13 @@ from dtensor.runtime.shard_optimizer import (
 from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
-    TieSum,
+    Redistribute,
     Update,
-    results_of,
+    norm_of,
+    updates_of,
 )
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Replicate
 from dtensor.sharding.spec.shards import Where, block, given, write
@@ -100,25 +98,24 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
     b.nbytes[total] = step.dst.local_nbytes(b.here)
 
 
-def tie_sum(b: RankBuilder, step: TieSum) -> None:
+def tie_sum(b: RankBuilder, step: Redistribute) -> None:
     """The sum over the stages that share a parameter, in order of stages."""
-    mine = [i for i, stage in enumerate(step.stages) if stage in b.stages]
-    hosts = tuple(dict.fromkeys(b.peer(stage) for stage in step.stages))
-    first = mine[0]
+    mine = [i for i, stage in enumerate(step.tied) if stage in b.stages]
+    hosts = tuple(dict.fromkeys(b.peer(stage) for stage in step.tied))
+    first, (label,), spec = mine[0], step.of, step.moves[0].dst
     operands = _addends(b, step, mine)
     total = operands[0]
     if len(mine) > 1:  # several of the stages are this rank's: their sum is local
         total = f"{step.results[first]}_here"
         b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total])
-        b.record(total, step.spec)
+        b.record(total, spec)
     if len(hosts) > 1:
-        buffer = Buffer(step.spec.local_shape(b.here), step.spec.dtype)
         b.collective(
             "all_reduce",
-            f"tied {step.of}",
-            ((b.value(total), buffer),),
-            ((step.results[first], buffer),),
-            f"the gradients of {step.of} over stages {step.stages}",
+            f"tied {label}",
+            (b.held(total, spec),),
+            (b.held(step.results[first], spec),),
+            f"{step.label} over stages {step.tied}",
             group=hosts,
             op="sum",
         )
@@ -126,21 +123,21 @@ def tie_sum(b: RankBuilder, step: TieSum) -> None:
     for i in mine:
         if step.results[i] != total:
             b.renamed(total, step.results[i])
-        b.record(step.results[i], step.spec)
+        b.record(step.results[i], spec)
 
 
-def _addends(b: RankBuilder, step: TieSum, mine: Sequence[int]) -> list[str]:
+def _addends(b: RankBuilder, step: Redistribute, mine: Sequence[int]) -> list[str]:
     """The gradients of this rank's stages; those of 16-bit parameters in float32."""
-    operands = [step.operands[i] for i in mine]
-    parameter = next(i for i in b.plan.inputs if i.label == step.of)
-    if parameter.spec.dtype == step.spec.dtype:
+    operands, spec = [step.operands[i] for i in mine], step.moves[0].dst
+    parameter = next(i for i in b.plan.inputs if i.label in step.of)
+    if parameter.spec.dtype == spec.dtype:
         return operands
     code = b.segment().code
-    dtype = code.literal(step.spec.dtype, ())
+    dtype = code.literal(spec.dtype, ())
     for operand in operands:
         wide = f"{operand}_wide"
         code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide])
-        b.record(wide, step.spec)
+        b.record(wide, spec)
     return [f"{operand}_wide" for operand in operands]
 
 
@@ -223,7 +220,7 @@ def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
 
 def _updates(b: RankBuilder) -> list[Update]:
     """Of the parameters here; once a rank, on however many stages one is."""
-    every = [s for s in b.plan.steps if isinstance(s, Update) and s.stage in b.stages]
+    every = updates_of(b.plan.steps, b.stages)
     return list({s.parameter: s for s in reversed(every)}.values())[::-1]
 
 
@@ -251,7 +248,7 @@ def update(b: RankBuilder) -> None:
         return
     updates = _updates(b)
     inputs = {i.label: i for i in b.plan.inputs}
-    norm = next((s for s in b.plan.steps if isinstance(s, Norm)), None)
+    norm = norm_of(b.plan.steps)
     clip = norm and f"{norm.result}_clip"
     b.close()
     b.label = "update"
@@ -287,9 +284,9 @@ def update(b: RankBuilder) -> None:
             code.apply(write, [name, part], (), layout=where)
     b.close()
     for step in b.plan.steps:
-        if isinstance(step, Bucket) and step.in_place and step.stage in b.stages:
+        if isinstance(step, Redistribute) and step.in_place and step.stage in b.stages:
             b.label = "regather"
-            started = moves.bucket(b, step)
+            started = moves.redistribute(b, step)
             assert started is not None, "updated parameters are gathered"
             moves.finish(b, started)
     b.label = "optimizer"
@@ -325,7 +322,7 @@ def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
     before."""
     if b.roles.gradients:
         return ()
-    producers = {name: step for step in b.plan.steps for name, _ in results_of(step)}
+    producers = {name: step for step in b.plan.steps for name in step.gives}
     taken: dict[str, str] = {}  # gradient to the first parameter that it is of
     for update in updates:
         match producers.get(update.gradient):
@@ -334,10 +331,8 @@ def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
                 anew = name.rpartition(".")[0] in _ANEW
             case Accumulate():
                 anew = b.plan.num_microbatches > 1
-            case Bucket() | TieSum():
-                anew = True
-            case Convert() as step:
-                anew = step.move.kind not in FREE_KINDS
+            case Redistribute() as step:
+                anew = not step.is_free
             case _:
                 anew = False
         if anew:
@@ -354,7 +349,7 @@ def _copied_bytes(b: RankBuilder, updates: Sequence[Update], own: Sequence[str] 
     scattered = {
         name: (step.name, at)
         for step in b.plan.steps
-        if isinstance(step, Bucket) and step.kind == "reduce_scatter"
+        if isinstance(step, Redistribute) and step.bucket and step.kind == "reduce_scatter"
         for at, name in enumerate(step.results)
     }
     specs = b.plan.value_specs()

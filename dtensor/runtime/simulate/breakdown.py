@@ -58,7 +58,7 @@ from dtensor.runtime.simulate.clock import representatives
 from dtensor.runtime.simulate.trace import CALL, Trace
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Accumulate, Compute, Convert, Step, Update, stages_of
+from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step, Update
 from dtensor.sharding.plan.text.words import op_name
 from dtensor.sharding.spec.shards import block, join, write
 
@@ -428,7 +428,7 @@ def _predicted_kernels(plan: Plan, rank: int) -> tuple[dict[str, float], float]:
     for step in plan.steps:
         name = _step_name(shared, step, here)
         for stage in plan.hosted[place] if name else ():
-            if name and stage in stages_of(step):
+            if name and stage in step.stages:
                 times = step_times(plan, step)
                 seconds = step_seconds(plan, step, stage)[0] * times
                 called = min(seconds, latency * times)
@@ -446,7 +446,7 @@ def _step_name(shared: Shared, step: Step, here: Mapping[str, int]) -> str | Non
             return ADDING
         case Update():
             return UPDATE
-        case Convert():
+        case Redistribute():
             return PACKING
         case _:
             return None

@@ -41,7 +41,7 @@ from dtensor.runtime.lower.program import lower_rank
 from dtensor.runtime.schedule import Grid
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.steps import Update
+from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.redistribute.topology import Topology, ring_bytes
 
 
@@ -49,7 +49,7 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
     """The predicted trace of one run. ``topology``: to price with; default the plan's."""
     plan = replace(plan, topology=topology or plan.topology)
     ranks = representatives(plan)
-    trains = any(isinstance(step, Update) for step in plan.steps)
+    trains = bool(updates_of(plan.steps))
     state = {
         i.name: f"state {i.label}"
         for i in plan.inputs

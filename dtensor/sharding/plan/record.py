@@ -1,7 +1,7 @@
 """A plan as data: every placement and every collective decided, step by step.
 
     record.inputs     (PlannedInput("up_weight", "up.weight", "parameter", f32[64@tp,16], ...), ...)
-    record.steps      (Compute(...), Convert(...), ...)    in program order, see steps.py
+    record.steps      (Compute(...), Redistribute(...), ...)    in program order, see steps.py
     record.outputs    where each result and gradient is found when the step has run
 
 What passes of the planner take and give; `Plan` (plan.py) is this with what it costs and how it
@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Literal
 
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
-from dtensor.sharding.plan.steps import Step, results_of
+from dtensor.sharding.plan.steps import Step
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Shard
@@ -224,5 +224,5 @@ class PlanRecord:
         """Plan value name to spec, inputs included."""
         found = {item.name: item.held for item in self.inputs}
         for step in self.steps:
-            found.update(results_of(step))
+            found.update((name, spec) for _, name, spec in step.gives_as())
         return found

@@ -1,22 +1,32 @@
 """The steps of a plan: a closed sum, taken apart by ``match``.
 
-    Compute, Convert, Transfer      the program: local ops, moves of one value, ways between stages
-    Accumulate                      a sum over microbatches
-    Bucket                          moves of several values as one message
-    TieSum, Norm, Update            the end of a training step
+    Compute                  a local op
+    Redistribute             values go from one spec to another, alone or several as one message
+    Transfer                 a value goes to another stage
+    Accumulate               a sum over microbatches
+    Norm, Update             the end of a training step
 
-Values are named; a step reads results of earlier steps, or inputs (`operands_of`, `results_of`).
-Every step has a ``phase``, a ``stage`` and says whether it runs ``once`` a training step instead of
-once a microbatch; those of the phase "optimizer" run after the last microbatch.
-What a step communicates and costs is in cost/.
+Values are named; a step reads results of earlier steps, or inputs. Every step has a ``phase``, a
+``stage`` and says whether it runs ``once`` a training step instead of once a microbatch; those of
+the phase "optimizer" run after the last microbatch. What concerns many is asked of the step, not of
+its class:
+
+    step.reads, step.gives          # ("x", "w"), ("h",): names of values
+    step.reads_as()                 # (stage, name, spec) of each; gives_as() likewise
+    step.stages, step.is_on(1)      # where it runs
+    step.op, step.moves             # what it computes, and how it moves values; None, or ()
+    step.sends, step.label          # whether it communicates, and what its messages are of
+    step.labels                     # the modules and parameters that it is for
+
+What a step costs, and how many bytes it sends, is in cost/.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import ClassVar, Literal, TypeVar, assert_never
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 
@@ -24,6 +34,7 @@ from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.redistribute.moves import FREE_KINDS, Move, MoveKind
 from dtensor.sharding.rules.rule import Rule, Strategy
+from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
 StepPhase = Literal["forward", "backward", "optimizer"]
@@ -31,8 +42,71 @@ BUCKET_BYTES = 32 * 2**20
 T = TypeVar("T")
 
 
+class _Step:
+    """What is asked of a step of any kind, with what most kinds answer."""
+
+    __slots__ = ()
+    phase: StepPhase
+    stage: int
+    once: bool
+
+    def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        """(stage, value, the spec that it is read under) of each operand."""
+        raise NotImplementedError
+
+    def gives_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        """The same of each result."""
+        yield from ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(name for _, name, _ in self.reads_as())
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        return tuple(name for _, name, _ in self.gives_as())
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """That it concerns: of a transfer both, of a norm all that count something."""
+        return (self.stage,)
+
+    def is_on(self, stage: int) -> bool:
+        """Whether ranks of the stage have a part in the step."""
+        return stage in self.stages
+
+    @property
+    def in_microbatch(self) -> bool:
+        """Whether the step belongs to a forward or a backward, not to the end of the step."""
+        return self.phase != "optimizer"
+
+    @property
+    def sends(self) -> bool:
+        return False
+
+    @property
+    def label(self) -> str:
+        """What its messages are of."""
+        return ""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Of the modules or parameters that it is for."""
+        return ()
+
+    @property
+    def viewed(self) -> str | None:
+        """The operand whose storage the results share, None where they have their own."""
+        return None
+
+    @property
+    def may_share(self) -> tuple[str, ...]:
+        """The operands whose storage the results may share."""
+        return ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Compute:
+class Compute(_Step):
     """One local op on every rank of its stage; ``strategies``: (axis, what was chosen there)."""
 
     op: Op
@@ -46,33 +120,175 @@ class Compute:
     once: bool
     strategies: tuple[tuple[str, Strategy], ...]
     flops: int  # of one rank
+    moves: ClassVar[tuple[Move, ...]] = ()
 
     def __repr__(self) -> str:
-        made = ", ".join(name for name in self.results if name is not None)
         call = f"{self.op.call.name}({', '.join(self.operands)})"
-        return f"<compute {made} = {call}, {self.phase}, stage {self.stage}>"
+        return f"<compute {', '.join(self.gives)} = {call}, {self.phase}, stage {self.stage}>"
+
+    @property
+    def source(self) -> str:
+        """The user's line."""
+        return self.op.source
 
     @property
     def is_view(self) -> bool:
         return self.rule.kind == "view"
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.operands
+
+    def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        for name, spec in zip(self.operands, self.operand_specs, strict=True):
+            yield self.stage, name, spec
+
+    def gives_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        for name, spec in zip(self.results, self.result_specs, strict=True):
+            if name is not None and spec is not None:
+                yield self.stage, name, spec
+
+    def reading(self, names: Mapping[str, str]) -> Compute:
+        """With its operands renamed."""
+        return replace(self, operands=_renamed(self.operands, names))
+
+    def giving(self, names: Mapping[str, str]) -> Compute:
+        """With its results renamed; one that has no other name is not made."""
+        return replace(self, results=tuple(names.get(v or "") for v in self.results))
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (self.op.module,)
+
+    @property
+    def viewed(self) -> str | None:
+        return self.operands[0] if self.is_view and self.operands else None
+
+    @property
+    def may_share(self) -> tuple[str, ...]:
+        call = self.op.call
+        own = call.name.startswith("aten.") and self.rule.kind == "compute"
+        return () if own and call.name.rpartition(".")[0] not in _MAYBE_OPERAND else self.operands
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convert:
-    """One move of one value on one axis."""
+class Redistribute(_Step):
+    """Values go from one spec to another: a move of each, all of one kind on one axis.
 
-    result: str
-    operand: str
-    move: Move
+    A value that an op or an output wants elsewhere goes alone, and ``why`` says for what. Several
+    share one message, the ``bucket`` of that name, ``of`` whose labels: all_reduce and
+    reduce_scatter of gradients; with parameters stored split, reduce_scatter in the backward and
+    all_gather of the parameters of a layer, both of them once a microbatch. A gather starts where
+    the step stands and is waited for at the first use. Without ``results`` it gathers updated
+    parameters: the operands are inputs of the plan, of which each rank has its slice, and the whole
+    values are written there.
+
+    Gradients of one parameter (``of``) that several stages use are ``tied``: one of each of these
+    stages, summed over them. Their moves' specs have the axis of stages (`over_stages`).
+
+    ``source``: the user's lines: that of the op that left a sum pending or needs the value, those
+    with which the pins of what is gathered do not line up.
+    """
+
+    results: tuple[str, ...]
+    operands: tuple[str, ...]
+    moves: tuple[Move, ...]
     phase: StepPhase
     stage: int
-    once: bool
-    source: str
-    why: str
+    once: bool = False
+    source: str = ""
+    why: str = ""
+    of: tuple[str, ...] = ()
+    bucket: str = ""
+    tied: tuple[int, ...] = ()
+    op: ClassVar[None] = None
+
+    @property
+    def kind(self) -> MoveKind:
+        return self.moves[0].kind
+
+    @property
+    def axis(self) -> str:
+        return self.moves[0].axis
+
+    @property
+    def name(self) -> str:
+        """That of the message, or of the one result."""
+        return self.bucket or self.results[0]
+
+    @property
+    def label(self) -> str:
+        return f"the gradients of {self.of[0]}" if self.tied else self.bucket or self.operands[0]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self.of
+
+    @property
+    def noun(self) -> str:
+        """What a bucket has of each of its labels."""
+        return "parameter" if self.kind == "all_gather" else "gradient"
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one value goes by itself, because something wants it elsewhere."""
+        return not self.bucket and not self.tied
+
+    @property
+    def is_free(self) -> bool:
+        return self.kind in FREE_KINDS
+
+    @property
+    def sends(self) -> bool:
+        return not self.is_free
+
+    @property
+    def in_place(self) -> bool:
+        return not self.results
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return self.tied or (self.stage,)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.operands
+
+    def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        for at, (name, move) in enumerate(zip(self.operands, self.moves, strict=True)):
+            if self.tied:
+                yield self.tied[at], name, _on_one_stage(move)
+            else:
+                yield self.stage, name, move.dst if self.in_place else move.src
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        return self.results
+
+    def gives_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        for at, (name, move) in enumerate(zip(self.results, self.moves)):
+            if self.tied:
+                yield self.tied[at], name, _on_one_stage(move)
+            else:
+                yield self.stage, name, move.dst
+
+    def reading(self, names: Mapping[str, str]) -> Redistribute:
+        return replace(self, operands=_renamed(self.operands, names))
+
+    def giving(self, names: Mapping[str, str]) -> Redistribute:
+        return replace(self, results=tuple(names[v] for v in self.results))
+
+    @property
+    def viewed(self) -> str | None:
+        return self.operands[0] if self.kind == "relabel" else None
+
+    @property
+    def may_share(self) -> tuple[str, ...]:
+        return self.operands if self.is_free else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class Transfer(_Step):
     """A value goes to another stage, shard by shard; ``spec`` holds on both sides."""
 
     result: str
@@ -84,10 +300,37 @@ class Transfer:
     once: bool
     source: str
     why: str
+    op: ClassVar[None] = None
+    moves: ClassVar[tuple[Move, ...]] = ()
+
+    @property
+    def sends(self) -> bool:
+        return True
+
+    @property
+    def label(self) -> str:
+        return self.operand
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return (self.stage, self.to_stage)
+
+    def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        yield self.stage, self.operand, self.spec
+
+    def gives_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        yield self.to_stage, self.result, self.spec
+
+    def reading(self, names: Mapping[str, str]) -> Transfer:
+        return replace(self, operand=names.get(self.operand, self.operand))
+
+    @property
+    def may_share(self) -> tuple[str, ...]:
+        return (self.operand,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulate:
+class Accumulate(_Step):
     """The sum over microbatches: what a reduction over the axis ``mb`` is, in time."""
 
     result: str
@@ -96,70 +339,44 @@ class Accumulate:
     dst: TensorSpec
     stage: int
     of: str
-    phase: ClassVar[StepPhase] = "optimizer"
-    once: ClassVar[bool] = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bucket:
-    """Moves of one kind on one axis, of several values, as one message.
-
-    all_reduce and reduce_scatter of gradients; with parameters stored split, reduce_scatter in
-    the backward and all_gather of the parameters of a layer (``of``: their labels), both of them
-    once a microbatch. A gather starts where the step stands and is waited for at the first use.
-    Without ``results`` it gathers updated parameters: the operands are inputs of the plan, of which
-    each rank has its slice, and the whole values are written there. ``source``: the user's lines
-    with which the pins of what is gathered do not line up.
-    """
-
-    name: str
-    results: tuple[str, ...]
-    operands: tuple[str, ...]
-    moves: tuple[Move, ...]
-    axis: str
-    stage: int
-    of: tuple[str, ...]
     phase: StepPhase = "optimizer"
     once: bool = False
-    source: str = ""
+    source: ClassVar[str] = ""
+    op: ClassVar[None] = None
+    moves: ClassVar[tuple[Move, ...]] = ()
 
     @property
-    def kind(self) -> MoveKind:
-        return self.moves[0].kind
+    def labels(self) -> tuple[str, ...]:
+        return (self.of,)
+
+    def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        yield self.stage, self.operand, self.src
+
+    def gives_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        yield self.stage, self.result, self.dst
+
+    def reading(self, names: Mapping[str, str]) -> Accumulate:
+        return replace(self, operand=names.get(self.operand, self.operand))
 
     @property
-    def in_place(self) -> bool:
-        return not self.results
+    def may_share(self) -> tuple[str, ...]:
+        return (self.operand,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TieSum:
-    """The gradients of one parameter that several stages use, summed over those stages."""
-
-    results: tuple[str, ...]  # one per stage
-    operands: tuple[str, ...]
-    stages: tuple[int, ...]
-    spec: TensorSpec
-    of: str
-    phase: ClassVar[StepPhase] = "optimizer"
-    once: ClassVar[bool] = False
-
-    @property
-    def stage(self) -> int:
-        return self.stages[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class Norm(_Step):
     """The global norm of all gradients, over all axes and stages; they are scaled to it."""
 
     result: str
     operands: tuple[tuple[int, str, str], ...]  # (stage that counts it, value, parameter)
     specs: tuple[TensorSpec, ...]
     max_norm: float
-    phase: ClassVar[StepPhase] = "optimizer"
-    once: ClassVar[bool] = False
-    stage: ClassVar[int] = 0
+    phase: StepPhase = "optimizer"
+    once: bool = False
+    stage: int = 0
+    source: ClassVar[str] = ""
+    op: ClassVar[None] = None
+    moves: ClassVar[tuple[Move, ...]] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -167,9 +384,31 @@ class Norm:
         wide = (accumulation_dtype(spec.dtype) for spec in self.specs)
         return reduce(torch.promote_types, wide, torch.float32)
 
+    @property
+    def sends(self) -> bool:
+        return True
+
+    @property
+    def label(self) -> str:
+        return "the norm and the votes"
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(stage for stage, _, _ in self.operands))
+
+    def is_on(self, stage: int) -> bool:
+        return True
+
+    def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        for (stage, name, _), spec in zip(self.operands, self.specs, strict=True):
+            yield stage, name, spec
+
+    def reading(self, names: Mapping[str, str]) -> Norm:
+        return replace(self, operands=tuple((s, names.get(v, v), p) for s, v, p in self.operands))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class Update(_Step):
     """The optimizer's step on one parameter's shard, on every stage that holds it."""
 
     parameter: str  # label
@@ -179,11 +418,52 @@ class Update:
     optimizer: str
     state_bytes: int  # per rank
     master_bytes: int = 0  # of the float32 copy that is updated instead, per rank
-    phase: ClassVar[StepPhase] = "optimizer"
-    once: ClassVar[bool] = False
+    phase: StepPhase = "optimizer"
+    once: bool = False
+    source: ClassVar[str] = ""
+    op: ClassVar[None] = None
+    moves: ClassVar[tuple[Move, ...]] = ()
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return (self.parameter,)
+
+    def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
+        yield self.stage, self.gradient, self.spec
+
+    def reading(self, names: Mapping[str, str]) -> Update:
+        return replace(self, gradient=names.get(self.gradient, self.gradient))
 
 
-Step = Compute | Convert | Transfer | Accumulate | Bucket | TieSum | Norm | Update
+Step = Compute | Redistribute | Transfer | Accumulate | Norm | Update
+
+
+def over_stages(spec: TensorSpec, axis: str, num: int) -> Move:
+    """The sum of ``num`` tied values of a spec: pending along the axis of stages, which the spec
+    lacks."""
+    mesh = spec.mesh.extended(axis, num)
+    src, dst = (
+        replace(spec, mesh=mesh, placements=(*spec.placements, along))
+        for along in (Partial("sum"), REPLICATE)
+    )
+    return Move("all_reduce", axis, src, dst)
+
+
+def _on_one_stage(move: Move) -> TensorSpec:
+    """What each stage has of a value that `over_stages` sums."""
+    spec = move.dst
+    return replace(spec, mesh=spec.mesh.without(move.axis), placements=spec.placements[:-1])
+
+
+def updates_of(steps: Iterable[Step], stages: Collection[int] | None = None) -> tuple[Update, ...]:
+    """The updates among the steps; of these stages."""
+    updates = (step for step in steps if isinstance(step, Update))
+    return tuple(step for step in updates if stages is None or step.stage in stages)
+
+
+def norm_of(steps: Iterable[Step]) -> Norm | None:
+    """The norm among the steps, where gradients are clipped."""
+    return next((step for step in steps if isinstance(step, Norm)), None)
 
 
 def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
@@ -209,119 +489,8 @@ def unused(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def results_of(step: Step) -> list[tuple[str, TensorSpec]]:
-    match step:
-        case Compute():
-            return [
-                (name, spec)
-                for name, spec in zip(step.results, step.result_specs, strict=True)
-                if name is not None and spec is not None
-            ]
-        case Convert():
-            return [(step.result, step.move.dst)]
-        case Transfer():
-            return [(step.result, step.spec)]
-        case Accumulate():
-            return [(step.result, step.dst)]
-        case Bucket():
-            return [(name, move.dst) for name, move in zip(step.results, step.moves)]
-        case TieSum():
-            return [(name, step.spec) for name in step.results]
-        case Norm() | Update():
-            return []
-
-
-def reads_of(step: Step) -> Iterator[tuple[int, str, TensorSpec]]:
-    """(stage, value, the spec that it is read under) of each operand."""
-    match step:
-        case Compute():
-            for name, spec in zip(step.operands, step.operand_specs, strict=True):
-                yield step.stage, name, spec
-        case Convert():
-            yield step.stage, step.operand, step.move.src
-        case Transfer():
-            yield step.stage, step.operand, step.spec
-        case Accumulate():
-            yield step.stage, step.operand, step.src
-        case Bucket():
-            for name, move in zip(step.operands, step.moves, strict=True):
-                yield step.stage, name, move.dst if step.in_place else move.src
-        case TieSum():
-            for stage, name in zip(step.stages, step.operands, strict=True):
-                yield stage, name, step.spec
-        case Norm():
-            for (stage, name, _), spec in zip(step.operands, step.specs, strict=True):
-                yield stage, name, spec
-        case Update():
-            yield step.stage, step.gradient, step.spec
-        case _:
-            assert_never(step)
-
-
-def operands_of(step: Step) -> tuple[str, ...]:
-    """The values that a step reads."""
-    return tuple(name for _, name, _ in reads_of(step))
-
-
-def reading(step: Step, names: Mapping[str, str]) -> Step:
-    """The step with its operands renamed."""
-    match step:
-        case Compute() | Bucket() | TieSum():
-            return replace(step, operands=tuple(names.get(v, v) for v in step.operands))
-        case Convert() | Transfer() | Accumulate():
-            return replace(step, operand=names.get(step.operand, step.operand))
-        case Norm():
-            renamed = tuple((s, names.get(v, v), p) for s, v, p in step.operands)
-            return replace(step, operands=renamed)
-        case Update():
-            return replace(step, gradient=names.get(step.gradient, step.gradient))
-        case _:
-            assert_never(step)
-
-
-def renamed(
-    step: Compute | Convert, operands: Mapping[str, str], results: Mapping[str, str]
-) -> Compute | Convert:
-    """The step with other operands and results; a result that has no other name is not made."""
-    match step:
-        case Compute():
-            return replace(
-                step,
-                operands=tuple(operands.get(v, v) for v in step.operands),
-                results=tuple(results.get(v or "") for v in step.results),
-            )
-        case Convert():
-            operand = operands.get(step.operand, step.operand)
-            return replace(step, operand=operand, result=results[step.result])
-
-
-def stages_of(step: Step) -> tuple[int, ...]:
-    """The stages that a step concerns: of a transfer both, of a norm all that count something."""
-    match step:
-        case Transfer():
-            return (step.stage, step.to_stage)
-        case TieSum():
-            return step.stages
-        case Norm():
-            return tuple(dict.fromkeys(stage for stage, _, _ in step.operands))
-        case Compute() | Convert() | Accumulate() | Bucket() | Update():
-            return (step.stage,)
-
-
-def in_microbatch(step: Step) -> bool:
-    """Whether the step belongs to a forward or a backward, not to the end of the step."""
-    return step.phase != "optimizer"
-
-
-def viewed_operand(step: Step) -> str | None:
-    """The operand whose storage the results of the step share, None where they have their own."""
-    match step:
-        case Compute() if step.is_view and step.operands:
-            return step.operands[0]
-        case Convert() if step.move.kind == "relabel":
-            return step.operand
-        case _:
-            return None
+def _renamed(names: tuple[str, ...], new: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(new.get(name, name) for name in names)
 
 
 _MAYBE_OPERAND = frozenset(
@@ -341,25 +510,7 @@ def roots(value: str, producers: Mapping[str, Step]) -> set[str]:
     while todo:
         value = todo.pop()
         step = producers.get(value)
-        operands = () if step is None else may_share(step)
+        operands = () if step is None else step.may_share
         found |= set() if operands else {value}
         todo += operands
     return found
-
-
-def may_share(step: Step) -> tuple[str, ...]:
-    """The operands whose storage the results of the step may share."""
-    match step:
-        case Compute():
-            call = step.op.call
-            own = call.name.startswith("aten.") and step.rule.kind == "compute"
-            maybe = call.name.rpartition(".")[0] in _MAYBE_OPERAND
-            return () if own and not maybe else step.operands
-        case Convert():
-            return (step.operand,) if step.move.kind in FREE_KINDS else ()
-        case Transfer() | Accumulate():
-            return (step.operand,)
-        case Bucket() | TieSum() | Norm() | Update():
-            return ()
-        case _:
-            assert_never(step)

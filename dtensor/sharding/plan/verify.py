@@ -26,16 +26,12 @@ from dtensor.sharding.plan.precision import is_part
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
-    reads_of,
-    results_of,
 )
 from dtensor.sharding.redistribute.moves import Move, move_kind
 from dtensor.sharding.rules.rule import Rule, Strategy
@@ -82,16 +78,9 @@ class _SoFar:
         self.specs[name], self.stages[name] = spec, stages
 
     def make(self, step: Step) -> None:
-        for at, (name, spec) in enumerate(results_of(step)):
-            match step:
-                case Transfer():
-                    stages = (step.to_stage,)
-                case TieSum():
-                    stages = (step.stages[at],)
-                case _:
-                    stages = (step.stage,)
-            self.add(name, spec, stages)
-            if step.once or step.phase == "optimizer":
+        for stage, name, spec in step.gives_as():
+            self.add(name, spec, (stage,))
+            if step.once or not step.in_microbatch:
                 self.once.add(name)
 
     def missing(self, name: str, stage: int) -> str | None:
@@ -103,7 +92,7 @@ class _SoFar:
 
 
 def _faults(seen: _SoFar, step: Step) -> Iterator[str]:
-    for stage, name, spec in reads_of(step):
+    for stage, name, spec in step.reads_as():
         if fault := seen.missing(name, stage):
             yield fault
         elif (have := seen.specs[name]) is not spec and not _read_as(step, have, spec):
@@ -113,20 +102,17 @@ def _faults(seen: _SoFar, step: Step) -> Iterator[str]:
     match step:
         case Compute():
             yield from _computed(seen, step)
-        case Convert():
-            yield from _moved(step.move)
+        case Redistribute():
+            if len({(move.kind, move.axis, move.src.dtype) for move in step.moves}) != 1:
+                yield "the moves of a bucket are of one kind, one axis and one dtype"
+            if len(set(step.tied)) != len(step.tied):
+                yield "a stage is counted twice"
+            for move in step.moves:
+                yield from _moved(move)
         case Accumulate():
             pending = step.dst.with_placements(**{MICROBATCH_AXIS: Partial("sum")})
             if not _sums(step.src, pending) or step.dst.placement(MICROBATCH_AXIS) != REPLICATE:
                 yield f"{step.dst} is no sum of {step.src} over microbatches"
-        case Bucket():
-            if len({(move.kind, move.axis, move.src.dtype) for move in step.moves}) != 1:
-                yield "the moves of a bucket are of one kind, one axis and one dtype"
-            for move in step.moves:
-                yield from _moved(move)
-        case TieSum():
-            if len(set(step.stages)) != len(step.stages):
-                yield "a stage is counted twice"
         case Transfer() | Norm() | Update():
             pass
         case _:
@@ -137,7 +123,7 @@ def _read_as(step: Step, have: TensorSpec, spec: TensorSpec) -> bool:
     """Whether the step may read a value of one spec as of another: gradients may be narrower than
     their sum, and wider than what they update; those of tied stages may be cut alike by other words
     (blocks of 12 and 20, in units of 2 or not)."""
-    if isinstance(step, TieSum | Update):
+    if isinstance(step, Update) or (isinstance(step, Redistribute) and step.tied):
         return (have.shape, have.mesh) == (spec.shape, spec.mesh) and alike(have, spec)
     return have == spec
 

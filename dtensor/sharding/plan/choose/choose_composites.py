@@ -27,7 +27,7 @@ from dtensor.errors import PlanningError
 from dtensor.sharding.plan.cost.seconds import cost_of
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Compute, Convert, Step, results_of, unused
+from dtensor.sharding.plan.steps import Step, unused
 
 _ROUNDS = 4  # forward, then its backward, then what they feed
 Kind = tuple[str, object, object]
@@ -74,14 +74,12 @@ def _kind(op: Op) -> Kind:
 
 def _gathered(plan: PlanRecord) -> Iterator[Kind]:
     """The kinds of composite ops of which the plan gathers an operand."""
-    makers: dict[str, Step] = {
-        name: step for step in plan.steps for name, _ in results_of(step) if name
-    }
+    makers: dict[str, Step] = {name: step for step in plan.steps for name in step.gives if name}
     for step in plan.steps:
         if (
-            isinstance(step, Compute)
+            step.op is not None
             and step.op.expand is not None
-            and any(_is_gathered(name, makers) for name in step.operands)
+            and any(_is_gathered(name, makers) for name in step.reads)
         ):
             yield _kind(step.op)
 
@@ -89,14 +87,11 @@ def _gathered(plan: PlanRecord) -> Iterator[Kind]:
 def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
     """Whether a value, or what it is a view of, was split and had to be communicated."""
     step = makers.get(name)
-    match step:
-        case Convert(move=move):
-            lost = move.kind in ("all_gather", "all_to_all")
-            return lost or _is_gathered(step.operand, makers)
-        case Compute() if step.is_view:
-            return _is_gathered(step.operands[0], makers)
-        case _:
-            return False
+    if step is None:
+        return False
+    lost = any(move.kind in ("all_gather", "all_to_all") for move in step.moves)
+    before = step.reads[0] if step.moves else step.viewed
+    return lost or (before is not None and _is_gathered(before, makers))
 
 
 def _written_out(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:

@@ -27,17 +27,10 @@ import torch
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
-    Convert,
+    Redistribute,
     Step,
-    TieSum,
-    Transfer,
     Update,
-    in_microbatch,
-    operands_of,
-    results_of,
-    stages_of,
-    viewed_operand,
+    updates_of,
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -80,12 +73,13 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
         if item.kind in _STATE and stage in item.stages
     )
     gradients = waiting_gradients(plan, stage)
-    updates = [s for s in plan.steps if isinstance(s, Update) and s.stage == stage]
+    updates = updates_of(plan.steps, [stage])
     total = sum(gradients.values())
     buckets = [  # gradients are gone when updated parameters are gathered
         _flat(step) - (total if step.in_place else 0)
         for step in plan.steps
-        if isinstance(step, Bucket) and step.stage == stage and not in_microbatch(step)
+        if isinstance(step, Redistribute) and step.bucket
+        if step.stage == stage and not step.in_microbatch
     ]
     specs = plan.value_specs()  # activations are gone when gradients are cast
     casts = sum(_cast_bytes(step, specs[step.gradient].dtype) for step in updates)
@@ -103,7 +97,7 @@ def _written(plan: PlanRecord, stage: int) -> int:
     """Bytes of the values that a step writes and that it can be undone for: parameters that are
     trained, as they are held, the optimizer's state, and what else the program changes, but for
     what it writes in place before all ranks agree."""
-    updates = [s for s in plan.steps if isinstance(s, Update) and s.stage == stage]
+    updates = updates_of(plan.steps, [stage])
     changed = {w.name for w in plan.state_writes if w.stage == stage and w.how != "in place"}
     changed |= {i.name for i in plan.inputs if i.label in {s.parameter for s in updates}}
     held = sum(i.held.max_local_nbytes for i in plan.inputs if i.name in changed)
@@ -118,7 +112,7 @@ def _cast_bytes(step: Update, gradient: torch.dtype) -> int:
 
 def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
     """The values in which gradients of parameters wait for the optimizer, and their bytes."""
-    producers = {name: step for step in plan.steps for name, _ in results_of(step)}
+    producers = {name: step for step in plan.steps for name in step.gives}
     state = {item.label for item in plan.inputs if item.kind in _STATE}
     specs = plan.value_specs()
     found: dict[str, int] = {}
@@ -139,18 +133,13 @@ def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
     while True:
         value = found[-1]
         match producers.get(value):
-            case Convert(phase="optimizer", operand=operand):
-                found.append(operand)
-            case (
-                Bucket(results=results, operands=operands, phase="optimizer")
-                | TieSum(results=results, operands=operands)
-            ):
+            case Redistribute(results=results, operands=operands, phase="optimizer"):
                 found.append(operands[results.index(value)])
             case _:
                 return found
 
 
-def _flat(step: Bucket) -> int:
+def _flat(step: Redistribute) -> int:
     """Bytes of a bucket's flat buffers: what is sent of a reduction, what arrives of a gather."""
     if step.kind == "all_gather":
         return sum(m.src.max_local_nbytes + m.dst.max_local_nbytes for m in step.moves)
@@ -187,7 +176,7 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
             values.define(item.name, item.held, None)
             uncounted.update([item.name] if item.kind in _STATE else [])
             always[item.name] = None
-    steps = [s for s in plan.steps if in_microbatch(s) and stage in stages_of(s)]
+    steps = [s for s in plan.steps if s.in_microbatch and stage in s.stages]
     for step in (s for s in steps if s.once):
         for name, spec in _made(step, stage):
             values.define(name, spec, _base(plan, name, step))
@@ -198,7 +187,7 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
         for name, spec in _made(step, stage):
             values.define(name, spec, _base(plan, name, step))
             values.use([name], at)
-        values.use((n for n in operands_of(step) if n in values.storage), at)
+        values.use((n for n in step.reads if n in values.storage), at)
     for value in (v for o in plan.outputs for _, v in o.values if v in values.storage):
         values.use([value], len(walk))
     for step in plan.steps:
@@ -216,7 +205,7 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
 
 def _base(plan: PlanRecord, name: str, step: Step) -> str | None:
     """The value whose storage a result of the step has; None of one that has its own."""
-    return plan.standing.get(name) or viewed_operand(step)
+    return plan.standing.get(name) or step.viewed
 
 
 def _peak(
@@ -239,5 +228,4 @@ def _peak(
 
 def _made(step: Step, stage: int) -> list[tuple[str, TensorSpec]]:
     """What the step defines on the stage: a transfer defines its result at the receiver."""
-    received = not isinstance(step, Transfer) or step.to_stage == stage
-    return results_of(step) if received else []
+    return [(name, spec) for at, name, spec in step.gives_as() if at == stage]

@@ -21,19 +21,14 @@ import torch
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
     StepPhase,
-    TieSum,
     Transfer,
     Update,
-    in_microbatch,
-    stages_of,
 )
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.redistribute.topology import ring_bytes
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -80,7 +75,7 @@ def stage_seconds(plan: PlanRecord, stage: int) -> tuple[float, float]:
     """
     compute = communication = 0.0
     for step in plan.steps:
-        if stage in stages_of(step) or isinstance(step, Norm):
+        if step.is_on(stage):
             local, sent = step_seconds(plan, step, stage)
             times = step_times(plan, step)
             compute += local * times
@@ -104,9 +99,8 @@ def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float
                 flops=step.flops, bytes_moved=moved, attention=attention
             )
             return seconds, 0.0
-        case Convert(move=move):
-            seconds = move.seconds(topology)
-            return (seconds, 0.0) if move.kind in FREE_KINDS else (0.0, seconds)
+        case Redistribute() if step.is_free:
+            return sum(move.seconds(topology) for move in step.moves), 0.0
         case Accumulate():
             moved = step.src.max_local_nbytes + 2 * step.dst.max_local_nbytes
             return topology.compute_seconds(flops=0, bytes_moved=moved), 0.0
@@ -114,28 +108,19 @@ def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float
             kept = 2 * (step.state_bytes + step.master_bytes)  # read and written
             moved = 3 * step.spec.max_local_nbytes + kept
             return topology.update_seconds(bytes_moved=moved), 0.0
-        case Transfer():
-            if step.stage != stage:
-                return 0.0, 0.0
-            return 0.0, topology.collective_seconds(
-                "transfer", plan.stage_axis or "", num=2, bytes_sent=step.spec.max_local_nbytes
-            )
-        case Bucket() | TieSum() | Norm():
-            return 0.0, _reductions(plan, step, stage)
+        case Redistribute() | Transfer() | Norm():
+            own = (c for c in collectives_of(plan, step) if c.stage == stage)
+            return 0.0, sum(message_seconds(plan, step, c) for c in own)
         case _:
             assert_never(step)
 
 
-def _reductions(plan: PlanRecord, step: Bucket | TieSum | Norm, stage: int) -> float:
-    """Seconds of the step's collectives on one rank of the stage."""
-    total = 0.0
-    for item in collectives_of(plan, step):
-        if item.stage == stage:
-            num = len(step.stages) if isinstance(step, TieSum) else plan.mesh.axis_size(item.axis)
-            total += plan.topology.collective_seconds(
-                item.kind, item.axis, num=num, bytes_sent=item.bytes_sent
-            )
-    return total
+def message_seconds(plan: PlanRecord, step: Step, c: PlannedCollective) -> float:
+    """Predicted seconds of one of the step's `collectives_of`, each time it runs."""
+    # of a tie the axis has the stages that are tied
+    mesh = step.moves[0].src.mesh if isinstance(step, Redistribute) else plan.mesh
+    num = mesh.axis_size(c.axis)
+    return plan.topology.collective_seconds(c.kind, c.axis, num=num, bytes_sent=c.bytes_sent)
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -178,7 +163,7 @@ def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]
 
 def step_times(plan: PlanRecord, step: Step) -> int:
     """How often the step runs in one training step."""
-    return 1 if step.once or not in_microbatch(step) else plan.num_microbatches
+    return 1 if step.once or not step.in_microbatch else plan.num_microbatches
 
 
 def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:
@@ -204,28 +189,25 @@ def _messages(plan: PlanRecord, step: Step) -> Iterator[PlannedCollective]:
             times=step_times(plan, step),
             phase=step.phase,
             stage=stage,
-            source=step.source if isinstance(step, Convert | Transfer | Bucket) else "",
+            source=step.source,
         )
 
     across = plan.stage_axis or ""
     match step:
-        case Convert(move=move) if move.kind not in FREE_KINDS:
-            sent = move.bytes_sent
-            yield message(step.result, move.kind, move.axis, move.src.dtype, sent, step.stage)
+        case Redistribute() if not step.is_free:
+            kind, axis, dtype = step.kind, step.axis, step.moves[0].src.dtype
+            for name, stage, move in zip(step.results, step.tied, step.moves):
+                yield message(name, kind, axis, dtype, move.bytes_sent, stage)
+            if not step.tied:
+                sent = sum(move.bytes_sent for move in step.moves)
+                yield message(step.name, kind, axis, dtype, sent, step.stage)
         case Transfer(spec=spec):
             sent = spec.max_local_nbytes
             yield message(step.result, "transfer", across, spec.dtype, sent, step.stage)
-        case Bucket():
-            sent, dtype = sum(move.bytes_sent for move in step.moves), step.moves[0].src.dtype
-            yield message(step.name, step.kind, step.axis, dtype, sent, step.stage)
-        case TieSum(spec=spec):
-            sent = ring_bytes("all_reduce", spec.max_local_nbytes, len(step.stages))
-            for name, stage in zip(step.results, step.stages, strict=True):
-                yield message(name, "all_reduce", across, spec.dtype, sent, stage)
         case Norm():
             for axis, num in plan.mesh.shape.items():
                 for stage in range(plan.num_stages) if num > 1 else ():
                     sent = ring_bytes("all_reduce", step.dtype.itemsize, num)
                     yield message(step.result, "all_reduce", axis, step.dtype, sent, stage)
-        case Compute() | Convert() | Accumulate() | Update():
+        case Compute() | Redistribute() | Accumulate() | Update():
             return

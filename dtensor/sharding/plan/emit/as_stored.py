@@ -22,7 +22,7 @@ from dataclasses import replace
 from dtensor.sharding.plan.emit.values import Copy, Emitter
 from dtensor.sharding.plan.precision import widened
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput
-from dtensor.sharding.plan.steps import Bucket, Convert, filled, results_of
+from dtensor.sharding.plan.steps import Redistribute, Step, filled
 from dtensor.sharding.plan.storage import layer_of
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
@@ -53,8 +53,8 @@ def _scatter_over(
     inputs: Mapping[str, PlannedInput],
     found: dict[tuple[str, int, str], Copy],
 ) -> None:
-    made = {name: at for at, step in enumerate(e.steps) for name, _ in results_of(step)}
-    after: dict[int, list[Convert | Bucket]] = {}
+    made = {name: at for at, step in enumerate(e.steps) for name in step.gives}
+    after: dict[int, list[Step]] = {}
     groups: dict[tuple[object, ...], list[tuple[str, Copy, Move, str]]] = {}
     for output in e.request.flow.outputs:
         item = inputs.get(str(output.of))
@@ -75,14 +75,12 @@ def _scatter_over(
             groups.setdefault(key, []).append((output.value, copy, move, item.label))
         elif copy.spec.placement(axis) == REPLICATE and item.misaligned:
             found[at] = replace(copy, name=e.fresh(f"{copy.name}_sliced"), spec=dst)
-            step = Convert(
-                result=found[at].name,
-                operand=copy.name,
-                move=Move("slice", axis, copy.spec, dst),
+            step = Redistribute(
+                results=(found[at].name,),
+                operands=(copy.name,),
+                moves=(Move("slice", axis, copy.spec, dst),),
                 phase="backward",
                 stage=copy.stage,
-                once=False,
-                source="",
                 why=f"{item.label} is stored as {item.state}",
             )
             after.setdefault(made[copy.name], []).append(step)
@@ -91,12 +89,11 @@ def _scatter_over(
         for bucket in filled(members, [m[2].src.max_local_nbytes for m in members]):
             results = tuple(e.fresh(f"{copy.name}_scattered") for _, copy, _, _ in bucket)
             first = bucket[0][1]
-            step = Bucket(
-                name=e.fresh(f"gradients_{axis}"),
+            step = Redistribute(
+                bucket=e.fresh(f"gradients_{axis}"),
                 results=results,
                 operands=tuple(copy.name for _, copy, _, _ in bucket),
                 moves=tuple(move for _, _, move, _ in bucket),
-                axis=axis,
                 stage=first.stage,
                 of=tuple(label for *_, label in bucket),
                 phase="backward",
@@ -140,12 +137,12 @@ def regather(
     for members in groups.values():
         for bucket in filled(members, [move.dst.max_local_nbytes for _, move, _ in members]):
             e.steps.append(
-                Bucket(
-                    name=e.fresh(f"parameters_{axis}"),
+                Redistribute(
+                    bucket=e.fresh(f"parameters_{axis}"),
                     results=(),
                     operands=tuple(item.name for item, _, _ in bucket),
                     moves=tuple(move for _, move, _ in bucket),
-                    axis=axis,
+                    phase="optimizer",
                     stage=bucket[0][2],
                     of=tuple(item.label for item, _, _ in bucket),
                 )

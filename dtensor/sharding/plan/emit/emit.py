@@ -26,13 +26,12 @@ from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
-    Convert,
     Norm,
+    Redistribute,
     StepPhase,
-    TieSum,
     Update,
     filled,
+    over_stages,
 )
 from dtensor.sharding.plan.storage import stored_spec
 from dtensor.sharding.redistribute.moves import Move, moves
@@ -221,13 +220,12 @@ class Outputs:
         producer = self.emitter.request.flow.producers.get(item.output.value)
         result = self.emitter.fresh(f"{item.name}_{move.suffix}")
         self.emitter.steps.append(
-            Convert(
-                result=result,
-                operand=item.name,
-                move=move,
+            Redistribute(
+                results=(result,),
+                operands=(item.name,),
+                moves=(move,),
                 phase="optimizer" if last else _phase(item.output),
                 stage=item.output.stage,
-                once=False,
                 source=producer.source if producer else "",
                 why=f"{item.of} is wanted as {move.dst}",
             )
@@ -237,15 +235,14 @@ class Outputs:
     def _bucket(self, items: Sequence[_Pending]) -> None:
         e = self.emitter
         first = items[0].path[0]
-        axis = first.axis
         results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)
         e.steps.append(
-            Bucket(
-                name=e.fresh(f"gradients_{axis}"),
+            Redistribute(
+                bucket=e.fresh(f"gradients_{first.axis}"),
                 results=results,
                 operands=tuple(item.name for item in items),
                 moves=tuple(item.path[0] for item in items),
-                axis=axis,
+                phase="optimizer",
                 stage=items[0].output.stage,
                 of=tuple(item.of for item in items),
             )
@@ -263,13 +260,18 @@ class Outputs:
             if len(items) > 1 and kind == "gradient":  # each of a buffer is its new value
                 total = accumulated(items[0].spec) if self._trains() else items[0].spec
                 results = tuple(e.fresh(f"{item.name}_tied") for item in items)
+                stages = tuple(item.output.stage for item in items)
+                axis = e.request.stage_axis
+                assert axis is not None, "several stages have it"
                 e.steps.append(
-                    TieSum(
+                    Redistribute(
                         results=results,
                         operands=tuple(item.name for item in items),
-                        stages=tuple(item.output.stage for item in items),
-                        spec=total,
-                        of=of,
+                        moves=(over_stages(total, axis, len(items)),) * len(items),
+                        phase="optimizer",
+                        stage=stages[0],
+                        of=(of,),
+                        tied=stages,
                     )
                 )
                 for item, result in zip(items, results, strict=True):

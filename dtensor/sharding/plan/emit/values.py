@@ -18,7 +18,7 @@ from dtensor.sharding.plan.choose.question import AxisChoice
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.precision import accumulated, rounded
 from dtensor.sharding.plan.request import Request
-from dtensor.sharding.plan.steps import Compute, Convert, Step, StepPhase, Transfer, unused
+from dtensor.sharding.plan.steps import Compute, Redistribute, Step, StepPhase, Transfer, unused
 from dtensor.sharding.redistribute.moves import Move, moves, seconds
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
@@ -173,10 +173,10 @@ class Emitter:
         producer = self.request.flow.producers.get(value)
         reduces = move.kind in ("all_reduce", "reduce_scatter")
         self.steps.append(
-            Convert(
-                result=result,
-                operand=copy.name,
-                move=move,
+            Redistribute(
+                results=(result,),
+                operands=(copy.name,),
+                moves=(move,),
                 phase=by.phase,
                 stage=by.stage,
                 once=once and self.request.num_microbatches > 1,

@@ -23,20 +23,14 @@ from typing import Literal
 from dtensor.sharding.plan.choose.split_through_op import through
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
 from dtensor.sharding.plan.steps import (
-    Bucket,
     Compute,
-    Convert,
+    Redistribute,
     Step,
     StepPhase,
-    operands_of,
-    reading,
-    reads_of,
-    renamed,
-    results_of,
     unused,
 )
 from dtensor.sharding.plan.storage import layer_of
-from dtensor.sharding.redistribute.moves import FREE_KINDS, Move
+from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.rules.rule import Strategy
 from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
@@ -69,7 +63,9 @@ class _Gathering:
     plan: PlanRecord
     split: Mapping[str, PlannedInput]
     # the free steps by result, groups by layer in order of use, names by value
-    makers: dict[str, Compute | Convert] = field(default_factory=dict[str, Compute | Convert])
+    makers: dict[str, Compute | Redistribute] = field(
+        default_factory=dict[str, Compute | Redistribute]
+    )
     groups: dict[At, dict[str, _Group]] = field(default_factory=dict[At, dict[str, _Group]])
     copies: dict[tuple[str, At], str] = field(default_factory=dict[tuple[str, At], str])
     steps: list[Step] = field(default_factory=list[Step])
@@ -78,7 +74,7 @@ class _Gathering:
     def run(self) -> PlanRecord:
         kept = [step for step in self.plan.steps if not self._is_free(step)]
         made = set(self.plan.value_specs()) - self.makers.keys()
-        self.names = made | {s.name for s in kept if isinstance(s, Bucket)}
+        self.names = made | {s.bucket for s in kept if isinstance(s, Redistribute)}
         for step in kept:
             for stage, value in _uses(step):
                 self._expect(value, stage, _when(step))
@@ -88,7 +84,7 @@ class _Gathering:
         for step in kept:
             reads = [(at, value) for at, value in _uses(step) if self._depends(value)]
             found = {value: self.read(value, at, _when(step)) for at, value in reads}
-            self.steps.append(reading(step, found) if found else step)
+            self.steps.append(step.reading(found) if found else step)
         outputs = [
             replace(o, values=tuple((s, self.read(v, s, _when_used(o))) for s, v in o.values))
             for o in self.plan.outputs
@@ -100,13 +96,13 @@ class _Gathering:
         match step:
             case Compute() if step.is_view or _narrows(step):
                 free = len(step.operands) == 1
-            case Convert():
-                free = step.move.kind in FREE_KINDS
+            case Redistribute():
+                free = step.is_free
             case _:
                 return False
-        if not free or not self._depends(operands_of(step)[0]):
+        if not free or not self._depends(step.reads[0]):
             return False
-        self.makers.update((name, step) for name, _ in results_of(step))
+        self.makers.update((name, step) for name in step.gives)
         return True
 
     def _depends(self, value: str) -> bool:
@@ -117,8 +113,8 @@ class _Gathering:
         if value in self.split:
             return value, value
         maker = self.makers[value]
-        if isinstance(maker, Convert):
-            return self._base(maker.operand)
+        if isinstance(maker, Redistribute):
+            return self._base(maker.operands[0])
         if _narrows(maker) and maker.operands[0] in self.split:
             return maker.operands[0], value
         return self._base(maker.operands[0])
@@ -157,10 +153,10 @@ class _Gathering:
             self._repeat(self.makers[value], stage, when)
         return self.copies[key]
 
-    def _repeat(self, maker: Compute | Convert, stage: int, when: When) -> None:
-        operands = {name: self.read(name, stage, when) for name in operands_of(maker)}
-        results = {name: self._named(name, stage, when) for name, _ in results_of(maker)}
-        made = renamed(maker, operands, results)
+    def _repeat(self, maker: Compute | Redistribute, stage: int, when: When) -> None:
+        operands = {name: self.read(name, stage, when) for name in maker.reads}
+        results = {name: self._named(name, stage, when) for name in maker.gives}
+        made = maker.reading(operands).giving(results)
         self.steps.append(replace(made, phase=_phase(when), stage=stage, once=when == "once"))
 
     def _named(self, value: str, stage: int, when: When) -> str:
@@ -192,12 +188,11 @@ class _Gathering:
             lines = (m.source for item in items for m in item.misaligned if m.axis == axis)
             results = [unused(f"{member}_gathered", self.names) for member in group.members]
             self.steps.append(
-                Bucket(
-                    name=unused(f"parameters_{axis}", self.names),
+                Redistribute(
+                    bucket=unused(f"parameters_{axis}", self.names),
                     results=tuple(results),
                     operands=tuple(name for name, _ in values),
                     moves=tuple(found),
-                    axis=axis,
                     stage=stage,
                     of=tuple(item.label for item in items),
                     phase=_phase(when),
@@ -238,9 +233,9 @@ class _Gathering:
 
 def _uses(step: Step) -> list[tuple[int, str]]:
     """(stage, value) of what a step uses: updated slices are gathered where they are stored."""
-    if isinstance(step, Bucket) and step.in_place:
+    if isinstance(step, Redistribute) and step.in_place:
         return []
-    return [(stage, value) for stage, value, _ in reads_of(step)]
+    return [(stage, value) for stage, value, _ in step.reads_as()]
 
 
 def _axes(item: PlannedInput) -> tuple[str, ...]:

@@ -33,8 +33,7 @@ import torch
 from dtensor.sharding.ops.call import OpCall, Operand
 from dtensor.sharding.ops.in_place import OpWrites, writes_of
 from dtensor.sharding.plan.record import PlannedInput, PlanRecord, StateWrite
-from dtensor.sharding.plan.steps import Compute, Convert, Step, operands_of, results_of, roots
-from dtensor.sharding.redistribute.moves import FREE_KINDS
+from dtensor.sharding.plan.steps import Compute, Redistribute, Step, roots
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.spec import alike
 
@@ -56,7 +55,7 @@ def in_place(plan: PlanRecord) -> PlanRecord:
     inputs = {
         item.label: item for item in plan.inputs if item.kind in ("parameter", "buffer", "argument")
     }
-    producers = {name: step for step in plan.steps for name, _ in results_of(step)}
+    producers = {name: step for step in plan.steps for name in step.gives}
     found = [
         _Storage(plan, inputs[str(o.of)], stage, value, producers).judged()
         for o in plan.outputs
@@ -201,7 +200,7 @@ class _Storage:
         return False
 
     def _step(self, step: Step) -> None:
-        reads = [name for name in operands_of(step) if name in self.aliases]
+        reads = [name for name in step.reads if name in self.aliases]
         if not reads:
             return
         name = step.results[0] if isinstance(step, Compute) else None
@@ -348,18 +347,18 @@ class _Made:
             match step:
                 case None | Compute():
                     pass
-                case Convert() if step.move.kind in FREE_KINDS:
+                case Redistribute() if step.is_free:
                     pass
                 case _:
                     return False
-            todo += operands_of(step) if step is not None else ()
+            todo += step.reads if step is not None else ()
         return True
 
     def given(self, write: StateWrite) -> set[str]:
         """What the values that it writes, and where, may share their storage with."""
         found: set[str] = set()
         for name, base in write.writes:
-            others = (v for at, v in enumerate(operands_of(self.producers[name])) if at != base)
+            others = (v for at, v in enumerate(self.producers[name].reads) if at != base)
             found |= {root for v in others for root in roots(v, self.producers)}
         return found
 

@@ -32,21 +32,14 @@ from dataclasses import dataclass, field, replace
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.record import PlanRecord, Region
 from dtensor.sharding.plan.steps import (
-    Bucket,
     Compute,
-    Convert,
+    Redistribute,
     Step,
-    operands_of,
-    reading,
-    renamed,
-    results_of,
     unused,
-    viewed_operand,
 )
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 
 Key = tuple[str, int]  # a region's name, its stage
-Repeatable = Compute | Convert
+Repeatable = Compute | Redistribute
 Maker = tuple[int, Repeatable]  # where a step of the forward stands that may run again, the step
 
 
@@ -99,7 +92,7 @@ class _Recompute:
 
     def run(self) -> PlanRecord:
         plan = self.plan
-        buckets = {s.name for s in plan.steps if isinstance(s, Bucket)}
+        buckets = {s.bucket for s in plan.steps if isinstance(s, Redistribute)}
         self.taken = {*plan.value_specs(), *buckets}
         self._find_homes()
         self._find_kept()
@@ -108,8 +101,8 @@ class _Recompute:
             return replace(plan, regions=self._regions())
         for step in plan.steps:
             if step.phase == "backward":
-                self._repeat([v for v in operands_of(step) if v in self.needed])
-                step = reading(step, self.again)
+                self._repeat([v for v in step.reads if v in self.needed])
+                step = step.reading(self.again)
             self.steps.append(step)
         return replace(plan, steps=tuple(self.steps), regions=self._regions(), plain=plan)
 
@@ -129,37 +122,37 @@ class _Recompute:
             match step:
                 case Compute(op=op):
                     home = (self.names[op.name], step.stage) if op.name in self.names else None
-                case Convert(move=move) if move.kind in FREE_KINDS:
-                    found = readers.get(step.result, set())
+                case Redistribute() if step.is_free:
+                    found = readers.get(step.name, set())
                     home = next(iter(found)) if len(found) == 1 else None
                 case _:
                     continue
-            for name, _ in results_of(step):
+            for name in step.gives:
                 self.makers[name] = (at, step)
                 self.homes[name] = home
-            for name in operands_of(step):
+            for name in step.reads:
                 readers.setdefault(name, set()).add(home)
         for name in reversed(self.makers):  # in program order
             step = self.makers[name][1]
-            if isinstance(step, Convert) and name not in readers:  # it is communicated further
-                self.homes[name] = self.homes.get(step.operand)
+            if isinstance(step, Redistribute) and name not in readers:
+                self.homes[name] = self.homes.get(step.operands[0])  # it is communicated further
 
     def _find_kept(self) -> None:
         """Kept is what another region reads, what the step returns, and a view of what is kept."""
         for step in self.plan.steps:
             phase = step.phase
-            moves = isinstance(step, Convert) and step.move.kind not in FREE_KINDS
+            moves = isinstance(step, Redistribute) and not step.is_free
             if phase == "backward" or (moves and phase == "forward"):
                 continue  # what communication makes is kept; what it is made of need not be
-            made = [name for name, _ in results_of(step)]
+            made = step.gives
             home = self.homes.get(made[0]) if made and made[0] in self.makers else None
-            for name in operands_of(step):
+            for name in step.reads:
                 if name in self.makers and (home is None or self.homes[name] != home):
                     self.kept[name] = True
         for output in self.plan.outputs:
             self.kept.update((name, True) for _, name in output.values)
         for name in reversed(self.makers):  # operands come first
-            base = viewed_operand(self.makers[name][1])
+            base = self.makers[name][1].viewed
             if self.homes[name] is None or (base is not None and self._is_kept(base)):
                 self.kept[name] = True
 
@@ -169,16 +162,13 @@ class _Recompute:
     def _find_needed(self) -> None:
         """What runs again: what the backward reads, and what that is computed from."""
         waiting = [
-            name
-            for step in self.plan.steps
-            if step.phase == "backward"
-            for name in operands_of(step)
+            name for step in self.plan.steps if step.phase == "backward" for name in step.reads
         ]
         while waiting:
             name = waiting.pop()
             if name not in self.needed and not self._is_kept(name):
                 self.needed.add(name)
-                waiting.extend(operands_of(self.makers[name][1]))
+                waiting.extend(self.makers[name][1].reads)
 
     # -- the repeated steps ----------------------------------------------------------------------
 
@@ -191,20 +181,18 @@ class _Recompute:
             if at not in found:
                 found[at] = step
                 waiting.extend(
-                    name
-                    for name in operands_of(step)
-                    if name in self.needed and name not in self.again
+                    name for name in step.reads if name in self.needed and name not in self.again
                 )
         for at in sorted(found):
             self._lay_down(found[at])
 
     def _lay_down(self, step: Repeatable) -> None:
-        own = [name for name, _ in results_of(step) if name in self.needed]
+        own = [name for name in step.gives if name in self.needed]
         home = self.homes[own[0]]
         assert home is not None
         for name in own:
             self.again[name] = unused(f"{name}_again", self.taken)
-        made = replace(renamed(step, self.again, self.again), phase="backward")
+        made = replace(step.reading(self.again).giving(self.again), phase="backward")
         self.repeats.setdefault(home, []).append(made)
         self.steps.append(made)
 
@@ -215,19 +203,20 @@ class _Recompute:
         plan = self.plan
         bases = _bases(plan)
         always = {item.name for item in plan.inputs}
-        always.update(n for step in plan.steps if step.once for n, _ in results_of(step))
+        always.update(n for step in plan.steps if step.once for n in step.gives)
         sent = {  # what was communicated, to the region whose value it was
-            step.result: self.homes.get(step.operand)
+            result: self.homes.get(operand)
             for step in plan.steps
-            if isinstance(step, Convert) and step.move.kind not in FREE_KINDS
+            if isinstance(step, Redistribute) and not step.is_free
+            for operand, result in zip(step.operands, step.results)
         }
         repetitions = {new: old for old, new in self.again.items()}
         read: dict[Key, dict[str, None]] = {
-            key: {n: None for step in steps for n in operands_of(step) if n not in repetitions}
+            key: {n: None for step in steps for n in step.reads if n not in repetitions}
             for key, steps in self.repeats.items()
         }
         for step in plan.steps:
-            for name in operands_of(step) if step.phase == "backward" else ():
+            for name in step.reads if step.phase == "backward" else ():
                 home = sent.get(name)
                 if home is not None and home in read:
                     read[home][name] = None
@@ -247,9 +236,9 @@ class _Recompute:
                     saved=tuple(saved),
                     communicated=tuple(n for n in saved if sent.get(n) == key),
                     repeated=tuple(
-                        (repetitions[name], name) for step in steps for name, _ in results_of(step)
+                        (repetitions[name], name) for step in steps for name in step.gives
                     ),
-                    num_ops=sum(viewed_operand(step) is None for step in steps),
+                    num_ops=sum(step.viewed is None for step in steps),
                     flops=sum(step.flops for step in steps if isinstance(step, Compute)),
                 )
             )
@@ -260,6 +249,6 @@ def _bases(plan: PlanRecord) -> dict[str, str]:
     """Of each view, the value that it is a view of in the end."""
     found: dict[str, str] = {}
     for step in plan.steps:
-        if (base := viewed_operand(step)) is not None:
-            found.update((name, found.get(base, base)) for name, _ in results_of(step))
+        if (base := step.viewed) is not None:
+            found.update((name, found.get(base, base)) for name in step.gives)
     return found

@@ -32,13 +32,11 @@ from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
+    Redistribute,
     Step,
     Update,
-    operands_of,
-    results_of,
+    updates_of,
 )
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.spec import TensorSpec
@@ -131,7 +129,7 @@ class UnitPricing:
         self.at = {name: tuple(sorted(set(stages))) for name, stages in found.items()}
         waiting: list[int] = []  # conversions, made for the next op
         for index, step in enumerate(self.whole.steps):
-            if isinstance(step, Convert) and step.phase != "optimizer":
+            if _converts(step) and step.phase != "optimizer":
                 waiting.append(index)
             elif isinstance(step, Compute):
                 units = self.at.get(step.op.name, ())
@@ -146,7 +144,7 @@ class UnitPricing:
     def _count(self, index: int, units: Units) -> None:
         step = self.whole.steps[index]
         self.readers[index] = units
-        self.made.update((name, units) for name, _ in results_of(step))
+        self.made.update(dict.fromkeys(step.gives, units))
         times = step_times(self.whole, step)
         seconds = sum(step_seconds(self.whole, step, 0)) * times
         for of, part in self._shares(step, units):
@@ -159,7 +157,7 @@ class UnitPricing:
 
     def _shares(self, step: Step, units: Units) -> Iterator[tuple[Units, float]]:
         """The units that pay for a step, and what part of it: a message is shared by its values."""
-        if isinstance(step, Bucket):
+        if isinstance(step, Redistribute) and step.bucket:
             sizes = [move.src.max_local_nbytes for move in step.moves]
             for label, size in zip(step.of, sizes, strict=True):
                 yield self.uses.get(label, units), size / max(sum(sizes), 1)
@@ -175,9 +173,9 @@ class UnitPricing:
         match step:
             case Update(parameter=label) | Accumulate(of=label) if label in self.uses:
                 return self.uses[label]
-            case Bucket(of=labels) if step.in_place:
+            case Redistribute(of=labels) if step.in_place:
                 return tuple(sorted({u for label in labels for u in self.uses.get(label, ())}))
-            case Convert(operand=operand) | Accumulate(operand=operand):
+            case Redistribute(operands=(operand,), bucket="") | Accumulate(operand=operand):
                 return self.made.get(operand, ())
             case _:
                 return ()
@@ -271,8 +269,8 @@ class UnitPricing:
             if item.label in self.uses:
                 found[self.uses[item.label]] += item.held.max_local_nbytes
                 found[self.uses[item.label]] += trained.get(item.label, 0)
-        for step in self.whole.steps:
-            if isinstance(step, Update) and step.parameter in self.uses:
+        for step in updates_of(self.whole.steps):
+            if step.parameter in self.uses:
                 found[self.uses[step.parameter]] += step.state_bytes + step.master_bytes
         return found
 
@@ -289,21 +287,23 @@ class UnitPricing:
         specs: dict[str, TensorSpec] = {}
         read: defaultdict[str, set[int]] = defaultdict(set)
         for index, step in enumerate(self.whole.steps):
-            match step:
-                case Compute(phase=phase, once=once) | Convert(phase=phase, once=once):
-                    pass
-                case _:
-                    continue
-            if phase == "backward":
-                for name in operands_of(step):
+            if not (isinstance(step, Compute) or _converts(step)):
+                continue
+            if step.phase == "backward":
+                for name in step.reads:
                     if name in storage:
                         read[storage[name]].update(self.readers[index])
-            elif not once:
+            elif not step.once:
                 view = isinstance(step, Compute) and step.is_view
-                base = storage.get(operands_of(step)[0]) if view else None
-                for name, spec in results_of(step):
+                base = storage.get(step.reads[0]) if view else None
+                for _, name, spec in step.gives_as():
                     storage[name] = base or name
                     specs.setdefault(storage[name], spec)
         for name, units in read.items():
             if units:
                 yield specs[name], tuple(sorted(units))
+
+
+def _converts(step: Step) -> bool:
+    """Whether a value goes by itself, because an op or an output wants it elsewhere."""
+    return isinstance(step, Redistribute) and step.is_alone

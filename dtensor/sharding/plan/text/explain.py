@@ -21,19 +21,14 @@ from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.record import Opened, PlannedInput, PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
-    operands_of,
-    results_of,
 )
 from dtensor.sharding.plan.text.words import call_text, op_text, size_text
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.rules.rule import Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
@@ -54,7 +49,7 @@ def explain(plan: PlanRecord, name: str) -> str:
     if item is not None:
         lines += _input(plan, item)
     for step in plan.steps:
-        if name in (result for result, _ in results_of(step)):
+        if name in step.gives:
             lines += _made_by(plan, step, name)
     lines += _repeated(plan, name)
     lines += _users(plan, name)
@@ -102,29 +97,28 @@ def _made_by(plan: PlanRecord, step: Step, name: str) -> list[str]:
         case Compute(op=op):
             source = f"    {op.source}: {op.source_text}" if op.source else ""
             once = "    once a step" if step.once else ""
-            made = ", ".join(result for result in step.results if result)
-            lines = [
-                f"{made} = {call_text(op.call, step.operands)}    {_at(plan, step.stage)}"
-                f"{step.phase}{once}{source}"
-            ]
+            text = f"{', '.join(step.gives)} = {call_text(op.call, step.operands)}"
+            lines = [f"{text}    {_at(plan, step.stage)}{step.phase}{once}{source}"]
             return [*lines, *_per_axis(plan, step, name)]
-        case Convert() | Transfer():
+        case Redistribute() if step.bucket:
+            at = step.results.index(name)
+            move = step.moves[at]
+            why = "pending on" if step.noun == "gradient" else "stored split over"
+            sent = f"{size_text(move.bytes_sent)} sent"
+            return [
+                f"{step.name}: {step.kind} of {len(step.of)} {step.noun}s on {step.axis} in one "
+                "bucket",
+                f"for {step.of[at]}: {sent}; {why} {step.axis}, wanted as {move.dst}",
+            ]
+        case Redistribute() if step.tied:
+            return [
+                f"the sum over stages {_stages(step)} of the gradients of {step.of[0]}, used on "
+                "each"
+            ]
+        case Redistribute() | Transfer():
             return [f"{_conversion(plan, step)}: {step.why}{_from(step.source)}"]
         case Accumulate():
             return [f"the sum over microbatches of {step.operand}, which is for {step.of}"]
-        case Bucket():
-            move = step.moves[step.results.index(name)]
-            whose = step.of[step.results.index(name)]
-            gathers = step.kind == "all_gather"
-            noun = "parameters" if gathers else "gradients"
-            why = f"stored split over {step.axis}" if gathers else f"pending on {step.axis}"
-            return [
-                f"{step.name}: {step.kind} of {len(step.of)} {noun} on {step.axis} in one bucket",
-                f"for {whose}: {size_text(move.bytes_sent)} sent; {why}, wanted as {move.dst}",
-            ]
-        case TieSum():
-            stages = ", ".join(map(str, step.stages))
-            return [f"the sum over stages {stages} of the gradients of {step.of}, used on each"]
         case Norm() | Update():
             return []
 
@@ -211,29 +205,28 @@ def _users(plan: PlanRecord, name: str) -> list[str]:
     """Who reads the value, and the conversions of it."""
     lines: list[str] = []
     for step in plan.steps:
-        if name not in operands_of(step):
+        if name not in step.reads:
             continue
         match step:
             case Compute():
-                made = ", ".join(result for result in step.results if result)
                 text = call_text(step.op.call, step.operands)
-                lines.append(f"read by {made} = {text}{_from(step.op.source)}")
-            case Convert() | Transfer():
-                lines.append(f"{_conversion(plan, step)}: {step.why}{_from(step.source)}")
-            case Accumulate():
-                lines.append(f"summed over microbatches into {step.result}")
-            case Bucket() if step.in_place:
+                lines.append(f"read by {', '.join(step.gives)} = {text}{_from(step.source)}")
+            case Redistribute() if step.in_place:
                 lines.append(f"gathered over {step.axis} within {step.name} when it is updated")
-            case Bucket():
+            case Redistribute() if step.bucket:
                 at = step.operands.index(name)
-                what = "the parameter" if step.kind == "all_gather" else "the gradient of"
+                what = "the gradient of" if step.noun == "gradient" else "the parameter"
                 lines.append(
                     f"{step.kind} on {step.axis} within {step.name}, "
                     f"{size_text(step.moves[at].bytes_sent)} sent: {step.results[at]}, {what} "
                     f"{step.of[at]}"
                 )
-            case TieSum():
-                lines.append(f"summed over stages {', '.join(map(str, step.stages))}: {step.of}")
+            case Redistribute() if step.tied:
+                lines.append(f"summed over stages {_stages(step)}: {step.of[0]}")
+            case Redistribute() | Transfer():
+                lines.append(f"{_conversion(plan, step)}: {step.why}{_from(step.source)}")
+            case Accumulate():
+                lines.append(f"summed over microbatches into {step.result}")
             case Norm():
                 lines.append(f"counted in {step.result}")
             case Update():
@@ -245,22 +238,21 @@ def _users(plan: PlanRecord, name: str) -> list[str]:
     return lines
 
 
-def _conversion(plan: PlanRecord, step: Convert | Transfer) -> str:
-    match step:
-        case Transfer():
-            sent = f"{size_text(step.spec.max_local_nbytes)} sent{_times(plan, step)}"
-            where = f"{plan.stage_axis} {step.stage} -> {step.to_stage}"
-            return f"{step.result} = transfer({step.operand}, {where}), {sent}"
-        case Convert(move=move):
-            free = move.kind in FREE_KINDS
-            sent = "free" if free else f"{size_text(move.bytes_sent)} sent{_times(plan, step)}"
-            text = f"{step.result} = {move.kind}({step.operand}, {move.axis})"
-            return f"{text} from {move.src} to {move.dst}, {sent}"
-
-
-def _times(plan: PlanRecord, step: Convert | Transfer) -> str:
+def _conversion(plan: PlanRecord, step: Redistribute | Transfer) -> str:
     times = step_times(plan, step)
-    return f" x{times}" if times > 1 else ""
+    often = f" x{times}" if times > 1 else ""
+    if isinstance(step, Transfer):
+        sent = f"{size_text(step.spec.max_local_nbytes)} sent{often}"
+        where = f"{plan.stage_axis} {step.stage} -> {step.to_stage}"
+        return f"{step.result} = transfer({step.operand}, {where}), {sent}"
+    (move,), (operand,) = step.moves, step.operands
+    sent = "free" if step.is_free else f"{size_text(move.bytes_sent)} sent{often}"
+    text = f"{step.name} = {move.kind}({operand}, {move.axis})"
+    return f"{text} from {move.src} to {move.dst}, {sent}"
+
+
+def _stages(step: Redistribute) -> str:
+    return ", ".join(map(str, step.tied))
 
 
 def _at(plan: PlanRecord, stage: int) -> str:

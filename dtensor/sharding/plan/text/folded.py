@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Bucket, Compute, Convert, Step, results_of
+from dtensor.sharding.plan.steps import Step
 from dtensor.sharding.plan.text.folding import Run, runs_of
 from dtensor.sharding.plan.text.render import (
     WIDTH,
@@ -34,7 +34,6 @@ from dtensor.sharding.plan.text.render import (
     steps_by_section,
 )
 from dtensor.sharding.plan.text.words import flop_text, op_text, wrapped
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 
 MANY = 150
 
@@ -105,7 +104,7 @@ def _of_layer(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Line:
     more = line.more
     if more:
         alike = run.alike(steps, offset)
-        more = members([label for s in alike if isinstance(s, Bucket) for label in s.of])
+        more = members([label for s in alike for label in s.labels])
     cost = f"{line.cost} x{run.count}" if line.cost else ""
     return replace(line, cost=cost, more=more, inner=True)
 
@@ -123,13 +122,8 @@ def _statements(steps: Sequence[Step]) -> Iterator[list[Step]]:
 
 
 def _local_source(step: Step) -> str | None:
-    match step:
-        case Compute():
-            return step.op.source
-        case Convert() if step.move.kind in FREE_KINDS:
-            return step.source
-        case _:
-            return None
+    computes = step.op is not None or (step.moves and not step.sends)
+    return step.source if computes else None
 
 
 def _statement(steps: Sequence[Step]) -> Line:
@@ -137,25 +131,20 @@ def _statement(steps: Sequence[Step]) -> Line:
     counts: dict[str, int] = {}
     flops = views = 0
     for step in steps:
-        match step:
-            case Compute(is_view=True):
-                views += 1
-            case Compute():
-                name = op_text(step.op.call)
-                counts[name] = counts.get(name, 0) + 1
-                flops += step.flops
-            case Convert():
-                counts[step.move.kind] = counts.get(step.move.kind, 0) + 1
-            case _:
-                raise AssertionError(f"{type(step).__name__} has a line of its own")
+        if step.op is not None and step.is_view:
+            views += 1
+            continue
+        name = step.moves[0].kind if step.op is None else op_text(step.op.call)
+        counts[name] = counts.get(name, 0) + 1
+        flops += 0 if step.op is None else step.flops
     parts = [name if count == 1 else f"{name} x{count}" for name, count in counts.items()]
     parts += [count_text(views, "view")] if views else []
-    results = results_of(steps[-1])
+    last = steps[-1]
     return Line(
         "",
-        ", ".join(name for name, _ in results),
+        ", ".join(last.gives),
         ", ".join(parts),
-        ", ".join(str(spec) for _, spec in results),
+        ", ".join(str(spec) for _, _, spec in last.gives_as()),
         flop_text(flops) if flops else "",
-        _local_source(steps[-1]) or "",
+        last.source,
     )

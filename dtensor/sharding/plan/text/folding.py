@@ -26,15 +26,9 @@ from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
-    Norm,
+    Redistribute,
     Step,
-    TieSum,
-    Transfer,
-    Update,
-    operands_of,
 )
 from dtensor.sharding.plan.text.words import call_text, collapse
 
@@ -174,10 +168,9 @@ class _List:
         """Of as many layers as agree in what they read."""
         own: dict[str, tuple[int, int, int]] = {}
         for index in range(start, start + period * count):
-            for number, name in enumerate(_results(self.steps[index])):
-                if name is not None:
-                    layer, offset = divmod(index - start, period)
-                    own[name] = (layer, offset, number)
+            for number, name in enumerate(self.steps[index].gives):
+                layer, offset = divmod(index - start, period)
+                own[name] = (layer, offset, number)
         agreed: list[list[set[_Relation]]] = []
         layers = 1
         for layer in range(1, count):
@@ -280,9 +273,8 @@ class _List:
         self.found.num_runs += 1
         for index in range(start, start + period * count):
             layer, offset = divmod(index - start, period)
-            for number, name in enumerate(_results(self.steps[index])):
-                if name is not None:
-                    places.setdefault(name, []).append((run, layer, offset, number))
+            for number, name in enumerate(self.steps[index].gives):
+                places.setdefault(name, []).append((run, layer, offset, number))
         for offset, found in enumerate(agreed):
             for at, relations in enumerate(found):
                 for relation in relations:
@@ -312,43 +304,24 @@ def _key(step: Step) -> Hashable | None:
             place = (op.source, without_numbers(op.module), step.phase, step.stage, step.once)
             specs = (step.operand_specs, step.result_specs)
             return (text, named, place, specs, step.flops, step.rule.kind, step.strategies)
-        case Convert():
-            return (step.move, step.source, step.phase, step.stage, step.once)
+        case Redistribute() if not step.tied:
+            of = tuple(map(without_numbers, step.of))
+            place = (step.source, step.phase, step.stage, step.once)
+            return (step.moves, place, step.in_place, bool(step.bucket), of)
         case Accumulate():
             return (step.src, step.dst, step.stage, without_numbers(step.of))
-        case Bucket():
-            of = tuple(map(without_numbers, step.of))
-            return (step.moves, step.axis, step.stage, step.phase, step.once, step.in_place, of)
-        case Transfer() | TieSum() | Norm() | Update():
+        case _:
             return None
 
 
 def _refs(step: Step) -> Iterator[_Ref]:
     """What layers may name differently, in an order that equal keys share."""
-    for name in operands_of(step):
+    for name in step.reads:
         yield "value", name
-    match step:
-        case Compute(op=op):
-            yield "label", op.module
-            if is_random(op.call):
-                yield "number", dict(op.call.kwargs)["op"]
-        case Accumulate():
-            yield "label", step.of
-        case Bucket():
-            for label in step.of:
-                yield "label", label
-        case Convert() | Transfer() | TieSum() | Norm() | Update():
-            pass
-
-
-def _results(step: Step) -> Sequence[str | None]:
-    match step:
-        case Compute() | Bucket() | TieSum():
-            return step.results
-        case Convert() | Transfer() | Accumulate():
-            return (step.result,)
-        case Norm() | Update():
-            return ()
+    for label in step.labels:
+        yield "label", label
+    if step.op is not None and is_random(step.op.call):
+        yield "number", dict(step.op.call.kwargs)["op"]
 
 
 def _both(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:

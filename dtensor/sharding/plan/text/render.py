@@ -43,16 +43,13 @@ from dtensor.sharding.plan.cost.seconds import (
 from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region, StateWrite
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
     Norm,
+    Redistribute,
     Step,
-    TieSum,
     Transfer,
     Update,
-    results_of,
-    stages_of,
+    updates_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.words import (
@@ -64,7 +61,6 @@ from dtensor.sharding.plan.text.words import (
     table,
     wrapped,
 )
-from dtensor.sharding.redistribute.moves import FREE_KINDS
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
@@ -136,8 +132,8 @@ def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
     """What is printed of a stage, in order, without the updates, which are printed together."""
     found = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
     for step in plan.steps:
-        if isinstance(step, Norm) or (stage in stages_of(step) and not isinstance(step, Update)):
-            last = isinstance(step, Bucket) and step.in_place
+        if step.is_on(stage) and not isinstance(step, Update):
+            last = isinstance(step, Redistribute) and step.in_place
             found[UPDATED if last else SECTIONS[0] if step.once else step.phase].append(step)
     return found
 
@@ -154,11 +150,8 @@ def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
     match step:
         case Compute():
             return _compute(step)
-        case Convert(move=move):
-            text = f"{move.kind}({step.operand}, {move.axis})"
-            sent = "" if move.kind in FREE_KINDS else _sent(plan, step, stage)
-            mark = "" if move.kind in FREE_KINDS else "*"
-            return Line(mark, step.result, text, str(move.dst), sent, step.source)
+        case Redistribute():
+            return _bucket(plan, step) if step.bucket else _moved(plan, step, stage)
         case Transfer():
             where = f"{step.operand}, {plan.stage_axis} {step.stage} -> {step.to_stage}"
             sends = step.stage == stage
@@ -169,14 +162,6 @@ def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
         case Accumulate():
             text = f"accumulate({step.operand}, {MICROBATCH_AXIS})"
             return Line("", step.result, text, str(step.dst), "", step.of)
-        case Bucket():
-            return _bucket(plan, step)
-        case TieSum():
-            at = step.stages.index(stage)
-            stages = ", ".join(map(str, step.stages))
-            text = f"all_reduce({step.operands[at]}, {plan.stage_axis} stages {stages})"
-            sent = _sent(plan, step, stage)
-            return Line("*", step.results[at], text, str(step.spec), sent, step.of)
         case Norm():
             counted = [name for at, _, name in step.operands if at == stage]
             text = f"norm({count_text(len(counted), 'gradient')}), clipped to {step.max_norm:g}"
@@ -189,24 +174,36 @@ def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
 
 
 def _compute(step: Compute) -> Line:
-    results = results_of(step)
     return Line(
         "",
-        ", ".join(name for name, _ in results),
+        ", ".join(step.gives),
         call_text(step.op.call, step.operands),
-        ", ".join(str(spec) for _, spec in results),
+        ", ".join(str(spec) for _, _, spec in step.gives_as()),
         flop_text(step.flops) if step.flops else "",
-        step.op.source,
+        step.source,
     )
 
 
-def _bucket(plan: PlanRecord, step: Bucket) -> Line:
+def _moved(plan: PlanRecord, step: Redistribute, stage: int) -> Line:
+    """One value, or that of a tie which the stage has."""
+    at = step.tied.index(stage) if step.tied else 0
+    over = f" stages {', '.join(map(str, step.tied))}" if step.tied else ""
+    return Line(
+        "" if step.is_free else "*",
+        step.results[at],
+        f"{step.kind}({step.operands[at]}, {step.axis}{over})",
+        str(next(spec for on, _, spec in step.gives_as() if on == stage)),
+        _sent(plan, step, stage),
+        step.source or ", ".join(step.of),
+    )
+
+
+def _bucket(plan: PlanRecord, step: Redistribute) -> Line:
     gathers = step.kind == "all_gather"
     size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
     wider = f", to {dtype_name(dst)}" if src != dst else ""  # 16 bits that are summed in 32
-    noun = "parameter" if gathers else "gradient"
-    noun = f"updated {noun}" if step.in_place else noun
+    noun = f"updated {step.noun}" if step.in_place else step.noun
     return Line(
         "*",
         step.name,
@@ -225,9 +222,8 @@ def members(labels: Sequence[str]) -> tuple[str, ...]:
 def _updates(plan: PlanRecord, stage: int) -> list[Line]:
     """One line for each optimizer, with the parameters that it updates."""
     groups: dict[str, list[Update]] = {}
-    for step in plan.steps:
-        if isinstance(step, Update) and step.stage == stage:
-            groups.setdefault(step.optimizer, []).append(step)
+    for step in updates_of(plan.steps, [stage]):
+        groups.setdefault(step.optimizer, []).append(step)
     lines: list[Line] = []
     for optimizer, found in groups.items():
         state = size_text(sum(step.state_bytes for step in found))
@@ -360,8 +356,9 @@ def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
         if stage in item.stages:
             yield item.name, item.base
     for step in plan.steps:
-        if isinstance(step, Compute | Convert) and step.stage == stage:
-            yield from results_of(step)
+        alone = isinstance(step, Compute) or (isinstance(step, Redistribute) and step.is_alone)
+        if alone and step.stage == stage:
+            yield from ((name, spec) for _, name, spec in step.gives_as())
 
 
 def _axes(plan: PlanRecord) -> list[str]:

@@ -34,13 +34,9 @@ from dtensor.numerics import dtype_name
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
-    Bucket,
     Compute,
-    Convert,
+    Redistribute,
     Step,
-    TieSum,
-    operands_of,
-    results_of,
 )
 from dtensor.sharding.plan.text.words import collapse
 from dtensor.sharding.rules.rule import Rule
@@ -72,10 +68,10 @@ class Reordered:
 
 def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
     """The floating-point sums of a plan whose terms several ranks or microbatches add."""
-    makers: dict[str, Step] = {name: s for s in plan.steps for name, _ in results_of(s)}
+    makers: dict[str, Step] = {name: s for s in plan.steps for name in s.gives}
     counted: dict[str, int] = {}
     for step in plan.steps:  # a step's operands come before it
-        for name, _ in results_of(step):
+        for name in step.gives:
             counted[name] = _terms(step, name, counted)
     found: list[Reordered] = []
     for step in plan.steps:
@@ -115,20 +111,16 @@ def rounding_text(plan: PlanRecord) -> str:
 def _sums(step: Step) -> list[tuple[str, str, str, TensorSpec]]:
     """(value, result, axis, the value's spec) of what a step adds up over ranks or microbatches."""
     match step:
-        case Convert(move=move) if _pending(move.src, move.axis) and not _pending(
-            move.dst, move.axis
-        ):
-            return [(step.operand, step.result, move.axis, move.src)]
+        case Redistribute() if not step.tied:
+            return [
+                (value, result, move.axis, move.src)
+                for value, result, move in zip(step.operands, step.results, step.moves)
+                if _pending(move.src, move.axis) and not _pending(move.dst, move.axis)
+            ]
         case Accumulate():
             axes = [a for a in step.src.mesh.axes if _pending(step.src, a)]
             gone = [a for a in axes if not _pending(step.dst, a)]
             return [(step.operand, step.result, axis, step.src) for axis in gone]
-        case Bucket():
-            return [
-                (value, result, step.axis, move.src)
-                for value, result, move in zip(step.operands, step.results, step.moves, strict=True)
-                if _pending(move.src, step.axis)
-            ]
         case _:
             return []
 
@@ -145,7 +137,7 @@ def _terms(step: Step, name: str, counted: dict[str, int]) -> int:
     """How many terms each element of a result is the sum of, that are still to be added up."""
     match step:
         case Compute():
-            spec = next(s for n, s in results_of(step) if n == name)
+            spec = next(s for _, n, s in step.gives_as() if n == name)
             if not _any_pending(spec):
                 return 1
             pending = [
@@ -154,10 +146,10 @@ def _terms(step: Step, name: str, counted: dict[str, int]) -> int:
                 if _any_pending(at)
             ]
             return (sum(pending) or 1) * _contracted(step.rule, step.results.index(name))
-        case TieSum():
+        case Redistribute() if step.tied:
             return sum(counted.get(operand, 1) for operand in step.operands)
         case _:
-            return max((counted.get(operand, 1) for operand in operands_of(step)), default=1)
+            return max((counted.get(operand, 1) for operand in step.reads), default=1)
 
 
 def _contracted(rule: Rule, result: int) -> int:

@@ -22,15 +22,15 @@ from collections.abc import Iterator, Sequence
 
 from dtensor.sharding.plan.cost.memory import memory_of
 from dtensor.sharding.plan.cost.seconds import (
-    PlannedCollective,
     collectives_of,
     cost_of,
+    message_seconds,
     stage_flops,
     step_seconds,
     step_times,
 )
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Compute, Norm, Step, Update
+from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.render import above_memory
 from dtensor.sharding.plan.text.words import (
@@ -110,7 +110,7 @@ def _shape(plan: PlanRecord) -> str:
 def _steps(plan: PlanRecord) -> str:
     communicate = sum(1 for step in plan.steps if collectives_of(plan, step))
     text = f"{len(plan.steps):,}, of which {communicate:,} communicate"
-    updates = [step for step in plan.steps if isinstance(step, Update)]
+    updates = updates_of(plan.steps)
     if updates:
         names = ", ".join(sorted({step.optimizer for step in updates}))
         count = len({step.parameter for step in updates})
@@ -162,7 +162,7 @@ def _sent(plan: PlanRecord) -> list[Row]:
             own = found.setdefault((c.axis, c.phase, c.kind), {}).setdefault(c.stage, [0, 0, 0.0])
             own[0] += c.times
             own[1] += c.times * c.bytes_sent
-            own[2] += c.times * _seconds(plan, step, c)
+            own[2] += c.times * message_seconds(plan, step, c)
     most = {key: max(by.values(), key=lambda own: own[1:]) for key, by in found.items()}
     ranked = sorted(most.items(), key=lambda item: -item[1][2])
     kept = ranked if len(ranked) <= _SENT else ranked[: _SENT - 1]
@@ -176,19 +176,12 @@ def _sent(plan: PlanRecord) -> list[Row]:
     return rows
 
 
-def _seconds(plan: PlanRecord, step: Step, c: PlannedCollective) -> float:
-    if isinstance(step, Norm):  # one for each axis
-        num = plan.mesh.axis_size(c.axis)
-        return plan.topology.collective_seconds(c.kind, c.axis, num=num, bytes_sent=c.bytes_sent)
-    return step_seconds(plan, step, c.stage)[1]
-
-
 def _longest(plan: PlanRecord) -> list[Row]:
     """The ops and lines of source that compute longest on a stage: how many, seconds, the line."""
     found: dict[tuple[str, str], dict[int, list[float]]] = {}
     for step in plan.steps:
-        if isinstance(step, Compute):
-            key = (op_text(step.op.call), step.op.source)
+        if step.op is not None:
+            key = (op_text(step.op.call), step.source)
             own = found.setdefault(key, {}).setdefault(step.stage, [0, 0.0])
             times = step_times(plan, step)
             own[0] += times
