@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor.daft import Buffer, Recv, Send, Wait
+from dtensor.daft import Buffer, Label, Recv, Send, Wait
 from dtensor.numerics import rest_of
 from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.sharding.plan.steps import Bucket, Convert, Transfer
@@ -51,7 +51,7 @@ class Started:
 
     step: Convert | Bucket
     pieces: tuple[str, ...]
-    label: str
+    label: Label
     source: str | None = None
 
 
@@ -90,7 +90,7 @@ def _free_move(b: RankBuilder, step: Convert) -> None:
 def _start(b: RankBuilder, step: Convert) -> Started:
     """The collective of one move: pack, start."""
     move, source = step.move, step.source or None
-    what, result = f"{step.operand} over {move.axis}", step.result
+    result = step.result
     whole = (b.held(step.operand, move.src),)
     op = None
     match move.kind:
@@ -104,8 +104,9 @@ def _start(b: RankBuilder, step: Convert) -> Started:
             made = tuple(zip(pieces, buffers, strict=True))
         case "slice" | "fill" | "relabel":
             raise AssertionError(f"{move.kind} does not communicate")
-    b.collective(move.kind, move.axis, sent, made, what, op=op, source=source, wait=False)
-    label = f"{b.label}: {move.kind} {what}"
+    label = b.collective(
+        move.kind, move.axis, sent, made, step.operand, op=op, source=source, wait=False
+    )
     return Started(step, tuple(name for name, _ in made), label, source)
 
 
@@ -162,7 +163,7 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     sends = step.stage in b.stages and (stage is None or stage == step.stage)
     receives = step.to_stage in b.stages and (stage is None or stage == step.to_stage)
     source = step.source or None
-    what = f"{step.operand} from stage {step.stage} to {step.to_stage}"
+    what, way = step.operand, f"from stage {step.stage} to {step.to_stage}"
     stays = b.peer(step.stage) == b.peer(step.to_stage)
     waited: tuple[int, str] | None = None
     if stays:
@@ -171,10 +172,11 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     elif sends:
         value = b.value(step.operand)
         to = b.peer(step.to_stage)
-        b.start(Send(value, to, channel, buffer, label=f"{b.label}: send {what}", source=source))
+        label = b.label.doing("send", what, way)
+        b.start(Send(value, to, channel, buffer, label=label, source=source))
         waited = b.shared.actions.received_at(step, b.microbatch), value
     elif receives:
-        value, label = b.value(step.result), f"{b.label}: receive {what}"
+        value, label = b.value(step.result), b.label.doing("receive", what, way)
         receive = Recv(value, b.peer(step.stage), channel, buffer, label=label, source=source)
         # during the action before, so that the value is there, and its sender free, when it ends
         if b.microbatch is None:
@@ -293,10 +295,11 @@ def _send(
     sent: tuple[tuple[str, Buffer], ...],
     made: tuple[tuple[str, Buffer], ...],
 ) -> Started:
-    kind, what = step.kind, f"{step.name} over {step.axis}"
+    kind = step.kind
     assert kind in ("all_reduce", "reduce_scatter", "all_gather")
-    b.collective(kind, step.axis, sent, made, what, op=_op_of(step.moves[0]), wait=False)
-    return Started(step, tuple(name for name, _ in made), f"{b.label}: {kind} {what}")
+    op = _op_of(step.moves[0])
+    label = b.collective(kind, step.axis, sent, made, step.name, op=op, wait=False)
+    return Started(step, tuple(name for name, _ in made), label)
 
 
 def _record(b: RankBuilder, step: Bucket) -> None:

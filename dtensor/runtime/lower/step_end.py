@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtensor.daft import Buffer, Commit, Vote
+from dtensor.daft import Buffer, Commit, Label, Vote
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.flat import filled, together
 from dtensor.runtime.lower import moves
@@ -118,7 +118,8 @@ def tie_sum(b: RankBuilder, step: TieSum) -> None:
             f"tied {step.of}",
             ((b.value(total), buffer),),
             ((step.results[first], buffer),),
-            f"the gradients of {step.of} over stages {step.stages}",
+            f"the gradients of {step.of}",
+            way=f"over stages {step.stages}",
             group=hosts,
             op="sum",
         )
@@ -186,7 +187,7 @@ def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
     if squares is not None:
         what = "the norm and the votes" if agrees else "the norm"
     if agrees:
-        b.start(Vote(vote, label=f"{b.label}: vote"))
+        b.start(Vote(vote, label=b.label.doing("vote")))
     for axis, num in b.plan.mesh.shape.items():
         if num > 1:
             names = (*([squares] if squares else []), *([vote] if agrees else []))
@@ -195,9 +196,9 @@ def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
             made = (*([squares] if squares else []), *([vote] if agrees else []))
             words = (*([kept] if squares else []), *([WORD] if agrees else []))
             sent, given = (tuple(zip(side, words, strict=True)) for side in (names, made))
-            b.collective("all_reduce", axis, sent, given, f"{what} over {axis}", op="sum")
+            b.collective("all_reduce", axis, sent, given, what, op="sum")
     if agrees:
-        b.start(Commit(vote, label=f"{b.label}: commit"))
+        b.start(Commit(vote, label=b.label.doing("commit")))
         b.agreed = True
     return squares or vote
 
@@ -254,7 +255,7 @@ def update(b: RankBuilder) -> None:
     norm = next((s for s in b.plan.steps if isinstance(s, Norm)), None)
     clip = norm and f"{norm.result}_clip"
     b.close()
-    b.label = "update"
+    b.label = Label("update")
     segment = b.segment()
     for step in updates:
         b.price(step)
@@ -288,11 +289,11 @@ def update(b: RankBuilder) -> None:
     b.close()
     for step in b.plan.steps:
         if isinstance(step, Bucket) and step.in_place and step.stage in b.stages:
-            b.label = "regather"
+            b.label = Label("regather")
             started = moves.bucket(b, step)
             assert started is not None, "updated parameters are gathered"
             moves.finish(b, started)
-    b.label = "optimizer"
+    b.label = Label("optimizer")
 
 
 def _where(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
@@ -395,7 +396,7 @@ _KNOWN = frozenset(cls.__name__ for cls in ELEMENTWISE)
 def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
     """Give the values that the program returns their output names."""
     b.close()
-    b.label = "outputs"
+    b.label = Label("outputs")
     segment = b.segment()
     for number, (name, value) in enumerate(outputs.items()):
         result = f"out{number}"

@@ -36,6 +36,7 @@ from dtensor.daft import (
     Commit,
     Free,
     Function,
+    Label,
     Program,
     RankProgram,
     Recv,
@@ -376,8 +377,7 @@ def _rank_profile(
 
     kernels, dispatch = _predicted_kernels(plan, rank)
     spans = _spans_like(plan, predicted, rank)
-    waits = _predicted_waits(measured, rank, spans)
-    called = sum(seconds for name, seconds in spans.items() if name == CALL)
+    waits, called = _predicted_waits(measured, rank, spans), spans.get(CALL, 0.0)
     layers: dict[str, float | None] = {"channel": called, "dispatch": dispatch}
     overhead = {
         layer: Spent(
@@ -452,8 +452,8 @@ def _step_name(shared: Shared, step: Step, here: Mapping[str, int]) -> str | Non
             return None
 
 
-def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[str, float]:
-    """By name of a wait, its predicted seconds on the rank that stands for this one."""
+def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[Label, float]:
+    """By label of a wait, its predicted seconds on the rank that stands for this one."""
     own = plan.mesh.coordinates(rank)
     like = next(
         one
@@ -461,26 +461,26 @@ def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[str, float]:
         if plan.stage_axis is None
         or plan.mesh.coordinates(one)[plan.stage_axis] == own[plan.stage_axis]
     )
-    found: dict[str, float] = defaultdict(float)
+    found: dict[Label, float] = defaultdict(float)
     for span in predicted.spans:
         if span.rank == like and span.track == "wait":
-            found[span.name] += span.seconds
+            found[span.label] += span.seconds
     return dict(found)
 
 
 def _predicted_waits(
-    measured: Measured, rank: int, spans: Mapping[str, float]
+    measured: Measured, rank: int, spans: Mapping[Label, float]
 ) -> dict[tuple[int, ...], float]:
     """By peers: instructions of ranks that are alike have the same labels."""
     number = {of: i for i, of in enumerate(measured.ranks)}
     place = measured.ranks[rank]
     instructions = measured.program.ranks[place].instructions
-    peers_of: dict[str, tuple[int, ...]] = {}
+    peers_of: dict[Label | None, tuple[int, ...]] = {}
     for index, peers in _peers_of_waits(measured.program, place, number).items():
         if peers:
             peers_of.setdefault(instructions[index].label, peers)
     found: dict[tuple[int, ...], float] = defaultdict(float)
-    for name, seconds in spans.items():
-        if name in peers_of:
-            found[peers_of[name]] += seconds
+    for label, seconds in spans.items():
+        if label in peers_of:
+            found[peers_of[label]] += seconds
     return dict(found)

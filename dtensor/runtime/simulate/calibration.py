@@ -38,6 +38,7 @@ from dtensor.daft import (
     Free,
     Function,
     Instruction,
+    Label,
     Program,
     RankProgram,
     Recv,
@@ -98,7 +99,8 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
     device = cluster.device
     sizes = GPU if device.type == "cuda" else CPU
     busy = not isinstance(cluster, InProcessCluster)  # there no rank waits for another
-    local = _seconds(cluster, _local_program(mesh, sizes, dtype, device))
+    timed = _seconds(cluster, _local_program(mesh, sizes, dtype, device))
+    local = {label.action: seconds for label, seconds in timed.items()}
     nbytes = sizes.streams * sizes.stream * dtype.itemsize
     memory_bandwidth = STREAMED * nbytes / local["stream"]
     fits: dict[str, tuple[float, float]] = {}
@@ -126,18 +128,18 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
     )
 
 
-def _seconds(cluster: Cluster, program: Program) -> dict[str, float]:
+def _seconds(cluster: Cluster, program: Program) -> dict[Label, float]:
     """By label, the seconds of one round of its instructions on a rank."""
     handle = cluster.load(program)
     outputs = cluster.run(handle, [{}] * cluster.size, mode="timed").get()
     cluster.unload(handle)
-    by_rank: list[dict[str, float]] = []
+    by_rank: list[dict[Label, float]] = []
     for rank, own in enumerate(outputs):
-        spent: dict[str, float] = {}
+        spent: dict[Label, float] = {}
         instructions = program.ranks[rank].instructions
         for index, begin, end in times_of(own):
             label = instructions[index].label
-            if label:
+            if label is not None:
                 spent[label] = spent.get(label, 0.0) + (end - begin) / NUM_ROUNDS
         by_rank.append(spent)
     labels = dict.fromkeys(label for spent in by_rank for label in spent)
@@ -148,9 +150,9 @@ def _seconds(cluster: Cluster, program: Program) -> dict[str, float]:
 
 
 def _fitted(
-    found: Mapping[str, float], num: int, nbytes: Mapping[str, int], fastest: float
+    found: Mapping[Label, float], num: int, nbytes: Mapping[str, int], fastest: float
 ) -> tuple[float, float]:
-    """(latency, bandwidth) of an axis of ``num`` ranks, from the seconds of "KIND SIZE".
+    """(latency, bandwidth) of an axis of ``num`` ranks, from the seconds of each kind and size.
 
     Where noise hides what bytes cost, the bandwidth is ``fastest``: a rank reads what it sends.
     """
@@ -158,7 +160,7 @@ def _fitted(
     per_byte = Topology(latency=0.0, bandwidth=1.0)
     rows: list[tuple[float, float]] = []
     for label, seconds in found.items():
-        kind, size = label.split(" ")
+        kind, size = label.action, label.what
         if kind == "transfer":
             seconds /= 2  # there and back
         share = {"all_reduce": 2 * (num - 1) / num, "all_gather": num - 1, "transfer": 1.0}[kind]
@@ -228,8 +230,8 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
         yield Call("optimizer", (), optimizer)
         for timed in (False, *[True] * NUM_ROUNDS):
 
-            def label(name: str, timed: bool = timed) -> str:
-                return name if timed else ""
+            def label(name: str, timed: bool = timed) -> Label | None:
+                return Label(name) if timed else None
 
             yield Call("matmul", ("a", "b"), (), label=label("matmul"))
             yield Call("attention", ("q",), (), label=label("attention"))
@@ -248,7 +250,7 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
 def _message_program(
     mesh: Mesh, axis: str, sizes: _Sizes, dtype: torch.dtype, device: torch.device, *, busy: bool
 ) -> Program:
-    """Messages along an axis, labelled "KIND small" and "KIND large".
+    """Messages along an axis, labelled by kind, with "small" or "large".
 
     ``busy``: collectives come after a piece of computation, as in a step: that ranks end it at
     different times, and that one whose core is shared wakes late, is in their seconds. A transfer
@@ -264,7 +266,7 @@ def _message_program(
             reduces = kind == "all_reduce"
             results = ("result",) if reduces else tuple(f"part{m}" for m in range(len(group)))
             buffers = (buffer,) * len(results)
-            label = f"{kind} {value}" if timed else ""
+            label = Label(kind, what=value) if timed else None
             if busy:
                 yield Call("matmul", ("a", "a"), ())
             yield Collective(
@@ -283,7 +285,7 @@ def _message_program(
     def transfers(
         at: int, pair: tuple[int, int], value: str, buffer: Buffer, timed: bool
     ) -> Iterator[Instruction]:
-        label = f"transfer {value}" if timed else ""
+        label = Label("transfer", what=value) if timed else None
         there, back = f"{axis} there", f"{axis} back"
         if at == pair[0]:
             yield Send(value, pair[1], there, buffer, label=label)
@@ -312,7 +314,7 @@ def _message_program(
 
 def _done(
     values: tuple[str, ...],
-    label: str,
+    label: Label | None,
     device: torch.device,
     *,
     free: tuple[str, ...] | None = None,
