@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtensor.daft import Buffer, Commit, Label, Vote
+from dtensor.daft.ir.code import tuple_text
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.flat import filled, together
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.builder import RankBuilder
-from dtensor.runtime.lower.code import tuple_text
+from dtensor.runtime.lower.code import ADDING, COPIES
 from dtensor.runtime.schedule import Action
 from dtensor.runtime.shard_optimizer import (
     ELEMENTWISE,
@@ -83,10 +84,10 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
     segment.table[step.result] = total
     previous = b.accumulated.get(step.result)
     if previous is None:
-        text = f"{step.result} = {step.operand}"
+        text, op = f"{step.result} = {step.operand}", ""
         if step.src.dtype != step.dst.dtype:
-            text += f".to({segment.code.literal(step.dst.dtype, ())})"
-        segment.code.line(text, [step.operand], [step.result])
+            text, op = f"{text}.to({segment.code.literal(step.dst.dtype, ())})", COPIES
+        segment.code.line(text, [step.operand], [step.result], op=op)
     else:  # float32 and bf16 are added in float32
         before = f"{step.result}_before"
         segment.table[before] = previous
@@ -94,7 +95,7 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
         added = f"{before}.add_({step.operand})" if own else f"{before} + {step.operand}"
         owned.add(step.result)
         text = f"{step.result} = {added}"
-        segment.code.line(text, [before, step.operand], [step.result])
+        segment.code.line(text, [before, step.operand], [step.result], op=ADDING)
     b.price(step)
     b.accumulated[step.result] = total
     b.nbytes[total] = step.dst.local_nbytes(b.here)
@@ -109,7 +110,7 @@ def tie_sum(b: RankBuilder, step: TieSum) -> None:
     total = operands[0]
     if len(mine) > 1:  # several of the stages are this rank's: their sum is local
         total = f"{step.results[first]}_here"
-        b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total])
+        b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total], op=ADDING)
         b.record(total, step.spec)
     if len(hosts) > 1:
         buffer = Buffer(step.spec.local_shape(b.here), step.spec.dtype)
@@ -140,7 +141,7 @@ def _addends(b: RankBuilder, step: TieSum, mine: Sequence[int]) -> list[str]:
     dtype = code.literal(step.spec.dtype, ())
     for operand in operands:
         wide = f"{operand}_wide"
-        code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide])
+        code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide], op=COPIES)
         b.record(wide, step.spec)
     return [f"{operand}_wide" for operand in operands]
 
@@ -215,7 +216,7 @@ def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
             if stage in b.stages and shared:
                 name = f"result_{output.of}_copy"
                 read = value if state is None else state.read([value])[0]
-                b.segment().code.line(f"{name} = {read}.clone()", [read], [name])
+                b.segment().code.line(f"{name} = {read}.clone()", [read], [name], op=COPIES)
                 b.nbytes[name] = b.shared.nbytes(output.spec, b.here)
                 copies[f"result {output.of}"] = name
     b.close()
@@ -281,7 +282,7 @@ def update(b: RankBuilder) -> None:
     copied = _copied_bytes(b, updates, own if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
-    code.line(f"{function}(optimizer, {what}, options, {given})", reads, ())
+    code.line(f"{function}(optimizer, {what}, options, {given})", reads, (), called=function)
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _where(b, inputs[step.parameter], step)
         if part != name and any(len(intervals) > 1 for intervals in where):  # a slice is a copy

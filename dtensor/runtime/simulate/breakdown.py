@@ -19,7 +19,6 @@ taken off. Each figure is a median over steps. Not here: taking the steps (api/p
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections import defaultdict
@@ -44,15 +43,15 @@ from dtensor.daft import (
     Vote,
     Wait,
 )
+from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import key_of
-from dtensor.daft.run.stamps import Stamps, body_of, lines_of, times_of
+from dtensor.daft.run.stamps import Stamps, lines_of, times_of
 from dtensor.daft.verification.pairing import Site, starts_of_waits
 from dtensor.private_torch import OpOverload
 from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Shared
-from dtensor.runtime.lower.code import QUICK
-from dtensor.runtime.lower.lines import overload_of, parts_of
+from dtensor.runtime.lower.code import ADDING, COPIES, QUICK, overload_of
 from dtensor.runtime.shard_optimizer import clip_divisor, sum_of_squares
 from dtensor.runtime.simulate.clock import representatives
 from dtensor.runtime.simulate.profile import LAYERS, Profile, RankProfile, Spent
@@ -63,7 +62,7 @@ from dtensor.sharding.plan.steps import Accumulate, Compute, Convert, Step, Upda
 from dtensor.sharding.plan.text.words import op_name
 from dtensor.sharding.spec.shards import block, join, write
 
-PACKING, NORM, CHECKS, ADDING, COPIES = "pack and join", "norm", "checks", "accumulate", "copies"
+PACKING, NORM, CHECKS = "pack and join", "norm", "checks"
 UPDATE = "update"
 _HELPERS: Mapping[object, str] = {
     **dict.fromkeys((block, join, write, moves.packed, moves.unpacked), PACKING),
@@ -100,8 +99,7 @@ _KINDS: Mapping[str, tuple[str, object]] = {
 def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
     """By rank; some milliseconds, all ranks at once."""
     texts = [text for text, _ in _KINDS.values() for _ in range(_NUM_LINES)]
-    body = ["x = ones(1, device=device)", *texts, "cost = instruction_seconds(device)"]
-    source = "\n    ".join(["def forward():", *body, "return (cost,)"])
+    lines = ["x = ones(1, device=device)", *texts, "cost = instruction_seconds(device)"]
     bindings: dict[str, object] = {
         "ones": torch.ones,
         "relu": torch.relu,
@@ -109,7 +107,8 @@ def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
         "device": cluster.device,
         "instruction_seconds": instruction_seconds,
     }
-    function = Function(name="floors", source=source + "\n", bindings=tuple(bindings.items()))
+    body = Body((), tuple(map(CodeLine, lines)), ("cost",))
+    function = Function.straight("floors", body, bindings)
     call = Call("floors", (), ("cost",))
     own = RankProgram(instructions=(call,), outputs=("cost",), nbytes=(("cost", 8),))
     program = Program(
@@ -315,26 +314,17 @@ def _floor_of(floors: Floors, kind: Literal["quick", "overload"]) -> float:
     return floors.quick if kind == "quick" else floors.overload
 
 
-_CALLED = re.compile(r"(?:[\w, ]+ = )?(\w+)\(")
-
-
 def _ops_of(function: Function) -> tuple[_Op, ...]:
     """By line of its body that is stamped."""
     bindings = dict(function.bindings)
-    return tuple(_op(line, bindings) for line in body_of(function))
+    return tuple(_op(line, bindings) for line in function.statements)
 
 
-def _op(line: str, bindings: Mapping[str, object]) -> _Op:
-    text, _, comment = parts_of(line)
-    if comment.endswith(" in place"):
-        return _Op(comment.removesuffix(" in place"), "overload")
-    found = _CALLED.match(text)
-    target = bindings.get(found[1]) if found else None
-    if found is None or not callable(target):
-        if ".add_(" in text or " + " in text:
-            return _Op(ADDING, "overload")
-        return _Op(COPIES, "overload" if "(" in text else "none")
-    return _Op(comment or _name_of(target), _kind_of(target))
+def _op(line: CodeLine, bindings: Mapping[str, object]) -> _Op:
+    target = bindings.get(line.called)
+    if not callable(target):  # a name for a value, or a method of one
+        return _Op(line.op or COPIES, "overload" if line.op else "none")
+    return _Op(line.op or _name_of(target), _kind_of(target))
 
 
 def _kind_of(target: object) -> Literal["quick", "overload", "python"]:
