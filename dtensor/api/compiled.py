@@ -124,6 +124,7 @@ class CompiledFunction:
         names = {output: fresh_name() for output in program.results}
         numbers = numbers_fed(self.calls.advance(), "compile", self._name)
         counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
+        resets = self.calls.resets
         fed = program.feed(call, numbers)
         future = program.run(fed, names, counted, program.returned)
         session.wrote(program.written)
@@ -132,7 +133,7 @@ class CompiledFunction:
             try:
                 future.check()
             except TaskError:
-                session.give_back(self.calls, counted)
+                session.give_back(self.calls, resets, counted)
                 raise
         results: list[DTensor] = []
         for output, layout in program.results.items():

@@ -257,10 +257,11 @@ class MeshSession:
         key = f"{name} {counter.resets}"
         return Counted(key, self.undone.get(key, 0), STEP, takes)
 
-    def give_back(self, counter: Counter, counted: Counted) -> None:
-        """The run was undone: its number is the next one's."""
+    def give_back(self, counter: Counter, resets: int, counted: Counted) -> None:
+        """The run, before which the counter had so many resets, was undone: its number is the next
+        one's."""
         self.undone[counted.key] = self.undone.get(counted.key, 0) + 1
-        counter.give_back(int(counted.key.rpartition(" ")[2]))
+        counter.give_back(resets)
 
     @contextmanager
     def noting(self, mode: Mode) -> Iterator[None]:

@@ -415,6 +415,7 @@ class TrainStep:
         kept = self._kept(session, planned) if self.options.keep_gradients else {}
         steps, resident = self.model.steps, session.resident(self.model)
         counted = session.counted(f"{resident.prefix}steps", steps, takes=True)
+        resets = steps.resets
         numbers = numbers_fed(steps.advance(), "train")
         fed = program.feed(call, numbers, options)
         future = program.run(fed, kept, counted)
@@ -427,7 +428,7 @@ class TrainStep:
             if well:
                 home.ended(updated)
             else:
-                session.give_back(steps, counted)
+                session.give_back(steps, resets, counted)
                 undo()
 
         loss = Loss(future, planned, session, ended, self._line)

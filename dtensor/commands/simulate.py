@@ -31,7 +31,7 @@ from dtensor.commands.progress import AtWork
 from dtensor.errors import PlanningError
 
 if TYPE_CHECKING:
-    from dtensor.runtime.simulate.trace import Trace
+    from dtensor.runtime.simulate.trace import Span, Trace
 
 COLUMNS = 88
 MOST_RANKS = 16
@@ -119,7 +119,7 @@ def picture(trace: Trace) -> str:
         for span in trace.spans:
             if span.rank != rank or span.track == "communication":
                 continue
-            mark = _mark(span.track, span.name)
+            mark = _mark(span)
             first = int(span.begin / seconds * COLUMNS)
             last = min(int(span.end / seconds * COLUMNS), COLUMNS - 1)
             for column in range(first, last + 1):
@@ -145,12 +145,16 @@ _LEGEND = (
 )
 
 
-def _mark(track: str, name: str) -> str:
-    if track == "wait":
-        return "."
-    if re.match(r"[FBIW]\d", name):
-        return "B" if name[0] == "I" else name[0]
-    return "u" if name.startswith("update") or name.startswith("optimizer") else "o"
+def _mark(span: Span) -> str:
+    match span.kind:
+        case "wait":
+            return "."
+        case "I":
+            return "B"
+        case "once" | "message":
+            return "u" if span.label.action in ("update", "optimizer") else "o"
+        case kind:
+            return kind
 
 
 def kinds(trace: Trace) -> list[str]:

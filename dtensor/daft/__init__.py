@@ -42,6 +42,7 @@ from dtensor.daft.ir.instructions import (
     Vote,
     Wait,
 )
+from dtensor.daft.ir.label import Label
 from dtensor.daft.ir.program import Function, Program, RankProgram
 from dtensor.daft.ir.text import parse_instructions
 from dtensor.daft.launching import launch, launch_cluster, spawn
@@ -85,6 +86,7 @@ __all__ = [
     "HostError",
     "Instruction",
     "Interference",
+    "Label",
     "Mode",
     "Program",
     "ProgramError",

@@ -13,18 +13,17 @@ grain stands for it. Not here: the clock (runtime/simulate/clock.py).
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from dtensor.runtime.schedule import Grid
 from dtensor.runtime.simulate.clock import simulate
-from dtensor.runtime.simulate.trace import Span, Trace
+from dtensor.runtime.simulate.trace import Kind, Span, Trace
 from dtensor.sharding.plan.plan import Plan
 
 _MOST_SPANS, _MOST_HELD = 16_000, 4_000
 _NS = 1e9
-KINDS = ("F", "B", "I", "W", "once", "wait", "message")
+KINDS = get_args(Kind)
 
 
 class _Words:
@@ -84,7 +83,7 @@ def _grain(trace: Trace) -> float:
 def _place(span: Span, grain: float) -> tuple[float, str]:
     """Equal for spans that are drawn together."""
     small = span.seconds < grain
-    return (span.begin // grain, _kind(span)) if small else (span.begin, "")
+    return (span.begin // grain, span.kind) if small else (span.begin, "")
 
 
 def _pieces(spans: Sequence[Span], grain: float) -> int:
@@ -105,7 +104,7 @@ def _drawn(
             [
                 round(first.begin * _NS),
                 round(seconds * _NS),
-                KINDS.index(_kind(first)),
+                KINDS.index(first.kind),
                 words(name),
                 words(first.source or ""),
                 row,
@@ -115,22 +114,9 @@ def _drawn(
 
 
 def _row(span: Span, rows: Mapping[tuple[str, str], int]) -> int:
-    """Which collective ``F0 stage 1: all_reduce mm_3 over tp`` is."""
-    if span.track == "compute":
-        return -1
-    kind, _, rest = span.name.partition(": ")[2].partition(" ")
-    what = re.split(r" (?:over|from) ", rest)[0]
-    return rows.get(("transfer" if kind in ("send", "receive") else kind, what), -1)
-
-
-def _kind(span: Span) -> str:
-    match span.track:
-        case "compute":
-            return span.name[0] if re.match(r"[FBIW]\d", span.name) else "once"
-        case "wait":
-            return "wait"
-        case "communication":
-            return "message"
+    """Which collective it is, or waits for."""
+    verb, what = span.label.verb, span.label.what
+    return rows.get(("transfer" if verb in ("send", "receive") else verb, what), -1)
 
 
 def _held(changes: Sequence[tuple[float, int]], step: float) -> list[list[int]]:

@@ -34,6 +34,7 @@ from dtensor.daft import (
     Free,
     Function,
     Instruction,
+    Label,
     Program,
     RankProgram,
     Recv,
@@ -129,16 +130,17 @@ def shard_from(
 
 def agreement(group: tuple[int, ...], what: str) -> tuple[Instruction, ...]:
     """The commit point of these ranks: behind it none of them has failed in a call."""
+    label = Label(what)
     if len(group) == 1:
-        alone = Vote("vote", label=what), Commit("vote", label=what)
-        return (*alone, Free(("vote",), label=what))
+        alone = Vote("vote", label=label), Commit("vote", label=label)
+        return (*alone, Free(("vote",), label=label))
     words = ("vote",), ("votes",), (WORD,), (WORD,)
     return (
-        Vote("vote", label=what),
-        Collective("all_reduce", group, *words, "sum", f"{what} agreed", label=what),
-        Wait(("votes",), label=what),
-        Commit("votes", label=what),
-        Free(("vote", "votes"), label=what),
+        Vote("vote", label=label),
+        Collective("all_reduce", group, *words, "sum", f"{what} agreed", label=label),
+        Wait(("votes",), label=label),
+        Commit("votes", label=label),
+        Free(("vote", "votes"), label=label),
     )
 
 
@@ -294,7 +296,7 @@ class _Lines:
 
     def _start(self, number: int, message: SyncMessage) -> None:
         name, pair = f"m{number}", (message.source_rank, message.target_rank)
-        channel, label = f"{self._what} {pair[0]}->{pair[1]}", self._what
+        channel, label = f"{self._what} {pair[0]}->{pair[1]}", Label(self._what)
         buffer = self._buffer(message)
         if self.rank == message.target_rank:
             self.items.append(Recv(name, pair[0], channel, buffer, lent=True, label=label))
@@ -306,20 +308,20 @@ class _Lines:
         self.items.append(Send(name, pair[1], channel, buffer, label=label))
 
     def _complete(self, number: int, message: SyncMessage) -> None:
-        name = f"m{number}"
-        self.items.append(Wait((name,), label=self._what))
+        name, label = f"m{number}", Label(self._what)
+        self.items.append(Wait((name,), label=label))
         if self.rank == message.target_rank:
             labels, blocks = _blocks(message, self.taken)
-            new = tuple(self._new(label) for label in labels)
+            new = tuple(map(self._new, labels))
             self._call(f"unpack {number}", partial(unpacked, blocks), (name, *new), (), new)
-        self.items.append(Free((name,), label=self._what))
+        self.items.append(Free((name,), label=label))
 
     def _place(self) -> None:
         """New values under their own names; behind the commit point, where there is one."""
         if self.state and self.taken:
             new, names = self._all_new(), tuple(self.names[label][1] for label in self.taken)
             self._call("place", placed, new, names)
-            self.items.append(Free(new, label=self._what))
+            self.items.append(Free(new, label=Label(self._what)))
 
     def _call(
         self,
@@ -331,7 +333,7 @@ class _Lines:
     ) -> None:
         name = f"{name} on {self.rank}"
         self.functions[name] = Function.of(fn, name)
-        self.items.append(Call(name, inputs, outputs, writes, label=self._what))
+        self.items.append(Call(name, inputs, outputs, writes, label=Label(self._what)))
 
     def _all_new(self) -> tuple[str, ...]:
         return tuple(self._new(label) for label in self.taken)

@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from dtensor.daft import Call, Free, Function, Instruction, Program, RankProgram
+from dtensor.daft import Call, Free, Function, Instruction, Label, Program, RankProgram
 from dtensor.runtime.between_meshes import Names, values_program
 from dtensor.sharding.redistribute.between_meshes import TransferPlan, box_of
 from dtensor.sharding.redistribute.named_values import SyncPlan
@@ -97,7 +97,7 @@ def row_program(
     return replace(whole, ranks=tuple(ranks), functions=tuple(functions.items()))
 
 
-_WHAT = "transfer"
+_WHAT = Label("transfer")
 
 
 # -- what ranks call -------------------------------------------------------------------------------

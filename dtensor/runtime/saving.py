@@ -35,7 +35,7 @@ from typing import TypedDict
 
 import torch
 
-from dtensor.daft import Call, Free, Function, Instruction, Program, RankProgram
+from dtensor.daft import Call, Free, Function, Instruction, Label, Program, RankProgram
 from dtensor.daft.raised import reason_of
 from dtensor.runtime.between_meshes import agreement, placed
 from dtensor.runtime.checkpoint import (
@@ -180,7 +180,7 @@ def save_program(values: Mapping[Names, Held], size: int) -> Program:
         names = tuple(dict.fromkeys(values[share.path].name for share in mine))
         fn = partial(copy_and_write, rank, mine, [names.index(values[s.path].name) for s in mine])
         functions.append((f"save on {rank}", Function.of(fn, f"save on {rank}")))
-        call = Call(f"save on {rank}", (STEP, SAVING, *names), ("number",), label="save")
+        call = Call(f"save on {rank}", (STEP, SAVING, *names), ("number",), label=Label("save"))
         ranks.append(
             RankProgram(
                 instructions=(call,), inputs=(STEP, SAVING), outputs=("number",), state=names
@@ -213,10 +213,10 @@ def load_program(
         names = tuple(own)
         new = tuple(f"new {name}" for name in names)
         instructions: list[Instruction] = [
-            Call(f"read on {rank}", (), new, label="load"),
+            Call(f"read on {rank}", (), new, label=Label("load")),
             *agreement(group, "load"),
-            Call("place", new, names, label="load"),
-            Free(new, label="load"),
+            Call("place", new, names, label=Label("load")),
+            Free(new, label=Label("load")),
         ]
         nbytes = tuple(
             (f"new {name}", math.prod(shape_of(where)) * dtype.itemsize)
@@ -234,7 +234,9 @@ def ask_program(size: int) -> Program:
         (f"ask {rank}", Function.of(partial(told_state, rank), f"ask {rank}"))
         for rank in range(size)
     )
-    calls = [Call(name, (SAVING,), ("state",), label="ask of a save") for name, _ in functions]
+    calls = [
+        Call(name, (SAVING,), ("state",), label=Label("ask of a save")) for name, _ in functions
+    ]
     ranks = tuple(
         RankProgram(instructions=(call,), inputs=(SAVING,), outputs=("state",)) for call in calls
     )

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor.daft import Label
 from dtensor.runtime.schedule import bubble
 from dtensor.runtime.simulate.trace import Span
 from tests.api.test_schedules import Chain, data, loss_fn, step_of
@@ -44,11 +45,10 @@ def test_a_schedules_bubble(schedule: Callable[[int], dt.Schedule], v: int, p: i
     trace = dt.simulate(step, *data(), topology=COMPUTE)
     lasts: dict[tuple[str, int], dict[str, float]] = {}
     for span in trace.spans:
-        label = span.name.split(":")[0]
-        if span.track == "compute" and " stage " in label:
-            action, _, stage = label.partition(" stage ")
-            actions = lasts.setdefault((action[0], int(stage)), {})
-            actions[action] = actions.get(action, 0.0) + span.end - span.begin
+        label = span.label
+        if span.track == "compute" and label.stage is not None:
+            actions = lasts.setdefault((label.action, label.stage), {})
+            actions[label.place] = actions.get(label.place, 0.0) + span.end - span.begin
 
     def mean(kind: str, stage: int) -> float:
         each = lasts.get((kind, stage), {"": 0.0}).values()
@@ -156,16 +156,18 @@ def made(num_ranks: int, num_spans: int) -> dt.Trace:
     for rank in range(num_ranks):
         now = 0.0
         for number in range(num_spans):
-            track, name = rng.choice(
-                [("compute", f"F{number} stage {rank}"), ("compute", "update"), ("wait", "update")]
+            update = Label("update")
+            track, label = rng.choice(
+                [("compute", Label("F", number, rank)), ("compute", update), ("wait", update)]
             )
             end = now + 10 ** rng.uniform(-6, -3)
             begun = dict(rank=rank, begin=now, source=f"model.py:{number}: x = a < b")
-            spans.append(Span(track=track, name=name, end=end, **begun))
+            spans.append(Span(track=track, label=label, end=end, **begun))
             if number % 3 == 0:
-                name, end = f"{name}: all_reduce x over tp", end + 10 ** rng.uniform(-6, -4)
-                spans.append(Span(track="communication", name=name, end=end, **begun))
-                spans.append(Span(track="communication", name=name, end=now + 1e-5, **begun))
+                label = label.doing("all_reduce", "x", "over tp")
+                end += 10 ** rng.uniform(-6, -4)
+                spans.append(Span(track="communication", label=label, end=end, **begun))
+                spans.append(Span(track="communication", label=label, end=now + 1e-5, **begun))
             now = end + rng.choice([0.0, 1e-6, 1e-4])
     spans.sort(key=lambda s: (s.begin, s.rank, s.end))
     return dt.Trace(

@@ -16,6 +16,7 @@ from dtensor.daft import (
     Free,
     Function,
     Instruction,
+    Label,
     Program,
     RankProgram,
     Recv,
@@ -197,7 +198,7 @@ def pipeline(size: int) -> Program:
         items: list[Instruction] = []
         if rank:
             items += [Recv("x", rank - 1, "fwd", buffer), Wait(("x",))]
-        items.append(Call("step", ("x", "w", "n"), ("y",), ("n",), label=f"F0 stage {rank}"))
+        items.append(Call("step", ("x", "w", "n"), ("y",), ("n",), label=Label("F", 0, rank)))
         if rank < size - 1:
             items += [Send("y", rank + 1, "fwd", buffer), Wait(("y",)), Free(("y",))]
         if rank:

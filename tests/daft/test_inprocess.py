@@ -17,6 +17,7 @@ from dtensor.daft import (
     CommunicationError,
     Free,
     Function,
+    Label,
     Mode,
     ProgramError,
     Recv,
@@ -243,7 +244,7 @@ FAILING = Function(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_that_raises(mode: Mode) -> None:
-    items = [Call("fails", ("x",), ("y",), label="F0", source="net.py:0")]
+    items = [Call("fails", ("x",), ("y",), label=Label("F0"), source="net.py:0")]
     made = program([], items, functions=[FAILING], inputs=[(), ("x",)], outputs=[(), ("y",)])
     with launch_cluster(2) as cluster:
         handle = cluster.load(made)

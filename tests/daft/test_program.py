@@ -17,6 +17,7 @@ from dtensor.daft import (
     Free,
     Function,
     Instruction,
+    Label,
     ProgramError,
     Recv,
     Send,
@@ -40,7 +41,20 @@ lists = st.lists(names, max_size=3).map(tuple)
 buffers = st.builds(
     Buffer, st.lists(st.integers(0, 99), max_size=3).map(tuple), st.sampled_from([*DTYPES.values()])
 )
-extras = dict(label=st.text(max_size=8), source=st.none() | st.text(max_size=8))
+
+
+def _labelled(of: tuple[str, int, int]) -> Label:
+    return Label(*of)
+
+
+labels = st.one_of(
+    st.none(),
+    st.builds(Label.parse, st.text(max_size=8)),
+    st.tuples(st.sampled_from("FBIW"), st.integers(0, 9), st.integers(0, 9)).map(_labelled),
+    st.builds(Label("F", 0, 1).doing, st.just("all_reduce"), st.just("mm_3"), st.just("over tp")),
+    st.builds(Label("update").doing, st.sampled_from(["vote", "sent", "relu [triton relu]"])),
+)
+extras = dict(label=labels, source=st.none() | st.text(max_size=8))
 
 
 @st.composite
@@ -77,6 +91,15 @@ instructions = st.one_of(
 def test_text_parses_back(items: list[Instruction]) -> None:
     text = "\n".join(map(format_instruction, items))
     assert parse_instructions(text) == tuple(items)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=300)
+@given(
+    st.one_of(st.text(), st.from_regex(r"\A(F0 stage 1|\w*)(: \w+ .*( over| from stage)? \w+)?\Z"))
+)
+def test_any_text_is_that_of_its_label(text: str) -> None:
+    assert str(Label.parse(text)) == text
 
 
 def test_program_text() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dtensor import daft, signals
-from dtensor.daft import Call, Cluster, Mode, TaskError, launch_cluster
+from dtensor.daft import Call, Cluster, Label, Mode, TaskError, launch_cluster
 from dtensor.daft.cluster.cluster import HostedCluster
 from dtensor.daft.errors import Failure, HostError
 from dtensor.daft.ir.program import Program
@@ -50,7 +50,7 @@ def cluster(backend: str) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("mode", ["compiled", "interpreted"])
 def test_a_call_that_raises_anything(cluster: Cluster, mode: Mode) -> None:
-    call = Call("act", ("kind",), ("y",), label="F0", source="net.py:2: act(kind)")
+    call = Call("act", ("kind",), ("y",), label=Label("F0"), source="net.py:2: act(kind)")
     made = program([], [call], functions=[ACT], inputs=[(), ("kind",)], outputs=[(), ("y",)])
     handle = cluster.load(made)
     for kind in NAMES:

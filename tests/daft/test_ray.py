@@ -21,6 +21,7 @@ from dtensor.daft import (
     Collective,
     CommunicationError,
     Function,
+    Label,
     Program,
     ProgramError,
     TaskError,
@@ -232,7 +233,10 @@ def _fragile() -> Program:
     )
     add = Collective("all_reduce", (0, 1), ("y",), ("s",), (SUM,), (SUM,), "sum", "c")
     return program(
-        *[[Call("act", ("x", "what"), ("y",), label=f"F{r}"), add, Wait(("s",))] for r in (0, 1)],
+        *[
+            [Call("act", ("x", "what"), ("y",), label=Label(f"F{r}")), add, Wait(("s",))]
+            for r in (0, 1)
+        ],
         functions=[act],
         inputs=[("x", "what")] * 2,
         outputs=[("s", "y")] * 2,

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dtensor.daft import Function
-from dtensor.daft.run.stamps import body_of, stamped
+from dtensor.daft.ir.code import Body, CodeLine
+from dtensor.daft.run.stamps import stamped
 
-BODY = "def forward(x, y):\n    a = x + y\n    b = a / y; del a\n    return (b, x,)\n"
+LINES = (
+    CodeLine("a = x + y", ("a",), ("x", "y"), source="net.py:1: a"),
+    CodeLine("b = a / y", ("b",), ("a", "y"), drops=("a",), comment="of a", source="net.py:2: b"),
+)
+BODY = Body(("x", "y"), LINES, ("b", "x"))
 
 
 def clock() -> float:
@@ -15,16 +20,23 @@ def clock() -> float:
 
 def test_a_stamp_after_each_line():
     clock.now = 0.0  # type: ignore[attr-defined]
-    function, noted = Function(name="f", source=BODY), list[float]()
-    assert body_of(function) == ("a = x + y", "b = a / y; del a")
+    function, noted = Function.straight("f", BODY, {}), list[float]()
+    assert (
+        function.source
+        == """\
+def forward(x, y):
+    a = x + y
+    b = a / y; del a  # of a
+    return (b, x, )
+"""
+    )
     built = stamped(function, clock, noted.extend)
     assert built(1, 2) == function.build()(1, 2) == (1.5, 1)
     assert noted == [1.0, 2.0, 3.0]
 
 
 def test_errors_name_the_same_line():
-    lines = (None, "net.py:1: a", "net.py:2: b", None)
-    function = Function(name="f", source=BODY, lines=lines)
+    function = Function.straight("f", BODY, {})
     for built in (function.build(), stamped(function, lambda: 0.0, list[float]().extend)):
         try:
             built(1, 0)
@@ -34,13 +46,11 @@ def test_errors_name_the_same_line():
             raise AssertionError("it divides by zero")
 
 
-def test_what_is_no_straight_line_runs_as_it_is():
+def test_what_is_not_known_line_by_line_runs_as_it_is():
     wrapped = Function.of(divmod)
     branch = Function(name="f", source="def forward(x):\n    if x: x = 2\n    return (x,)\n")
-    nothing = Function(name="f", source="def forward(x):\n    return (x,)\n")
+    nothing = Function.straight("f", Body(("x",), (), ("x",)), {})
     noted = list[float]()
-    for function in (wrapped, branch, nothing):
-        assert body_of(function) == ()
     assert stamped(wrapped, clock, noted.extend)(7, 2) == (3, 1)
     assert stamped(branch, clock, noted.extend)(7) == (2,)
     assert stamped(nothing, clock, noted.extend)(7) == (7,)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.daft import Buffer, Call, Collective, Program, Wait
+from dtensor.daft import Buffer, Call, Collective, Label, Program, Wait
 from dtensor.daft.ir.instructions import Recv, Send
 from dtensor.daft.diagnosis.diagnosis import FIRST_S, LEAST_S, Launched, diagnose, limit_s
 from dtensor.daft.diagnosis.lines import Lines
@@ -47,7 +47,9 @@ def training() -> Program:
 def chain(size: int) -> Program:
     """Each calls, then all add up what they have."""
     group = tuple(range(size))
-    sums = Collective("all_reduce", group, ("y",), ("s",), (ONE,), (ONE,), "sum", "c", label="add")
+    sums = Collective(
+        "all_reduce", group, ("y",), ("s",), (ONE,), (ONE,), "sum", "c", label=Label("add")
+    )
     call = Call("f", ("x",), ("y",), source="net.py:3: y = f(x)")
     return program(
         *[[call, replace(sums, source="net.py:4: y.sum()"), Wait(("s",))]] * size,

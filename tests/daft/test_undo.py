@@ -19,6 +19,7 @@ from dtensor.daft import (
     Free,
     Function,
     Instruction,
+    Label,
     Mode,
     Program,
     ProgramError,
@@ -56,7 +57,12 @@ SOUND = Small((BOTH,), ((("call", 0), VOTE, *SUM, COMMIT, WRITE),) * 2)
 
 
 def test_the_text_of_votes() -> None:
-    items = (Vote("a b", label="x"), Commit("v.tp", source="net.py:1"), Vote("v"), Commit("v"))
+    items = (
+        Vote("a b", label=Label("x")),
+        Commit("v.tp", source="net.py:1"),
+        Vote("v"),
+        Commit("v"),
+    )
     assert parse_instructions("\n".join(map(_text, items))) == items
     assert _text(items[2]) == "v = vote" and _text(items[3]) == "commit v"
 
@@ -163,7 +169,7 @@ AGREE = [
 def update() -> Program:
     """Both ranks add to `w` what rank 0 makes of its number, which must not be 0."""
     lists = (
-        [Call("checked", ("x",), ("y",), label="F0"), Send("y", 1, "c", WORD), Wait(("y",))],
+        [Call("checked", ("x",), ("y",), label=Label("F0")), Send("y", 1, "c", WORD), Wait(("y",))],
         [Recv("y", 0, "c", WORD), Wait(("y",))],
     )
     end = [*AGREE, Call("add", ("w", "y"), (), ("w",))]

@@ -39,8 +39,8 @@ def lowered(plan: Plan) -> Program:
 
 def labels(lowered: Program, rank: int) -> list[str]:
     """Actions of a rank in order, each once."""
-    found = [i.label.split(":")[0] for i in lowered.ranks[rank].instructions if isinstance(i, Call)]
-    return list(dict.fromkeys(label for label in found if label[0] in "FB"))
+    found = (i.label for i in lowered.ranks[rank].instructions if isinstance(i, Call))
+    return list(dict.fromkeys(label.place for label in found if label and label.action in "FB"))
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_calls_are_short_and_lead_to_the_model(lowered: Program) -> None:
         assert len(lines) <= 4 * MAX_LINES, name
         assert len(function.lines) == len(lines)
     calls = [i for own in lowered.ranks for i in own.instructions if isinstance(i, Call)]
-    forward = [call for call in calls if call.label.startswith("F") and call.source]
+    forward = [call for call in calls if call.label and call.label.action == "F" and call.source]
     assert forward and all("models.py:" in str(call.source) for call in forward)
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
-from dtensor.daft import Call
+from dtensor.daft import Call, Label
 from dtensor.daft.run.worker import Worker
 from dtensor.runtime.shard_optimizer import ShardOptimizer
 from tests.api.training import MEGATRON, TWO_STAGES, Placed, Run
@@ -103,7 +103,7 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
             values = engine.values  # of the run: all but state
             rank, index = engine.sites[position]
             instruction = engine.program.ranks[rank].instructions[index]
-            if isinstance(instruction, Call) and instruction.label == "update":
+            if isinstance(instruction, Call) and instruction.label == Label("update"):
                 held[rank]["gradients"] += sum(
                     value.numel() * 4
                     for name in instruction.inputs

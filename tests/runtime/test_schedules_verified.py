@@ -55,7 +55,7 @@ def test_a_receive_is_posted_an_action_before_it_is_waited_for() -> None:
                 waits = (i for i in items[at:] if isinstance(i, Wait) and i.values == (item.value,))
                 until = items.index(next(waits))
                 calls = [i.label for i in items[at:until] if isinstance(i, Call)]
-                between[-1].append(" ".join(dict.fromkeys(c.split()[0] for c in calls)))
+                between[-1].append(" ".join(dict.fromkeys(c.numbered for c in calls if c)))
     assert between[0] == ["F1", "F2", "F3", "B2"]  # the gradients of B0, B1, B2, B3
     assert between[1][1:] == ["B0", "B1", "B2"]  # the activations of F1, F2, F3
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.daft import Call, Program
+from dtensor.daft import Call, Label, Program
 from dtensor.runtime import shard_optimizer
 from dtensor.runtime.shard_optimizer import ShardOptimizer
 from tests.api.precision import build
@@ -26,7 +26,9 @@ def said(program: Program) -> list[int]:
     functions = dict(program.functions)
     found: list[int] = []
     for rank in program.ranks:
-        calls = [i.fn for i in rank.instructions if isinstance(i, Call) and i.label == "update"]
+        calls = [
+            i.fn for i in rank.instructions if isinstance(i, Call) and i.label == Label("update")
+        ]
         text = "".join(functions[name].source for name in calls)
         stated = re.search(r"copies (\d+) B of gradients", text)
         found.append(int(stated[1]) if stated else 0)

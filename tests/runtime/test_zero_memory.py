@@ -39,7 +39,7 @@ def gradients_held(run: Run, one: Any) -> list[int]:
             engine = worker.engines[handle]
             rank, index = engine.sites[position]
             label = engine.program.ranks[rank].instructions[index].label
-            if rank not in held and label.startswith(("optimizer", "update")):
+            if rank not in held and label and label.action in ("optimizer", "update"):
                 values = [engine.values[rank, name] for name in names]
                 held[rank] = sum(v.numel() * v.element_size() for v in values)
             plain(worker, handle, position)

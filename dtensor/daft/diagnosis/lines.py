@@ -89,7 +89,7 @@ class Lines:
             # nobody stands at these, and they are half of a list
             quick = isinstance(instruction, Free | Vote)
             text = type(instruction).__name__.lower() if quick else excerpt(instruction)
-            label = next((i.label for i in concerned if i.label), "")
+            label = next((str(i.label) for i in concerned if i.label is not None), "")
             source = next((i.source for i in concerned if i.source), None)
             number = sources.setdefault(source, len(sources) - 1)
             return [rank, index, kind, text, label, number, partners]

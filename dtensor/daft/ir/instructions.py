@@ -28,6 +28,7 @@ from typing import Literal, TypeAlias, assert_never, get_args
 
 import torch
 
+from dtensor.daft.ir.label import Label
 from dtensor.numerics import DTYPE_NAMES, DTYPES, OPS, ReduceOp, are_triples
 
 Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -90,7 +91,7 @@ class Call:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     writes: tuple[str, ...] = ()
-    label: str = field(default="", kw_only=True)
+    label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
 
@@ -102,7 +103,7 @@ class Send:
     to: int
     channel: str
     buffer: Buffer
-    label: str = field(default="", kw_only=True)
+    label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
 
@@ -119,7 +120,7 @@ class Recv:
     channel: str
     buffer: Buffer
     lent: bool = field(default=False, kw_only=True)
-    label: str = field(default="", kw_only=True)
+    label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
 
@@ -145,7 +146,7 @@ class Collective:
     out_buffers: tuple[Buffer, ...]
     op: Op | None
     channel: str
-    label: str = field(default="", kw_only=True)
+    label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -189,7 +190,7 @@ class Wait:
     """
 
     values: tuple[str, ...]
-    label: str = field(default="", kw_only=True)
+    label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
 
@@ -198,7 +199,7 @@ class Free:
     """Drop values from the rank's table."""
 
     values: tuple[str, ...]
-    label: str = field(default="", kw_only=True)
+    label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
 
@@ -207,7 +208,7 @@ class Vote:
     """Make `value`, a `WORD`: 1 if a call of this rank has failed in this run, else 0."""
 
     value: str
-    label: str = field(default="", kw_only=True)
+    label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
 
@@ -217,7 +218,7 @@ class Commit:
     failed itself, it makes none of its later calls."""
 
     value: str
-    label: str = field(default="", kw_only=True)
+    label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
 

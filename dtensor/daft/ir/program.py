@@ -38,12 +38,13 @@ from __future__ import annotations
 import copyreg
 import linecache
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 
+from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import Instruction
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.raised import traceback_of
@@ -151,13 +152,23 @@ class Function:
     """Python source that defines `forward`, with the globals (`bindings`) that it needs. `name`:
     what calls name it by.
 
-    `lines[i]` is the user's line ("gpt.py:41: x = self.up(x)") for line i + 1 of `source`.
+    `lines[i]` is the user's line ("gpt.py:41: x = self.up(x)") for line i + 1 of `source`. `body`:
+    the code as records, of which both are made; None where nothing more is known of it.
     """
 
     name: str
     source: str
     bindings: tuple[tuple[str, object], ...] = ()
     lines: tuple[str | None, ...] = ()
+    body: Body | None = None
+
+    @staticmethod
+    def straight(name: str, body: Body, bindings: Mapping[str, object]) -> Function:
+        """Of straight-line code."""
+        bound = tuple(sorted(bindings.items(), key=lambda item: item[0]))
+        return Function(
+            name=name, source=body.source, bindings=bound, lines=body.user_lines, body=body
+        )
 
     @staticmethod
     def of(fn: Callable[..., object], name: str | None = None) -> Function:
@@ -169,12 +180,22 @@ class Function:
             bindings=(("wrapped", fn),),
         )
 
+    def __reduce__(self) -> tuple[object, ...]:
+        if self.body is not None:  # the text is made of it where it comes
+            return Function.straight, (self.name, self.body, dict(self.bindings))
+        return _function, (self.name, self.source, self.bindings, self.lines)
+
     def __repr__(self) -> str:
         return f"<function {self.name}, lines: {len(self.source.splitlines()):,}>"
 
     @property
     def filename(self) -> str:
         return f"<dtensor {self.name}>"
+
+    @property
+    def statements(self) -> tuple[CodeLine, ...]:
+        """Those of its body; none where there is none."""
+        return () if self.body is None else self.body.lines
 
     def build(self) -> Built:
         """The function that the source defines. ValueError where that is none."""
@@ -195,6 +216,10 @@ class Function:
             if frame.filename == self.filename and number and number <= len(self.lines):
                 found = self.lines[number - 1]
         return found
+
+
+def _function(name: str, source: str, bindings: Any, lines: Any) -> Function:
+    return Function(name=name, source=source, bindings=bindings, lines=lines)
 
 
 # Operators do not pickle by themselves (their bound schema is a C++ object): they go by name.

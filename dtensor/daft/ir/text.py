@@ -37,6 +37,7 @@ from dtensor.daft.ir.instructions import (
     Vote,
     Wait,
 )
+from dtensor.daft.ir.label import Label
 from dtensor.numerics import DTYPES, OPS
 
 EXCERPT = 120
@@ -89,8 +90,8 @@ def format_instruction(
             text = f"commit {_name(i.value)}"
         case _:
             assert_never(i)
-    if not brief and i.label:
-        text += f" # {json.dumps(i.label, ensure_ascii=False)}"
+    if not brief and i.label is not None:
+        text += f" # {json.dumps(str(i.label), ensure_ascii=False)}"
     if not brief and i.source is not None:
         text += f" @ {json.dumps(i.source, ensure_ascii=False)}"
     return text
@@ -143,7 +144,7 @@ def _name(name: str) -> str:
 
 
 class _Tail(TypedDict):
-    label: str
+    label: Label | None
     source: str | None
 
 
@@ -255,10 +256,10 @@ class _Parser:
         return tuple(found)
 
     def _tail(self) -> _Tail:
-        found = _Tail(label="", source=None)
+        found = _Tail(label=None, source=None)
         if self._peek() == "#":
             self._next()
-            found["label"] = self._word()
+            found["label"] = Label.parse(self._word())
         if self._peek() == "@":
             self._next()
             found["source"] = self._word()

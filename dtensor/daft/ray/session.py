@@ -229,7 +229,7 @@ class RaySession(Session):
         if title and at.program >= 0:  # in a compiled function
             instruction, name = self._at(host, at)
             reason = f"{reason} It was in compiled function {title!r}."
-            title = instruction.label or f"{name}.{excerpt(instruction)}"
+            title = str(instruction.label or f"{name}.{excerpt(instruction)}")
             issued = (instruction.source, *issued) if instruction.source else issued
         actor, _, method = title.partition(".")
         if not title:

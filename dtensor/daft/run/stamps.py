@@ -15,7 +15,7 @@ A generated function `def forward(x): y = relu(x); return (y,)` is run as
 Invariants: lines keep their numbers, so that errors name the same of the user's; results are the
 same objects. A stamp costs some 50 ns, one of an instruction some 400. On a GPU the device is
 waited for before each stamp, so that a line lasts as long as its kernels. Functions that are not
-straight lines of one statement each run as they are (`body_of` is empty).
+known line by line (`Function.body`) run as they are.
 """
 
 from __future__ import annotations
@@ -38,34 +38,20 @@ other, in seconds of the host's monotonic clock."""
 LINES = "daft.lines"
 """The same of the lines of each Call in turn: its begin, and the end of each line."""
 
-_COMPOUND = ("if ", "for ", "while ", "with ", "try", "def ", "class ", "return", "raise")
-
-
-def body_of(function: Function) -> tuple[str, ...]:
-    """The lines of generated code that are stamped; none of other functions."""
-    head, *body = function.source.splitlines()
-    if not head.startswith("def forward(") or not body:
-        return ()
-    *body, last = (line.strip() for line in body)
-    if not last.startswith("return ") or any(line.startswith(_COMPOUND) for line in body):
-        return ()
-    return tuple(body)
-
 
 def stamped(
     function: Function, now: Callable[[], float], note: Callable[[Iterable[float]], None]
 ) -> Built:
     """The function built so that it notes when each line ended; as it is where none is stamped."""
-    body = body_of(function)
-    if not body:
+    body = function.body
+    if body is None or not body.lines:
         return function.build()
-    head, *_, last = function.source.splitlines()
-    names = "".join(f"__{number}," for number in range(len(body) + 1))
-    body = (*body, f"__note(({names})); {last.strip()}")  # a line may end in a comment
-    lines = [head, *(f"    __{at} = __now(); {line}" for at, line in enumerate(body))]
+    names = "".join(f"__{number}," for number in range(len(body.lines) + 1))
+    lines = (*map(str, body.lines), f"__note(({names})); {body.returned}")  # comments end lines
+    stamps = (f"__{at} = __now(); {line}" for at, line in enumerate(lines))
     twin = replace(
         function,
-        source="\n".join(lines) + "\n",
+        source="\n    ".join([body.head, *stamps]) + "\n",
         bindings=(*function.bindings, ("__now", now), ("__note", note)),
     )
     return twin.build()

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.ir.instructions import Buffer, Call, Free, Instruction, Recv, Send, Wait
+from dtensor.daft.ir.label import Label
 from dtensor.daft.ir.program import Function, Program, RankProgram
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.tasks.task import Subject, Task
@@ -215,7 +216,7 @@ class _Lowering:
             (SELF, *map(_name, recorded.inputs)),
             (name,),
             () if task.operation else (SELF,),
-            label=task.title,
+            label=Label(task.title),
             source=source,
         )
         own.instructions.append(call)

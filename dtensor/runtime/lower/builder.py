@@ -19,7 +19,7 @@ from functools import cached_property
 
 import torch
 
-from dtensor.daft import Buffer, Collective, Instruction, Wait
+from dtensor.daft import Buffer, Collective, Instruction, Label, Wait
 from dtensor.daft.ir.instructions import Kind
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import CodeBuilder, Functions
@@ -42,6 +42,9 @@ that its forward kept; a Call costs a few microseconds."""
 MAX_FORWARD_LINES = 200
 """The same where there is no backward: a value dies inside the Call that makes it, and the fewer
 there are the fewer outlive one. A decode step has hundreds of lines of 3 us each."""
+
+
+_ONCE = Label("once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +206,7 @@ class LocalCode:
     values, what they may be views of."""
 
     code: CodeBuilder
-    label: str
+    label: Label
     microbatch: int | None
     table: dict[str, str] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
@@ -220,7 +223,7 @@ class RankBuilder:
     rank: int
     functions: Functions
     roles: Roles
-    label: str = ""
+    label: Label = _ONCE
     microbatch: int | None = None
     instructions: list[Instruction | LocalCode] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -347,13 +350,15 @@ class RankBuilder:
         outputs: tuple[tuple[str, Buffer], ...],
         what: str,
         *,
+        way: str = "",
         group: tuple[int, ...] | None = None,
         op: ReduceOp | None = None,
         source: str | None = None,
         wait: bool = True,
-    ) -> None:
-        """Start a collective of table values over an axis, and wait for it unless told not to."""
-        label = f"{self.label}: {kind} {what}"
+    ) -> Label:
+        """Start a collective of table values over an axis, and wait for it unless told not to;
+        what it is called. ``what``: that it takes; ``way``: over what, if it is no axis."""
+        label = self.label.doing(kind, what, way or f"over {channel}")
         self.start(
             Collective(
                 kind,
@@ -370,3 +375,4 @@ class RankBuilder:
         )
         if wait:
             self.start(Wait((outputs[0][0],), label=label, source=source))
+        return label

@@ -31,14 +31,14 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from dtensor.daft import Function
+from dtensor.daft.ir.code import Body, CodeLine, tuple_text
 from dtensor.kernels.registry import (
-    Kernel,
     Made,
     check_apart,
     check_kept,
@@ -52,6 +52,8 @@ from dtensor.sharding.ops.call import OpCall, Operand, Slot, slots_of
 from dtensor.sharding.ops.library import PLAIN
 
 _PLAIN = (int, bool, str, type(None))
+ADDING, COPIES = "accumulate", "copies"
+"""What a line does that calls no op."""
 
 
 @dataclass(slots=True)
@@ -65,12 +67,12 @@ class CodeBuilder:
     reserved: Collection[str] = ()
     inputs: list[str] = field(default_factory=list)
     defined: dict[str, None] = field(default_factory=dict)
-    lines: list[tuple[str, tuple[str, ...], str | None]] = field(default_factory=list)
+    lines: list[CodeLine] = field(default_factory=list)
     bindings: dict[str, object] = field(default_factory=dict)
     products: set[str] = field(default_factory=set)  # whose memory nobody else has yet
-    in_place: dict[int, tuple[str, str, str]] = field(default_factory=dict)
-    # line: the product, the line's text where it may be changed, and the comment beside that
-    kernels: dict[int, tuple[str, Kernel]] = field(default_factory=dict)  # by line; of which op
+    in_place: dict[int, tuple[str, CodeLine]] = field(default_factory=dict)
+    # by line: the product, and the line where that may be changed
+    kernels: dict[str, None] = field(default_factory=dict)  # that run: ``rms_norm [triton ...]``
 
     def __bool__(self) -> bool:
         return bool(self.lines)
@@ -100,32 +102,29 @@ class CodeBuilder:
         reads = (*operands, *slots_of(call))
         check = CHECKS.get(call.target) if self.device.type == "cuda" else None
         if check is not None:  # what is out of range ends a GPU's use
-            self.line(f"{self.bind('check', check)}({', '.join(args)})", reads, (), source)
+            checked = self.bind("check", check)
+            self.line(f"{checked}({', '.join(args)})", reads, (), source, called=checked)
         named = [r for r in results if r is not None]
         if kernel is None and call.target in _PRODUCTS:
             self.products.update(named)
         method = _IN_PLACE.get(call.target) if kernel is None else None
         if method is not None and _into_first(call) and operands[0] in self.products:
-            changed = f"{targets} = {args[0]}.{method}({args[1]})"
-            comment = f"{call.name.split('.')[1]} in place"
-            self.in_place[len(self.lines)] = (operands[0], changed, comment)
+            changed, op = f"{targets} = {args[0]}.{method}({args[1]})", _op_of(call)
+            line = CodeLine(changed, tuple(named), reads, "", op, (), f"{op} in place", source)
+            self.in_place[len(self.lines)] = operands[0], line
+        by = "" if kernel is None else kernel.name
+        if by:
+            self.kernels[f"{_op_of(call)} [{by}]"] = None
         if kernel is None or kernel.ours:
-            self.note(call, kernel)
-            self.line(text, reads, named, source)
+            self.line(text, reads, named, source, called=function, op=by, comment=by)
             return
         before = next(n for n in map("before_{}".format, itertools.count()) if self.is_free(n))
         self.apply(versions, [operands], [before], source=source)
-        self.note(call, kernel)
-        self.line(text, reads, named, source)
+        self.line(text, reads, named, source, called=function, op=by, comment=by)
         self.apply(check_kept, [operands, before], (), kernel.name, source=source)
         self.apply(check_made, [named], (), kernel.name, made(), source=source)
         if not _is_view(call.target):
             self.apply(check_apart, [named, operands], (), kernel.name, source=source)
-
-    def note(self, call: OpCall, kernel: Kernel | None) -> None:
-        """The line that comes next calls the kernel."""
-        if kernel is not None:
-            self.kernels[len(self.lines)] = (call.name, kernel)
 
     def is_free(self, name: str) -> bool:
         return not (name in self.reserved or name in self.defined or name in self.bindings)
@@ -152,26 +151,37 @@ class CodeBuilder:
         reads = [name for o in operands for name in ([o] if isinstance(o, str) else o)]
         targets = ", ".join(results) + "," * is_list
         text = f"{called}({', '.join(args)})"
-        self.line(f"{targets} = {text}" if results else text, reads, results, source)
+        text = f"{targets} = {text}" if results else text
+        self.line(text, reads, results, source, called=called)
 
     def line(
-        self, text: str, reads: Sequence[str], makes: Sequence[str], source: str | None = None
+        self,
+        text: str,
+        reads: Sequence[str],
+        makes: Sequence[str],
+        source: str | None = None,
+        *,
+        called: str = "",
+        op: str = "",
+        comment: str = "",
     ) -> None:
+        """See `CodeLine`."""
         for name in reads:
             if name not in self.defined and name not in self.inputs:
                 self.inputs.append(name)
         self.defined.update(dict.fromkeys(makes))
-        self.lines.append((text, tuple(reads), source))
+        self.lines.append(
+            CodeLine(text, tuple(makes), tuple(reads), called, op, (), comment, source)
+        )
 
     def user_lines(self) -> str | None:
         """The user's first and last lines in it: all that is known of an actor that died here."""
-        lines = list(dict.fromkeys(line for _, _, line in self.lines if line is not None))
+        lines = list(dict.fromkeys(line.source for line in self.lines if line.source is not None))
         return " ... ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or None
 
     def kernel_names(self) -> str:
         """The ops that a kernel runs for, each with its name: ``rms_norm [triton rms_norm]``."""
-        named = (f"{op.split('.')[1]} [{k.name}]" for op, k in self.kernels.values())
-        return ", ".join(dict.fromkeys(named))
+        return ", ".join(self.kernels)
 
     def bind(self, name: str, value: object) -> str:
         """A global of that name for ``value``; another name if that one is taken."""
@@ -217,34 +227,23 @@ class CodeBuilder:
     def function(self, name: str, outputs: Sequence[str]) -> Function:
         """The segment as a Function of ``inputs`` that returns ``outputs``."""
         last: dict[str, int] = {}
-        read = Counter(name for _, reads, _ in self.lines for name in reads)
-        for number, (_, reads, _) in enumerate(self.lines):
-            last.update(dict.fromkeys(reads, number))
+        read = Counter(name for line in self.lines for name in line.reads)
+        for number, line in enumerate(self.lines):
+            last.update(dict.fromkeys(line.reads, number))
         kept = set(outputs)
-        source = [f"def forward({', '.join(self.inputs)}):"]
-        lines: list[str | None] = [None]
-        for number, (text, reads, user_line) in enumerate(self.lines):
-            dead = [
+        lines: list[CodeLine] = []
+        for number, line in enumerate(self.lines):
+            dead = tuple(
                 n
-                for n in dict.fromkeys(reads)
+                for n in dict.fromkeys(line.reads)
                 if last[n] == number and n not in kept and n in self.defined
-            ]
-            comment = self.kernels[number][1].name if number in self.kernels else ""
-            product, text_in_place, of = self.in_place.get(number, ("", "", ""))
-            if product in dead and read[product] == 1:
-                text, comment = text_in_place, of
-            tail = f"; del {', '.join(dead)}" if dead else ""
-            tail += f"  # {comment}" if comment else ""
-            source.append(f"    {text}{tail}")
-            lines.append(user_line)
-        source.append(f"    return {tuple_text(outputs)}")
-        lines.append(None)
-        return Function(
-            name=name,
-            source="\n".join(source) + "\n",
-            bindings=tuple(sorted(self.bindings.items(), key=lambda item: item[0])),
-            lines=tuple(lines),
-        )
+            )
+            product, changed = self.in_place.get(number, ("", line))
+            inside = product in dead and read[product] == 1
+            line = changed if inside else line
+            lines.append(line._replace(drops=dead) if dead else line)
+        body = Body(tuple(self.inputs), tuple(lines), tuple(outputs))
+        return Function.straight(name, body, self.bindings)
 
 
 @dataclass(slots=True)
@@ -264,19 +263,20 @@ class Functions:
         while unique in self.found:
             number += 1
             unique = f"{name}_{number}"
-        self.found[unique] = code.function(unique, outputs)
+        self.found[unique] = replace(built, name=unique)
         self.by_text[key] = unique
         return unique
+
+
+def _op_of(call: OpCall) -> str:
+    """``add`` of aten.add.Tensor."""
+    return call.name.split(".")[1]
 
 
 def _is_view(target: object) -> bool:
     """Whether the op returns what shares its operand's memory."""
     returns = target._schema.returns if isinstance(target, OpOverload) else ()
     return any(each.alias_info is not None for each in returns)
-
-
-def tuple_text(names: Sequence[str]) -> str:
-    return f"({''.join(f'{name}, ' for name in names)})"
 
 
 def _key(value: object) -> object:
@@ -337,3 +337,14 @@ def quick(call: OpCall, device: torch.device) -> Callable[..., Any]:
     first = call.args[0] if call.args else None
     taken = isinstance(first, Operand | tuple | list) or call.target is _aten.arange.default
     return QUICK.get(call.target, call.target) if taken else call.target
+
+
+_BOUND: Mapping[int, object] = {
+    id(fn): overload for bound in (QUICK, PLAIN) for overload, fn in bound.items()
+}
+
+
+def overload_of(target: object) -> OpOverload | None:
+    """The op that a function stands for in generated code; None where it is no op."""
+    overload = _BOUND.get(id(target), target)
+    return overload if isinstance(overload, OpOverload) else None

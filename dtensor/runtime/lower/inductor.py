@@ -23,11 +23,11 @@ program stays: instructions, messages, what lives how long. Not here: GPUs, prog
 from __future__ import annotations
 
 import hashlib
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -43,8 +43,9 @@ from dtensor.daft import (
     Recv,
     Vote,
 )
+from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import WORD, Buffer
-from dtensor.daft.run.stamps import body_of
+from dtensor.daft.ir.program import Built
 from dtensor.private_torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -55,8 +56,7 @@ from dtensor.private_torch import (
     standalone_compile,
     unset_fake_temporarily,
 )
-from dtensor.runtime.lower.code import tuple_text
-from dtensor.runtime.lower.lines import overload_of, parts_of
+from dtensor.runtime.lower.code import overload_of
 
 _VIEWS = frozenset(
     """expand permute reshape select slice split split_with_sizes squeeze t transpose unsqueeze
@@ -71,9 +71,6 @@ _SUMS = frozenset(
 """Ops that are not elementwise, or not known to be, and fuse with those that are."""
 LEAST_KERNELS = 2
 """Of a run of lines that is worth a kernel of its own."""
-
-_LINE = re.compile(r"([\w, ]+) = (\w+)\(")
-_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def fused(program: Program, fed: Sequence[Mapping[str, object]]) -> Program:
@@ -163,7 +160,7 @@ class _FakeRun:
     def _call(self, call: Call) -> Call:
         function = self.maker.functions[call.fn]
         given = [self.table.get(name, _UNKNOWN) for name in call.inputs]
-        if not body_of(function) or any(value is _UNKNOWN for value in given):
+        if not function.statements or any(value is _UNKNOWN for value in given):
             self.table.update(dict.fromkeys(call.outputs, _UNKNOWN))
             return call
         try:
@@ -175,69 +172,28 @@ class _FakeRun:
         return replace(call, fn=name)
 
 
-@dataclass(slots=True)
-class _Statement:
-    """``text``: without what it deletes; ``op``: of a call of torch's op."""
-
-    text: str
-    deleted: tuple[str, ...]
-    comment: str
-    made: tuple[str, ...]
-    op: OpOverload | None
-    source: str | None
-
-    @property
-    def whole(self) -> str:
-        gone = f"; del {', '.join(self.deleted)}" if self.deleted else ""
-        return self.text + gone + (f"  # {self.comment}" if self.comment else "")
-
-    @property
-    def read(self) -> list[str]:
-        return _NAME.findall(self.text.partition(" = ")[2])
-
-    @property
-    def fuses(self) -> bool:
-        return self.op is not None and (self.is_kernel or _short(self.op) in _VIEWS)
-
-    @property
-    def is_kernel(self) -> bool:
-        if self.op is None or self.op.namespace != "aten" or self.op._schema.is_mutable:
-            return False
-        if torch.Tag.nondeterministic_seeded in self.op.tags:
-            return False
-        return torch.Tag.pointwise in self.op.tags or _short(self.op) in _SUMS
-
-
 def _short(op: OpOverload) -> str:
     return op._schema.name.removeprefix("aten::")
 
 
-def _lines(function: Function) -> list[_Statement]:
-    bindings = dict(function.bindings)
-    found: list[_Statement] = []
-    for number, line in enumerate(body_of(function), 1):
-        text, deleted, comment = parts_of(line)
-        matched = _LINE.match(text)
-        made = tuple(_NAME.findall(matched[1])) if matched else ()
-        found.append(
-            _Statement(
-                text=text,
-                deleted=deleted,
-                comment=comment,
-                made=made,
-                op=overload_of(bindings.get(matched[2])) if matched else None,
-                source=function.lines[number] if number < len(function.lines) else None,
-            )
-        )
-    return found
+def _is_kernel(op: OpOverload) -> bool:
+    if op.namespace != "aten" or op._schema.is_mutable:
+        return False
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    return torch.Tag.pointwise in op.tags or _short(op) in _SUMS
 
 
-def _runs(lines: Sequence[_Statement]) -> Iterator[tuple[int, int]]:
+def _fuses(op: OpOverload | None) -> bool:
+    return op is not None and (_is_kernel(op) or _short(op) in _VIEWS)
+
+
+def _runs(ops: Sequence[OpOverload | None]) -> Iterator[tuple[int, int]]:
     """From where to where lines are that fuse, and those that do not one by one."""
     at = 0
-    while at < len(lines):
+    while at < len(ops):
         end = at + 1
-        while lines[at].fuses and end < len(lines) and lines[end].fuses:
+        while _fuses(ops[at]) and end < len(ops) and _fuses(ops[end]):
             end += 1
         yield at, end
         at = end
@@ -256,8 +212,9 @@ class _ChainMaker:
         key = (name, *map(_meta, given))
         if key not in self.variants:
             function = self.functions[name]
-            values = dict(zip(_parameters(function), given, strict=True))
-            built, made = self._rewritten(function, values)
+            assert function.body is not None, "what is known line by line"
+            values = dict(zip(function.body.inputs, given, strict=True))
+            built, made = self._rewritten(function, function.body, values)
             variant, number = name, 0
             while built is not None and variant in self.functions:
                 variant, number = f"{name}_fused{number}", number + 1
@@ -267,75 +224,51 @@ class _ChainMaker:
         return self.variants[key]
 
     def _rewritten(
-        self, function: Function, values: dict[str, object]
+        self, function: Function, body: Body, values: dict[str, object]
     ) -> tuple[Function | None, list[object]]:
         """With a call in the place of each run of lines, None where there is none; and what it
         makes. ``values``: what it is given, by name."""
-        lines = _lines(function)
-        returned = _NAME.findall(function.source.splitlines()[-1].removeprefix("    return"))
-        new: list[tuple[str, str | None]] = []
         bindings = dict(function.bindings)
-        for at, end in _runs(lines):
-            run = lines[at:end]
-            inside = dict.fromkeys(name for line in run for name in line.made if name != "_")
-            later = {name for line in lines[end:] for name in _NAME.findall(line.text)}
-            outputs = [name for name in inside if name in later or name in returned]
-            read = dict.fromkeys(name for line in run for name in line.read if name in values)
+        ops = [overload_of(bindings.get(x.called)) if x.makes else None for x in body.lines]
+        new: list[CodeLine] = []
+        for at, end in _runs(ops):
+            run = body.lines[at:end]
+            inside = dict.fromkeys(name for line in run for name in line.makes)
+            later = {*body.outputs, *(name for line in body.lines[end:] for name in line.reads)}
+            outputs = tuple(name for name in inside if name in later)
+            read = dict.fromkeys(name for line in run for name in line.reads if name in values)
             # numbers are fed anew at each run, and a kernel has them written in
-            tensors = [name for name in read if isinstance(values[name], FakeTensor)]
-            kernels = sum(line.is_kernel for line in run)
-            if kernels < LEAST_KERNELS or not outputs or len(tensors) < len(read):
+            tensors = tuple(name for name in read if isinstance(values[name], FakeTensor))
+            kernels = [op for op in ops[at:end] if op is not None and _is_kernel(op)]
+            if len(kernels) < LEAST_KERNELS or not outputs or len(tensors) < len(read):
                 for line in run:
                     exec(line.text, dict(function.bindings), values)
-                    new.append((line.whole, line.source))
+                new += run
                 continue
             number = len(bindings) - len(function.bindings)
             called = f"fused_{number}"
             assert called not in bindings and called not in values, "a name that is free"
             given = [values[name] for name in tensors]
-            bindings[called], made = self._compiled(function, run, tensors, given, outputs)
+            chain = Body(tensors, tuple(line._replace(drops=()) for line in run), outputs)
+            alone = Function.straight(function.name, chain, dict(function.bindings)).build()
+            bindings[called], made = self._compiled(alone, given, kernels)
             values.update(zip(outputs, made, strict=True))
-            targets = "".join(f"{name}, " for name in outputs)
-            gone = [n for line in run for n in line.deleted if n not in inside or n in outputs]
-            tail = f"; del {', '.join(gone)}" if gone else ""
-            new.append((f"{targets}= {called}({', '.join(tensors)}){tail}", run[0].source))
-        made = [values[name] for name in returned]
+            text = f"{''.join(f'{name}, ' for name in outputs)}= {called}({', '.join(tensors)})"
+            gone = tuple(n for line in run for n in line.drops if n not in inside or n in outputs)
+            new.append(CodeLine(text, outputs, tensors, called, "", gone, "", run[0].source))
+        made = [values[name] for name in body.outputs]
         if len(bindings) == len(function.bindings):
             return None, made
-        head = function.source.splitlines()[0]
-        body = [head, *(f"    {text}" for text, _ in new), f"    return {tuple_text(returned)}"]
-        built = replace(
-            function,
-            source="\n".join(body) + "\n",
-            bindings=tuple(sorted(bindings.items(), key=lambda item: item[0])),
-            lines=(None, *(source for _, source in new), None),
-        )
-        return built, made
+        rewritten = Body(body.inputs, tuple(new), body.outputs)
+        return Function.straight(function.name, rewritten, bindings), made
 
     def _compiled(
-        self,
-        function: Function,
-        run: Sequence[_Statement],
-        tensors: Sequence[str],
-        given: Sequence[Any],
-        outputs: Sequence[str],
+        self, chain: Built, given: Sequence[Any], kernels: Sequence[OpOverload]
     ) -> tuple[FusedChain, list[Any]]:
         """What is called for a run of lines, and what it makes."""
-        names = [*tensors, *dict.fromkeys(name for line in run for name in line.made)]
-        plain = {name: f"v{number}" for number, name in enumerate(names)}
-        text = "\n".join(line.text for line in run)
-        bound = [value for name, value in function.bindings if name in _NAME.findall(text)]
-        key = (
-            _NAME.sub(lambda found: plain.get(found[0], found[0]), text),
-            tuple(plain[name] for name in outputs),
-            tuple(map(_meta, given)),
-            tuple(map(id, bound)),
-        )
+        key = (*_equal_but_for_names(chain), *map(_meta, given))
         if key not in self.artifacts:
-            source = [f"def forward({', '.join(tensors)}):", *(f"    {x.text}" for x in run)]
-            whole = "\n".join([*source, f"    return {tuple_text(outputs)}"])
-            chain = replace(function, source=whole + "\n").build()
-            ops = ", ".join(_short(line.op) for line in run if line.is_kernel and line.op)
+            ops = ", ".join(map(_short, kernels))
             compiled = FusedChain(f"fused({ops})", _artifact(chain, given))
             self.artifacts[key] = compiled, _made(compiled, given)
         return self.artifacts[key]
@@ -365,8 +298,13 @@ def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
         return path.read_bytes()
 
 
-def _parameters(function: Function) -> list[str]:
-    return _NAME.findall(function.source.splitlines()[0].partition("(")[2])
+def _equal_but_for_names(chain: Built) -> tuple[object, ...]:
+    """Equal for functions that do the same, whatever they call their values: Python numbers these,
+    and names what it calls and the constants."""
+    assert isinstance(chain, FunctionType), "what a `Function` builds"
+    code, bound = chain.__code__, chain.__globals__
+    called = (id(bound[name]) if name in bound else name for name in code.co_names)
+    return (code.co_code, repr(code.co_consts), *called)
 
 
 def _meta(value: object) -> object:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dtensor.daft import Buffer, Recv, Send, Wait
+from dtensor.daft import Buffer, Label, Recv, Send, Wait
 from dtensor.numerics import rest_of
 from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.sharding.plan.steps import Redistribute, Transfer
@@ -51,7 +51,7 @@ class Started:
 
     step: Redistribute
     pieces: tuple[str, ...]
-    label: str
+    label: Label
     source: str | None = None
 
 
@@ -100,9 +100,9 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
             sent = _cut(b, step)
         case "slice" | "fill" | "relabel":
             raise AssertionError(f"{kind} does not communicate")
-    made, what, op = _made(b, step), f"{step.label} over {axis}", _op_of(step.moves[0])
-    b.collective(kind, axis, sent, made, what, op=op, source=source, wait=False)
-    return Started(step, tuple(name for name, _ in made), f"{b.label}: {kind} {what}", source)
+    made, op = _made(b, step), _op_of(step.moves[0])
+    label = b.collective(kind, axis, sent, made, step.label, op=op, source=source, wait=False)
+    return Started(step, tuple(name for name, _ in made), label, source)
 
 
 def _made(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
@@ -238,7 +238,7 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     sends = step.stage in b.stages and (stage is None or stage == step.stage)
     receives = step.to_stage in b.stages and (stage is None or stage == step.to_stage)
     source = step.source or None
-    what = f"{step.operand} from stage {step.stage} to {step.to_stage}"
+    what, way = step.operand, f"from stage {step.stage} to {step.to_stage}"
     stays = b.peer(step.stage) == b.peer(step.to_stage)
     waited: tuple[int, str] | None = None
     if stays:
@@ -247,10 +247,11 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     elif sends:
         value = b.value(step.operand)
         to = b.peer(step.to_stage)
-        b.start(Send(value, to, channel, buffer, label=f"{b.label}: send {what}", source=source))
+        label = b.label.doing("send", what, way)
+        b.start(Send(value, to, channel, buffer, label=label, source=source))
         waited = b.shared.actions.received_at(step, b.microbatch), value
     elif receives:
-        value, label = b.value(step.result), f"{b.label}: receive {what}"
+        value, label = b.value(step.result), b.label.doing("receive", what, way)
         receive = Recv(value, b.peer(step.stage), channel, buffer, label=label, source=source)
         # during the action before, so that the value is there, and its sender free, when it ends
         if b.microbatch is None:

@@ -25,7 +25,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtensor.daft import Call, Collective, Free, Instruction, Program, RankProgram, Send, Wait
+from dtensor.daft import (
+    Call,
+    Collective,
+    Free,
+    Instruction,
+    Label,
+    Program,
+    RankProgram,
+    Send,
+    Wait,
+)
 from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import Made
@@ -120,12 +130,11 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     arguments = [i for i in here if i.kind in ("argument", "tangent")]
     for item in (*state, *arguments):
         b.record(item.name, item.held)
-    b.label = "once"
     walk.steps([s for s in plan.steps if s.once and walk.concerns(s)])
     for step, action in b.shared.actions.of(b.pipeline_rank):
         walk.wait_sends(step)
         walk.action(action)
-    b.label, b.microbatch = "optimizer", None
+    b.label, b.microbatch = Label("optimizer"), None
     walk.wait_sends(None)
     end = (s for s in plan.steps if s.phase == "optimizer" and id(s) not in walk.begun)
     walk.steps([s for s in end if walk.concerns(s)])
@@ -169,7 +178,7 @@ class _Walk:
 
     def action(self, action: Action) -> None:
         b = self.b
-        b.label = f"{action.kind}{action.microbatch} stage {action.stage}"
+        b.label = Label(action.kind, action.microbatch, action.stage)
         b.microbatch = action.microbatch
         b.close()
         b.posted, b.began = b.began, len(b.instructions)
@@ -280,7 +289,7 @@ class _Walk:
         due = [v for v, at in latest.items() if step is None or at < step]
         self.sends = [(at, v) for at, v in self.sends if v not in due]
         if due:
-            self.b.start(Wait(tuple(dict.fromkeys(due)), label=f"{self.b.label}: sent"))
+            self.b.start(Wait(tuple(dict.fromkeys(due)), label=self.b.label.doing("sent")))
 
 
 # -- closing segments: which values live how long --------------------------------------------------
@@ -313,7 +322,7 @@ def _finished(
             writes = tuple(b.place(item, n) for n in item.writes)
             source, outputs = item.code.user_lines(), tuple(made.values())
             kernels = item.code.kernel_names()
-            label = f"{item.label}: {kernels}" if kernels else item.label
+            label = item.label.doing(kernels) if kernels else item.label
             call = Call(name, reads[number], outputs, writes, label=label, source=source)
             final.append(call)
         else:
@@ -343,8 +352,8 @@ def _sources(b: RankBuilder, segment: LocalCode, name: str) -> set[str]:
 
 
 def _function_name(b: RankBuilder, segment: LocalCode) -> str:
-    kind = segment.label.split(":")[0].replace(" ", "_")
-    return f"{b.plan.name}_{kind}".replace("@", "_")
+    place = segment.label.place.replace(" ", "_")
+    return f"{b.plan.name}_{place}".replace("@", "_")
 
 
 def _all_reads(b: RankBuilder) -> list[tuple[str, ...]]:

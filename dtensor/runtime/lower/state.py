@@ -25,7 +25,7 @@ import torch
 
 from dtensor.private_torch import OpOverload, is_alias_of
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder
-from dtensor.runtime.lower.code import quick
+from dtensor.runtime.lower.code import COPIES, quick
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.record import StateWrite
 from dtensor.sharding.plan.steps import Compute, roots
@@ -101,7 +101,7 @@ class State:
             code = self.b.segment().code
             source = self._at(value)
             self.standing.discard(value)
-            code.line(f"{value} = {source}.clone()", [source], [value])
+            code.line(f"{value} = {source}.clone()", [source], [value], op=COPIES)
             self.b.record(value, self.b.plan.value_specs()[value])
 
     def apart(self, step: Compute, code_names: Sequence[str]) -> None:
@@ -130,9 +130,8 @@ class State:
             new[write.name] = value
             if write.shares or write.how == "at the commit":
                 new[write.name] = f"{write.value}_new"
-                segment.code.line(
-                    f"{write.value}_new = {value}.clone()", [value], [new[write.name]]
-                )
+                text = f"{write.value}_new = {value}.clone()"
+                segment.code.line(text, [value], [new[write.name]], op=COPIES)
         for write in self.late:
             for name, _ in write.writes:
                 step = self.b.shared.producers[name]
@@ -140,7 +139,7 @@ class State:
                 self._write(step, write.name)
         for write in self.copied:
             reads = [write.name, new[write.name]]
-            segment.code.line(f"{write.name}.copy_({new[write.name]})", reads, ())
+            segment.code.line(f"{write.name}.copy_({new[write.name]})", reads, (), op=COPIES)
             _writes(segment, write.name)
         b.close()
 
@@ -175,7 +174,7 @@ class State:
         args += [f"{k}={code.literal(v, names)}" for k, v in call.kwargs]
         quickly = quick(call, code.device) if function is call.target else function
         called = code.bind(_name_of(function), quickly)
-        code.line(f"{called}({', '.join(args)})", names, (), source)
+        code.line(f"{called}({', '.join(args)})", names, (), source, called=called)
 
     def _operands(self, step: Compute, base: int) -> list[str]:
         return [

@@ -30,12 +30,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dtensor.daft import Buffer, Commit, Vote
+from dtensor.daft import Buffer, Commit, Label, Vote
+from dtensor.daft.ir.code import tuple_text
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.flat import filled, together
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.builder import RankBuilder
-from dtensor.runtime.lower.code import tuple_text
+from dtensor.runtime.lower.code import ADDING, COPIES
 from dtensor.runtime.schedule import Action
 from dtensor.runtime.shard_optimizer import (
     ELEMENTWISE,
@@ -81,10 +82,10 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
     segment.table[step.result] = total
     previous = b.accumulated.get(step.result)
     if previous is None:
-        text = f"{step.result} = {step.operand}"
+        text, op = f"{step.result} = {step.operand}", ""
         if step.src.dtype != step.dst.dtype:
-            text += f".to({segment.code.literal(step.dst.dtype, ())})"
-        segment.code.line(text, [step.operand], [step.result])
+            text, op = f"{text}.to({segment.code.literal(step.dst.dtype, ())})", COPIES
+        segment.code.line(text, [step.operand], [step.result], op=op)
     else:  # float32 and bf16 are added in float32
         before = f"{step.result}_before"
         segment.table[before] = previous
@@ -92,7 +93,7 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
         added = f"{before}.add_({step.operand})" if own else f"{before} + {step.operand}"
         owned.add(step.result)
         text = f"{step.result} = {added}"
-        segment.code.line(text, [before, step.operand], [step.result])
+        segment.code.line(text, [before, step.operand], [step.result], op=ADDING)
     b.price(step)
     b.accumulated[step.result] = total
     b.nbytes[total] = step.dst.local_nbytes(b.here)
@@ -107,7 +108,7 @@ def tie_sum(b: RankBuilder, step: Redistribute) -> None:
     total = operands[0]
     if len(mine) > 1:  # several of the stages are this rank's: their sum is local
         total = f"{step.results[first]}_here"
-        b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total])
+        b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total], op=ADDING)
         b.record(total, spec)
     if len(hosts) > 1:
         b.collective(
@@ -115,7 +116,8 @@ def tie_sum(b: RankBuilder, step: Redistribute) -> None:
             f"tied {label}",
             (b.held(total, spec),),
             (b.held(step.results[first], spec),),
-            f"{step.label} over stages {step.tied}",
+            step.label,
+            way=f"over stages {step.tied}",
             group=hosts,
             op="sum",
         )
@@ -136,7 +138,7 @@ def _addends(b: RankBuilder, step: Redistribute, mine: Sequence[int]) -> list[st
     dtype = code.literal(spec.dtype, ())
     for operand in operands:
         wide = f"{operand}_wide"
-        code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide])
+        code.line(f"{wide} = {operand}.to({dtype})", [operand], [wide], op=COPIES)
         b.record(wide, spec)
     return [f"{operand}_wide" for operand in operands]
 
@@ -183,7 +185,7 @@ def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
     if squares is not None:
         what = "the norm and the votes" if agrees else "the norm"
     if agrees:
-        b.start(Vote(vote, label=f"{b.label}: vote"))
+        b.start(Vote(vote, label=b.label.doing("vote")))
     for axis, num in b.plan.mesh.shape.items():
         if num > 1:
             names = (*([squares] if squares else []), *([vote] if agrees else []))
@@ -192,9 +194,9 @@ def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
             made = (*([squares] if squares else []), *([vote] if agrees else []))
             words = (*([kept] if squares else []), *([WORD] if agrees else []))
             sent, given = (tuple(zip(side, words, strict=True)) for side in (names, made))
-            b.collective("all_reduce", axis, sent, given, f"{what} over {axis}", op="sum")
+            b.collective("all_reduce", axis, sent, given, what, op="sum")
     if agrees:
-        b.start(Commit(vote, label=f"{b.label}: commit"))
+        b.start(Commit(vote, label=b.label.doing("commit")))
         b.agreed = True
     return squares or vote
 
@@ -211,7 +213,7 @@ def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
             if stage in b.stages and shared:
                 name = f"result_{output.of}_copy"
                 read = value if state is None else state.read([value])[0]
-                b.segment().code.line(f"{name} = {read}.clone()", [read], [name])
+                b.segment().code.line(f"{name} = {read}.clone()", [read], [name], op=COPIES)
                 b.nbytes[name] = b.shared.nbytes(output.spec, b.here)
                 copies[f"result {output.of}"] = name
     b.close()
@@ -251,7 +253,7 @@ def update(b: RankBuilder) -> None:
     norm = norm_of(b.plan.steps)
     clip = norm and f"{norm.result}_clip"
     b.close()
-    b.label = "update"
+    b.label = Label("update")
     segment = b.segment()
     for step in updates:
         b.price(step)
@@ -277,7 +279,7 @@ def update(b: RankBuilder) -> None:
     copied = _copied_bytes(b, updates, own if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
-    code.line(f"{function}(optimizer, {what}, options, {given})", reads, ())
+    code.line(f"{function}(optimizer, {what}, options, {given})", reads, (), called=function)
     for step, name, part in zip(updates, names, parts, strict=True):
         where = _where(b, inputs[step.parameter], step)
         if part != name and any(len(intervals) > 1 for intervals in where):  # a slice is a copy
@@ -285,11 +287,11 @@ def update(b: RankBuilder) -> None:
     b.close()
     for step in b.plan.steps:
         if isinstance(step, Redistribute) and step.in_place and step.stage in b.stages:
-            b.label = "regather"
+            b.label = Label("regather")
             started = moves.redistribute(b, step)
             assert started is not None, "updated parameters are gathered"
             moves.finish(b, started)
-    b.label = "optimizer"
+    b.label = Label("optimizer")
 
 
 def _where(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
@@ -390,7 +392,7 @@ _KNOWN = frozenset(cls.__name__ for cls in ELEMENTWISE)
 def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
     """Give the values that the program returns their output names."""
     b.close()
-    b.label = "outputs"
+    b.label = Label("outputs")
     segment = b.segment()
     for number, (name, value) in enumerate(outputs.items()):
         result = f"out{number}"

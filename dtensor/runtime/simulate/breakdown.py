@@ -19,7 +19,6 @@ taken off. Each figure is a median over steps. Not here: taking the steps (api/p
 
 from __future__ import annotations
 
-import re
 import statistics
 import time
 from collections import defaultdict
@@ -36,6 +35,7 @@ from dtensor.daft import (
     Commit,
     Free,
     Function,
+    Label,
     Program,
     RankProgram,
     Recv,
@@ -43,15 +43,15 @@ from dtensor.daft import (
     Vote,
     Wait,
 )
+from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import key_of
-from dtensor.daft.run.stamps import Stamps, body_of, lines_of, times_of
+from dtensor.daft.run.stamps import Stamps, lines_of, times_of
 from dtensor.daft.verification.pairing import Site, starts_of_waits
 from dtensor.private_torch import OpOverload
 from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Shared
-from dtensor.runtime.lower.code import QUICK
-from dtensor.runtime.lower.lines import overload_of, parts_of
+from dtensor.runtime.lower.code import ADDING, COPIES, QUICK, overload_of
 from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.shard_optimizer import clip_divisor, sum_of_squares
 from dtensor.runtime.simulate.clock import representatives
@@ -62,7 +62,7 @@ from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Step,
 from dtensor.sharding.plan.text.words import op_name
 from dtensor.sharding.spec.shards import block, join, write
 
-PACKING, NORM, CHECKS, ADDING, COPIES = "pack and join", "norm", "checks", "accumulate", "copies"
+PACKING, NORM, CHECKS = "pack and join", "norm", "checks"
 UPDATE = "update"
 _HELPERS: Mapping[object, str] = {
     **dict.fromkeys((block, join, write, moves.packed, moves.unpacked), PACKING),
@@ -99,8 +99,7 @@ _KINDS: Mapping[str, tuple[str, object]] = {
 def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
     """By rank; some milliseconds, all ranks at once."""
     texts = [text for text, _ in _KINDS.values() for _ in range(_NUM_LINES)]
-    body = ["x = ones(1, device=device)", *texts, "cost = instruction_seconds(device)"]
-    source = "\n    ".join(["def forward():", *body, "return (cost,)"])
+    lines = ["x = ones(1, device=device)", *texts, "cost = instruction_seconds(device)"]
     bindings: dict[str, object] = {
         "ones": torch.ones,
         "relu": torch.relu,
@@ -108,7 +107,8 @@ def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
         "device": cluster.device,
         "instruction_seconds": instruction_seconds,
     }
-    function = Function(name="floors", source=source + "\n", bindings=tuple(bindings.items()))
+    body = Body((), tuple(map(CodeLine, lines)), ("cost",))
+    function = Function.straight("floors", body, bindings)
     call = Call("floors", (), ("cost",))
     own = RankProgram(instructions=(call,), outputs=("cost",), nbytes=(("cost", 8),))
     program = Program(
@@ -314,26 +314,17 @@ def _floor_of(floors: Floors, kind: Literal["quick", "overload"]) -> float:
     return floors.quick if kind == "quick" else floors.overload
 
 
-_CALLED = re.compile(r"(?:[\w, ]+ = )?(\w+)\(")
-
-
 def _ops_of(function: Function) -> tuple[_Op, ...]:
     """By line of its body that is stamped."""
     bindings = dict(function.bindings)
-    return tuple(_op(line, bindings) for line in body_of(function))
+    return tuple(_op(line, bindings) for line in function.statements)
 
 
-def _op(line: str, bindings: Mapping[str, object]) -> _Op:
-    text, _, comment = parts_of(line)
-    if comment.endswith(" in place"):
-        return _Op(comment.removesuffix(" in place"), "overload")
-    found = _CALLED.match(text)
-    target = bindings.get(found[1]) if found else None
-    if found is None or not callable(target):
-        if ".add_(" in text or " + " in text:
-            return _Op(ADDING, "overload")
-        return _Op(COPIES, "overload" if "(" in text else "none")
-    return _Op(comment or _name_of(target), _kind_of(target))
+def _op(line: CodeLine, bindings: Mapping[str, object]) -> _Op:
+    target = bindings.get(line.called)
+    if not callable(target):  # a name for a value, or a method of one
+        return _Op(line.op or COPIES, "overload" if line.op else "none")
+    return _Op(line.op or _name_of(target), _kind_of(target))
 
 
 def _kind_of(target: object) -> Literal["quick", "overload", "python"]:
@@ -376,8 +367,7 @@ def _rank_profile(
 
     kernels, dispatch = _predicted_kernels(plan, rank)
     spans = _spans_like(plan, predicted, rank)
-    waits = _predicted_waits(measured, rank, spans)
-    called = sum(seconds for name, seconds in spans.items() if name == CALL)
+    waits, called = _predicted_waits(measured, rank, spans), spans.get(CALL, 0.0)
     layers: dict[str, float | None] = {"channel": called, "dispatch": dispatch}
     overhead = {
         layer: Spent(
@@ -452,8 +442,8 @@ def _step_name(shared: Shared, step: Step, here: Mapping[str, int]) -> str | Non
             return None
 
 
-def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[str, float]:
-    """By name of a wait, its predicted seconds on the rank that stands for this one."""
+def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[Label, float]:
+    """By label of a wait, its predicted seconds on the rank that stands for this one."""
     own = plan.mesh.coordinates(rank)
     like = next(
         one
@@ -461,26 +451,26 @@ def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[str, float]:
         if plan.stage_axis is None
         or plan.mesh.coordinates(one)[plan.stage_axis] == own[plan.stage_axis]
     )
-    found: dict[str, float] = defaultdict(float)
+    found: dict[Label, float] = defaultdict(float)
     for span in predicted.spans:
         if span.rank == like and span.track == "wait":
-            found[span.name] += span.seconds
+            found[span.label] += span.seconds
     return dict(found)
 
 
 def _predicted_waits(
-    measured: Measured, rank: int, spans: Mapping[str, float]
+    measured: Measured, rank: int, spans: Mapping[Label, float]
 ) -> dict[tuple[int, ...], float]:
     """By peers: instructions of ranks that are alike have the same labels."""
     number = {of: i for i, of in enumerate(measured.ranks)}
     place = measured.ranks[rank]
     instructions = measured.program.ranks[place].instructions
-    peers_of: dict[str, tuple[int, ...]] = {}
+    peers_of: dict[Label | None, tuple[int, ...]] = {}
     for index, peers in _peers_of_waits(measured.program, place, number).items():
         if peers:
             peers_of.setdefault(instructions[index].label, peers)
     found: dict[tuple[int, ...], float] = defaultdict(float)
-    for name, seconds in spans.items():
-        if name in peers_of:
-            found[peers_of[name]] += seconds
+    for label, seconds in spans.items():
+        if label in peers_of:
+            found[peers_of[label]] += seconds
     return dict(found)

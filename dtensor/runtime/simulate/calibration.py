@@ -26,7 +26,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,6 +38,7 @@ from dtensor.daft import (
     Free,
     Function,
     Instruction,
+    Label,
     Program,
     RankProgram,
     Recv,
@@ -45,6 +46,7 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.cluster.inprocess import InProcessCluster
+from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.run.stamps import times_of
 from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
@@ -98,7 +100,8 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
     device = cluster.device
     sizes = GPU if device.type == "cuda" else CPU
     busy = not isinstance(cluster, InProcessCluster)  # there no rank waits for another
-    local = _seconds(cluster, _local_program(mesh, sizes, dtype, device))
+    timed = _seconds(cluster, _local_program(mesh, sizes, dtype, device))
+    local = {label.action: seconds for label, seconds in timed.items()}
     nbytes = sizes.streams * sizes.stream * dtype.itemsize
     memory_bandwidth = STREAMED * nbytes / local["stream"]
     fits: dict[str, tuple[float, float]] = {}
@@ -126,18 +129,18 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
     )
 
 
-def _seconds(cluster: Cluster, program: Program) -> dict[str, float]:
+def _seconds(cluster: Cluster, program: Program) -> dict[Label, float]:
     """By label, the seconds of one round of its instructions on a rank."""
     handle = cluster.load(program)
     outputs = cluster.run(handle, [{}] * cluster.size, mode="timed").get()
     cluster.unload(handle)
-    by_rank: list[dict[str, float]] = []
+    by_rank: list[dict[Label, float]] = []
     for rank, own in enumerate(outputs):
-        spent: dict[str, float] = {}
+        spent: dict[Label, float] = {}
         instructions = program.ranks[rank].instructions
         for index, begin, end in times_of(own):
             label = instructions[index].label
-            if label:
+            if label is not None:
                 spent[label] = spent.get(label, 0.0) + (end - begin) / NUM_ROUNDS
         by_rank.append(spent)
     labels = dict.fromkeys(label for spent in by_rank for label in spent)
@@ -148,9 +151,9 @@ def _seconds(cluster: Cluster, program: Program) -> dict[str, float]:
 
 
 def _fitted(
-    found: Mapping[str, float], num: int, nbytes: Mapping[str, int], fastest: float
+    found: Mapping[Label, float], num: int, nbytes: Mapping[str, int], fastest: float
 ) -> tuple[float, float]:
-    """(latency, bandwidth) of an axis of ``num`` ranks, from the seconds of "KIND SIZE".
+    """(latency, bandwidth) of an axis of ``num`` ranks, from the seconds of each kind and size.
 
     Where noise hides what bytes cost, the bandwidth is ``fastest``: a rank reads what it sends.
     """
@@ -158,7 +161,7 @@ def _fitted(
     per_byte = Topology(latency=0.0, bandwidth=1.0)
     rows: list[tuple[float, float]] = []
     for label, seconds in found.items():
-        kind, size = label.split(" ")
+        kind, size = label.action, label.what
         if kind == "transfer":
             seconds /= 2  # there and back
         share = {"all_reduce": 2 * (num - 1) / num, "all_gather": num - 1, "transfer": 1.0}[kind]
@@ -198,8 +201,7 @@ def _rounded(figure: float) -> float:
 
 # -- the programs ----------------------------------------------------------------------------------
 
-_Functions = Mapping[str, tuple[tuple[str, ...], str]]
-"""By name: inputs and body."""
+_Functions = Mapping[str, Body]
 
 
 def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> Program:
@@ -213,14 +215,14 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
     state = tuple(f"v{i}" for i in range(len(what.names)))
     optimizer = ("optimizer", "what", *state)
     updated = (*optimizer, *streams)
-    made = f"ShardOptimizer(AdamW), {what!r}, {'absent(device), ' * len(state)}"
+    made = ("ShardOptimizer(AdamW)", repr(what), *["absent(device)"] * len(state))
     functions: _Functions = {
-        "optimizer": ((), f"return ({made})"),
-        "matmul": (("a", "b"), _MATMUL),
-        "attention": (("q",), _ATTENTION),
-        "stream": (streams, _stream(streams)),
-        "update": (updated, _update(parameters, gradients, state)),
-        "tiny": (("x",), "x = add(x, 1)\n" * MAX_LINES + "return (x,)"),
+        "optimizer": Body((), (), made),
+        "matmul": _MATMUL,
+        "attention": _body(("q",), *_ATTENTION),
+        "stream": _body(streams, *_stream(streams)),
+        "update": _body(updated, _update(parameters, gradients, state)),
+        "tiny": _body(("x",), *["x = add(x, 1)"] * MAX_LINES, outputs=("x",)),
     }
 
     def rank(_: int) -> Iterator[Instruction]:
@@ -228,8 +230,8 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
         yield Call("optimizer", (), optimizer)
         for timed in (False, *[True] * NUM_ROUNDS):
 
-            def label(name: str, timed: bool = timed) -> str:
-                return name if timed else ""
+            def label(name: str, timed: bool = timed) -> Label | None:
+                return Label(name) if timed else None
 
             yield Call("matmul", ("a", "b"), (), label=label("matmul"))
             yield Call("attention", ("q",), (), label=label("attention"))
@@ -248,14 +250,14 @@ def _local_program(mesh: Mesh, sizes: _Sizes, dtype: torch.dtype, device: torch.
 def _message_program(
     mesh: Mesh, axis: str, sizes: _Sizes, dtype: torch.dtype, device: torch.device, *, busy: bool
 ) -> Program:
-    """Messages along an axis, labelled "KIND small" and "KIND large".
+    """Messages along an axis, labelled by kind, with "small" or "large".
 
     ``busy``: collectives come after a piece of computation, as in a step: that ranks end it at
     different times, and that one whose core is shared wakes late, is in their seconds. A transfer
     goes there and back between neighbours; a rank without a neighbour has none.
     """
     shapes = dict(small=(SMALL,), large=(sizes.message,), a=(sizes.matrix,) * 2)
-    functions: _Functions = {"matmul": (("a", "b"), _MATMUL), "done": ((), "return ()")}
+    functions: _Functions = {"matmul": _MATMUL, "done": Body((), (), ())}
 
     def collectives(
         group: tuple[int, ...], value: str, buffer: Buffer, timed: bool
@@ -264,7 +266,7 @@ def _message_program(
             reduces = kind == "all_reduce"
             results = ("result",) if reduces else tuple(f"part{m}" for m in range(len(group)))
             buffers = (buffer,) * len(results)
-            label = f"{kind} {value}" if timed else ""
+            label = Label(kind, what=value) if timed else None
             if busy:
                 yield Call("matmul", ("a", "a"), ())
             yield Collective(
@@ -283,7 +285,7 @@ def _message_program(
     def transfers(
         at: int, pair: tuple[int, int], value: str, buffer: Buffer, timed: bool
     ) -> Iterator[Instruction]:
-        label = f"transfer {value}" if timed else ""
+        label = Label("transfer", what=value) if timed else None
         there, back = f"{axis} there", f"{axis} back"
         if at == pair[0]:
             yield Send(value, pair[1], there, buffer, label=label)
@@ -312,7 +314,7 @@ def _message_program(
 
 def _done(
     values: tuple[str, ...],
-    label: str,
+    label: Label | None,
     device: torch.device,
     *,
     free: tuple[str, ...] | None = None,
@@ -342,53 +344,51 @@ def _program(
         Free(("one", "all")),
     )
     head = (Call("made", (), tuple(made)), *(barrier if mesh.size > 1 else ()))
-    full = [f"full({shape!r}, 0.5, dtype=dtype, device=device)," for shape in made.values()]
-    filled: _Functions = {
-        "made": ((), f"return ({' '.join(full)})"),
-        "one": ((), "return (full((), 1.0),)"),
-    }
+    full = tuple(f"full({shape!r}, 0.5, dtype=dtype, device=device)" for shape in made.values())
+    filled: _Functions = {"made": Body((), (), full), "one": Body((), (), ("full((), 1.0)",))}
     return Program(
         name=name,
         ranks=tuple(RankProgram(instructions=(*head, *rank(r))) for r in everyone),
         functions=tuple(
-            (name, _function(name, inputs, body, dtype, device))
-            for name, (inputs, body) in {**functions, **filled}.items()
+            (name, _function(name, body, dtype, device))
+            for name, body in {**functions, **filled}.items()
         ),
         stage_of=(0,) * mesh.size,
     )
 
 
+def _body(inputs: tuple[str, ...], *lines: str, outputs: tuple[str, ...] = ()) -> Body:
+    return Body(inputs, tuple(map(CodeLine, lines)), outputs)
+
+
 # the product of a layer, and the two of its backward, which read a factor across its rows
-_MATMUL = "mm(a, b), mm(t(a), b), mm(a, t(b))\nreturn ()"
+_MATMUL = _body(("a", "b"), "mm(a, b), mm(t(a), b), mm(a, t(b))")
 
-_ATTENTION = """out, lse = attention(q, q, q, True, 0.1)
-attention_backward(out, q, q, q, out, lse, True, 0.1)
-return ()"""
+_ATTENTION = (
+    "out, lse = attention(q, q, q, True, 0.1)",
+    "attention_backward(out, q, q, q, out, lse, True, 0.1)",
+)
 
 
-def _stream(values: Sequence[str]) -> str:
+def _stream(values: Sequence[str]) -> Iterator[str]:
     """A forward that keeps a sum and a function of it for each value in turn, then a backward that
     reads them in reverse and drops them: so memory is taken from the system and reused in a step.
     """
-    lines = [f"y{i} = add({v}, {v})\nz{i} = gelu(y{i})" for i, v in enumerate(values)]
+    for i, v in enumerate(values):
+        yield from (f"y{i} = add({v}, {v})", f"z{i} = gelu(y{i})")
     for i, v in reversed(list(enumerate(values))):
-        lines.append(f"g = add(y{i}, z{i})\ndel y{i}, z{i}\ng = add(g, {v})")
-    return "\n".join([*lines, "return ()"])
+        yield from (f"g = add(y{i}, z{i})", f"del y{i}, z{i}", f"g = add(g, {v})")
 
 
 def _update(*names: Sequence[str]) -> str:
     """``names``: of parameters, gradients and values of the state."""
     given = ", ".join(f"({''.join(f'{n}, ' for n in own)})" for own in names)
-    return f"step(optimizer, what, options, {given}, None)\nreturn ()"
+    return f"step(optimizer, what, options, {given}, None)"
 
 
-def _function(
-    name: str, inputs: tuple[str, ...], body: str, dtype: torch.dtype, device: torch.device
-) -> Function:
-    lines = body.splitlines()
+def _function(name: str, body: Body, dtype: torch.dtype, device: torch.device) -> Function:
     if device.type == "cuda":  # a call is over when the device has done its work
-        lines.insert(len(lines) - 1, "synchronize()")
-    source = f"def forward({', '.join(inputs)}):\n" + "".join(f"    {line}\n" for line in lines)
+        body = replace(body, lines=(*body.lines, CodeLine("synchronize()")))
     bindings: dict[str, object] = dict(
         AdamW=torch.optim.AdamW,
         ShardOptimizer=ShardOptimizer,
@@ -407,4 +407,4 @@ def _function(
         synchronize=torch.cuda.synchronize,
         t=torch.ops.aten.t.default,
     )
-    return Function(name=name, source=source, bindings=tuple(bindings.items()))
+    return Function.straight(name, body, bindings)

@@ -141,7 +141,7 @@ class _Clock:
             rank.changes.append((0.0, rank.held))
             rank.now = self.plan.topology.step_latency
             if rank.now:
-                span = Span(rank=rank.rank, track="wait", name=CALL, begin=0.0, end=rank.now)
+                span = Span(rank=rank.rank, track="wait", label=CALL, begin=0.0, end=rank.now)
                 self.spans.append(span)
         moved = True
         while moved:

@@ -29,6 +29,7 @@ from dtensor.daft import (
     Free,
     Handle,
     Instruction,
+    Label,
     Recv,
     Send,
     Vote,
@@ -43,8 +44,10 @@ from dtensor.showing import html_text, screen
 Track = Literal["compute", "wait", "communication"]
 _TRACKS: Mapping[Track, str] = {"compute": "computes", "wait": "waits", "communication": "messages"}
 _HIDDEN, _HELD = "hidden", "at most holds"
-CALL = "call"
-"""Name of the first span of each rank: it waits for the controller."""
+Kind = Literal["F", "B", "I", "W", "once", "wait", "message"]
+"""What a span is drawn as."""
+CALL = Label("call")
+"""Of the first span of each rank: it waits for the controller."""
 _WIDTH = 840.0
 """Pixels of a picture's time."""
 _MOST = 30_000
@@ -53,14 +56,30 @@ _MOST = 30_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """``name``: the action and what it does, as `F0 stage 1`; ``source``: the user's line."""
+    """``label``: the action and what it does, ``name`` in words; ``source``: the user's line."""
 
     rank: int
     track: Track
-    name: str
+    label: Label
     begin: float
     end: float
     source: str | None = None
+
+    @property
+    def name(self) -> str:
+        """As `F0 stage 1`, `F0 stage 1: all_reduce mm_3 over tp`."""
+        return str(self.label)
+
+    @property
+    def kind(self) -> Kind:
+        match self.track:
+            case "compute":
+                action = self.label.action
+                return action if action in ("F", "B", "I", "W") else "once"
+            case "wait":
+                return "wait"
+            case "communication":
+                return "message"
 
     @property
     def seconds(self) -> float:
@@ -69,7 +88,8 @@ class Span:
 
 def span_of(rank: int, track: Track, item: Instruction, begin: float, end: float) -> Span:
     """Of an instruction of a rank."""
-    return Span(rank=rank, track=track, name=item.label, begin=begin, end=end, source=item.source)
+    label = item.label or Label("")
+    return Span(rank=rank, track=track, label=label, begin=begin, end=end, source=item.source)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -216,7 +236,7 @@ class Trace:
         grain = self.seconds / _WIDTH if len(self.spans) > FEW else 0.0
         while sum(len(set(_places(spans, grain))) for spans in lanes.values()) > _MOST:
             grain *= 2
-        stages = {(s.rank, _stage(s)[1]) for s in self.spans if _stage(s)[1]}
+        stages = {(s.rank, s.label.stage) for s in self.spans if s.label.stage is not None}
         several = len(stages) > len({rank for rank, _ in stages})
         boxes = {key: tuple(_boxes(spans, grain, several)) for key, spans in lanes.items()}
         most = max((lane for _, lane in lanes), default=0)
@@ -261,32 +281,32 @@ def _boxes(lane: Sequence[Span], grain: float, several: bool) -> Iterator[Box]:
     """
     placed = zip(_places(lane, grain), lane, strict=True)
     for _, group in itertools.groupby(placed, key=lambda item: item[0]):
-        by_kind: dict[str, list[Span]] = defaultdict(list)
+        by_kind: dict[Kind, list[Span]] = defaultdict(list)
         for _, span in group:
-            by_kind[_kind(span)].append(span)
+            by_kind[span.kind].append(span)
         begin = min(spans[0].begin for spans in by_kind.values())
         for kind, spans in by_kind.items():
-            actions = {_stage(span) for span in spans if span.track == "compute"}
-            action, stage = actions.pop() if len(actions) == 1 else ("", "")
+            actions = {_action(span, several) for span in spans if span.track == "compute"}
+            action = actions.pop() if len(actions) == 1 else ""
             title = _title(_ends(s.name for s in spans), spans, _ends(s.source for s in spans))
             end = begin + sum(span.seconds for span in spans)
-            yield Box(begin, end, kind, title, stage * several + action)
+            yield Box(begin, end, kind, title, action)
             begin = end
 
 
 def _actions(lane: Sequence[Span]) -> Iterator[Box]:
     """Of each action of several spans, from the first one's begin to the last one's end."""
-    for action, group in itertools.groupby(lane, key=lambda span: span.name.partition(":")[0]):
+    for place, group in itertools.groupby(lane, key=lambda span: span.label.place):
         spans = list(group)
         if len(spans) > 1:
             lines = re.findall(r"(?:^| )([^ :]+:\d+)", _ends(s.source for s in spans))
-            yield Box(spans[0].begin, spans[-1].end, "", _title(action, spans, _ends(lines)))
+            yield Box(spans[0].begin, spans[-1].end, "", _title(place, spans, _ends(lines)))
 
 
-def _stage(span: Span) -> tuple[str, str]:
-    """("F0", "1") of `F0 stage 1: ...`, ("update", "") of `update`."""
-    action, _, stage = span.name.partition(":")[0].partition(" stage ")
-    return action, stage
+def _action(span: Span, several: bool) -> str:
+    """`F0`; where a rank has several stages, its stage before it."""
+    stage = "" if span.label.stage is None or not several else str(span.label.stage)
+    return stage + span.label.numbered
 
 
 def _title(name: str, spans: Sequence[Span], source: str) -> str:
@@ -302,17 +322,6 @@ def _ends(texts: Iterable[str | None]) -> str:
     """The first, and the last where it is another."""
     found = list(dict.fromkeys(filter(None, texts)))
     return " ... ".join([*found[:1], *found[1:][-1:]])
-
-
-def _kind(span: Span) -> str:
-    """That of its box, in `COLOURS`."""
-    match span.track:
-        case "compute":
-            return span.name[0] if re.match(r"[FBIW]\d", span.name) else "once"
-        case "wait":
-            return "wait"
-        case "communication":
-            return "message"
 
 
 def ticks(seconds: float) -> list[tuple[float, str]]:
@@ -392,16 +401,14 @@ def _summed(trace: Trace, rank: int) -> dict[str, float]:
 
 
 def _what(span: Span) -> str:
-    action, _, rest = span.name.partition(": ")
+    label = span.label
     match span.track:
         case "compute":
-            return re.sub(r"^([FBIW])\d+ ", r"\1 ", action)
+            return label._replace(microbatch=None).place
         case "wait":
-            return CALL if span.name == CALL else "wait"
+            return label.place if label == CALL else "wait"
         case "communication":
-            verb = rest.partition(" ")[0]
-            over = re.search(r" over \S+$| from stage .*$", rest)
-            return verb + (over.group() if over else "")
+            return f"{label.verb} {label.way}".rstrip()
 
 
 # -- of a timed run --------------------------------------------------------------------------------
@@ -424,7 +431,7 @@ def measured(
     last = max((end for own in by_rank for _, _, end in own), default=0.0)
     called = max(0.0, seconds - (last - first))
     spans = [
-        Span(rank=r, track="wait", name=CALL, begin=0, end=called) for r in range(len(by_rank))
+        Span(rank=r, track="wait", label=CALL, begin=0, end=called) for r in range(len(by_rank))
     ]
     for rank, own in enumerate(by_rank):
         instructions = handle.program.ranks[ranks[rank]].instructions
