@@ -12,12 +12,9 @@ and axis. Not here: overlap, contention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import assert_never
 
-import torch
-
+from dtensor.sharding.plan.cost.step_cost import messages_of, step_cost
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -33,9 +30,6 @@ from dtensor.sharding.plan.steps import (
     in_microbatch,
     stages_of,
 )
-from dtensor.sharding.redistribute.moves import FREE_KINDS
-from dtensor.sharding.redistribute.topology import ring_bytes
-from dtensor.sharding.spec.spec import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,52 +84,8 @@ def stage_seconds(plan: PlanRecord, stage: int) -> tuple[float, float]:
 
 def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float]:
     """Predicted seconds of (compute, communication) of a rank of ``stage``, each time it runs."""
-    topology = plan.topology
-    match step:
-        case Compute():
-            if step.is_view:
-                return topology.op_latency, 0.0
-            specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
-            if step.results[0] in plan.standing:
-                specs = _written_in_place(plan, step)
-            moved = sum(spec.max_local_nbytes for spec in specs)
-            attention = step.rule.kind == "attention"
-            seconds = topology.compute_seconds(
-                flops=step.flops, bytes_moved=moved, attention=attention
-            )
-            return seconds, 0.0
-        case Convert(move=move):
-            seconds = move.seconds(topology)
-            return (seconds, 0.0) if move.kind in FREE_KINDS else (0.0, seconds)
-        case Accumulate():
-            moved = step.src.max_local_nbytes + 2 * step.dst.max_local_nbytes
-            return topology.compute_seconds(flops=0, bytes_moved=moved), 0.0
-        case Update():
-            kept = 2 * (step.state_bytes + step.master_bytes)  # read and written
-            moved = 3 * step.spec.max_local_nbytes + kept
-            return topology.update_seconds(bytes_moved=moved), 0.0
-        case Transfer():
-            if step.stage != stage:
-                return 0.0, 0.0
-            return 0.0, topology.collective_seconds(
-                "transfer", plan.stage_axis or "", num=2, bytes_sent=step.spec.max_local_nbytes
-            )
-        case Bucket() | TieSum() | Norm():
-            return 0.0, _reductions(plan, step, stage)
-        case _:
-            assert_never(step)
-
-
-def _reductions(plan: PlanRecord, step: Bucket | TieSum | Norm, stage: int) -> float:
-    """Seconds of the step's collectives on one rank of the stage."""
-    total = 0.0
-    for item in collectives_of(plan, step):
-        if item.stage == stage:
-            num = len(step.stages) if isinstance(step, TieSum) else plan.mesh.axis_size(item.axis)
-            total += plan.topology.collective_seconds(
-                item.kind, item.axis, num=num, bytes_sent=item.bytes_sent
-            )
-    return total
+    cost = step_cost(plan, step, stage)
+    return cost.compute_seconds(plan.topology), cost.communication_seconds(plan.topology)
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -161,21 +111,6 @@ class PlannedCollective:
         return f"{self.kind}@{self.axis}"
 
 
-def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]:
-    """What is read and written where the result is state: as many elements as are changed."""
-    from dtensor.sharding.ops.in_place import writes_of  # few programs change state
-
-    result, specs = step.results[0], step.operand_specs
-    bases = {name: base for write in plan.state_writes for name, base in write.writes}
-    if result not in bases:
-        return ()
-    others = tuple(spec for at, spec in enumerate(specs) if at != bases[result])
-    found = writes_of(step.op.call)
-    assert found is not None
-    whole = specs[bases[result]]
-    return (*others, *others) if found.partial else (*specs, whole)
-
-
 def step_times(plan: PlanRecord, step: Step) -> int:
     """How often the step runs in one training step."""
     return 1 if step.once or not in_microbatch(step) else plan.num_microbatches
@@ -188,44 +123,30 @@ def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:
 
 def collectives_of(plan: PlanRecord, step: Step) -> tuple[PlannedCollective, ...]:
     """What one step communicates; of a Norm, or a tie, on each of its stages."""
-    return tuple(_messages(plan, step))
-
-
-def _messages(plan: PlanRecord, step: Step) -> Iterator[PlannedCollective]:
-    def message(
-        name: str, kind: str, axis: str, dtype: torch.dtype, bytes_sent: int, stage: int
-    ) -> PlannedCollective:
-        return PlannedCollective(
+    source = ""
+    match step:
+        case Compute() | Accumulate() | Update():
+            return ()
+        case Convert(result=name, source=source) | Transfer(result=name, source=source):
+            names = {step.stage: name}
+        case Bucket(name=name, source=source):
+            names = {step.stage: name}
+        case TieSum():
+            names = dict(zip(step.stages, step.results, strict=True))
+        case Norm():
+            names = dict.fromkeys(range(plan.num_stages), step.result)
+    return tuple(
+        PlannedCollective(
             name=name,
-            kind=kind,
-            axis=axis,
-            dtype=str(dtype).removeprefix("torch."),
-            bytes_sent=bytes_sent,
+            kind=message.kind,
+            axis=message.axis,
+            dtype=str(message.dtype).removeprefix("torch."),
+            bytes_sent=int(message.bytes_sent),
             times=step_times(plan, step),
             phase=step.phase,
             stage=stage,
-            source=step.source if isinstance(step, Convert | Transfer | Bucket) else "",
+            source=source,
         )
-
-    across = plan.stage_axis or ""
-    match step:
-        case Convert(move=move) if move.kind not in FREE_KINDS:
-            sent = move.bytes_sent
-            yield message(step.result, move.kind, move.axis, move.src.dtype, sent, step.stage)
-        case Transfer(spec=spec):
-            sent = spec.max_local_nbytes
-            yield message(step.result, "transfer", across, spec.dtype, sent, step.stage)
-        case Bucket():
-            sent, dtype = sum(move.bytes_sent for move in step.moves), step.moves[0].src.dtype
-            yield message(step.name, step.kind, step.axis, dtype, sent, step.stage)
-        case TieSum(spec=spec):
-            sent = ring_bytes("all_reduce", spec.max_local_nbytes, len(step.stages))
-            for name, stage in zip(step.results, step.stages, strict=True):
-                yield message(name, "all_reduce", across, spec.dtype, sent, stage)
-        case Norm():
-            for axis, num in plan.mesh.shape.items():
-                for stage in range(plan.num_stages) if num > 1 else ():
-                    sent = ring_bytes("all_reduce", step.dtype.itemsize, num)
-                    yield message(step.result, "all_reduce", axis, step.dtype, sent, stage)
-        case Compute() | Convert() | Accumulate() | Update():
-            return
+        for stage, name in names.items()
+        for message in messages_of(plan, step, stage)
+    )
