@@ -1,8 +1,7 @@
-"""What the steps of a plan communicate, and how long they take: seconds and FLOP of one rank.
+"""How long the steps of a plan take on one rank, and what they communicate.
 
-    stage_seconds(plan, 0)    # (compute, communication), of one step
-    cost_of(plan)             # Cost(compute_seconds=..., communication_seconds=..., ...)
-    plan.collectives[0]       # PlannedCollective(name="y", kind="all_reduce", axis="tp", ...)
+    step_seconds(plan, step, 0)    # (compute, communication), each time that it runs
+    plan.collectives[0]            # PlannedCollective(name="y", kind="all_reduce", axis="tp", ...)
 
 Rooflines of local ops, the alpha-beta price of each message (redistribute/topology.py), of the rank
 at coordinate 0 of every axis, which holds the largest shard of each value. A step that stands for
@@ -28,58 +27,7 @@ from dtensor.sharding.plan.steps import (
     Transfer,
     Update,
     in_microbatch,
-    stages_of,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Predicted seconds of one step on the slowest rank, all its stages, without overlap."""
-
-    compute_seconds: float
-    communication_seconds: float
-    bubble: float  # of the pipeline: the fraction of its ranks' time in which they wait
-    waiting_seconds: float = 0.0  # of the slowest rank
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds + self.waiting_seconds
-
-
-def cost_of(plan: PlanRecord) -> Cost:
-    """Of the slowest rank; communication and compute are not overlapped."""
-    pairs = [stage_seconds(plan, stage) for stage in range(plan.num_stages)]
-    ranks = [
-        (sum(pairs[s][0] for s in held), sum(pairs[s][1] for s in held)) for held in plan.hosted
-    ]
-    compute, communication = slowest = max(ranks, key=sum)
-    waiting = plan.waiting or (0.0,) * len(ranks)
-    last = max(sum(rank) + waited for rank, waited in zip(ranks, waiting, strict=True))
-    return Cost(compute, communication, plan.bubble, last - sum(slowest))
-
-
-def stage_flops(plan: PlanRecord, stage: int) -> int:
-    """FLOP of one rank of ``stage`` in one step."""
-    return sum(
-        step.flops * step_times(plan, step)
-        for step in plan.steps
-        if isinstance(step, Compute) and step.stage == stage
-    )
-
-
-def stage_seconds(plan: PlanRecord, stage: int) -> tuple[float, float]:
-    """Predicted seconds of (compute, communication) of one rank of ``stage`` in one step.
-
-    A transfer counts at its sender.
-    """
-    compute = communication = 0.0
-    for step in plan.steps:
-        if stage in stages_of(step) or isinstance(step, Norm):
-            local, sent = step_seconds(plan, step, stage)
-            times = step_times(plan, step)
-            compute += local * times
-            communication += sent * times
-    return compute, communication
 
 
 def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float]:
