@@ -338,7 +338,7 @@ class _Contents:
             "device": topology.memory_bytes,
             "memory": memory,
             "stage_memory": [memory.total for memory in totals.stage_memory],
-            "flops": max(work.flops for work in totals.stages),
+            "flops": max(work.flops for work in totals.ranks),
             "sent": totals.bytes_sent,
             "collectives": totals.num_collectives,
             # [axis, kind, how many, bytes, seconds] of the rank that sends most of it

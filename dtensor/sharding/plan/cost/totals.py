@@ -126,11 +126,16 @@ class PlanTotals:
         return memory_of(self.plan)
 
     @cached_property
-    def memory(self) -> Memory:
-        """Of the fullest rank: the stages that it hosts, added up."""
+    def rank_memory(self) -> tuple[Memory, ...]:
+        """By rank of the stage axis, of all its stages."""
         stages = [astuple(memory) for memory in self.stage_memory]
         ranks = (zip(*(stages[s] for s in held), strict=True) for held in self.plan.hosted)
-        return max((Memory(*map(sum, rank)) for rank in ranks), key=lambda memory: memory.total)
+        return tuple(Memory(*map(sum, rank)) for rank in ranks)
+
+    @property
+    def memory(self) -> Memory:
+        """Of the fullest rank."""
+        return max(self.rank_memory, key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:

@@ -11,8 +11,8 @@
     predicted     1.40 ms a step (H100 SXM bf16, NVLink)
                   compute 60.72 us, communication 1.34 ms
 
-All is of one rank and one step; where stages differ, of the stage that has most: of memory, of what
-a row sends. A line is at most 100 columns wide. Invariant: what has no row of its own is added up
+All is of one rank and one step; where ranks differ, of the one that has most: of memory, of what a
+row sends. A line is at most 100 columns wide. Invariant: what has no row of its own is added up
 in the last row of its table. Not here: the steps themselves (render.py).
 """
 
@@ -77,7 +77,7 @@ def _parts(totals: PlanTotals) -> list[Part]:
         ("longest", _longest(plan)),
     ]
     cost = totals.cost
-    flops = max(work.flops for work in totals.stages)
+    flops = max(work.flops for work in totals.ranks)
     seconds = f"{seconds_text(cost.seconds)} a step ({plan.topology.title})"
     shares = [
         f"compute {seconds_text(cost.compute_seconds)}",
@@ -128,10 +128,9 @@ def _axes(plan: PlanRecord) -> Iterator[tuple[str, str]]:
 
 
 def _memory(totals: PlanTotals) -> list[Row]:
-    """Of the stage that holds most."""
-    plan, memory = totals.plan, totals.stage_memory
-    stage = max(range(plan.num_stages), key=lambda s: memory[s].total)
-    most = memory[stage]
+    """Of the rank that holds most."""
+    most = totals.memory
+    stages = totals.plan.hosted[totals.rank_memory.index(most)]
     held = {
         "parameters": most.parameters,
         "gradients": most.gradients,
@@ -140,7 +139,9 @@ def _memory(totals: PlanTotals) -> list[Row]:
         "activations": most.activations,
         "kept to undo a step": most.snapshots,
     }
-    where = f" on stage {stage}" if plan.num_stages > 1 else ""
+    several = "s" if len(stages) > 1 else ""
+    where = f" on stage{several} {' and '.join(map(str, stages))}"
+    where = where if totals.plan.num_stages > 1 else ""
     parts = ", ".join(f"{what} {size_text(size)}" for what, size in held.items() if size)
     above = above_memory(totals)
     text = f"{size_text(most.total)}{where}" + (f": {parts}" if parts else "")
