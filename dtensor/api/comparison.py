@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +44,6 @@ from dtensor.private_torch import pytree
 from dtensor.runtime.elementwise.rule import check_optimizer
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.plan.cost.memory import Memory
-from dtensor.sharding.plan.cost.seconds import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text, size_text
 from dtensor.sharding.redistribute.topology import Topology, check_topology
@@ -82,38 +81,28 @@ class Compared:
     @property
     def bytes(self) -> dict[tuple[str, str], int]:
         """(axis, phase) to the bytes that a rank sends in a step; of the stage that sends most."""
-        found: dict[tuple[str, str], int] = {}
-        for rank in self._by_rank():
-            own: dict[tuple[str, str], int] = {}
-            for c in rank:
-                own[c.axis, c.phase] = own.get((c.axis, c.phase), 0) + c.bytes_sent * c.times
-            found.update({key: max(sent, found.get(key, 0)) for key, sent in own.items()})
-        return found
+        sent = self.plan.totals.most_sent(lambda key: (key[0], str(key[1])))
+        return {key: most.bytes_sent for key, most in sent.items()}
 
     @property
     def bytes_sent(self) -> int:
         """By the rank that sends most in a step, over all axes and phases."""
-        return max(sum(c.bytes_sent * c.times for c in rank) for rank in self._by_rank())
+        return self.plan.totals.bytes_sent
 
     @property
     def num_collectives(self) -> int:
         """That a rank starts in a step, transfers included."""
-        return max(sum(c.times for c in rank) for rank in self._by_rank())
+        return self.plan.totals.num_collectives
 
     @property
     def memory(self) -> Memory:
         """Of the fullest rank: the stages that it hosts, added up."""
-        stages = [astuple(memory) for memory in self.plan.memory]
-        ranks = [
-            Memory(*map(sum, zip(*(stages[s] for s in held), strict=True)))
-            for held in self.plan.hosted
-        ]
-        return max(ranks, key=lambda m: m.total)
+        return self.plan.totals.memory
 
     @property
     def fits(self) -> bool:
         """Whether the fullest rank's memory is within ``topology.memory_bytes``."""
-        return self.memory.total <= self.plan.topology.memory_bytes
+        return self.plan.totals.fits
 
     @property
     def seconds(self) -> float:
@@ -124,11 +113,6 @@ class Compared:
     def bubble(self) -> float:
         """The fraction of the step in which the ranks of a pipeline wait."""
         return self.plan.cost.bubble
-
-    def _by_rank(self) -> list[list[PlannedCollective]]:
-        """What each rank of the stage axis communicates."""
-        all_of = self.plan.collectives
-        return [[c for c in all_of if c.stage in held] for held in self.plan.hosted]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

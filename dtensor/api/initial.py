@@ -26,7 +26,7 @@ from torch import nn
 
 from dtensor.api.labels import SeenModule
 from dtensor.api.randomness import initial_seed, key_of
-from dtensor.daft import Call, Function, Program, RankProgram
+from dtensor.daft import Call, Function, Label, Program, RankProgram
 from dtensor.errors import PlanningError
 from dtensor.frontend.initial.recipe import Recipe, make
 from dtensor.frontend.initial.recording import Init, record
@@ -152,7 +152,7 @@ def init_program(
                 lines=(None, *lines[-1:]),
             )
             function = functions.setdefault((recipe.name, pieces), function)
-            calls.append(Call(function.name, (), (name,), label=f"{verb} {name}"))
+            calls.append(Call(function.name, (), (name,), label=Label(f"{verb} {name}")))
             local = torch.Size(Place(size, pieces).local_shape)
             nbytes.append((name, local.numel() * dtype.itemsize))
         ranks.append(

@@ -1,7 +1,7 @@
 """What a checkpoint has for a model and its optimizer: found by names, and checked before a load.
 
     values = matched(checkpoint, model, convert=False)
-    values["up.weight"]        # InCheckpoint((64, 16), torch.float32, ".../100", "model.up.weight")
+    values["up.weight"]        # InCheckpoint("model.up.weight", (64, 16), torch.float32, ".../100")
     state = matched_state(checkpoint, model, adamw)
     state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}, whole
 
@@ -48,10 +48,9 @@ OWN = ("dtensor",)
 
 @dataclass(frozen=True, slots=True)
 class InCheckpoint(OnDisk):
-    """A tensor of the checkpoint in ``folder``, ``name`` there."""
+    """A tensor of the checkpoint in ``folder``."""
 
     folder: str
-    name: str
 
     def part(self, pieces: Pieces) -> Tensor:
         return read_shard(opened(self.folder), self.name, pieces, self.dtype)
@@ -95,7 +94,7 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
             dtypes.append(line)
         for other in there[1:]:
             _check_tied(checkpoint, there[0], record, other, stored[other])
-        found[label] = InCheckpoint(shape, dtype, os.path.abspath(checkpoint.path), record.name)
+        found[label] = InCheckpoint(record.name, shape, dtype, os.path.abspath(checkpoint.path))
     if shapes:
         raise _not_alike(checkpoint, "shapes", shapes, "build the model as the one that was saved")
     if dtypes:
@@ -346,7 +345,7 @@ def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str
                 f"fix: build the model and the optimizer that were saved"
             )
         folder = os.path.abspath(checkpoint.path)
-        found[entry] = InCheckpoint(record.shape, record.dtype, folder, name)
+        found[entry] = InCheckpoint(name, record.shape, record.dtype, folder)
     for path, value in checkpoint.small.items():
         if path[:3] == ("optimizer", "state", key) and len(path) == 4:
             found[path[3]] = value

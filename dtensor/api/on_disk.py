@@ -1,6 +1,6 @@
 """Values that are in a checkpoint's files until somebody needs them, and are read there, in parts.
 
-    weight = InCheckpoint((64, 16), torch.float32, "/data/ckpt/100", "model.up.weight")
+    weight = InCheckpoint("model.up.weight", (64, 16), torch.float32, "/data/ckpt/100")
     weight.part((((0, 32),), ((0, 16),)))      # f32[32,16]: rows 0:32, no other byte is read
     weight.whole()                             # f32[64,16]
 
@@ -24,8 +24,9 @@ from dtensor.sharding.ops.philox import Pieces, Place
 
 @dataclass(frozen=True, slots=True)
 class OnDisk(ABC):
-    """A tensor that is in files: of this shape, and read as this dtype."""
+    """A tensor that is in files under ``name``: of this shape, and read as this dtype."""
 
+    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
 

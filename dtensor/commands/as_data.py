@@ -13,6 +13,7 @@ from typing import Any
 
 from dtensor.api.comparison import Compared
 from dtensor.runtime.simulate.trace import Trace
+from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.plan import Plan
 
 
@@ -22,12 +23,11 @@ def print_json(data: Any) -> None:
 
 def plan_data(plan: Plan) -> dict[str, Any]:
     """What a plan decides, costs and holds; of one rank and one step."""
-    whole = Compared(name=plan.name, mesh=plan.mesh, found=plan)
     return {
         "name": plan.name,
         "mesh": plan.mesh.shape,
         "topology": plan.topology.title,
-        **_cost(whole),
+        **_cost(plan.totals),
         "memory_by_stage": [{**asdict(m), "total": m.total} for m in plan.memory],
         "stages": plan.stages,
         "parameters": {
@@ -43,21 +43,21 @@ def row_data(row: Compared) -> dict[str, Any]:
     if row.error is not None:
         return {**head, "error": str(row.error)}
     sent = [{"axis": a, "phase": p, "bytes": n} for (a, p), n in sorted(row.bytes.items())]
-    return {**head, **_cost(row), "sent": sent}
+    return {**head, **_cost(row.plan.totals), "sent": sent}
 
 
-def _cost(row: Compared) -> dict[str, Any]:
-    cost, memory = row.plan.cost, row.memory
+def _cost(totals: PlanTotals) -> dict[str, Any]:
+    cost, memory = totals.cost, totals.memory
     return {
         "seconds": cost.seconds,
         "compute_seconds": cost.compute_seconds,
         "communication_seconds": cost.communication_seconds,
         "bubble": cost.bubble,
-        "num_collectives": row.num_collectives,
-        "bytes_sent": row.bytes_sent,
+        "num_collectives": totals.num_collectives,
+        "bytes_sent": totals.bytes_sent,
         "memory": {**asdict(memory), "total": memory.total},
-        "device_bytes": row.plan.topology.memory_bytes,
-        "fits": row.fits,
+        "device_bytes": totals.plan.topology.memory_bytes,
+        "fits": totals.fits,
     }
 
 

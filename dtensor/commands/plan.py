@@ -89,15 +89,11 @@ def run(options: argparse.Namespace) -> int:
         print_json({"model": work.title, **plan_data(plan)})
     else:
         print(text)
-    from dtensor.api.comparison import Compared
-
-    row = Compared(name="", mesh=mesh, found=plan)
-    if row.fits:
+    if plan.totals.fits:
         return 0
-    most = size_text(int(plan.topology.memory_bytes))
+    needs, most = map(size_text, (plan.totals.memory.total, int(plan.topology.memory_bytes)))
     print(
-        f"It does not fit: the fullest rank needs {size_text(row.memory.total)}, and a device has "
-        f"{most}.",
+        f"It does not fit: the fullest rank needs {needs}, and a device has {most}.",
         file=sys.stderr,
     )
     return 1

@@ -19,6 +19,7 @@ seconds and bytes are those of plan.cost and plan.collectives. Not here: how any
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple
 from typing import Any
 
 from dtensor.explorer.reasons import Reasons
@@ -27,8 +28,6 @@ from dtensor.explorer.tree import Tree
 from dtensor.sharding.plan.cost.seconds import (
     PlannedCollective,
     collectives_of,
-    message_seconds,
-    stage_flops,
     step_seconds,
     step_times,
 )
@@ -319,11 +318,9 @@ class _Contents:
 
     def _head(self) -> dict[str, Any]:
         plan = self.plan
-        cost, topology = plan.cost, plan.topology
-        ranks = [[plan.memory[stage] for stage in held] for held in plan.hosted]
-        fullest = max(ranks, key=lambda held: sum(m.total for m in held))
-        names = ("parameters", "gradients", "optimizer", "masters", "activations", "snapshots")
-        of_rank = [[c for c in plan.collectives if c.stage in set(held)] for held in plan.hosted]
+        totals, topology = plan.totals, plan.topology
+        cost, memory = totals.cost, asdict(totals.memory)
+        by_kind = totals.most_sent(lambda key: (key[0], key[2]))
         return {
             "seconds": cost.seconds,
             "compute": cost.compute_seconds,
@@ -332,27 +329,15 @@ class _Contents:
             "bubble": cost.bubble,
             "hardware": topology.title,
             "device": topology.memory_bytes,
-            "memory": {name: sum(getattr(m, name) for m in fullest) for name in names},
-            "stage_memory": [memory.total for memory in plan.memory],
-            "flops": max(stage_flops(plan, stage) for stage in range(plan.num_stages)),
-            "sent": max(sum(c.bytes_sent * c.times for c in found) for found in of_rank),
-            "collectives": max(sum(c.times for c in found) for found in of_rank),
-            "by_kind": self._by_kind(),
+            "memory": memory,
+            "stage_memory": [memory.total for memory in totals.stage_memory],
+            "flops": max(work.flops for work in totals.ranks),
+            "sent": totals.bytes_sent,
+            "collectives": totals.num_collectives,
+            # [axis, kind, how many, bytes, seconds] of the rank that sends most of it
+            "by_kind": [[*key, *astuple(sent)] for key, sent in by_kind.items()],
             "num_steps": len(plan.steps),
         }
-
-    def _by_kind(self) -> list[list[Any]]:
-        """[axis, kind, how many, bytes, seconds] of a step, of the stage that sends most of it."""
-        found: dict[tuple[str, str], dict[int, list[float]]] = {}
-        for step in self.plan.steps:
-            for c in collectives_of(self.plan, step):
-                each = message_seconds(self.plan, step, c)
-                own = found.setdefault((c.axis, c.kind), {}).setdefault(c.stage, [0, 0, 0.0])
-                own[0] += c.times
-                own[1] += c.times * c.bytes_sent
-                own[2] += c.times * each
-        most = {key: max(by.values(), key=lambda own: own[1:]) for key, by in found.items()}
-        return [[*key, *own] for key, own in most.items()]
 
     def _axis(self, axis: str) -> dict[str, Any]:
         """What an axis splits, and which pins opened it."""

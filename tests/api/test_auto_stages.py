@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.api.plan_call import BoundCall
 from dtensor.frontend.graph import Graph
-from dtensor.sharding.plan.cost.seconds import stage_seconds
 from tests.api.test_stage_graphs import Skips, square, vectors
 from tests.api.training import assert_gradients_close, gradients_of
 from tests.models import GPT, batch, loss_fn
@@ -47,7 +46,7 @@ def graph() -> tuple[GPT, Graph]:
 
 
 def slowest(plan: dt.Plan) -> float:
-    return max(sum(stage_seconds(plan, stage)) for stage in range(plan.num_stages))
+    return max(work.seconds for work in plan.totals.stages)
 
 
 def gpt_plan(pp: int, stages: Stages) -> tuple[dt.Plan, dict[str, Any]]:

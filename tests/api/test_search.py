@@ -17,7 +17,6 @@ from dtensor.api.search.family import Family
 from dtensor.api.search.generating import stages_of
 from dtensor.api.search.program import SearchedProgram, repeated_modules
 from dtensor.api.search.space import SpaceFacts, points_of
-from dtensor.sharding.plan.cost.seconds import stage_seconds
 from dtensor.sharding.plan.plan import Plan
 from tests.api.generation import Writer
 from tests.models import GPT
@@ -134,7 +133,7 @@ def test_generation_by_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _stages_in_turn(plan: Plan) -> float:
-    return sum(sum(stage_seconds(plan, stage)) for stage in range(plan.num_stages))
+    return sum(work.seconds for work in plan.totals.stages)
 
 
 def test_layers_are_dealt_evenly() -> None:

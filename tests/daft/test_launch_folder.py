@@ -25,12 +25,12 @@ import torch
 
 import dtensor as dt
 from dtensor.__main__ import main
+from dtensor.daft.diagnosis.lines import Lines
 from dtensor.daft.ray import launch_folder, own_folder, progress
 from dtensor.daft.ray.late import Late
 from dtensor.daft.ray.launch_folder import LaunchFolder, launches
 from dtensor.daft.ray.own_folder import OwnFolder, own_directory, sweep
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.diagnosis.lines import Lines
 from dtensor.daft.verification.verifier import verify
 from tests.daft.programs import function
 from tests.daft.test_status import ALL

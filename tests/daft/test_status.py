@@ -12,10 +12,10 @@ import torch
 
 import dtensor as dt
 from dtensor.daft import Buffer, Call, Collective, Label, Program, Wait
-from dtensor.daft.ir.instructions import Recv, Send
 from dtensor.daft.diagnosis.diagnosis import FIRST_S, LEAST_S, Launched, diagnose, limit_s
 from dtensor.daft.diagnosis.lines import Lines
 from dtensor.daft.diagnosis.seen import Progress, Seen, ThreadSeen
+from dtensor.daft.ir.instructions import Recv, Send
 from dtensor.daft.status import Status
 from dtensor.daft.verification.verifier import verify
 from tests.daft.programs import function, program

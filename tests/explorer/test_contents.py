@@ -12,7 +12,6 @@ import dtensor as dt
 from dtensor.explorer import save_pages
 from dtensor.explorer.contents import contents
 from dtensor.explorer.times import simulated
-from dtensor.sharding.plan.cost.seconds import stage_flops, stage_seconds
 from dtensor.sharding.spec.placements import intersect, length
 from tests.explorer.pages import DOWN, UP, gpt_plan, mlp_plan
 
@@ -22,6 +21,7 @@ pytestmark = pytest.mark.slow
 def test_the_steps_that_are_shown_add_up_to_the_plan():
     plan = gpt_plan()
     found = contents(plan)
+    works = plan.totals.stages
     assert len(found["steps"]) < len(plan.steps)  # layers that are alike stand once
     for stage in range(plan.num_stages):
         seconds, sent, flops = [0.0, 0.0], 0, 0
@@ -33,10 +33,11 @@ def test_the_steps_that_are_shown_add_up_to_the_plan():
                 seconds[1] += row.get("y", 0.0) * times
                 sent += row.get("b", 0) * times
                 flops += row.get("f", 0) * times
-        assert seconds == pytest.approx(stage_seconds(plan, stage))
+        work = works[stage]
+        assert seconds == pytest.approx((work.compute_seconds, work.communication_seconds))
         assert sent == sum(c.bytes_sent * c.times for c in plan.collectives if c.stage == stage)
-        assert flops == stage_flops(plan, stage)
-    assert found["modules"][0]["z"] == pytest.approx(sum(stage_seconds(plan, s)[0] for s in (0, 1)))
+        assert flops == plan.totals.stages[stage].flops
+    assert found["modules"][0]["z"] == pytest.approx(sum(w.compute_seconds for w in works))
     held = [i.held.max_local_nbytes for i in plan.inputs if i.kind == "parameter"]
     assert found["modules"][0]["w"] == sum(held)
 

@@ -19,7 +19,6 @@ from expecttest import assert_expected_inline
 
 from dtensor.api.stating.patterns import matches
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.cost.seconds import stage_flops, stage_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import collapse, flop_text, seconds_text, size_text
 from dtensor.sharding.spec.mesh import Mesh
@@ -272,14 +271,16 @@ def test_more_ranks_need_less_of_each() -> None:
 def test_flop_and_seconds() -> None:
     whole, half, micro = mlp(1), mlp(2), mlp(2, microbatches=4)
     matmuls = 5  # two forward; one backward for up.weight, two for down
-    assert stage_flops(whole, 0) == matmuls * 2 * 8 * 16 * 64
-    assert stage_flops(half, 0) * 2 == stage_flops(whole, 0)
-    assert stage_flops(micro, 0) == stage_flops(half, 0)
-    assert stage_seconds(whole, 0)[1] == 0.0
+    assert whole.totals.stages[0].flops == matmuls * 2 * 8 * 16 * 64
+    assert half.totals.stages[0].flops * 2 == whole.totals.stages[0].flops
+    assert micro.totals.stages[0].flops == half.totals.stages[0].flops
+    assert whole.totals.stages[0].communication_seconds == 0.0
     latency, num_bytes = 2 * 5e-6, 8 * 16 * 4
-    assert stage_seconds(half, 0)[1] == pytest.approx(latency + num_bytes / 200e9)
-    assert stage_seconds(micro, 0)[1] == pytest.approx(4 * latency + num_bytes / 200e9)
-    assert half.cost.seconds == pytest.approx(sum(stage_seconds(half, 0)))
+    assert half.totals.stages[0].communication_seconds == pytest.approx(latency + num_bytes / 200e9)
+    assert micro.totals.stages[0].communication_seconds == pytest.approx(
+        4 * latency + num_bytes / 200e9
+    )
+    assert half.cost.seconds == pytest.approx(half.totals.stages[0].seconds)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import torch
 
 import dtensor as dt
 from dtensor.api.stating import auto_stages
-from dtensor.sharding.plan.cost.seconds import stage_seconds
 from dtensor.sharding.plan.stages.cut_chain import Chain, Partition, partition
 from dtensor.sharding.plan.stages.unit_costs import SECOND
 from tests.models import GPT, batch, loss_fn
@@ -55,5 +54,5 @@ def test_predicted_is_planned(
     )
     plan = step.plan(*batch(0, 8, 8))
     (predicted,) = found
-    planned = [sum(stage_seconds(plan, stage)) for stage in range(plan.num_stages)]
+    planned = [work.seconds for work in plan.totals.stages]
     assert [cost / SECOND for cost in predicted.costs] == pytest.approx(planned, rel=within)

@@ -73,10 +73,8 @@ def summary_of(
                     size *= n
                 kv_bytes[rank] += size
     told: Counter[tuple[str, str]] = Counter()
-    sent = 0
-    for collective in decode.collectives:
-        told[collective.kind, str(collective.axis)] += collective.times
-        sent += collective.bytes_sent * collective.times
+    for (axis, _, kind), stages in decode.totals.sent.items():
+        told[kind, axis] += sum(sent.times for sent in stages)
     return Summary(
         head=head,
         slots=slots,
@@ -86,5 +84,5 @@ def summary_of(
         kv_bytes=tuple(kv_bytes),
         caches=tuple(caches),
         collectives=dict(told),
-        bytes_sent=sent,
+        bytes_sent=decode.totals.bytes_sent,
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -25,15 +25,17 @@ from numpy.typing import NDArray
 
 from dtensor.api.search.program import SearchedProgram
 from dtensor.api.search.space import SearchPoint
-from dtensor.api.search.step_prices import Floats, Scale, StepPrices, split_class
+from dtensor.api.search.step_prices import Floats, Scale, StepPrices
 from dtensor.api.stating.auto_stages import depth_of, units_in
 from dtensor.runtime.lower.actions import weight_half
 from dtensor.runtime.schedule import Costs, Grid, OneFOneB, in_flight, waits
+from dtensor.sharding.plan.cost.step_cost import Amount, shard_bytes
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost, partition
 from dtensor.sharding.plan.stages.unit_costs import SECOND, UnitPricing, Units
 from dtensor.sharding.plan.steps import updates_of
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 
 KINDS = ("F", "I", "W", "end")
 """Of what a step is a part: an action of the pipeline, or what is done once a step."""
@@ -96,11 +98,10 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Bytes that a part of the units holds, their class of split."""
+    """Bytes that a part of the units holds."""
 
     units: Units
-    nbytes: float
-    split: int
+    held: Amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,7 @@ class UnitMessage:
 
     unit: int
     readers: Units
-    nbytes: float
-    split: int
+    sent: Amount
     kind: str
 
 
@@ -127,7 +127,7 @@ class Costing:
     passed: tuple[UnitMessage, ...]
     held: tuple[UnitBytes, ...]
     kept: tuple[UnitBytes, ...]
-    transient: float  # bytes that a microbatch needs beside what it keeps
+    transient: Amount  # bytes that a microbatch needs beside what it keeps
     barred: tuple[tuple[int, int], ...]
     depth: tuple[int, ...]
     steps: NDArray[np.int64] = field(init=False)
@@ -171,14 +171,9 @@ class Costing:
                 kinds.append(0)
             else:
                 kinds.append(2 if any(name in later for name in step.gives) else 1)
-        held, kept = (
-            _held(plan, uses),
-            [
-                UnitBytes(of, spec.max_local_nbytes, split_class(spec))
-                for spec, of in pricing.kept_values()
-            ],
-        )
+        kept = tuple(UnitBytes(of, shard_bytes(spec)) for spec, of in pricing.kept_values())
         activations = Plan.of(plan).memory[0].activations if isinstance(plan, PlanRecord) else 0
+        transient = max(activations - sum(k.held.number for k in kept), 0.0)
         return Costing(
             plan=plan,
             prices=StepPrices.of(plan),
@@ -188,17 +183,13 @@ class Costing:
             shares=tuple(shares),
             passed=tuple(
                 UnitMessage(
-                    c.unit,
-                    c.readers,
-                    c.spec.max_local_nbytes,
-                    split_class(c.spec),
-                    "F" if c.phase == "forward" else "I",
+                    c.unit, c.readers, shard_bytes(c.spec), "F" if c.phase == "forward" else "I"
                 )
                 for c in pricing.crossing()
             ),
-            held=tuple(held),
-            kept=tuple(kept),
-            transient=max(activations - sum(k.nbytes for k in kept), 0.0),
+            held=tuple(_held(plan, uses)),
+            kept=kept,
+            transient=Amount(transient, frozenset({"dp", MICROBATCH_AXIS})),
             barred=units.reused,
             depth=depth_of(units),
         )
@@ -250,10 +241,10 @@ class Costing:
         return self.tables[scale, for_cut]
 
     def _sent(self, scale: Scale) -> list[float]:
-        topology, factors = self.plan.topology, self.prices.factors(scale)
+        topology, to = self.plan.topology, self.prices.resized(scale)
         return [
             topology.collective_seconds(
-                "transfer", "pp", num=2, bytes_sent=p.nbytes * float(factors[p.split])
+                "transfer", "pp", num=2, bytes_sent=p.sent.resized(to).number
             )
             for p in self.passed
         ]
@@ -306,37 +297,33 @@ class Costing:
         flying: Sequence[int],
     ) -> tuple[float, float]:
         """Bytes of the fullest rank, and the least that they are."""
-        factors = self.prices.factors(scale)
+        to = self.prices.resized(scale)
         stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
         ranks = np.zeros((2, max(homes) + 1))  # what stays, and what comes and goes
         for item in self.held:
             for k in {stage[u] for u in item.units}:
-                ranks[0, homes[k]] += item.nbytes * float(factors[item.split])
+                ranks[0, homes[k]] += item.held.resized(to).number
         for item in self.kept:
             for k in {stage[u] for u in item.units}:
-                ranks[1, homes[k]] += item.nbytes * float(factors[item.split]) * flying[k]
+                ranks[1, homes[k]] += item.held.resized(to).number * flying[k]
         if len(bounds) == 1:
-            ranks[1, 0] += self.transient * float(factors[3])
+            ranks[1, 0] += self.transient.resized(to).number
         return float(ranks.sum(0).max()), float((_SURE @ ranks).max())
 
 
-def _held(plan: PlanRecord, uses: dict[str, Units]) -> list[UnitBytes]:
+def _held(plan: PlanRecord, uses: dict[str, Units]) -> Iterator[UnitBytes]:
     """Parameters, their gradients and the optimizer's state."""
-    found = [
-        UnitBytes(uses[item.label], item.held.max_local_nbytes, split_class(item.held))
-        for item in plan.inputs
-        if item.label in uses
-    ]
+    for item in plan.inputs:
+        if item.label in uses:
+            yield UnitBytes(uses[item.label], shard_bytes(item.held))
     specs = plan.value_specs()
     for output in plan.outputs:
         if output.kind == "gradient" and str(output.of) in uses:
-            spec = specs[output.values[0][1]]
-            found.append(UnitBytes(uses[str(output.of)], spec.max_local_nbytes, split_class(spec)))
+            yield UnitBytes(uses[str(output.of)], shard_bytes(specs[output.values[0][1]]))
     for step in updates_of(plan.steps):
         if step.parameter in uses:
-            kept = step.state_bytes + step.master_bytes
-            found.append(UnitBytes(uses[step.parameter], kept, split_class(step.spec)))
-    return found
+            kept = Amount(step.state_bytes + step.master_bytes, shard_bytes(step.spec).axes)
+            yield UnitBytes(uses[step.parameter], kept)
 
 
 @lru_cache(maxsize=1024)

@@ -38,7 +38,6 @@ from dtensor.api.search.result import FoundStrategy, SearchResult, keyword_lines
 from dtensor.api.search.space import SpaceFacts, generation_space_text, meshes_of
 from dtensor.errors import PlanningError, check_number
 from dtensor.frontend.graph import Graph
-from dtensor.sharding.plan.cost.seconds import stage_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import collapse, size_text
 from dtensor.sharding.redistribute.topology import Topology
@@ -261,7 +260,7 @@ class Generating:
 
 def seconds_of(plan: Plan) -> float:
     """Of a run, from its begin to its end: its stages one after the other."""
-    return sum(sum(stage_seconds(plan, stage)) for stage in range(plan.num_stages))
+    return sum(work.seconds for work in plan.totals.stages)
 
 
 def stages_of(model: nn.Module, layers: tuple[str, ...], num: int) -> list[list[str]]:

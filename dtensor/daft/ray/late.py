@@ -4,8 +4,8 @@
     late.look(waited_s=6.0)            # whenever the controller looks whether a result has come
 
 Late is a run that takes 5 times what earlier runs of its program took, and more than 5 s; a first
-one after 15 s, or 60 s where the one that is waited for computes (`diagnosis/diagnosis.py`). One that
-is stopped or lost is told of when 5 s were waited.
+one after 15 s, or 60 s where the one that is waited for computes (`diagnosis/diagnosis.py`). One
+that is stopped or lost is told of when 5 s were waited.
 
 Invariants: with DTENSOR_LATE_WARNINGS=0 in the environment nothing is looked at. Nor is anything
 before somebody has waited for a quarter of a second, and then the counters alone, 20 us a host,

@@ -9,7 +9,7 @@ program is planned again, so a hint is a fact about two plans and not an estimat
 planning a pattern and axis, and is made on request alone. A pattern whose opposite cannot be
 planned has none.
 
-Invariants: prices are the predicted seconds of a step without its bubble, which placements do not
+Invariants: prices are the seconds of the slowest rank without its waits, which placements do not
 change. Not here: better placements of another kind (replicated, another axis).
 """
 
@@ -67,7 +67,7 @@ def _compare(
         other = _planned(replace(request, pins=pins))
         if other is None:
             continue
-        seconds, cheaper = _seconds(planned), _seconds(other)
+        seconds, cheaper = planned.totals.estimate, other.totals.estimate
         if cheaper > _WORTH * seconds:
             return None
         return Hint(
@@ -77,8 +77,8 @@ def _compare(
             opposite=turned[first],
             seconds=seconds,
             opposite_seconds=cheaper,
-            bytes_sent=_sent(planned),
-            opposite_bytes_sent=_sent(other),
+            bytes_sent=planned.totals.bytes_sent,
+            opposite_bytes_sent=other.totals.bytes_sent,
             removed=tuple(sorted(_kinds(planned) - _kinds(other))),
         )
     return None
@@ -92,13 +92,5 @@ def _planned(request: Request) -> Plan | None:
         return None
 
 
-def _seconds(planned: Plan) -> float:
-    return planned.cost.compute_seconds + planned.cost.communication_seconds
-
-
 def _kinds(planned: Plan) -> set[tuple[str, str, str, str]]:
     return {(c.kind, c.axis, c.phase, c.source) for c in planned.collectives}
-
-
-def _sent(planned: Plan) -> int:
-    return sum(c.bytes_sent * c.times for c in planned.collectives)

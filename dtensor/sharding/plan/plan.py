@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from dtensor.provider import Provider
-from dtensor.sharding.plan.cost.memory import Memory, memory_of
-from dtensor.sharding.plan.cost.seconds import Cost, PlannedCollective, all_collectives, cost_of
+from dtensor.sharding.plan.cost.memory import Memory
+from dtensor.sharding.plan.cost.seconds import PlannedCollective, all_collectives
+from dtensor.sharding.plan.cost.totals import Cost, PlanTotals
 from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.text.explain import explain
@@ -67,17 +68,22 @@ class Plan(PlanRecord):
         return all_collectives(self)
 
     @cached_property
+    def totals(self) -> PlanTotals:
+        """What it comes to: whatever prints or compares plans has its figures from here."""
+        return PlanTotals(self)
+
+    @property
     def memory(self) -> tuple[Memory, ...]:
         """By stage, bytes of its fullest rank: ``parameters``, ``gradients``, ``optimizer``,
         ``masters``, ``activations`` and others; ``total``."""
-        return memory_of(self)
+        return self.totals.stage_memory
 
-    @cached_property
+    @property
     def cost(self) -> Cost:
         """Predicted ``seconds`` of a step, of the slowest rank: ``compute_seconds``,
         ``communication_seconds``, which are not overlapped, and ``waiting_seconds`` of a pipeline,
         whose idle fraction is ``bubble``."""
-        return cost_of(self)
+        return self.totals.cost
 
     @property
     def stages(self) -> dict[str, list[list[str]]]:
@@ -112,12 +118,12 @@ class Plan(PlanRecord):
         """What `print` shows, layers that are alike only once; ``full``: each layer, each step."""
         labels = (*(i.label for i in self.inputs), *(op.module for op in self.flow.ops))
         layered = any(without_numbers(label) != label for label in labels)
-        return render_folded(self) if layered and not full else render(self)
+        return render_folded(self.totals) if layered and not full else render(self.totals)
 
     def summary(self) -> str:
         """At most 25 lines: what is split, sent and held, what takes longest, seconds, and of
         what hardware."""
-        return summary_text(self)
+        return summary_text(self.totals)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as one HTML file, which opens from disk and loads nothing: modules, steps,
@@ -133,4 +139,4 @@ class Plan(PlanRecord):
 
     def _repr_html_(self) -> str:
         """The summary, and the text by its parts, each folded."""
-        return summary_html(self) + html_folded(self.text())
+        return summary_html(self.totals) + html_folded(self.text())

@@ -95,7 +95,7 @@ def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
     """The plan with the schedule that it runs under: what is held at a time, who waits.
 
     Stages are rarely equal (one has the head), so the bubble is that of the grid whose actions last
-    as long as the plan says; transfers count at their sender, as in `stage_seconds`.
+    as long as the plan says; transfers count at their sender, as in `step_cost`.
     """
     span, waiting = timetable.waits(plan) if plan.num_stages > 1 else (0.0, ())
     return replace(

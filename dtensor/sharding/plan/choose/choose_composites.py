@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.cost.seconds import cost_of
+from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Step, unused
@@ -58,12 +58,12 @@ def cheapest(
             current = make(_written_out(flow, written))
         except PlanningError:  # a pin does not line up with the simpler ops: they stay fused
             break
-        if cost_of(current).seconds < cost_of(best).seconds:
+        if PlanTotals(current).estimate < PlanTotals(best).estimate:
             best, chosen = current, tuple(written)
     for kind in chosen if len(chosen) > 1 else ():
         fewer = [k for k in chosen if k != kind]
         other = make(_written_out(flow, dict.fromkeys(fewer)))
-        if cost_of(other).seconds < cost_of(best).seconds:
+        if PlanTotals(other).estimate < PlanTotals(best).estimate:
             best, chosen = other, tuple(fewer)
     return best
 

@@ -59,12 +59,6 @@ def memory_of(plan: PlanRecord) -> tuple[Memory, ...]:
     return tuple(stage_memory(plan, stage) for stage in range(plan.num_stages))
 
 
-def fullest_rank(plan: PlanRecord) -> int:
-    """Bytes: of the stages that it hosts, added up."""
-    memory = memory_of(plan)
-    return max(sum(memory[stage].total for stage in held) for held in plan.hosted)
-
-
 def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     """Bytes of the fullest rank of ``stage``."""
     parameters = sum(
@@ -179,13 +173,13 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
     steps = [s for s in plan.steps if s.in_microbatch and stage in s.stages]
     for step in (s for s in steps if s.once):
         for name, spec in _made(step, stage):
-            values.define(name, spec, _base(plan, name, step))
+            values.define(name, spec, base_of(plan, name, step))
             always[values.storage[name]] = None
     walk = [s for p in ("forward", "backward") for s in steps if not s.once and s.phase == p]
     first_backward = sum(s.phase == "forward" for s in walk)
     for at, step in enumerate(walk):
         for name, spec in _made(step, stage):
-            values.define(name, spec, _base(plan, name, step))
+            values.define(name, spec, base_of(plan, name, step))
             values.use([name], at)
         values.use((n for n in step.reads if n in values.storage), at)
     for value in (v for o in plan.outputs for _, v in o.values if v in values.storage):
@@ -203,7 +197,7 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
     return base + (flying - 1) * saved + peak
 
 
-def _base(plan: PlanRecord, name: str, step: Step) -> str | None:
+def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:
     """The value whose storage a result of the step has; None of one that has its own."""
     return plan.standing.get(name) or step.viewed
 

@@ -4,7 +4,7 @@
     chain_of(whole, parts, uses={"up.weight": (3,)}, axis="pp", depth=...)
 
 ``parts`` is the same program with unit u as its stage u (frontend/dataflow/units.py). Each step of
-the plan is priced as `stage_seconds` prices it, all its times in one training step, and counts for
+the plan is priced as `step_cost` has it, all its times in one training step, and counts for
 the unit of its op: a conversion for the unit that it is made for, what the optimizer does with a
 parameter for the units that use it. What crosses between units is priced as the transfer that it
 would be.

@@ -21,6 +21,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Step
 from dtensor.sharding.plan.text.folding import Run, runs_of
@@ -38,8 +39,9 @@ from dtensor.sharding.plan.text.words import flop_text, op_text, wrapped
 MANY = 150
 
 
-def render_folded(plan: PlanRecord) -> str:
+def render_folded(totals: PlanTotals) -> str:
     """The text; that of `render` where no layers are alike."""
+    plan = totals.plan
     sections = {
         (stage, name): steps
         for stage in range(plan.num_stages)
@@ -48,14 +50,14 @@ def render_folded(plan: PlanRecord) -> str:
     runs = dict(zip(sections, runs_of(plan, sections.values()), strict=True))
     folded = [run for found in runs.values() for run in found]
     if not folded:
-        return render(plan)
+        return render(totals)
     left = sum(map(len, sections.values())) - sum((r.count - 1) * r.period for r in folded)
     share = left > MANY
 
     def lines(stage: int, name: str, steps: Sequence[Step]) -> list[Line | str]:
         return list(_lines(plan, stage, steps, runs[stage, name], share))
 
-    return render(plan, lines, _note(plan, folded, share))
+    return render(totals, lines, _note(plan, folded, share))
 
 
 def _note(plan: PlanRecord, folded: Sequence[Run], share: bool) -> list[str]:

@@ -32,14 +32,8 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from dtensor.numerics import dtype_name
-from dtensor.sharding.plan.cost.memory import fullest_rank, memory_of
-from dtensor.sharding.plan.cost.seconds import (
-    all_collectives,
-    collectives_of,
-    cost_of,
-    stage_flops,
-    stage_seconds,
-)
+from dtensor.sharding.plan.cost.seconds import collectives_of
+from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.record import Hint, Misaligned, PlanRecord, Region, StateWrite
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -89,7 +83,7 @@ class Line:
 
 
 def render(
-    plan: PlanRecord,
+    totals: PlanTotals,
     lines: Callable[[int, str, Sequence[Step]], list[Line | str]] | None = None,
     note: Sequence[str] = (),
 ) -> str:
@@ -98,7 +92,8 @@ def render(
     ``lines``: of the steps of a stage's section; by default each step has its own. ``note``: what
     the head says of them.
     """
-    text = [_head(plan), *_axes(plan), *_stored(plan), *_statistics(plan), *note]
+    plan = totals.plan
+    text = [_head(plan), *_axes(totals), *_stored(plan), *_statistics(plan), *note]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
             text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
@@ -116,7 +111,7 @@ def render(
             text += ["", _title(plan, "state that is written"), *written]
     if plan.schedule:
         text += ["", "schedule", *(f"  {row}" for row in plan.schedule.splitlines())]
-    text += [*_regions(plan), "", *_totals(plan), *hint_lines(plan)]
+    text += [*_regions(plan), "", *_totals(totals), *hint_lines(plan)]
     return "\n".join(line.rstrip() for line in text)
 
 
@@ -361,15 +356,16 @@ def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
             yield from ((name, spec) for _, name, spec in step.gives_as())
 
 
-def _axes(plan: PlanRecord) -> list[str]:
+def _axes(totals: PlanTotals) -> list[str]:
     """What each axis splits, and which pin opened it; repeated layers as one line."""
+    plan = totals.plan
     opened = dict(plan.opened)
     lines: list[str] = []
     for axis in plan.mesh.axes:
         start = f"axis {axis}    "
         if axis == plan.stage_axis:
             lines.append(f"{start}stages: {', '.join(map(str, range(plan.num_stages)))}")
-            lines += _chosen(plan)
+            lines += _chosen(totals)
             continue
         groups: dict[tuple[str, int, int, tuple[str, ...]], list[list[str]]] = {}
         for item in opened.get(axis, ()):
@@ -388,11 +384,12 @@ def _axes(plan: PlanRecord) -> list[str]:
     return lines
 
 
-def _chosen(plan: PlanRecord) -> list[str]:
+def _chosen(totals: PlanTotals) -> list[str]:
     """The stages that "auto" chose, and what the slowest of them costs beside the mean."""
+    plan = totals.plan
     if not plan.auto:
         return []
-    costs = [sum(stage_seconds(plan, stage)) for stage in range(plan.num_stages)]
+    costs = [work.seconds for work in totals.stages]
     text = " | ".join(", ".join(patterns) for patterns in plan.auto)
     if sum(costs):
         text += f"; the slowest costs {max(costs) * len(costs) / sum(costs):.2f} of even"
@@ -501,12 +498,12 @@ def _entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str
     return lines
 
 
-def _totals(plan: PlanRecord) -> list[str]:
-    return [*_memory(plan), "", *_communication(plan), "", *_time(plan)]
+def _totals(totals: PlanTotals) -> list[str]:
+    return [*_memory(totals), "", *_communication(totals), "", *_time(totals)]
 
 
-def _memory(plan: PlanRecord) -> list[str]:
-    memory = memory_of(plan)
+def _memory(totals: PlanTotals) -> list[str]:
+    plan, memory = totals.plan, totals.stage_memory
     rows = [
         ["memory per rank", *_stage_names(plan)],
         ["  parameters", *(size_text(m.parameters) for m in memory)],
@@ -517,7 +514,7 @@ def _memory(plan: PlanRecord) -> list[str]:
         rows.append(["  float32 masters", *(size_text(m.masters) for m in memory)])
     rows.append(["  activations", *(size_text(m.activations) for m in memory)])
     if plan.plain is not None:
-        plain = [size_text(m.activations) for m in memory_of(plan.plain)]
+        plain = [size_text(m.activations) for m in PlanTotals(plan.plain).stage_memory]
         rows.append(["    without recompute", *plain])
     if any(held > 1 for held in plan.in_flight):
         rows.append(["    microbatches in flight", *map(str, plan.in_flight)])
@@ -525,49 +522,46 @@ def _memory(plan: PlanRecord) -> list[str]:
         kept = f"  kept to undo a step, x{plan.copies}"
         rows.append([kept, *(size_text(m.snapshots) for m in memory)])
     rows.append(["  total", *(size_text(m.total) for m in memory)])
-    above = above_memory(plan)
+    above = above_memory(totals)
     return [*table(rows), *([f"! {above}"] if above else [])]
 
 
-def above_memory(plan: PlanRecord) -> str:
+def above_memory(totals: PlanTotals) -> str:
     """That the fullest rank holds more than its device has; "" where it does not."""
-    fullest, limit = fullest_rank(plan), plan.topology.memory_bytes
-    if fullest <= limit:
+    if totals.fits:
         return ""
+    fullest, limit = totals.memory.total, totals.plan.topology.memory_bytes
     return f"{size_text(fullest)} on the fullest rank, above its {size_text(int(limit))}"
 
 
-def _communication(plan: PlanRecord) -> list[str]:
+def _communication(totals: PlanTotals) -> list[str]:
     """Messages and bytes by stage, axis, phase and kind."""
-    found: dict[tuple[int, str, str, str], list[int]] = {}
-    order = {"forward": 0, "backward": 1, "optimizer": 2}
+    plan, order = totals.plan, {"forward": 0, "backward": 1, "optimizer": 2}
     axes = plan.mesh.axes
-    for c in all_collectives(plan):
-        entry = found.setdefault((c.stage, c.axis, c.phase, c.kind), [0, 0])
-        entry[0] += c.times
-        entry[1] += c.times * c.bytes_sent
-    if not found:
+    keys = sorted(totals.sent, key=lambda key: (axes.index(key[0]), order[key[1]], key[2]))
+    if not keys:
         return ["communication per rank and step    none"]
     rows = [
         [
             "  " + (f"stage {stage}  {axis}" if plan.num_stages > 1 else axis),
             phase,
-            f"{number} {kind}",
-            f"{size_text(sent)} sent",
+            f"{sent.times} {kind}",
+            f"{size_text(sent.bytes_sent)} sent",
         ]
-        for (stage, axis, phase, kind), (number, sent) in sorted(
-            found.items(), key=lambda e: (e[0][0], axes.index(e[0][1]), order[e[0][2]], e[0][3])
-        )
+        for stage in range(plan.num_stages)
+        for axis, phase, kind in keys
+        if (sent := totals.sent[axis, phase, kind][stage]).times
     ]
     return ["communication per rank and step", *table(rows, left=3)]
 
 
-def _time(plan: PlanRecord) -> list[str]:
-    cost = cost_of(plan)
-    flops = [stage_flops(plan, stage) for stage in range(plan.num_stages)]
+def _time(totals: PlanTotals) -> list[str]:
+    plan, cost = totals.plan, totals.cost
+    flops = [work.flops for work in totals.stages]
     shown = _by_stage(plan, flops)
     if plan.plain is not None:
-        more = [flops[stage] - stage_flops(plan.plain, stage) for stage in range(plan.num_stages)]
+        plain = PlanTotals(plan.plain).stages
+        more = [work.flops - less.flops for work, less in zip(totals.stages, plain, strict=True)]
         shown += f"; recomputed {_by_stage(plan, more)} of it"
     parts = [
         f"compute {seconds_text(cost.compute_seconds)}",

@@ -11,8 +11,8 @@
     predicted     1.40 ms a step (H100 SXM bf16, NVLink)
                   compute 60.72 us, communication 1.34 ms
 
-All is of one rank and one step; where stages differ, of the stage that has most: of memory, of what
-a row sends. A line is at most 100 columns wide. Invariant: what has no row of its own is added up
+All is of one rank and one step; where ranks differ, of the one that has most: of memory, of what a
+row sends. A line is at most 100 columns wide. Invariant: what has no row of its own is added up
 in the last row of its table. Not here: the steps themselves (render.py).
 """
 
@@ -20,15 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dtensor.sharding.plan.cost.memory import memory_of
-from dtensor.sharding.plan.cost.seconds import (
-    collectives_of,
-    cost_of,
-    message_seconds,
-    stage_flops,
-    step_seconds,
-    step_times,
-)
+from dtensor.sharding.plan.cost.seconds import collectives_of, step_seconds, step_times
+from dtensor.sharding.plan.cost.totals import PlanTotals, Sent
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.plan.storage import LEVELS
@@ -52,21 +45,22 @@ _AXES, _SENT, _LONGEST = 4, 7, 4
 _TITLE = 14
 
 
-def summary_text(plan: PlanRecord) -> str:
+def summary_text(totals: PlanTotals) -> str:
     lines: list[str] = []
-    for title, rows in _parts(plan):
+    for title, rows in _parts(totals):
         for number, text in enumerate(table(rows, left=3)):
             line = f"{'' if number else title:<{_TITLE}}{text}"
             lines.append(line if len(line) <= WIDTH else line[: WIDTH - 4] + " ...")
     return "\n".join(lines)
 
 
-def summary_html(plan: PlanRecord) -> str:
+def summary_html(totals: PlanTotals) -> str:
     """The same as one table, for a notebook."""
-    return html_table(_parts(plan))
+    return html_table(_parts(totals))
 
 
-def _parts(plan: PlanRecord) -> list[Part]:
+def _parts(totals: PlanTotals) -> list[Part]:
+    plan = totals.plan
     facts = [(f"plan {plan.name}", _shape(plan)), ("steps", _steps(plan)), *_axes(plan)]
     if plan.zero is not None:
         axis, level = plan.zero
@@ -75,15 +69,15 @@ def _parts(plan: PlanRecord) -> list[Part]:
         again = sum(len(region.repeated) > 0 for region in plan.regions)
         names = ", ".join(collapse([r.name for r in plan.regions if r.repeated])) or "nothing"
         facts.append(("recompute", f"{again} of {len(plan.regions)} regions: {names}"))
-    sent = _sent(plan)
+    sent = _sent(totals)
     parts: list[Part] = [(what, [(words,)]) for what, words in facts]
     parts += [
-        ("memory", _memory(plan)),
+        ("memory", _memory(totals)),
         ("sent", sent or [("nothing",)]),
         ("longest", _longest(plan)),
     ]
-    cost = cost_of(plan)
-    flops = max(stage_flops(plan, stage) for stage in range(plan.num_stages))
+    cost = totals.cost
+    flops = max(work.flops for work in totals.ranks)
     seconds = f"{seconds_text(cost.seconds)} a step ({plan.topology.title})"
     shares = [
         f"compute {seconds_text(cost.compute_seconds)}",
@@ -133,11 +127,10 @@ def _axes(plan: PlanRecord) -> Iterator[tuple[str, str]]:
         yield "axes", f"and {', '.join(axes[_AXES - 1 :])}"
 
 
-def _memory(plan: PlanRecord) -> list[Row]:
-    """Of the stage that holds most."""
-    memory = memory_of(plan)
-    stage = max(range(plan.num_stages), key=lambda s: memory[s].total)
-    most = memory[stage]
+def _memory(totals: PlanTotals) -> list[Row]:
+    """Of the rank that holds most."""
+    most = totals.memory
+    stages = totals.plan.hosted[totals.rank_memory.index(most)]
     held = {
         "parameters": most.parameters,
         "gradients": most.gradients,
@@ -146,34 +139,29 @@ def _memory(plan: PlanRecord) -> list[Row]:
         "activations": most.activations,
         "kept to undo a step": most.snapshots,
     }
-    where = f" on stage {stage}" if plan.num_stages > 1 else ""
+    several = "s" if len(stages) > 1 else ""
+    where = f" on stage{several} {' and '.join(map(str, stages))}"
+    where = where if totals.plan.num_stages > 1 else ""
     parts = ", ".join(f"{what} {size_text(size)}" for what, size in held.items() if size)
-    above = above_memory(plan)
+    above = above_memory(totals)
     text = f"{size_text(most.total)}{where}" + (f": {parts}" if parts else "")
     text += f"; {above}" if above else ""
     return [(line,) for line in wrapped(text, "", WIDTH - _TITLE)]
 
 
-def _sent(plan: PlanRecord) -> list[Row]:
-    """By axis, phase and kind: how many, bytes and seconds, of the stage that sends most of it."""
-    found: dict[tuple[str, str, str], dict[int, list[float]]] = {}
-    for step in plan.steps:
-        for c in collectives_of(plan, step):
-            own = found.setdefault((c.axis, c.phase, c.kind), {}).setdefault(c.stage, [0, 0, 0.0])
-            own[0] += c.times
-            own[1] += c.times * c.bytes_sent
-            own[2] += c.times * message_seconds(plan, step, c)
-    most = {key: max(by.values(), key=lambda own: own[1:]) for key, by in found.items()}
-    ranked = sorted(most.items(), key=lambda item: -item[1][2])
+def _sent(totals: PlanTotals) -> list[Row]:
+    """By axis, phase and kind: how many, bytes and seconds, of the rank that sends most of it."""
+    ranked = sorted(totals.most_sent(lambda key: key).items(), key=lambda item: -item[1].seconds)
     kept = ranked if len(ranked) <= _SENT else ranked[: _SENT - 1]
-    rows = [
-        (axis, phase, f"{number:.0f} {kind}", size_text(int(size)), seconds_text(seconds))
-        for (axis, phase, kind), (number, size, seconds) in kept
-    ]
-    if rest := [item[1] for item in ranked[len(kept) :]]:
-        number, size, seconds = (sum(column) for column in zip(*rest, strict=True))
-        rows.append(("others", "", f"{number:.0f}", size_text(int(size)), seconds_text(seconds)))
+    rows = [(axis, phase, *_cells(sent, kind)) for (axis, phase, kind), sent in kept]
+    if rest := [sent for _, sent in ranked[len(kept) :]]:
+        rows.append(("others", "", *_cells(sum(rest, Sent()))))
     return rows
+
+
+def _cells(sent: Sent, kind: str = "") -> Row:
+    number = f"{sent.times} {kind}".rstrip()
+    return number, size_text(sent.bytes_sent), seconds_text(sent.seconds)
 
 
 def _longest(plan: PlanRecord) -> list[Row]:

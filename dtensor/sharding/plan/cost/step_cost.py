@@ -1,0 +1,239 @@
+"""What one step of a plan does on one rank: FLOP, bytes of memory, messages; priced at any sizes.
+
+    cost = step_cost(plan, step, stage=0)           # StepCost(flops=..., bytes=..., messages=...)
+    cost.compute_seconds(topology), cost.communication_seconds(topology)
+    cost.resized(Resized({"dp": 2}, {"dp": 8}))     # the same step where dp has 8 ranks, not 2
+
+A step that does nothing of a kind has none of it: a view moves no bytes, a message computes
+nothing. All is of the rank at coordinate 0 of every axis, which holds the largest shard of each
+value, and of one time that the step runs; how often it does is `step_times` (seconds.py).
+
+Resized, a value that an axis splits has as many bytes as the other size leaves it, and the FLOP of
+an op follow its values: the strategy of each op is taken to stay the same.
+
+Invariants: equal steps have equal costs, whatever their values are called, so costs can be keys.
+Not here: names and source lines of messages (seconds.py), overlap, contention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, assert_never
+
+import torch
+
+from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Compute,
+    Norm,
+    Redistribute,
+    Step,
+    Transfer,
+    Update,
+)
+from dtensor.sharding.redistribute.moves import Move
+from dtensor.sharding.redistribute.topology import Topology, ring_bytes
+from dtensor.sharding.spec.placements import Shard
+from dtensor.sharding.spec.spec import TensorSpec
+
+Sizes = Mapping[str, int]
+"""By axis, how many ranks it has; of the microbatch axis, how many microbatches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """Axes that have other sizes than were ``planned``."""
+
+    planned: Sizes
+    sizes: Sizes
+
+    def factor(self, axes: frozenset[str]) -> float:
+        """How much larger a shard is that these axes split."""
+        found = 1.0
+        for axis, size in self.sizes.items():
+            if axis in axes:
+                found *= self.planned[axis] / size
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """FLOP or bytes of one rank; ``axes``: those that split it, so that it falls as they grow."""
+
+    number: float
+    axes: frozenset[str] = frozenset()
+
+    def resized(self, to: Resized) -> Amount:
+        return replace(self, number=self.number * to.factor(self.axes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A collective over ``num`` ranks of ``axis``, or a transfer: what each of them sends."""
+
+    kind: str
+    axis: str
+    num: int
+    sent: tuple[Amount, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes_sent(self) -> float:
+        return sum(amount.number for amount in self.sent)
+
+    def seconds(self, topology: Topology) -> float:
+        return self._seconds(topology, self.bytes_sent)
+
+    def starts(self, topology: Topology) -> float:
+        """The seconds that it takes whatever its bytes."""
+        return self._seconds(topology, 0)
+
+    def _seconds(self, topology: Topology, sent: float) -> float:
+        return topology.collective_seconds(self.kind, self.axis, num=self.num, bytes_sent=sent)
+
+    def resized(self, to: Resized) -> Message:
+        sent = tuple(amount.resized(to) for amount in self.sent)
+        if self.axis not in to.sizes:
+            return replace(self, sent=sent)
+        num, before = to.sizes[self.axis], to.planned[self.axis]
+        # a ring over n ranks sends (n - 1) / n of what it is about
+        part = (num - 1) / num * (before / (before - 1))
+        return replace(
+            self, num=num, sent=tuple(replace(each, number=each.number * part) for each in sent)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """``rate``: which of a topology's figures its FLOP and ``bytes`` (read and written) go by; of
+    None, nothing runs on the rank but messages."""
+
+    flops: Amount = Amount(0)
+    bytes: tuple[Amount, ...] = ()
+    messages: tuple[Message, ...] = ()
+    rate: Literal["op", "attention", "update"] | None = None
+
+    def compute_seconds(self, topology: Topology) -> float:
+        moved = sum(amount.number for amount in self.bytes)
+        match self.rate:
+            case None:
+                return 0.0
+            case "update":
+                return topology.update_seconds(bytes_moved=moved)
+            case "op" | "attention":
+                return topology.compute_seconds(
+                    flops=self.flops.number, bytes_moved=moved, attention=self.rate == "attention"
+                )
+
+    def communication_seconds(self, topology: Topology) -> float:
+        return sum(message.seconds(topology) for message in self.messages)
+
+    def resized(self, to: Resized) -> StepCost:
+        """Of the same step where axes have other sizes. An axis of one rank has no messages that
+        could be resized."""
+        return replace(
+            self,
+            flops=self.flops.resized(to),
+            bytes=tuple(amount.resized(to) for amount in self.bytes),
+            messages=tuple(message.resized(to) for message in self.messages),
+        )
+
+
+def step_cost(plan: PlanRecord, step: Step, stage: int) -> StepCost:
+    """Of a rank of ``stage``, each time that the step runs. A transfer counts at its sender."""
+    match step:
+        case Compute() if step.is_view:
+            return StepCost(rate="op")
+        case Compute():
+            specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
+            axes = frozenset[str]().union(*(shard_bytes(spec).axes for spec in specs))
+            if step.results[0] in plan.standing:
+                specs = _written_in_place(plan, step)
+            return StepCost(
+                flops=Amount(step.flops, axes),
+                bytes=tuple(shard_bytes(spec) for spec in specs),
+                rate="attention" if step.rule.kind == "attention" else "op",
+            )
+        case Redistribute() if step.is_free:
+            # not communication, but the copy is not nothing
+            moved = () if step.kind == "relabel" else step.moves
+            return StepCost(bytes=tuple(shard_bytes(move.dst) for move in moved), rate="op")
+        case Accumulate():
+            return StepCost(bytes=(shard_bytes(step.src), shard_bytes(step.dst, 2)), rate="op")
+        case Update():
+            kept = 2 * (step.state_bytes + step.master_bytes)  # read and written
+            moved = shard_bytes(step.spec, 3), Amount(kept, shard_bytes(step.spec).axes)
+            return StepCost(bytes=moved, rate="update")
+        case Redistribute() | Transfer() | Norm():
+            return StepCost(messages=messages_of(plan, step, stage))
+        case _:
+            assert_never(step)
+
+
+def messages_of(
+    plan: PlanRecord, step: Redistribute | Transfer | Norm, stage: int
+) -> tuple[Message, ...]:
+    """What a rank of ``stage`` sends; () of a stage that has no part in it, or receives."""
+    match step:
+        case Redistribute():
+            if step.is_free or not step.is_on(stage):
+                return ()
+            return (_message(step.moves[:1] if step.tied else step.moves),)
+        case Transfer(spec=spec):
+            if stage != step.stage:
+                return ()
+            axis, sent = plan.stage_axis or "", (shard_bytes(spec),)
+            return (Message(kind="transfer", axis=axis, num=2, sent=sent, dtype=spec.dtype),)
+        case Norm(dtype=dtype):
+            return tuple(
+                Message(
+                    kind="all_reduce",
+                    axis=axis,
+                    num=num,
+                    sent=(Amount(ring_bytes("all_reduce", dtype.itemsize, num)),),
+                    dtype=dtype,
+                )
+                for axis, num in plan.mesh.shape.items()
+                if num > 1
+            )
+
+
+def _message(moves: Iterable[Move]) -> Message:
+    """Of moves that are one message: of one kind, on one axis."""
+    moves = tuple(moves)
+    first, sent = moves[0], dict[frozenset[str], int]()
+    for move in moves:
+        axes = shard_bytes(move.src).axes - {move.axis}
+        sent[axes] = sent.get(axes, 0) + move.bytes_sent
+    return Message(
+        kind=first.kind,
+        axis=first.axis,
+        num=first.src.mesh.axis_size(first.axis),
+        sent=tuple(Amount(number, axes) for axes, number in sent.items()),
+        dtype=first.src.dtype,
+    )
+
+
+@lru_cache(maxsize=1 << 13)
+def shard_bytes(spec: TensorSpec, times: int = 1) -> Amount:
+    """The bytes of the largest shard, so many times."""
+    split = (axis for axis, p in spec.sharding.items() if isinstance(p, Shard))
+    return Amount(times * spec.max_local_nbytes, frozenset(split))
+
+
+def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]:
+    """What is read and written where the result is state: as many elements as are changed."""
+    from dtensor.sharding.ops.in_place import writes_of  # few programs change state
+
+    result, specs = step.results[0], step.operand_specs
+    bases = {name: base for write in plan.state_writes for name, base in write.writes}
+    if result not in bases:
+        return ()
+    others = tuple(spec for at, spec in enumerate(specs) if at != bases[result])
+    found = writes_of(step.op.call)
+    assert found is not None
+    whole = specs[bases[result]]
+    return (*others, *others) if found.partial else (*specs, whole)

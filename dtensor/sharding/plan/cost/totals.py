@@ -1,0 +1,205 @@
+"""What a plan comes to, each figure once: seconds, bubble, memory, FLOP, bytes sent.
+
+    totals = PlanTotals(plan)       # plan.totals
+    totals.cost.seconds             # predicted, of a step
+    totals.memory.total             # bytes of the fullest rank
+    totals.bytes_sent               # in a step, by the rank that sends most
+    totals.most_sent(lambda key: key[0])      # {"tp": Sent(times=4, bytes_sent=2097152, ...)}
+
+Whatever prints or compares plans (text, summary, page, comparison, search) reads it here. A rank of
+the stage axis hosts one stage or several, which add up; ranks along other axes do the same, and the
+one at coordinate 0 stands for them. Each figure is found when it is first asked for.
+
+Not here: what one step comes to (step_cost.py), what one stage holds (memory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from dtensor.sharding.plan.cost.memory import Memory, memory_of
+from dtensor.sharding.plan.cost.seconds import step_times
+from dtensor.sharding.plan.cost.step_cost import step_cost
+from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.steps import Compute, Norm, StepPhase
+
+Key = tuple[str, StepPhase, str]
+"""Axis, phase and kind of messages."""
+K = TypeVar("K")
+A = TypeVar("A", "Work", "Sent")
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted seconds of one step on the slowest rank, all its stages, without overlap."""
+
+    compute_seconds: float
+    communication_seconds: float
+    bubble: float  # of the pipeline: the fraction of its ranks' time in which they wait
+    waiting_seconds: float = 0.0  # of the slowest rank
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.communication_seconds + self.waiting_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a rank computes and communicates in a step, in seconds, and its FLOP."""
+
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    flops: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.communication_seconds
+
+    def __add__(self, more: Work) -> Work:
+        return Work(
+            self.compute_seconds + more.compute_seconds,
+            self.communication_seconds + more.communication_seconds,
+            self.flops + more.flops,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Messages of a rank in a step: how many, their bytes, their seconds."""
+
+    times: int = 0
+    bytes_sent: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, more: Sent) -> Sent:
+        return Sent(
+            self.times + more.times,
+            self.bytes_sent + more.bytes_sent,
+            self.seconds + more.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class PlanTotals:
+    """See the module."""
+
+    plan: PlanRecord
+
+    # -- seconds -------------------------------------------------------------------------------
+
+    @cached_property
+    def cost(self) -> Cost:
+        """Predicted, of the slowest rank; communication and compute are not overlapped."""
+        slowest = max(self.ranks, key=lambda work: work.seconds)
+        waiting = self.plan.waiting or (0.0,) * len(self.ranks)
+        last = max(work.seconds + waits for work, waits in zip(self.ranks, waiting, strict=True))
+        return Cost(
+            slowest.compute_seconds,
+            slowest.communication_seconds,
+            self.plan.bubble,
+            last - slowest.seconds,
+        )
+
+    @property
+    def estimate(self) -> float:
+        """Seconds of the slowest rank without its waits: by these, planning compares candidates."""
+        return max(work.seconds for work in self.ranks)
+
+    @cached_property
+    def stages(self) -> tuple[Work, ...]:
+        """Of a rank of each stage; a transfer counts at its sender."""
+        return self._walked[0]
+
+    @cached_property
+    def ranks(self) -> tuple[Work, ...]:
+        """By rank of the stage axis, of all its stages."""
+        return self._by_rank(self.stages, Work())
+
+    # -- memory --------------------------------------------------------------------------------
+
+    @cached_property
+    def stage_memory(self) -> tuple[Memory, ...]:
+        """Of a rank of each stage."""
+        return memory_of(self.plan)
+
+    @cached_property
+    def rank_memory(self) -> tuple[Memory, ...]:
+        """By rank of the stage axis, of all its stages."""
+        stages = [astuple(memory) for memory in self.stage_memory]
+        ranks = (zip(*(stages[s] for s in held), strict=True) for held in self.plan.hosted)
+        return tuple(Memory(*map(sum, rank)) for rank in ranks)
+
+    @property
+    def memory(self) -> Memory:
+        """Of the fullest rank."""
+        return max(self.rank_memory, key=lambda memory: memory.total)
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within ``topology.memory_bytes``."""
+        return self.memory.total <= self.plan.topology.memory_bytes
+
+    # -- messages ------------------------------------------------------------------------------
+
+    @property
+    def sent(self) -> Mapping[Key, tuple[Sent, ...]]:
+        """By axis, phase and kind, in the order of the plan, what a rank of each stage sends."""
+        return self._walked[1]
+
+    @cached_property
+    def bytes_sent(self) -> int:
+        """In a step, by the rank that sends most."""
+        return max((sent.bytes_sent for sent in self._sent_by_rank(_all).get("", ())), default=0)
+
+    @cached_property
+    def num_collectives(self) -> int:
+        """That a rank starts in a step, transfers included."""
+        return max((sent.times for sent in self._sent_by_rank(_all).get("", ())), default=0)
+
+    def most_sent(self, part: Callable[[Key], K]) -> dict[K, Sent]:
+        """By a part of the keys of `sent`, what the rank sends that sends most of it."""
+        return {
+            key: max(ranks, key=lambda sent: (sent.bytes_sent, sent.seconds))
+            for key, ranks in self._sent_by_rank(part).items()
+        }
+
+    # -- of stages, of ranks -------------------------------------------------------------------
+
+    def _sent_by_rank(self, part: Callable[[Key], K]) -> dict[K, tuple[Sent, ...]]:
+        found: dict[K, list[Sent]] = {}
+        for key, stages in self.sent.items():
+            before = found.get(part(key), [Sent()] * len(stages))
+            found[part(key)] = [a + b for a, b in zip(before, stages, strict=True)]
+        return {key: self._by_rank(stages, Sent()) for key, stages in found.items()}
+
+    def _by_rank(self, stages: Sequence[A], none: A) -> tuple[A, ...]:
+        """Sums over the stages that each rank hosts."""
+        return tuple(sum((stages[s] for s in held), none) for held in self.plan.hosted)
+
+    @cached_property
+    def _walked(self) -> tuple[tuple[Work, ...], Mapping[Key, tuple[Sent, ...]]]:
+        """By stage, what all steps add up to."""
+        plan, topology = self.plan, self.plan.topology
+        work = [Work()] * plan.num_stages
+        sent: dict[Key, list[Sent]] = {}
+        for step in plan.steps:
+            times = step_times(plan, step)
+            flops = step.flops if isinstance(step, Compute) else 0
+            for stage in range(plan.num_stages) if isinstance(step, Norm) else step.stages:
+                cost = step_cost(plan, step, stage)
+                compute = cost.compute_seconds(topology)
+                communication = cost.communication_seconds(topology)
+                work[stage] += Work(compute * times, communication * times, flops * times)
+                for message in cost.messages:
+                    key = (message.axis, step.phase, message.kind)
+                    stages = sent.setdefault(key, [Sent()] * plan.num_stages)
+                    bytes_sent = times * int(message.bytes_sent)
+                    stages[stage] += Sent(times, bytes_sent, times * message.seconds(topology))
+        return tuple(work), {key: tuple(stages) for key, stages in sent.items()}
+
+
+def _all(key: Key) -> str:
+    return ""
