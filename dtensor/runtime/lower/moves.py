@@ -104,7 +104,7 @@ def _start(b: RankBuilder, step: Convert) -> Started:
             made = tuple(zip(pieces, buffers, strict=True))
         case "slice" | "fill" | "relabel":
             raise AssertionError(f"{move.kind} does not communicate")
-    b.collective(move.kind, move.axis, sent, made, what, op=op, source=source, wait=False)
+    b.collective(move.kind, move.axis, sent, made, what, op=op, source=source, wait=False, of=step)
     label = f"{b.label}: {move.kind} {what}"
     return Started(step, tuple(name for name, _ in made), label, source)
 
@@ -295,7 +295,8 @@ def _send(
 ) -> Started:
     kind, what = step.kind, f"{step.name} over {step.axis}"
     assert kind in ("all_reduce", "reduce_scatter", "all_gather")
-    b.collective(kind, step.axis, sent, made, what, op=_op_of(step.moves[0]), wait=False)
+    op = _op_of(step.moves[0])
+    b.collective(kind, step.axis, sent, made, what, op=op, wait=False, of=step)
     return Started(step, tuple(name for name, _ in made), f"{b.label}: {kind} {what}")
 
 
