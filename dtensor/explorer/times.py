@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dtensor.runtime.schedule import Grid
+from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.simulate.clock import simulate
 from dtensor.runtime.simulate.trace import Span, Trace
 from dtensor.sharding.plan.plan import Plan
@@ -39,7 +39,8 @@ class _Words:
 
 def simulated(plan: Plan) -> Trace:
     """One run of the plan's program under its schedule."""
-    return simulate(plan, Grid.parse(plan.schedule) if plan.schedule else None)
+    timetable = plan.timetable
+    return simulate(plan, timetable.grid if isinstance(timetable, GridTimetable) else None)
 
 
 def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:

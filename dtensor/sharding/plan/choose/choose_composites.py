@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from dtensor.errors import PlanningError
-from dtensor.sharding.plan.cost.seconds import cost_of
+from dtensor.sharding.plan.cost.seconds import estimated_seconds
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Compute, Convert, Step, results_of, unused
@@ -58,12 +58,12 @@ def cheapest(
             current = make(_written_out(flow, written))
         except PlanningError:  # a pin does not line up with the simpler ops: they stay fused
             break
-        if cost_of(current).seconds < cost_of(best).seconds:
+        if estimated_seconds(current) < estimated_seconds(best):
             best, chosen = current, tuple(written)
     for kind in chosen if len(chosen) > 1 else ():
         fewer = [k for k in chosen if k != kind]
         other = make(_written_out(flow, dict.fromkeys(fewer)))
-        if cost_of(other).seconds < cost_of(best).seconds:
+        if estimated_seconds(other) < estimated_seconds(best):
             best, chosen = other, tuple(fewer)
     return best
 

@@ -1,13 +1,14 @@
 """What the steps of a plan communicate, and how long they take: seconds and FLOP of one rank.
 
     stage_seconds(plan, 0)    # (compute, communication), of one step
-    cost_of(plan)             # Cost(compute_seconds=..., communication_seconds=..., ...)
+    estimated_seconds(plan)   # of the slowest rank, as if no message were hidden
+    cost_of(plan)             # Cost(compute_seconds=..., ...): the prediction, by its timetable
     plan.collectives[0]       # PlannedCollective(name="y", kind="all_reduce", axis="tp", ...)
 
 Rooflines of local ops, the alpha-beta price of each message (redistribute/topology.py), of the rank
 at coordinate 0 of every axis, which holds the largest shard of each value. A step that stands for
 several messages (a norm over several axes, a tie of several stages) has one entry for each stage
-and axis. Not here: overlap, contention.
+and axis. Not here: what is hidden, who waits (runtime/lower/timetable.py); contention.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import assert_never
 
 import torch
 
-from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.record import Cost, PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Bucket,
@@ -38,30 +39,27 @@ from dtensor.sharding.redistribute.topology import ring_bytes
 from dtensor.sharding.spec.spec import TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Predicted seconds of one step on the slowest rank, all its stages, without overlap."""
-
-    compute_seconds: float
-    communication_seconds: float
-    bubble: float  # of the pipeline: the fraction of its ranks' time in which they wait
-    waiting_seconds: float = 0.0  # of the slowest rank
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds + self.waiting_seconds
-
-
 def cost_of(plan: PlanRecord) -> Cost:
-    """Of the slowest rank; communication and compute are not overlapped."""
+    """The prediction. Without a timetable, as of one op's plan, all of the slowest rank's work and
+    messages one after another."""
+    if plan.timetable is not None:
+        return plan.timetable.cost(plan)
+    compute, communication = max(_ranks(plan), key=sum)
+    return Cost(compute, communication, bubble=0.0)
+
+
+def estimated_seconds(plan: PlanRecord) -> float:
+    """An estimate by which candidates are compared: of the slowest rank, all that it computes and
+    communicates, one after another."""
+    return max(map(sum, _ranks(plan)))
+
+
+def _ranks(plan: PlanRecord) -> list[tuple[float, float]]:
+    """Seconds of (compute, communication), by rank of the stage axis."""
     pairs = [stage_seconds(plan, stage) for stage in range(plan.num_stages)]
-    ranks = [
+    return [
         (sum(pairs[s][0] for s in held), sum(pairs[s][1] for s in held)) for held in plan.hosted
     ]
-    compute, communication = slowest = max(ranks, key=sum)
-    waiting = plan.waiting or (0.0,) * len(ranks)
-    last = max(sum(rank) + waited for rank, waited in zip(ranks, waiting, strict=True))
-    return Cost(compute, communication, plan.bubble, last - sum(slowest))
 
 
 def stage_flops(plan: PlanRecord, stage: int) -> int:
