@@ -66,6 +66,7 @@ def test_what_is_found_is_planned_and_pastes(monkeypatch: pytest.MonkeyPatch) ->
         exec(row.text, names)
         plan = names["step"].plan(TOKENS, TOKENS)
         assert str(plan) == str(replace(row.plan, auto=()))
+        assert dt.simulate(names["step"]).seconds == pytest.approx(row.seconds, rel=1e-9)
         assert plan.cost.seconds == row.seconds and row.memory.total <= 150_000
         assert row.mesh.size == 4
     lines = str(found).splitlines()

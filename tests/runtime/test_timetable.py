@@ -10,10 +10,14 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor.commands.as_data import row_data
+from dtensor.explorer.contents import contents
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.simulate.clock import simulate
 from dtensor.sharding.plan.plan import Plan
-from tests.api.test_schedules import data, step_of
+from dtensor.sharding.plan.text.words import seconds_text
+from tests.api.test_schedules import data, model_of, step_of
+from tests.api.test_schedules import loss_fn as mse
 from tests.models import GPT, batch, loss_fn
 
 TOPOLOGIES = {
@@ -116,3 +120,27 @@ def test_a_forward_through_stages() -> None:
     plan = dt.compile(lambda model, x: model(x), model.mesh).plan(model, data()[0])
     assert plan.num_stages == 2
     check(plan)
+
+
+@pytest.mark.slow
+def test_one_number_everywhere() -> None:
+    """With one microbatch and a backward in halves, too."""
+    mesh, stages = dt.Mesh(pp=2), {"pp": [["layers.0.*"], ["layers.1.*"]]}
+    for microbatches in (1, 4):
+        step = step_of(2, mesh, dt.ZBH1(microbatches))
+        plan, seconds = step.plan(*data()), dt.simulate(step, *data()).seconds
+        words = f"{seconds_text(seconds)} a step"
+        assert words in str(plan) and words in plan.text(full=True) and words in plan.summary()
+        page = contents(plan)
+        strategy = mesh, {}, dict(stages=stages, schedule=dt.ZBH1(microbatches))
+        strategies, sgd = {"one": strategy}, torch.optim.SGD
+        (row,) = dt.compare(model_of(2), mse, strategies, *data(), optimizer=sgd).rows
+        everywhere = {
+            "plan": plan.cost.seconds,
+            "head": page["head"]["seconds"],
+            "timeline": page["timeline"]["seconds"],
+            "compare": row.seconds,
+            "json": row_data(row)["seconds"],
+        }
+        for where, found in everywhere.items():
+            assert found == pytest.approx(seconds, rel=1e-9), where
