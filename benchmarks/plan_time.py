@@ -25,9 +25,9 @@ from dtensor.api.stating.stages import stage_of
 from dtensor.daft import verify
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.runtime.lower.actions import GridTimetable
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import lower
+from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.schedule import OneFOneB
 from dtensor.sharding.plan import planner
 from dtensor.sharding.plan.choose import choose_axis

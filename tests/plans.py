@@ -19,7 +19,7 @@ from dtensor.api.stating.placing import input_pins, planner_pins, resolve
 from dtensor.api.stating.stages import stage_of
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.runtime.lower.actions import GridTimetable
+from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
 from dtensor.runtime.schedule import OneFOneB
 from dtensor.sharding.plan.planner import Plan, plan
 from dtensor.sharding.plan.request import Request, Training
@@ -83,7 +83,7 @@ def plan_model(
         training = Training(
             optimizer="AdamW", trained=trained, state_tensors=2, clip_grad_norm=clip_grad_norm
         )
-    timetable = None
+    timetable = ONE_BY_ONE
     if held.axis is not None:
         grid = OneFOneB(microbatches).grid(held.num_stages, mesh.axis_size(held.axis))
         timetable = GridTimetable(grid)

@@ -55,7 +55,7 @@ from dtensor.frontend.source import caller_level
 from dtensor.numerics import dtype_name
 from dtensor.private_torch import pytree
 from dtensor.provider import Provider
-from dtensor.runtime.lower.actions import GridTimetable
+from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
 from dtensor.runtime.profile import Profile
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.gc_pause import collector_paused
@@ -203,7 +203,7 @@ class Options:
     split_results: bool = False
     results: Callable[[Graph, Dataflow], Mapping[int, Mapping[str, Placement]]] | None = None
     num_microbatches: int = 1
-    timetable: GridTimetable | None = None
+    timetable: GridTimetable = ONE_BY_ONE
     topology: Topology | None = None
     training: Callable[[Graph], Training] | None = None
     search: Search = "predictable"
@@ -378,9 +378,9 @@ def _planned(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: 
     stages = models.stages if models else with_parts(models.stages, call.specs(), mesh)
     if stages.waiting:
         one = replace(stages, num_stages=1)
-        whole = _request(call, graph, models, mesh, one, replace(options, timetable=None), name)
-        in_flight = options.timetable.in_flight if options.timetable else ()
-        stages = cut(models.module, stages, whole, plan, in_flight)
+        alone = replace(options, timetable=ONE_BY_ONE)
+        whole = _request(call, graph, models, mesh, one, alone, name)
+        stages = cut(models.module, stages, whole, plan, options.timetable.in_flight)
     request = _request(call, graph, models, mesh, stages, options, name)
     changed = [o.name for o in graph.outputs if isinstance(o, Mutation) and o.index is not None]
     if changed and stages.num_stages > 1:
@@ -441,13 +441,11 @@ def _request(
                 f'out= places result {index} on the axis "{stages.axis}", which holds the stages.\n'
                 f"fix: leave {stages.axis} out of it: a result lies on the stage that makes it"
             )
-    timetable = options.timetable
     num_microbatches = options.num_microbatches
     if num_microbatches > 1:
         num_microbatches = _with_rows(num_microbatches, flow, stated, found.batch, mesh)
     fewer = num_microbatches < options.num_microbatches
-    if fewer and timetable is not None:
-        timetable = GridTimetable(timetable.grid.first(num_microbatches))
+    timetable = options.timetable.first(num_microbatches) if fewer else options.timetable
     request = Request(
         name=name,
         flow=flow,
@@ -459,7 +457,7 @@ def _request(
         results=results,
         split_results=options.split_results,
         stage_axis=stages.axis,
-        stage_ranks=stages.ranks if timetable is None else timetable.grid.home(),
+        stage_ranks=stages.ranks if timetable.grid is None else timetable.grid.home(),
         num_microbatches=num_microbatches,
         microbatches_stated=options.num_microbatches if fewer else None,
         timetable=timetable,

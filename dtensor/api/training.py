@@ -67,9 +67,10 @@ from dtensor.runtime.elementwise.rule import (
     state_elementwise,
     state_tensors,
 )
-from dtensor.runtime.lower.actions import GridTimetable, stage_costs
+from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.finite import DetectNan, checked_detect
+from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule
 from dtensor.runtime.shard_optimizer import check_masters
 from dtensor.sharding.plan.hints import hints as hints_of

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from dtensor.runtime.schedule import Grid
+from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.simulate.clock import simulate
 from dtensor.runtime.simulate.trace import Kind, Span, Trace
 from dtensor.sharding.plan.plan import Plan
@@ -38,7 +38,8 @@ class _Words:
 
 def simulated(plan: Plan) -> Trace:
     """One run of the plan's program under its schedule."""
-    return simulate(plan, Grid.parse(plan.schedule) if plan.schedule else None)
+    timetable = plan.timetable
+    return simulate(plan, timetable.grid if isinstance(timetable, GridTimetable) else None)
 
 
 def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:

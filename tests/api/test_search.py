@@ -17,7 +17,6 @@ from dtensor.api.search.family import Family
 from dtensor.api.search.generating import stages_of
 from dtensor.api.search.program import SearchedProgram, repeated_modules
 from dtensor.api.search.space import SpaceFacts, points_of
-from dtensor.sharding.plan.plan import Plan
 from tests.api.generation import Writer
 from tests.models import GPT
 
@@ -67,6 +66,7 @@ def test_what_is_found_is_planned_and_pastes(monkeypatch: pytest.MonkeyPatch) ->
         exec(row.text, names)
         plan = names["step"].plan(TOKENS, TOKENS)
         assert str(plan) == str(replace(row.plan, auto=()))
+        assert dt.simulate(names["step"]).seconds == pytest.approx(row.seconds, rel=1e-9)
         assert plan.cost.seconds == row.seconds and row.memory.total <= 150_000
         assert row.mesh.size == 4
     lines = str(found).splitlines()
@@ -118,7 +118,7 @@ def test_generation_by_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
         decode, prefill = gen.plan("decode"), gen.plan("prefill", 32)
         assert str(decode) == str(row.plan) and str(prefill) == str(row.prefill)
         assert row.memory.total == max(m.total for p in (decode, prefill) for m in p.memory)
-        seconds = [_stages_in_turn(plan) for plan in (decode, prefill)]
+        seconds = [plan.cost.seconds for plan in (decode, prefill)]
         assert [row.seconds, row.prefill_seconds] == seconds
         tokens = 8 * 28 / (28 * seconds[0] + 8 * seconds[1])
         assert row.tokens_per_second == pytest.approx(tokens)
@@ -130,10 +130,6 @@ def test_generation_by_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
         dt.search(model, None, 1, objective="tokens", memory=1000, **traffic)
     least = int(str(error.value).partition("memory=")[2])
     assert least >= fullest
-
-
-def _stages_in_turn(plan: Plan) -> float:
-    return sum(work.seconds for work in plan.totals.stages)
 
 
 def test_layers_are_dealt_evenly() -> None:

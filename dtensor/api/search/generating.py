@@ -12,7 +12,7 @@ is taken in no slot decodes, so with all slots busy
 
 where decode is seconds of one token of every slot, and prefill of one prompt, padded to its bucket.
 With stages either lasts as long as all its stages one after the other: the next token begins with
-the last one's result. That is more than ``plan.cost.seconds``, which is of the slowest rank.
+the last one's result.
 
 Invariants: every figure is of plans that were made; the text makes the same plans. Not here: the
 space in words (space.py), prompts on another mesh (``prefill=`` of `generator`).
@@ -153,7 +153,7 @@ class Generating:
             except PlanningError as error:
                 refused[str(error).splitlines()[0]] += 1
                 continue
-            rate = self.traffic.tokens_per_second(*map(seconds_of, planned.plans))
+            rate = self.traffic.tokens_per_second(*(plan.cost.seconds for plan in planned.plans))
             made.append((-rate, point, planned))
         fitting = sorted((m for m in made if m[2].fuller.fits), key=lambda m: m[:2])
         if not fitting:
@@ -210,13 +210,13 @@ class Generating:
             placements=dict(self.placements) if point.tp > 1 else {},
             options={**of_parallelize, **of_generator},
             plan=row.plan,
-            seconds=seconds_of(row.plan),
+            seconds=row.seconds,
             memory=planned.fuller.memory,
-            bubble=1 - 1 / point.pp,
+            bubble=row.bubble,
             bytes_sent=row.bytes_sent,
             text=self._text(point, of_parallelize, of_generator),
             prefill=planned.prefill.plan,
-            prefill_seconds=seconds_of(planned.prefill.plan),
+            prefill_seconds=planned.prefill.seconds,
             tokens_per_second=rate,
         )
 
@@ -256,11 +256,6 @@ class Generating:
             f"fix: more ranks, fewer or shorter slots, or memory={least}",
         ]
         return PlanningError("\n".join(lines))
-
-
-def seconds_of(plan: Plan) -> float:
-    """Of a run, from its begin to its end: its stages one after the other."""
-    return sum(work.seconds for work in plan.totals.stages)
 
 
 def stages_of(model: nn.Module, layers: tuple[str, ...], num: int) -> list[list[str]]:

@@ -3,7 +3,6 @@
     actions = Actions(plan, OneFOneB(2).grid(2, 2))
     actions.of(0)                  # ((0, F0), (1, F1), ...): step and action of pipeline rank 0
     actions.steps("F", 1)          # the forward of stage 1
-    plan(Request(..., timetable=GridTimetable(grid)))     # a grid as the planner asks it
 
 A backward B may stand as two halves, I and W: what other stages wait for, and what nobody does.
 
@@ -23,10 +22,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 
-from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind, in_flight, waits
+from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
@@ -34,6 +32,7 @@ from dtensor.sharding.plan.steps import (
     Norm,
     Redistribute,
     Step,
+    StepPhase,
     Transfer,
     Update,
 )
@@ -50,6 +49,15 @@ class Actions:
         """(step, pipeline rank, action), by steps."""
         self._steps: dict[tuple[Kind, int], tuple[Step, ...]] = {}
         self._sums: dict[tuple[Kind, int], tuple[Accumulate, ...]] = {}
+        self._of: dict[tuple[StepPhase, int], list[Step]] = defaultdict(list)
+        self._totals: dict[int, list[Accumulate]] = defaultdict(list)
+        for step in plan.steps:
+            if isinstance(step, Accumulate):
+                self._totals[step.stage].append(step)
+            elif not step.once:
+                stages = (step.to_stage,) if isinstance(step, Transfer) else ()
+                for stage in (step.stage, *stages):
+                    self._of[step.phase, stage].append(step)
         self._received: dict[Event, int] = {
             event: step for step, _, action in self.all for event in action.gives()
         }
@@ -68,14 +76,10 @@ class Actions:
         """The steps of an action, in plan order."""
         key = kind, stage
         if key not in self._steps:
-            phase = "forward" if kind == "F" else "backward"
             self._steps[key] = tuple(
                 s
-                for s in self.plan.steps
-                if not s.once
-                and s.phase == phase
-                and stage in s.stages
-                and (kind in ("F", "B") or (kind == "W") == self._in_weight_half(s))
+                for s in self._of["forward" if kind == "F" else "backward", stage]
+                if kind in ("F", "B") or (kind == "W") == self._in_weight_half(s)
             )
         return self._steps[key]
 
@@ -84,11 +88,7 @@ class Actions:
         key = kind, stage
         if key not in self._sums:
             made = {name for step in self.steps(kind, stage) for name in step.gives}
-            self._sums[key] = tuple(
-                s
-                for s in self.plan.steps
-                if isinstance(s, Accumulate) and s.stage == stage and s.operand in made
-            )
+            self._sums[key] = tuple(s for s in self._totals[stage] if s.operand in made)
         return self._sums[key]
 
     @cached_property
@@ -169,24 +169,6 @@ def _module(label: str) -> str:
 
 
 # -- prices of actions -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class GridTimetable:
-    """The planner's `Timetable` of a grid."""
-
-    grid: Grid
-
-    @property
-    def text(self) -> str:
-        return str(self.grid)
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        return in_flight(self.grid)
-
-    def waits(self, plan: PlanRecord) -> tuple[float, tuple[float, ...]]:
-        return waits(self.grid, stage_costs(plan))
 
 
 def stage_costs(plan: PlanRecord) -> Costs:

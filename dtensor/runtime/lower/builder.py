@@ -228,6 +228,7 @@ class RankBuilder:
     instructions: list[Instruction | LocalCode] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)
     accumulated: dict[str, str] = field(default_factory=dict)
+    prices: dict[int, float] = field(default_factory=dict)  # of messages, by the id of their start
     began: int = 0  # where the action under way begins
     posted: int = 0  # where its receives go: the beginning of the action before
     agreed: bool = False  # the commit point is there
@@ -355,24 +356,27 @@ class RankBuilder:
         op: ReduceOp | None = None,
         source: str | None = None,
         wait: bool = True,
+        of: Step | None = None,
     ) -> Label:
         """Start a collective of table values over an axis, and wait for it unless told not to;
-        what it is called. ``what``: that it takes; ``way``: over what, if it is no axis."""
+        what it is called. ``what``: that it takes; ``way``: over what, if it is no axis; ``of``:
+        the step whose one message it is."""
         label = self.label.doing(kind, what, way or f"over {channel}")
-        self.start(
-            Collective(
-                kind,
-                self.group(channel) if group is None else group,
-                tuple(name for name, _ in inputs),
-                tuple(name for name, _ in outputs),
-                tuple(buffer for _, buffer in inputs),
-                tuple(buffer for _, buffer in outputs),
-                op,
-                channel,
-                label=label,
-                source=source,
-            )
+        start = Collective(
+            kind,
+            self.group(channel) if group is None else group,
+            tuple(name for name, _ in inputs),
+            tuple(name for name, _ in outputs),
+            tuple(buffer for _, buffer in inputs),
+            tuple(buffer for _, buffer in outputs),
+            op,
+            channel,
+            label=label,
+            source=source,
         )
+        self.start(start)
+        if self.shared.priced and of is not None:
+            self.prices[id(start)] = self.shared.seconds(of)[1]
         if wait:
             self.start(Wait((outputs[0][0],), label=label, source=source))
         return label

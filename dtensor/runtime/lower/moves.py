@@ -101,7 +101,9 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
         case "slice" | "fill" | "relabel":
             raise AssertionError(f"{kind} does not communicate")
     made, op = _made(b, step), _op_of(step.moves[0])
-    label = b.collective(kind, axis, sent, made, step.label, op=op, source=source, wait=False)
+    label = b.collective(
+        kind, axis, sent, made, step.label, op=op, source=source, wait=False, of=step
+    )
     return Started(step, tuple(name for name, _ in made), label, source)
 
 

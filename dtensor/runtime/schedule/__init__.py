@@ -11,7 +11,7 @@ all that lowering reads. Communication is inserted from the grid, never written.
 - grid.py: what a grid is, prints as, parses from, and must keep.
 - published.py, zero_bubble.py: schedules of the literature, on the domains their papers define.
 - custom.py: one's own. search.py: one that is searched for.
-- measure.py: time, bubble and what is in flight.
+- measure.py: time, bubble and what is in flight. clock.py: lists of several ranks on a clock.
 """
 
 from dtensor.runtime.schedule.custom import Custom, Ordered

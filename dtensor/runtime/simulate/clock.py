@@ -10,13 +10,14 @@ alpha-beta model says, in the background, after those before it on its channel; 
 messages are complete. A message begins when all its members have started it; those that no rank
 here stands for start when ours does. The controller's call stands before it all, as one `CALL`.
 
-Not modelled: contention between channels; what `Free` and an empty `Wait` take.
+Invariant: it ends when `plan.cost` says, which replays one action of each kind. Not modelled:
+contention between channels; what `Free` and an empty `Wait` take.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -32,13 +33,14 @@ from dtensor.daft import (
     Vote,
     Wait,
 )
-from dtensor.daft.ir.instructions import Key, Start, key_of, outputs_of
+from dtensor.daft.ir.instructions import Start, key_of, outputs_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.program import lower_rank
 from dtensor.runtime.schedule import Grid
+from dtensor.runtime.schedule.clock import Begin, Interval, Item, Until, Work, run
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import updates_of
@@ -58,22 +60,30 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
     shared = Shared(plan, Actions(plan, grid), torch.device("cpu"), priced=True)
     roles = Roles(optimizer="optimizer" if trains else None, state=state)
     functions = Functions()
-    lists: list[_SimulatedRank] = []
+    programs: dict[int, RankProgram] = {}
+    lists: dict[int, list[Item]] = {}
+    held: dict[int, int] = {}
     for rank in ranks:
         builder = RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
-        program = lower_rank(builder)
-        seconds = [i.seconds for i in builder.instructions if isinstance(i, LocalCode)]
-        held = _state_bytes(plan, builder.stages) if trains else 0
-        lists.append(_SimulatedRank(rank, program, seconds, held))
-    clock = _Clock(plan, {one.rank: one for one in lists})
-    clock.run()
+        programs[rank] = lower_rank(builder)
+        lists[rank] = _items(builder, programs[rank])
+        held[rank] = _state_bytes(plan, builder.stages) if trains else 0
+    call = plan.topology.step_latency
+    times = run(lists, call)
+    spans: list[Span] = []
+    changes: list[tuple[tuple[float, int], ...]] = []
+    for rank, program in programs.items():
+        if call:
+            spans.append(Span(rank=rank, track="wait", name=CALL, begin=0.0, end=call))
+        spans += _spans(rank, program, times[rank])
+        changes.append(tuple(_held(program, times[rank], held[rank], call)))
     return Trace(
         name=plan.name,
         ranks=ranks,
         alike=plan.mesh.size // len(ranks),
-        spans=tuple(sorted(clock.spans, key=lambda s: (s.begin, s.rank, s.end))),
-        peak_bytes=tuple(max(held for _, held in one.changes) for one in lists),
-        held_bytes=tuple(tuple(one.changes) for one in lists),
+        spans=tuple(sorted(spans, key=lambda s: (s.begin, s.rank, s.end))),
+        peak_bytes=tuple(max(held for _, held in of) for of in changes),
+        held_bytes=tuple(changes),
     )
 
 
@@ -93,137 +103,91 @@ def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
     return sum(plan.memory[s].optimizer + plan.memory[s].masters for s in stages)
 
 
-@dataclass(slots=True)
-class _SimulatedRank:
-    """One rank's list and how far it is."""
-
-    rank: int
-    program: RankProgram
-    seconds: list[float]  # of its calls, in order
-    state_bytes: int
-    at: int = 0
-    calls: int = 0
-    now: float = 0.0
-    held: int = 0
-    changes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    sizes: dict[str, int] = field(default_factory=dict[str, int])
-    waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    messages: dict[int, _Message] = field(default_factory=dict)  # by the place of the start
+# -- a rank's list ---------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Message:
-    """A transfer or collective: complete when all members that are simulated have started it."""
-
-    seconds: float
-    members: int
-    channels: tuple[tuple[int, Key], ...]
-    started: dict[int, float] = field(default_factory=dict[int, float])
-    end: float | None = None
-    items: dict[int, Start] = field(default_factory=dict)
-
-
-class _Clock:
-    def __init__(self, plan: Plan, ranks: dict[int, _SimulatedRank]) -> None:
-        self.plan = plan
-        self.ranks = ranks
-        self.spans: list[Span] = []
-        self.messages: dict[tuple[Key, int], _Message] = {}
-        self.counts: dict[tuple[int, Key], int] = defaultdict(int)
-        self.free: dict[tuple[int, Key], float] = defaultdict(float)
-
-    def run(self) -> None:
-        for rank in self.ranks.values():
-            rank.sizes = dict(rank.program.nbytes)
-            rank.waits = starts_of_waits(rank.program.instructions)
-            fed = (*rank.program.inputs, *rank.program.state)
-            rank.held = rank.state_bytes + sum(rank.sizes.get(name, 0) for name in fed)
-            rank.changes.append((0.0, rank.held))
-            rank.now = self.plan.topology.step_latency
-            if rank.now:
-                span = Span(rank=rank.rank, track="wait", label=CALL, begin=0.0, end=rank.now)
-                self.spans.append(span)
-        moved = True
-        while moved:
-            moved = False
-            for rank in self.ranks.values():
-                while rank.at < len(rank.program.instructions) and self._step(rank):
-                    rank.at += 1
-                    moved = True
-        stuck = [r.rank for r in self.ranks.values() if r.at < len(r.program.instructions)]
-        assert not stuck, f"ranks {stuck} wait for ever; the verifier refuses such programs"
-
-    def _step(self, rank: _SimulatedRank) -> bool:
-        """Run the rank's next instruction; False where it waits for what has not begun."""
-        item = rank.program.instructions[rank.at]
+def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
+    """What the rank does, by its instructions that take time."""
+    calls = (i.seconds for i in builder.instructions if isinstance(i, LocalCode))
+    waits = starts_of_waits(program.instructions)
+    items: list[Item] = []
+    for at, item in enumerate(program.instructions):
         match item:
             case Call():
-                seconds = rank.seconds[rank.calls]
-                rank.calls += 1
-                self._span(rank.rank, "compute", item, rank.now, rank.now + seconds)
-                rank.now += seconds
-                self._hold(rank, item.outputs)
+                seconds = next(calls)
+                items.append(Work(seconds, seconds))
             case Send() | Recv() | Collective():
-                self._start(rank, item)
+                members, *channel = key_of(builder.rank, item)
+                seconds = _seconds(builder, item)
+                items.append(Begin(at, members, tuple(channel), seconds))
             case Wait():
-                messages = [rank.messages[start] for start in rank.waits[rank.at]]
-                if any(m.end is None for m in messages):
-                    return False
-                end = max([rank.now, *(m.end for m in messages if m.end is not None)])
-                self._span(rank.rank, "wait", item, rank.now, end)
-                rank.now = end
-            case Free():
-                self._hold(rank, item.values, -1)
-            case Vote() | Commit():
+                items.append(Until(waits[at]))
+            case Free() | Vote() | Commit():
                 pass
-        return True
+    return items
 
-    def _hold(self, rank: _SimulatedRank, values: tuple[str, ...], sign: int = 1) -> None:
-        if change := sum(rank.sizes.get(value, 0) for value in values):
-            rank.held += sign * change
-            rank.changes.append((rank.now, rank.held))
 
-    def _start(self, rank: _SimulatedRank, item: Start) -> None:
-        key = key_of(rank.rank, item)
-        members = key[0]
-        number = self.counts[rank.rank, key]
-        self.counts[rank.rank, key] += 1
-        known = [member for member in members if member in self.ranks]
-        message = self.messages.get((key, number))
-        if message is None:
-            # a channel that is shared by ranks: they are busy with it one message after the other
-            message = _Message(self._seconds(item), len(known), tuple((m, key) for m in known))
-            self.messages[key, number] = message
-        message.started[rank.rank] = rank.now
-        message.items[rank.rank] = item
-        rank.messages[rank.at] = message
-        self._hold(rank, outputs_of(item))
-        if len(message.started) < message.members:
-            return
-        begin = max([*message.started.values(), *(self.free[c] for c in message.channels)])
-        message.end = begin + message.seconds
-        self.free.update(dict.fromkeys(message.channels, message.end))
-        for member, started in message.items.items():
-            self._span(member, "communication", started, begin, message.end)
+def _seconds(builder: RankBuilder, item: Start) -> float:
+    """Of a message: as the step says whose it is; of others, by what is sent."""
+    plan = builder.plan
+    if id(item) in builder.prices:
+        return builder.prices[id(item)]
+    match item:
+        case Send(buffer=buffer) | Recv(buffer=buffer):
+            kind, axis, num, sent = "transfer", plan.stage_axis or "", 2, buffer.nbytes
+        case Collective(kind=kind, group=group):
+            axis, num = _axis(plan, group), len(group)
+            sent = ring_bytes(kind, sum(buffer.nbytes for buffer in item.in_buffers), num)
+    return plan.topology.collective_seconds(kind, axis, num=num, bytes_sent=sent)
 
-    def _seconds(self, item: Start) -> float:
-        topology = self.plan.topology
-        match item:
-            case Send(buffer=buffer) | Recv(buffer=buffer):
-                axis = self.plan.stage_axis or ""
-                return topology.collective_seconds(
-                    "transfer", axis, num=2, bytes_sent=buffer.nbytes
-                )
-            case Collective(group=group):
-                axis, num = self._axis(group), len(group)
-                sent = ring_bytes(item.kind, sum(buffer.nbytes for buffer in item.in_buffers), num)
-                return topology.collective_seconds(item.kind, axis, num=num, bytes_sent=sent)
 
-    def _axis(self, group: tuple[int, ...]) -> str:
-        """The axis along which the members lie."""
-        first, second = (self.plan.mesh.coordinates(rank) for rank in group[:2])
-        return next(axis for axis in first if first[axis] != second[axis])
+def _axis(plan: Plan, group: tuple[int, ...]) -> str:
+    """The axis along which the members lie."""
+    first, second = (plan.mesh.coordinates(rank) for rank in group[:2])
+    return next(axis for axis in first if first[axis] != second[axis])
 
-    def _span(self, rank: int, track: Track, item: Instruction, begin: float, end: float) -> None:
-        if end > begin:
-            self.spans.append(span_of(rank, track, item, begin, end))
+
+# -- what comes of it ------------------------------------------------------------------------------
+
+
+def _timed(
+    program: RankProgram, times: Sequence[Interval]
+) -> Iterator[tuple[Instruction, Interval | None]]:
+    """Each instruction and when it is; None of those that take no time."""
+    each = iter(times)
+    for item in program.instructions:
+        yield item, None if isinstance(item, Free | Vote | Commit) else next(each)
+
+
+def _spans(rank: int, program: RankProgram, times: Sequence[Interval]) -> Iterator[Span]:
+    for item, interval in _timed(program, times):
+        if interval is not None and interval[1] > interval[0]:
+            yield span_of(rank, _track(item), item, *interval)
+
+
+def _track(item: Instruction) -> Track:
+    match item:
+        case Call():
+            return "compute"
+        case Wait():
+            return "wait"
+        case _:
+            return "communication"
+
+
+def _held(
+    program: RankProgram, times: Sequence[Interval], state_bytes: int, begin: float
+) -> Iterator[tuple[float, int]]:
+    """(From when on, bytes held); what a message makes is held when it is started."""
+    sizes = dict(program.nbytes)
+    held = state_bytes + sum(sizes.get(name, 0) for name in (*program.inputs, *program.state))
+    yield 0.0, held
+    now = begin
+    for item, interval in _timed(program, times):
+        if isinstance(item, Call | Wait) and interval is not None:
+            now = interval[1]
+        come = sum(sizes.get(name, 0) for name in outputs_of(item))
+        gone = sum(sizes.get(name, 0) for name in item.values) if isinstance(item, Free) else 0
+        if come != gone:
+            held += come - gone
+            yield now, held

@@ -9,8 +9,8 @@ program is planned again, so a hint is a fact about two plans and not an estimat
 planning a pattern and axis, and is made on request alone. A pattern whose opposite cannot be
 planned has none.
 
-Invariants: prices are the seconds of the slowest rank without its waits, which placements do not
-change. Not here: better placements of another kind (replicated, another axis).
+Invariants: prices are the predicted seconds of a step. Not here: better placements of another kind
+(replicated, another axis).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _compare(
         other = _planned(replace(request, pins=pins))
         if other is None:
             continue
-        seconds, cheaper = planned.totals.estimate, other.totals.estimate
+        seconds, cheaper = planned.cost.seconds, other.cost.seconds
         if cheaper > _WORTH * seconds:
             return None
         return Hint(

@@ -25,9 +25,9 @@ from typing import Any
 from dtensor.provider import Provider
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.cost.seconds import PlannedCollective, all_collectives
-from dtensor.sharding.plan.cost.totals import Cost, PlanTotals
+from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import without_numbers
-from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.record import Cost, PlanRecord
 from dtensor.sharding.plan.text.explain import explain
 from dtensor.sharding.plan.text.folded import render_folded
 from dtensor.sharding.plan.text.render import render
@@ -80,9 +80,10 @@ class Plan(PlanRecord):
 
     @property
     def cost(self) -> Cost:
-        """Predicted ``seconds`` of a step, of the slowest rank: ``compute_seconds``,
-        ``communication_seconds``, which are not overlapped, and ``waiting_seconds`` of a pipeline,
-        whose idle fraction is ``bubble``."""
+        """Predicted ``seconds`` of a step, as `simulate` finds them. Of the slowest rank: its
+        ``compute_seconds``, ``communication_seconds``, in which it waits for messages under way,
+        and ``waiting_seconds`` besides; ``bubble``: the fraction of the ranks' time in which those
+        of a pipeline wait for others."""
         return self.totals.cost
 
     @property

@@ -28,8 +28,8 @@ from dtensor.sharding.plan.passes.gather_stored import gather_stored
 from dtensor.sharding.plan.passes.recompute import recomputed
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.precision import uncast
-from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.request import Request, Timetable
+from dtensor.sharding.plan.record import PlanRecord, Timetable
+from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.verify import verify
 from dtensor.sharding.rules.dtypes import accepts
 from dtensor.sharding.rules.registry import NoRule, rule_for
@@ -92,16 +92,10 @@ def finished(plan: PlanRecord, request: Request) -> PlanRecord:
 
 
 def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
-    """The plan with the schedule that it runs under: what is held at a time, who waits.
-
-    Stages are rarely equal (one has the head), so the bubble is that of the grid whose actions last
-    as long as the plan says; transfers count at their sender, as in `step_cost`.
-    """
-    span, waiting = timetable.waits(plan) if plan.num_stages > 1 else (0.0, ())
+    """The plan with the schedule that it runs under: what is held at a time, how long it takes."""
     return replace(
         plan,
-        bubble=sum(waiting) / (span * len(waiting)) if span else 0.0,
-        waiting=waiting,
+        timetable=timetable,
         in_flight=timetable.in_flight,
         schedule=timetable.text if plan.num_microbatches > 1 else "",
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
 from dtensor.sharding.plan.steps import Step
@@ -169,6 +169,40 @@ class Hint:
     removed: tuple[tuple[str, str, str, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Predicted seconds of one step. Of the slowest rank, with all its stages: what it computes,
+    what it waits for messages that are under way, which is what is not hidden of them, and what it
+    waits besides, for other ranks and for the controller's call."""
+
+    compute_seconds: float
+    communication_seconds: float
+    bubble: float  # of the pipeline: the fraction of its ranks' time in which they wait for others
+    waiting_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.communication_seconds + self.waiting_seconds
+
+
+class Timetable(Protocol):
+    """When the ranks of a pipeline run what. Schedules are the runtime's; a plan asks this."""
+
+    @property
+    def text(self) -> str:
+        """The grid, as it is printed."""
+        ...
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        """By stage, how many microbatches it holds at a time."""
+        ...
+
+    def cost(self, plan: PlanRecord) -> Cost:
+        """What a step of the plan is predicted to take."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanRecord:
     """What is decided, and nothing that follows from it. ``mesh`` is the user's; ``inner`` is what
@@ -190,13 +224,12 @@ class PlanRecord:
     opened: tuple[tuple[str, tuple[Opened, ...]], ...]
     topology: Topology
     pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, what the user wrote it for)
-    bubble: float = 0.0  # of the schedule, with this plan's stages
-    waiting: tuple[float, ...] = ()  # seconds of a step, by rank of the stage axis; from these
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
     by_microbatch: tuple[str, ...] = ()  # modules whose statistics are of one microbatch
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
     zero: tuple[str, int] | None = None  # the axis over which state is stored split, the level
     schedule: str = ""
+    timetable: Timetable | None = field(default=None, compare=False, repr=False)
     regions: tuple[Region, ...] = ()  # what runs again in the backward
     plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # nothing run again
     state_writes: tuple[StateWrite, ...] = ()  # one of each input that is changed

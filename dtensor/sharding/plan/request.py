@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, cast, get_args
 
 from dtensor.errors import check_word
 from dtensor.sharding.plan.dataflow import Dataflow
-from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.record import Timetable
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Shard
@@ -49,25 +49,6 @@ class Pin:
     opens: bool = True
     until_contraction: bool = False
     stated: Shard | None = None  # as the user wrote it, for messages
-
-
-class Timetable(Protocol):
-    """When the ranks of a pipeline run what. Schedules are the runtime's; a plan asks this."""
-
-    @property
-    def text(self) -> str:
-        """The grid, as it is printed."""
-        ...
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """By stage, how many microbatches it holds at a time."""
-        ...
-
-    def waits(self, plan: PlanRecord) -> tuple[float, tuple[float, ...]]:
-        """Seconds of the pipeline from its first action to its last; of these, by rank of the stage
-        axis, those in which it waits."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -66,7 +66,7 @@ class Topology:
         memory_bytes: of a rank's device, which `compare` checks and the planner does not.
         op_latency: seconds of any local op beside its work, such as dispatch and kernel launch.
         step_latency: seconds of a step beside those of its ranks, as of the controller's call,
-            which `simulate` counts.
+            which a prediction counts.
         attention_flops: as flops, of attention, whose kernels do not reach a product's; None: they
             do.
         update_bandwidth: bytes of parameters, gradients and optimizer state per second, each

@@ -6,7 +6,7 @@
 Rooflines of local ops, the alpha-beta price of each message (redistribute/topology.py), of the rank
 at coordinate 0 of every axis, which holds the largest shard of each value. A step that stands for
 several messages (a norm over several axes, a tie of several stages) has one entry for each stage
-and axis. Not here: overlap, contention.
+and axis. Not here: what is hidden, who waits (runtime/lower/timetable.py); contention.
 """
 
 from __future__ import annotations

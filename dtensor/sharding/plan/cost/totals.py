@@ -23,27 +23,13 @@ from typing import TypeVar
 from dtensor.sharding.plan.cost.memory import Memory, memory_of
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.cost.step_cost import step_cost
-from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.record import Cost, PlanRecord
 from dtensor.sharding.plan.steps import Compute, Norm, StepPhase
 
 Key = tuple[str, StepPhase, str]
 """Axis, phase and kind of messages."""
 K = TypeVar("K")
 A = TypeVar("A", "Work", "Sent")
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Predicted seconds of one step on the slowest rank, all its stages, without overlap."""
-
-    compute_seconds: float
-    communication_seconds: float
-    bubble: float  # of the pipeline: the fraction of its ranks' time in which they wait
-    waiting_seconds: float = 0.0  # of the slowest rank
-
-    @property
-    def seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds + self.waiting_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +78,17 @@ class PlanTotals:
 
     @cached_property
     def cost(self) -> Cost:
-        """Predicted, of the slowest rank; communication and compute are not overlapped."""
+        """The prediction, by the plan's timetable. Without one, as of one op's plan, all of the
+        slowest rank's work and messages one after another."""
+        if self.plan.timetable is not None:
+            return self.plan.timetable.cost(self.plan)
         slowest = max(self.ranks, key=lambda work: work.seconds)
-        waiting = self.plan.waiting or (0.0,) * len(self.ranks)
-        last = max(work.seconds + waits for work, waits in zip(self.ranks, waiting, strict=True))
-        return Cost(
-            slowest.compute_seconds,
-            slowest.communication_seconds,
-            self.plan.bubble,
-            last - slowest.seconds,
-        )
+        return Cost(slowest.compute_seconds, slowest.communication_seconds, bubble=0.0)
 
     @property
     def estimate(self) -> float:
-        """Seconds of the slowest rank without its waits: by these, planning compares candidates."""
+        """Seconds of the slowest rank, as if no message were hidden and nobody waited: by these,
+        planning compares candidates."""
         return max(work.seconds for work in self.ranks)
 
     @cached_property

@@ -1,0 +1,304 @@
+"""A schedule as the planner asks it, and the prediction: how long a step takes under it.
+
+    plan(Request(..., timetable=GridTimetable(OneFOneB(8).grid(4, 4))))
+    GridTimetable(grid).cost(planned)      # Cost(seconds=..., compute_seconds=..., ...)
+
+Of each kind of action of each stage one is priced, step by step, in the order in which the ranks
+run it: messages are begun and waited for where `lower` has them. The schedule's grid is then
+replayed on the virtual clock with these, after what comes once and before the end of the step. The
+ranks of one stage that differ in other axes do the same on equal shards, so the one at coordinate 0
+stands for all; it has the largest.
+
+Invariant: as long as `simulate` finds the program to take, instruction by instruction; tests hold
+them to each other. Not modelled: contention between channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dtensor.daft.ir.instructions import WORD
+from dtensor.runtime.lower.actions import Actions
+from dtensor.runtime.lower.builder import Roles, Shared
+from dtensor.runtime.schedule import Grid, Kind, in_flight
+from dtensor.runtime.schedule.clock import Begin, Interval, Item, Until, Work, folded, run
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import Cost, PlanRecord
+from dtensor.sharding.plan.steps import (
+    Accumulate,
+    Compute,
+    Norm,
+    Redistribute,
+    Step,
+    Transfer,
+    Update,
+    updates_of,
+)
+from dtensor.sharding.redistribute.topology import ring_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class GridTimetable:
+    """The planner's `Timetable` of a grid. None: a microbatch goes through all stages and, where
+    there is a backward, back."""
+
+    grid: Grid | None
+
+    @property
+    def text(self) -> str:
+        return "" if self.grid is None else str(self.grid)
+
+    @property
+    def in_flight(self) -> tuple[int, ...]:
+        return () if self.grid is None else in_flight(self.grid)
+
+    def first(self, num_microbatches: int) -> GridTimetable:
+        """Of the first microbatches alone."""
+        return self if self.grid is None else GridTimetable(self.grid.first(num_microbatches))
+
+    def cost(self, plan: PlanRecord) -> Cost:
+        return _Prediction(plan if isinstance(plan, Plan) else Plan.of(plan), self.grid).cost()
+
+
+ONE_BY_ONE = GridTimetable(None)
+
+
+class _Prediction:
+    """What the lists of the stage axis' ranks are, and what comes of running them."""
+
+    def __init__(self, plan: Plan, grid: Grid | None) -> None:
+        self.plan = plan
+        self.shared = Shared(plan, Actions(plan, grid), torch.device("cpu"))
+        trains = bool(updates_of(plan.steps))
+        self.agrees = self.shared.agrees(Roles(optimizer="optimizer" if trains else None))
+        self._actions: dict[tuple[Kind, int], _List] = {}
+
+    def cost(self) -> Cost:
+        """Of the slowest rank: what it computes, waits for messages under way, and else waits."""
+        begin = self.plan.topology.step_latency
+        lists = {rank: self._rank(rank) for rank in range(len(self.plan.hosted))}
+        times = run(lists, begin)
+        end = max((end for own in times.values() for _, end in own), default=begin)
+        spent = [_spent(items, times[rank], end) for rank, items in lists.items()]
+        compute, communication, waiting = max(spent, key=lambda rank: rank[0] + rank[1])
+        whole = (end - begin) * len(spent)
+        bubble = sum(waiting for *_, waiting in spent) / whole if whole else 0.0
+        return Cost(compute, communication, bubble, begin + waiting)
+
+    def _rank(self, rank: int) -> list[Item]:
+        """All that it does in a step, with the actions folded."""
+        own = _List(self, rank)
+        own.steps([s for s in self.plan.steps if s.once and own.concerns(s)])
+        own.finish(own.under_way)
+        sends = [(-1, send) for send in own.sends]  # with the step of its receive
+        begun: set[int] = set()
+        began = 0
+        for step, action in self.shared.actions.of(rank):
+            sends = own.wait_sends(sends, step)
+            posted, began = began, len(own.items)
+            made, m = self._action(action.kind, action.stage), action.microbatch
+            own.items[posted:posted] = [_of(item, m) for item in made.receives]
+            began += len(made.receives)
+            own.items += [_of(item, m) for item in made.items]
+            for send in made.sends:
+                at = self.shared.actions.received_at(send.step, m)
+                sends.append((at, replace(send, microbatch=m)))
+            begun |= made.begun
+        own.wait_sends(sends, None)
+        own.end(begun)
+        return own.items
+
+    def _action(self, kind: Kind, stage: int) -> _List:
+        """What an action of the kind does, whatever the microbatch."""
+        key = kind, stage
+        if key not in self._actions:
+            own = _List(self, self.plan.stage_ranks[stage])
+            steps, late = self.shared.overlapped(kind, stage)
+            own.steps(steps, stage, late)
+            own.finish(own.under_way)
+            for step in self.shared.actions.sums(kind, stage):
+                own.work(step)
+            own.items = folded(own.rank, own.items)
+            self._actions[key] = own
+        return self._actions[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Send:
+    step: Transfer
+    microbatch: int | None = None
+
+    @property
+    def value(self) -> tuple[str, int | None]:
+        """A wait completes all sends of it."""
+        return self.step.operand, self.microbatch
+
+
+class _List:
+    """What one rank of the stage axis does, while it is put together; `_Walk` of program.py makes
+    instructions of the same steps."""
+
+    def __init__(self, of: _Prediction, rank: int) -> None:
+        self.of, self.plan, self.rank = of, of.plan, rank
+        self.stages = of.plan.hosted[rank]
+        self.items: list[Item] = []
+        self.receives: list[Begin] = []  # begun during the action before
+        self.sends: list[_Send] = []
+        self.under_way: dict[str, str] = {}  # value to the message that makes it
+        self.reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
+        self.begun: set[int] = set()  # ids of steps that an action had before the end
+        self.agreed = False
+
+    def concerns(self, step: Step) -> bool:
+        return any(step.is_on(stage) for stage in self.stages)
+
+    def steps(
+        self, steps: Sequence[Step], stage: int | None = None, late: Collection[int] = ()
+    ) -> None:
+        """``late``: the ids of those that are waited for before their results are read."""
+        for step in steps:
+            self.finish(step.reads)
+            match step:
+                case Compute():
+                    self.work(step)
+                case Redistribute() if step.is_free:
+                    self.work(step)
+                case Redistribute() if step.is_alone:
+                    self._message(step, wait=id(step) not in late)
+                case Redistribute() if step.tied:
+                    self._tie(step)
+                case Redistribute() if not step.in_place:
+                    if step.phase == "optimizer" and id(step) in late:
+                        self.begun.add(id(step))
+                        self.finish(self.reduced)
+                        self.reduced = step.results
+                    wait = step.kind != "all_gather" and id(step) not in late
+                    self._message(step, wait=wait)
+                case Transfer():
+                    self._transfer(step, stage)
+                case Norm():
+                    self._votes(step.dtype.itemsize)
+                case Accumulate() | Update() | Redistribute():
+                    pass  # accumulation follows its action; updates are the end
+
+    def end(self, begun: Collection[int]) -> None:
+        """Sums of gradients that have not ``begun``, the commit point, the updates."""
+        end = (s for s in self.plan.steps if s.phase == "optimizer" and id(s) not in begun)
+        mine = [s for s in end if self.concerns(s)]
+        self.steps(mine)
+        if self.of.agrees and not self.agreed:
+            self._votes(0)
+        for step in {s.parameter: s for s in reversed(mine) if isinstance(s, Update)}.values():
+            self.work(step)
+        for step in mine:
+            if isinstance(step, Redistribute) and step.in_place:
+                self._message(step, wait=True)
+
+    def work(self, step: Step) -> None:
+        seconds, _ = self.of.shared.seconds(step)
+        self.items.append(Work(seconds, seconds))
+
+    def finish(self, values: Iterable[str]) -> None:
+        """Wait for the messages that make these."""
+        for value in tuple(values) if self.under_way else ():
+            name = self.under_way.get(value)
+            if name is not None:
+                self.items.append(Until((name,)))
+                self.under_way = {v: n for v, n in self.under_way.items() if n != name}
+
+    def wait_sends(
+        self, sends: list[tuple[int, _Send]], step: int | None
+    ) -> list[tuple[int, _Send]]:
+        """Wait for those whose receives start before ``step``; the others."""
+        latest = {send.value: at for at, send in sorted(sends, key=lambda item: item[0])}
+        due = {value for value, at in latest.items() if step is None or at < step}
+        names = tuple((s.step.result, s.microbatch) for _, s in sends if s.value in due)
+        if names:
+            self.items.append(Until(names))
+        return [(at, send) for at, send in sends if send.value not in due]
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def _message(self, step: Redistribute, *, wait: bool) -> None:
+        name = step.name
+        _, seconds = self.of.shared.seconds(step)
+        self.items.append(Begin(name, (self.rank,), step.axis, seconds))
+        if wait:
+            self.items.append(Until((name,)))
+        else:
+            self.under_way |= dict.fromkeys(step.gives, name)
+
+    def _transfer(self, step: Transfer, stage: int | None) -> None:
+        """``stage``: whose action it is, None before all."""
+        members = self.plan.stage_ranks[step.stage], self.plan.stage_ranks[step.to_stage]
+        if members[0] == members[1]:
+            return
+        channel = step.phase, step.stage, step.to_stage, step.once
+        _, seconds = self.of.shared.seconds(step)
+        name = step.result if stage is not None else (step.result, None)
+        begin = Begin(name, members, channel, seconds)
+        if self.rank == members[0] and stage in (None, step.stage):
+            self.items.append(begin)
+            self.sends.append(_Send(step))
+            return
+        (self.items if stage is None else self.receives).append(begin)
+        self.items.append(Until((name,)))
+
+    def _tie(self, step: Redistribute) -> None:
+        hosts = tuple(dict.fromkeys(self.plan.stage_ranks[stage] for stage in step.tied))
+        if len(hosts) > 1:
+            nbytes = step.moves[0].src.max_local_nbytes
+            self._all_reduce(f"tied {step.of[0]}", step.axis, hosts, len(hosts), nbytes)
+
+    def _votes(self, nbytes: int) -> None:
+        """The commit point, with the sums of squares of a norm, of ``nbytes``."""
+        self.agreed = True
+        nbytes += WORD.nbytes if self.of.agrees else 0
+        for axis, num in self.plan.mesh.shape.items():
+            if num > 1:
+                every = tuple(range(num)) if axis == self.plan.stage_axis else (self.rank,)
+                self._all_reduce(axis, axis, every, num, nbytes)
+
+    def _all_reduce(
+        self, channel: str, axis: str, members: tuple[int, ...], num: int, nbytes: int
+    ) -> None:
+        seconds = self.plan.topology.collective_seconds(
+            "all_reduce", axis, num=num, bytes_sent=ring_bytes("all_reduce", nbytes, num)
+        )
+        self.items += [Begin(channel, members, channel, seconds), Until((channel,))]
+
+
+def _of(item: Item, microbatch: int) -> Item:
+    """The item of an action of the microbatch."""
+    match item:
+        case Work():
+            return item
+        case Begin():
+            return replace(item, name=(item.name, microbatch))
+        case Until():
+            return Until(tuple((name, microbatch) for name in item.names))
+
+
+def _spent(
+    items: Sequence[Item], times: Sequence[Interval], last: float
+) -> tuple[float, float, float]:
+    """Seconds in which a rank computes, waits for messages that are under way, and waits for other
+    ranks, up to the ``last`` one's end."""
+    begun: dict[Hashable, float] = {}
+    computes = communicates = 0.0
+    waits = last - times[-1][1] if times else 0.0
+    for item, (begin, end) in zip(items, times, strict=True):
+        match item:
+            case Work():
+                computes += item.computes
+                communicates += item.seconds - item.computes
+            case Begin():
+                begun[item.name] = begin
+            case Until():
+                since = min(end, max(begin, min(begun[name] for name in item.names)))
+                communicates += end - since
+                waits += since - begin
+    return computes, communicates, waits

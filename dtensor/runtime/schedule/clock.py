@@ -1,0 +1,173 @@
+"""A virtual clock: lists of what ranks compute, send and wait for, and when each of it is.
+
+    lists = {
+        0: [Work(2.0), Begin("x", (0, 1), "0->1", 0.5), Until(("x",))],
+        1: [Begin("x", (0, 1), "0->1", 0.5), Until(("x",)), Work(1.0)],
+    }
+    run(lists)[1]       # [(2.0, 2.5), (0.0, 2.5), (2.5, 3.5)]
+
+A message begins when all its members that have a list have begun it, after those before it on its
+channel, and goes on in the background; members without a list begin when these do. The k-th of a
+rank on a channel meets the k-th of the others.
+
+Not here: what a rank's list is (runtime/lower), contention between channels.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A stretch of ``seconds``, of which the rank computes in ``computes``; it waits for messages
+    of its own in the rest."""
+
+    seconds: float
+    computes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The rank's part in a message of ``seconds``; ``name``: by which it waits for it."""
+
+    name: Hashable
+    members: tuple[int, ...]
+    channel: Hashable
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Until:
+    """The rank waits until these messages are complete."""
+
+    names: tuple[Hashable, ...]
+
+
+Item = Work | Begin | Until
+Interval = tuple[float, float]
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    missing: int  # members that have not begun it
+    begin: float = 0.0  # no earlier than the last of them
+    end: float | None = None
+
+
+class _Clock:
+    def __init__(self, lists: Mapping[int, Sequence[Item]]) -> None:
+        self.lists = lists
+        self.messages: dict[tuple[object, int], _Message] = {}
+        self.counts: dict[tuple[int, object], int] = defaultdict(int)
+        self.free: dict[object, float] = defaultdict(float)
+
+    def start(self, rank: int, item: Begin, now: float) -> _Message:
+        channel = item.members, item.channel
+        number = self.counts[rank, channel]
+        self.counts[rank, channel] += 1
+        message = self.messages.get((channel, number))
+        if message is None:
+            message = _Message(sum(member in self.lists for member in item.members))
+            self.messages[channel, number] = message
+        message.missing -= 1
+        message.begin = max(message.begin, now)
+        if not message.missing:
+            message.begin = max(message.begin, self.free[channel])
+            message.end = self.free[channel] = message.begin + item.seconds
+        return message
+
+
+def run(lists: Mapping[int, Sequence[Item]], begin: float = 0.0) -> dict[int, list[Interval]]:
+    """By rank, when each of its items begins and ends; of a `Begin`, the message. They start at
+    ``begin``. AssertionError for lists that wait for ever, which the verifier refuses."""
+    clock = _Clock(lists)
+    times: dict[int, list[Interval | _Message]] = {rank: [] for rank in lists}
+    now = dict.fromkeys(lists, begin)
+    named: dict[tuple[int, Hashable], _Message] = {}
+    moved = True
+    while moved:
+        moved = False
+        for rank, items in lists.items():
+            own, at = times[rank], now[rank]
+            while len(own) < len(items):
+                match items[len(own)]:
+                    case Work(seconds=seconds):
+                        own.append((at, at + seconds))
+                        at += seconds
+                    case Begin() as item:
+                        message = clock.start(rank, item, at)
+                        named[rank, item.name] = message
+                        own.append(message)
+                    case Until(names=names):
+                        ends = [named[rank, name].end for name in names]
+                        if None in ends:
+                            break
+                        end = max([at, *(e for e in ends if e is not None)])
+                        own.append((at, end))
+                        at = end
+                moved = True
+            now[rank] = at
+    stuck = [rank for rank, items in lists.items() if len(times[rank]) < len(items)]
+    assert not stuck, f"ranks {stuck} wait for ever; the verifier refuses such programs"
+    return {rank: [_interval(t) for t in own] for rank, own in times.items()}
+
+
+def _interval(times: Interval | _Message) -> Interval:
+    if isinstance(times, tuple):
+        return times
+    assert times.end is not None, "its members have begun it"
+    return times.begin, times.end
+
+
+# -- a list that comes often -----------------------------------------------------------------------
+
+
+def folded(rank: int, items: Sequence[Item]) -> list[Item]:
+    """The rank's list in fewer items that last as long: all that concerns no other rank, between
+    moments at which no message of its own is under way, is one `Work`."""
+    found: list[Item] = []
+    alone: list[Item] = []
+    for part in _parts(items):
+        if all(isinstance(item, Work) or _is_own(item, part) for item in part):
+            alone += part
+        else:
+            found += [*_together(rank, alone), *part]
+            alone = []
+    return [*found, *_together(rank, alone)]
+
+
+def _parts(items: Sequence[Item]) -> Iterator[list[Item]]:
+    """The items, cut where no message of the rank's own is under way."""
+    part: list[Item] = []
+    under_way: set[Hashable] = set()
+    for item in items:
+        part.append(item)
+        match item:
+            case Begin(name=name, members=members) if len(members) == 1:
+                under_way.add(name)
+            case Until(names=names):
+                under_way.difference_update(names)
+            case _:
+                pass
+        if not under_way:
+            yield part
+            part = []
+    assert not part, "an action ends when its own messages have"
+
+
+def _is_own(item: Item, part: Sequence[Item]) -> bool:
+    if isinstance(item, Begin):
+        return len(item.members) == 1
+    begun = {other.name for other in part if isinstance(other, Begin)}
+    return isinstance(item, Until) and begun.issuperset(item.names)
+
+
+def _together(rank: int, items: Sequence[Item]) -> list[Item]:
+    """Items of one rank alone as one."""
+    if not items:
+        return []
+    end = run({rank: items})[rank][-1][1]
+    return [Work(end, sum(item.computes for item in items if isinstance(item, Work)))]
