@@ -121,8 +121,6 @@ MORE = {
     "OptimizerHome": 19,
     "Reached": 22,
     "Resident": 24,
-    "Request": 25,
-    "PlanRecord": 27,
 }
 """Records of more fields, from before there was a bound: no number grows, and none comes in."""
 
