@@ -170,7 +170,7 @@ class Hint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Asked:
+class PlanTerms:
     """What a plan is asked for that it also is: a `Request` and its plan have the same. ``mesh`` is
     the user's; ``zero``: an axis and a level: what of the parameters is stored split over it."""
 
@@ -191,13 +191,13 @@ class Asked:
         """Of the pipeline; 1 without one."""
         return self.flow.num_stages
 
-    def asked(self) -> Mapping[str, Any]:
+    def terms(self) -> Mapping[str, Any]:
         """By name."""
-        return {each.name: getattr(self, each.name) for each in fields(Asked)}
+        return {each.name: getattr(self, each.name) for each in fields(PlanTerms)}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class PlanRecord(Asked):
+class PlanRecord(PlanTerms):
     """What is decided, and nothing that follows from it. ``inner`` is what specs are stated on: the
     mesh without the stage axis, with the axis ``mb`` where there are microbatches."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, cast, get_args
 
 from dtensor.errors import check_word
-from dtensor.sharding.plan.record import Asked, PlanRecord
+from dtensor.sharding.plan.record import PlanRecord, PlanTerms
 from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -68,8 +68,8 @@ class Timetable(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Request(Asked):
-    """What a plan is asked for, with what it is then (`Asked`).
+class Request(PlanTerms):
+    """What a plan is asked for, with what it is then (`PlanTerms`).
 
     pins: input name -> axis -> placement, in the order the user stated the axes.
     held: input name -> the spec under which it stands already; it has no pins.

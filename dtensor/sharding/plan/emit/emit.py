@@ -61,7 +61,7 @@ def emit(
         emitter.compute(op, op.results, op.stage, op.phase)
     outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
     return PlanRecord(
-        **request.asked(),
+        **request.terms(),
         inner=mesh,
         inputs=tuple(inputs),
         steps=tuple(emitter.steps),
