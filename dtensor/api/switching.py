@@ -134,13 +134,16 @@ class _PlannedStep:
     def of(step: TrainStep, other: ParallelModule, how: Wanted) -> _PlannedStep:
         last, options = step.last, step.options
         assert last is not None, "it has run"
+        planning = options.planning
+        if how.inputs is not None:
+            planning = replace(planning, inputs=how.inputs)
         options = replace(
             options,
-            inputs=options.inputs if how.inputs is None else how.inputs,
+            planning=planning,
             schedule=how.schedule or options.schedule,
         )
         try:
-            check_recompute(other, options.recompute)
+            check_recompute(other, planning.recompute)
             grid = grid_of(options.schedule, other)
             other.claim_homes(grid.home())
             call = _call_with(last.call, step.model, other)
@@ -200,7 +203,7 @@ class _PlannedStep:
         planned = replace(self.planned, models=models, call=call, switches=models.switches)
         step.options, step.last, step._session = self.options, planned, None
         step._grid = step.model.switches, grid_of(self.options.schedule, step.model)
-        if not self.options.each_call and not before.call.specs():
+        if not self.options.planning.each_call and not before.call.specs():
             step.plans.put(planned, before)
 
 

@@ -75,7 +75,7 @@ from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule
 from dtensor.runtime.shard_optimizer import check_masters
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.request import Search, Training, checked_search
+from dtensor.sharding.plan.request import Training, checked_search
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
@@ -92,19 +92,15 @@ RUN_AHEAD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """What `train_step` was given besides the model, the loss and the optimizer."""
+    """What `train_step` was given besides the model, the loss and the optimizer. ``planning``: of
+    that, what any program's plan depends on."""
 
-    inputs: Mapping[str, Any] | None
+    planning: Options
     schedule: Schedule
     clip_grad_norm: float | None
-    topology: Topology | None
-    search: Search
     keep_gradients: bool
-    recompute: tuple[str, ...]
     master_weights: bool
     detect_nan: DetectNan
-    each_call: bool
-    batch_norm: str
 
 
 class Loss(ReadsAsFloat):
@@ -323,7 +319,7 @@ class TrainStep:
             call.look()
             groups = self._groups()
             _refuse_early_hooks(self.optimizer)
-            if self.options.each_call:
+            if self.options.planning.each_call:
                 others = groups, call.arrangement
                 return self.plans.of_graph(call.graph("loss", each_call=True), others, make)
             return self.plans.get(call, groups, make)
@@ -331,16 +327,12 @@ class TrainStep:
     def planned_with(self, stated: StepOptions, grid: Grid, graph: Graph | None) -> Options:
         """What a plan of it depends on besides the call."""
         groups = self._groups()
-        return Options(
-            inputs=stated.inputs,
+        return replace(
+            stated.planning,
             num_microbatches=stated.schedule.microbatches,
             timetable=GridTimetable(grid),
-            topology=stated.topology,
             training=lambda graph: self._training(graph, groups),
-            search=stated.search,
-            recompute=stated.recompute,
             graph=graph,
-            per_microbatch=stated.batch_norm == "per_microbatch",
         )
 
     @property
@@ -661,18 +653,21 @@ def train_step(
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
     again = recompute_of(recompute, model.module)
     check_recompute(model, again)
-    options = StepOptions(
+    planning = Options(
         inputs=inputs,
-        schedule=schedule or GPipe(microbatches=1),
-        clip_grad_norm=None if clip_grad_norm is None else float(clip_grad_norm),
         topology=topology,
         search=checked_search(search),
-        keep_gradients=keep_gradients,
         recompute=again,
+        each_call=checked_capture(capture),
+        per_microbatch=batch_norm == "per_microbatch",
+    )
+    options = StepOptions(
+        planning=planning,
+        schedule=schedule or GPipe(microbatches=1),
+        clip_grad_norm=None if clip_grad_norm is None else float(clip_grad_norm),
+        keep_gradients=keep_gradients,
         master_weights=master_weights,
         detect_nan=checked_detect(detect_nan) if detect_nan else False,
-        each_call=checked_capture(capture),
-        batch_norm=batch_norm,
     )
     step = TrainStep(model, loss_fn, optimizer, options)
     model.claim_homes(step.grid.home())

@@ -143,7 +143,7 @@ def test_a_sound_model_runs_as_without(placed: str) -> None:
             one.step.model,
             one.step.loss_fn,
             one.step.optimizer,
-            inputs=one.step.options.inputs,
+            inputs=one.step.options.planning.inputs,
             schedule=one.step.options.schedule,
             clip_grad_norm=1.0,
             detect_nan=detect,

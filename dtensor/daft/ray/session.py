@@ -229,7 +229,8 @@ class RaySession(Session):
         if title and at.program >= 0:  # in a compiled function
             instruction, name = self._at(host, at)
             reason = f"{reason} It was in compiled function {title!r}."
-            title = str(instruction.label or f"{name}.{excerpt(instruction)}")
+            label = instruction.label  # of a task, its title
+            title = f"{name}.{excerpt(instruction)}" if label is None else label.action
             issued = (instruction.source, *issued) if instruction.source else issued
         actor, _, method = title.partition(".")
         if not title:

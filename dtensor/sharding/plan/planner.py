@@ -88,7 +88,7 @@ def finished(plan: PlanRecord, request: Request) -> PlanRecord:
         plan = in_place(plan)
     if request.timetable is not None:
         plan = scheduled(plan, request.timetable)
-    return replace(plan, plain=plain, auto=request.auto)
+    return replace(plan, plain=plain)
 
 
 def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:

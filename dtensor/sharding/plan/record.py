@@ -14,9 +14,9 @@ Invariants: those that verify.py checks. A plan knows no actors and no backend.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from dtensor.sharding.plan.dataflow import Dataflow, InputKind, OutputKind
 from dtensor.sharding.plan.steps import Step
@@ -203,31 +203,45 @@ class Timetable(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
-class PlanRecord:
-    """What is decided, and nothing that follows from it. ``mesh`` is the user's; ``inner`` is what
-    specs are stated on: the mesh without the stage axis, with the axis ``mb`` where there are
-    microbatches."""
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanTerms:
+    """What a plan is asked for that it also is: a `Request` and its plan have the same. ``mesh`` is
+    the user's; ``zero``: an axis and a level: what of the parameters is stored split over it."""
 
     name: str
     flow: Dataflow
     mesh: Mesh
+    stage_axis: str | None = None
+    stage_ranks: tuple[int, ...] = ()  # by stage, its coordinate on the stage axis
+    num_microbatches: int = 1
+    microbatches_stated: int | None = None  # where the batch has rows for fewer
+    topology: Topology = field(default_factory=Topology)
+    zero: tuple[str, int] | None = None
+    auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
+    by_microbatch: tuple[str, ...] = ()  # modules whose statistics are of one microbatch
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline; 1 without one."""
+        return self.flow.num_stages
+
+    def terms(self) -> Mapping[str, Any]:
+        """By name."""
+        return {each.name: getattr(self, each.name) for each in fields(PlanTerms)}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PlanRecord(PlanTerms):
+    """What is decided, and nothing that follows from it. ``inner`` is what specs are stated on: the
+    mesh without the stage axis, with the axis ``mb`` where there are microbatches."""
+
     inner: Mesh
-    stage_axis: str | None
-    num_stages: int
-    stage_ranks: tuple[int, ...]  # by stage, its coordinate on the stage axis
-    num_microbatches: int
-    microbatches_stated: int | None  # where the batch has rows for fewer
     inputs: tuple[PlannedInput, ...]
     steps: tuple[Step, ...]
     outputs: tuple[PlannedOutput, ...]
     opened: tuple[tuple[str, tuple[Opened, ...]], ...]
-    topology: Topology
     pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, what the user wrote it for)
-    auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
-    by_microbatch: tuple[str, ...] = ()  # modules whose statistics are of one microbatch
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
-    zero: tuple[str, int] | None = None  # the axis over which state is stored split, the level
     schedule: str = ""
     timetable: Timetable | None = field(default=None, compare=False, repr=False)
     regions: tuple[Region, ...] = ()  # what runs again in the backward

@@ -12,10 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, cast, get_args
 
 from dtensor.errors import check_word
-from dtensor.sharding.plan.dataflow import Dataflow
-from dtensor.sharding.plan.record import Timetable
-from dtensor.sharding.redistribute.topology import Topology
-from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.plan.record import PlanTerms, Timetable
 from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -52,8 +49,8 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Request:
-    """What a plan is asked for.
+class Request(PlanTerms):
+    """What a plan is asked for, with what it is then (`PlanTerms`).
 
     pins: input name -> axis -> placement, in the order the user stated the axes.
     held: input name -> the spec under which it stands already; it has no pins.
@@ -64,19 +61,12 @@ class Request:
     split_results: a result on which nothing is stated may stay split as it comes out.
     pending_results: likewise one that comes out pending; it is priced as if it were reduced.
     search: "predictable" splits only what pins reach; "free" lifts that.
-    microbatches_stated: how many were asked for, where the batch has rows for fewer.
-    zero: an axis and a level: what of the parameters is stored split over it; not for
-        those whose labels are in ``stored_whole``.
+    stored_whole: labels of the parameters that ``zero`` is not for.
     misaligned: "error" refuses a parameter's pin that does not line up with the program; "gather"
         takes it as how the parameter is stored.
     recompute: full names of the modules whose forward runs again in the backward.
-    auto: where the stages were chosen, each stage's patterns; they are printed.
-    by_microbatch: the modules whose statistics are of one microbatch; they are printed.
     """
 
-    name: str
-    flow: Dataflow
-    mesh: Mesh
     pins: Mapping[str, Mapping[str, Placement]]
     held: Mapping[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     pinned_by: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -85,22 +75,14 @@ class Request:
     results: Mapping[int, Mapping[str, Placement]] = field(
         default_factory=dict[int, Mapping[str, Placement]]
     )
-    stage_axis: str | None = None
-    stage_ranks: tuple[int, ...] = ()
-    num_microbatches: int = 1
-    microbatches_stated: int | None = None
     timetable: Timetable | None = None
-    topology: Topology = field(default_factory=Topology)
     training: Training | None = None
     search: Search = "predictable"
     split_results: bool = False
     pending_results: bool = False
-    zero: tuple[str, int] | None = None
     stored_whole: frozenset[str] = frozenset()
     misaligned: OnMisaligned = "error"
     recompute: frozenset[str] = frozenset()
-    auto: tuple[tuple[str, ...], ...] = ()
-    by_microbatch: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<request of a plan of {self.name} on {self.mesh}: {self.flow!r}>"

@@ -60,22 +60,12 @@ def emit(
         emitter.compute(op, op.results, op.stage, op.phase)
     outputs = Outputs(emitter, {i.label: i for i in inputs}).emit()
     return PlanRecord(
-        name=request.name,
-        flow=flow,
-        mesh=request.mesh,
+        **request.terms(),
         inner=mesh,
-        stage_axis=request.stage_axis,
-        num_stages=flow.num_stages,
-        stage_ranks=request.stage_ranks,
-        num_microbatches=request.num_microbatches,
-        microbatches_stated=request.microbatches_stated,
         inputs=tuple(inputs),
         steps=tuple(emitter.steps),
         outputs=outputs,
         opened=tuple((c.axis, c.opened) for c in chosen if c.axis != MICROBATCH_AXIS),
-        topology=request.topology,
-        zero=request.zero,
-        by_microbatch=request.by_microbatch,
         pinned=tuple(
             (axis, value, request.pinned_by.get(value, value))
             for value, placements in request.pins.items()
