@@ -21,7 +21,7 @@ SLOW = dt.Topology(bandwidth=20e9)  # between hosts: reducing a number per row c
 
 
 def _ops(plan: Plan) -> set[str]:
-    return {step.op.call.name for step in plan.steps if hasattr(step, "op")}
+    return {step.op.call.name for step in plan.steps if step.op is not None}
 
 
 def _kinds(plan: Plan) -> set[str]:
