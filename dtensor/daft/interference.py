@@ -31,14 +31,11 @@ from typing import Literal, TypeAlias
 
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.ir.instructions import (
-    Call,
     Collective,
     Key,
     Recv,
     Send,
-    inputs_of,
     key_of,
-    outputs_of,
 )
 from dtensor.daft.ir.program import Program
 from dtensor.daft.tasks.frozen import Frozen
@@ -203,8 +200,8 @@ def _uses(rank: int, bound: Bound) -> Iterator[tuple[str, Use]]:
     shared = {name: name for name in own.state}
     shared |= {name: bound.stored[name] for name in own.inputs if name in bound.stored}
     for index, i in enumerate(own.instructions):
-        writes = (*(i.writes if isinstance(i, Call) else ()), *outputs_of(i))
-        for name in (*writes, *inputs_of(i)):
+        writes = (*i.writes, *i.outputs)
+        for name in (*writes, *i.inputs):
             if name in shared:
                 at = show_site(program, (rank, index))
                 yield shared[name], Use(program.name, name in writes, at, i.source)

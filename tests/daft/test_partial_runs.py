@@ -27,6 +27,8 @@ from dtensor.daft import (
     Future,
     Instruction,
     Program,
+    Recv,
+    Send,
     Stored,
     TaskError,
     Vote,
@@ -111,6 +113,20 @@ def test_ranks_outside_give_nothing_and_are_not_called() -> None:
         before = cluster.calls
         assert part.get([()] * 2).get() == [()] * 2
         assert cluster.calls - before == 2
+
+
+def test_a_part_receives_into_its_own_state() -> None:
+    gives = [Send("w", 1, "w", SUM), Wait(("w",))]
+    takes = [Recv("w", 0, "w", SUM), Wait(("w",))]
+    made = program(gives, takes)
+    made = replace(made, ranks=tuple(replace(own, state=("w",)) for own in made.ranks))
+    with launch_cluster(SIZE) as cluster:
+        cluster.put([{"w": torch.zeros(1)}] * SIZE)
+        part = Part(cluster, (2, 3), "part: ", "mesh(tp=2)")
+        part.put([{"w": torch.ones(1)}, {"w": torch.zeros(1)}])
+        part.run(part.load(made), [{}, {}]).get()
+        assert part.get([("w",), ("w",)]).get() == [(torch.ones(1),)] * 2
+        assert cluster.get([("w",)] * SIZE).get() == [(torch.zeros(1),)] * SIZE
 
 
 def test_members() -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
 from dtensor.daft.cluster.cluster import (
     Cluster,
@@ -28,17 +28,6 @@ from dtensor.daft.cluster.cluster import (
     check_size,
 )
 from dtensor.daft.errors import ClusterClosed, DaftError
-from dtensor.daft.ir.instructions import (
-    Call,
-    Collective,
-    Commit,
-    Free,
-    Instruction,
-    Recv,
-    Send,
-    Vote,
-    Wait,
-)
 from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored
 from dtensor.daft.status import Status
@@ -195,49 +184,17 @@ class Part(Cluster):
             names = {name: self.inner(name) for name in own.state}
             ranks[self.ranks[index]] = replace(
                 own,
-                instructions=tuple(self._instruction(i, names) for i in own.instructions),
-                state=_all(own.state, names),
+                instructions=tuple(i.renamed(names, self.ranks) for i in own.instructions),
+                state=tuple(map(self.inner, own.state)),
                 nbytes=tuple((names.get(name, name), size) for name, size in own.nbytes),
                 shares=tuple((name, names.get(other, other)) for name, other in own.shares),
-                replayable=_all(own.replayable, names),
+                replayable=tuple(names.get(name, name) for name in own.replayable),
             )
             stages[self.ranks[index]] = program.stage_of[index]
             known_as[self.ranks[index]] = self._names[index]
         return replace(
             program, ranks=tuple(ranks), stage_of=tuple(stages), known_as=tuple(known_as)
         )
-
-    def _instruction(self, instruction: Instruction, names: Mapping[str, str]) -> Instruction:
-        match instruction:
-            case Call():
-                return replace(
-                    instruction,
-                    inputs=_all(instruction.inputs, names),
-                    outputs=_all(instruction.outputs, names),
-                    writes=_all(instruction.writes, names),
-                )
-            case Send():
-                value = names.get(instruction.value, instruction.value)
-                return replace(instruction, value=value, to=self.ranks[instruction.to])
-            case Recv():
-                source = self.ranks[instruction.source_rank]
-                return replace(instruction, source_rank=source)
-            case Collective():
-                return replace(
-                    instruction,
-                    group=tuple(self.ranks[rank] for rank in instruction.group),
-                    inputs=_all(instruction.inputs, names),
-                )
-            case Wait() | Free():
-                return replace(instruction, values=_all(instruction.values, names))
-            case Vote() | Commit():
-                return instruction
-            case _:
-                assert_never(instruction)
-
-
-def _all(values: Sequence[str], names: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(names.get(value, value) for value in values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,15 +16,19 @@ the votes are added up on all ranks before the first of them writes to its state
     wait all
     commit all                 # not 0: from here on no rank calls anything, so nobody writes
 
+Of each it can be asked which values it reads (``inputs``), makes (``outputs``) and changes in place
+(``writes``), and what it is where these values and ranks are called otherwise (``renamed``).
+
 Invariants: instructions are frozen values; a started operation has one buffer for each value that
 it reads or makes. What needs the whole program to be seen is checked in `verification/verifier.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, TypeAlias, assert_never, get_args
+from typing import ClassVar, Literal, TypeAlias, assert_never, get_args
 
 import torch
 
@@ -94,6 +98,10 @@ class Call:
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
+    def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Call:
+        inputs, outputs = _all(self.inputs, names), _all(self.outputs, names)
+        return replace(self, inputs=inputs, outputs=outputs, writes=_all(self.writes, names))
+
 
 @dataclass(frozen=True, slots=True)
 class Send:
@@ -105,6 +113,15 @@ class Send:
     buffer: Buffer
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
+    outputs: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.value,)
+
+    def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Send:
+        return replace(self, value=names.get(self.value, self.value), to=ranks[self.to])
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +139,16 @@ class Recv:
     lent: bool = field(default=False, kw_only=True)
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
+    inputs: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.value,)
+
+    def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Recv:
+        value = names.get(self.value, self.value)
+        return replace(self, value=value, source_rank=ranks[self.source_rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +175,7 @@ class Collective:
     channel: str
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
+    writes: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -172,6 +200,11 @@ class Collective:
                 f"{', '.join(map(str, (*self.in_buffers, *self.out_buffers)))}."
             )
 
+    def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Collective:
+        inputs, outputs = _all(self.inputs, names), _all(self.outputs, names)
+        group = tuple(ranks[rank] for rank in self.group)
+        return replace(self, group=group, inputs=inputs, outputs=outputs)
+
     def _check_triples(self) -> None:
         for buffer in (*self.in_buffers, *self.out_buffers):
             if not are_triples(buffer.shape, buffer.dtype):
@@ -192,6 +225,12 @@ class Wait:
     values: tuple[str, ...]
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
+    inputs: ClassVar[tuple[str, ...]] = ()
+    outputs: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+    def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Wait:
+        return replace(self, values=_all(self.values, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +240,12 @@ class Free:
     values: tuple[str, ...]
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
+    inputs: ClassVar[tuple[str, ...]] = ()
+    outputs: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+    def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Free:
+        return replace(self, values=_all(self.values, names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +255,15 @@ class Vote:
     value: str
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
+    inputs: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return (self.value,)
+
+    def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Vote:
+        return replace(self, value=names.get(self.value, self.value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +274,15 @@ class Commit:
     value: str
     label: Label | None = field(default=None, kw_only=True)
     source: str | None = field(default=None, kw_only=True)
+    outputs: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.value,)
+
+    def renamed(self, names: Mapping[str, str], ranks: Sequence[int]) -> Commit:
+        return replace(self, value=names.get(self.value, self.value))
 
 
 Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free | Vote | Commit
@@ -244,30 +307,8 @@ def key_of(rank: int, start: Start) -> Key:
 
 def awaited(start: Start) -> tuple[str, ...]:
     """The values that a `Wait` names it by."""
-    return (start.value,) if isinstance(start, Send) else outputs_of(start)
+    return (start.value,) if isinstance(start, Send) else start.outputs
 
 
-def inputs_of(instruction: Instruction) -> tuple[str, ...]:
-    """The values that it reads."""
-    match instruction:
-        case Call(inputs=inputs) | Collective(inputs=inputs):
-            return inputs
-        case Send(value=value) | Commit(value=value):
-            return (value,)
-        case Recv() | Wait() | Free() | Vote():
-            return ()
-        case _:
-            assert_never(instruction)
-
-
-def outputs_of(instruction: Instruction) -> tuple[str, ...]:
-    """The values that it makes."""
-    match instruction:
-        case Call(outputs=outputs) | Collective(outputs=outputs):
-            return outputs
-        case Recv(value=value) | Vote(value=value):
-            return (value,)
-        case Send() | Wait() | Free() | Commit():
-            return ()
-        case _:
-            assert_never(instruction)
+def _all(values: tuple[str, ...], names: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(names.get(value, value) for value in values)

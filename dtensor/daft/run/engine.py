@@ -55,7 +55,6 @@ from dtensor.daft.ir.instructions import (
     Vote,
     Wait,
     key_of,
-    outputs_of,
 )
 from dtensor.daft.ir.program import Built, Program
 from dtensor.daft.ir.text import excerpt
@@ -398,7 +397,7 @@ class Engine:
         rank, index = site
         pending, instructions = self._pending, self.program.ranks[rank].instructions
         completed = [
-            ((rank, start), [self._place(rank, n) for n in outputs_of(instructions[start])])
+            ((rank, start), [self._place(rank, n) for n in instructions[start].outputs])
             for start in self._waits[rank][index]
             if (rank, start) not in self._idle
         ]
@@ -445,7 +444,7 @@ def _undoable(program: Program, ranks: Sequence[int]) -> dict[int, int]:
         }
     for own in program.ranks:
         for i in own.instructions:
-            written = (*(i.writes if isinstance(i, Call) else ()), *outputs_of(i))
+            written = (*i.writes, *i.outputs)
             if not own.lasting.difference(own.replayable).isdisjoint(written):
                 return dict.fromkeys(ranks, 0)
             if isinstance(i, Send) and i.buffer.variable:  # nothing stands for what is in it

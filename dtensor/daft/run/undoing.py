@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtensor.daft.ir.instructions import Call, outputs_of
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.snapshots import Keys, Snapshots, Store
 from dtensor.daft.run.undone import COUNTERS
@@ -149,8 +148,7 @@ class _Writes:
         inputs: list[tuple[int, str, bool]] = []
         for rank in ranks:
             own = program.ranks[rank]
-            made = {name for i in own.instructions for name in outputs_of(i)}
-            made.update(n for i in own.instructions if isinstance(i, Call) for n in i.writes)
+            made = {name for i in own.instructions for name in (*i.outputs, *i.writes)}
             for name in own.state:
                 if name in made:
                     state[name in own.replayable][rank, name] = None

@@ -31,7 +31,6 @@ from dtensor.daft.ir.instructions import (
     Send,
     Vote,
     Wait,
-    outputs_of,
 )
 from dtensor.daft.ir.program import Program
 from dtensor.daft.verification.pairing import Edges, Site, fault, instruction_at
@@ -71,14 +70,13 @@ class _Votes:
         rank, _ = site
         instruction = instruction_at(self.program, site)
         if rank not in self.committed:
-            written = instruction.writes if isinstance(instruction, Call) else ()
-            own = self.program.ranks[rank]
-            early = [v for v in (*written, *outputs_of(instruction)) if v in own.lasting]
+            own, written = self.program.ranks[rank], (*instruction.writes, *instruction.outputs)
+            early = [v for v in written if v in own.lasting]
             early = [v for v in early if v not in own.replayable]
             if early:
                 fact = f"it writes state {early[0]!r} before the rank's commit point"
                 raise fault(self.program, site, fact, "move it behind the commit point")
-        for value in outputs_of(instruction):  # what had the name before
+        for value in instruction.outputs:  # what had the name before
             self.votes.pop((rank, value), None)
             self.coming.pop((rank, value), None)
         match instruction:

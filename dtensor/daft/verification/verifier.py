@@ -44,9 +44,7 @@ from dtensor.daft.ir.instructions import (
     Start,
     Vote,
     Wait,
-    inputs_of,
     key_of,
-    outputs_of,
 )
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ir.text import format_instruction
@@ -354,7 +352,7 @@ def _touches(start: Start) -> tuple[tuple[str, ...], tuple[tuple[str, Buffer], .
             buffers = start.out_buffers
         case _:
             assert_never(start)
-    return inputs_of(start), tuple(zip(outputs_of(start), buffers))
+    return start.inputs, tuple(zip(start.outputs, buffers))
 
 
 def _check_agreement(program: Program, partners: Edges) -> None:

@@ -36,7 +36,6 @@ from dtensor.daft import (
     Send,
     Wait,
 )
-from dtensor.daft.ir.instructions import inputs_of, outputs_of
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import Made
 from dtensor.runtime.lower import finite, moves, step_end
@@ -327,7 +326,7 @@ def _finished(
             final.append(call)
         else:
             final.append(item)
-            results = outputs_of(item)
+            results = item.outputs
             unread = tuple(v for v in results if v not in last and v not in permanent)
         dead = tuple(
             dict.fromkeys(
@@ -367,7 +366,7 @@ def _all_reads(b: RankBuilder) -> list[tuple[str, ...]]:
             case Wait(values):
                 reads.append((*values, *(v for done in values for v in started.get(done, ()))))
             case _:
-                reads.append(inputs_of(item))
+                reads.append(item.inputs)
         if isinstance(item, Collective):
             started.update(dict.fromkeys(item.outputs, item.inputs))
     return reads

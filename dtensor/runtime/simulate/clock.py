@@ -33,7 +33,7 @@ from dtensor.daft import (
     Vote,
     Wait,
 )
-from dtensor.daft.ir.instructions import Start, key_of, outputs_of
+from dtensor.daft.ir.instructions import Start, key_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
@@ -186,7 +186,7 @@ def _held(
     for item, interval in _timed(program, times):
         if isinstance(item, Call | Wait) and interval is not None:
             now = interval[1]
-        come = sum(sizes.get(name, 0) for name in outputs_of(item))
+        come = sum(sizes.get(name, 0) for name in item.outputs)
         gone = sum(sizes.get(name, 0) for name in item.values) if isinstance(item, Free) else 0
         if come != gone:
             held += come - gone
