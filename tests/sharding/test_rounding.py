@@ -103,3 +103,16 @@ def test_the_bound_holds() -> None:
     difference = (fn(*split).full_tensor() - a @ b).abs()
     assert bool((difference <= one.bound * (a.abs() @ b.abs())).all())
     assert float(difference.max()) > 0
+
+
+def test_parameters_that_are_gathered_are_no_sums() -> None:
+    """At ZeRO's level 1 the updated slices are gathered in place: the step has no results."""
+    model = dt.parallelize(MLP(bias=False), dt.Mesh(dp=2), {}, zero={"dp": 1})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = dt.train_step(model, loss_fn, optimizer, inputs=dict(dp=dt.Row()))
+    found = reordered(step.plan(torch.empty(12, 16, device="meta")))
+    assert [(one.name, one.axis, one.terms) for one in found] == [
+        ("mean_reduced", "dp", 192),
+        ("grad_up_weight_scattered", "dp", 12),
+        ("grad_down_weight_scattered", "dp", 12),
+    ]
