@@ -44,6 +44,7 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.ir.host_program import HostProgram, host_programs
 from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Copies, Store
@@ -51,7 +52,7 @@ from dtensor.daft.run.transport import LocalTransport, Pending
 from dtensor.daft.run.undoing import TableChange
 from dtensor.daft.run.undone import Counters, Spoiled
 from dtensor.daft.run.worker import Counted, Worker
-from dtensor.daft.verification.pairing import Site, instruction_at
+from dtensor.daft.verification.pairing import instruction_at
 from dtensor.daft.verification.verifier import verify
 
 CPU = torch.device("cpu")
@@ -277,7 +278,7 @@ class World:
         self.every = every
         self.transport = _Ready()
         self.programs: dict[tuple[tuple[int, ...], Kind], int] = {}
-        self.lists: dict[int, tuple[Program, Sequence[Sequence[Site]]]] = {}
+        self.lists: dict[int, tuple[HostProgram, ...]] = {}
         self.runs = 0
         self.counts: dict[str, int] = {}
         self.rolled_back = 0
@@ -353,11 +354,11 @@ class World:
         key = op.members, op.kind
         if key not in self.programs:
             made = program(self.size, *key)
-            lists = verify(made, tuple((rank,) for rank in range(self.size))).lists
+            hosts = tuple((rank,) for rank in range(self.size))
             handle = self.programs[key] = len(self.programs)
-            self.lists[handle] = made, lists
+            self.lists[handle] = tuple(host_programs(made, hosts, verify(made, hosts).lists))
             for rank in op.members:
-                self.hosts[rank].worker.load(handle, lists[rank], made)
+                self.hosts[rank].worker.load(handle, self.lists[handle][rank])
         return self.programs[key]
 
     # -- what hosts do ----------------------------------------------------------------------------
@@ -372,7 +373,8 @@ class World:
             self._ended(host, change)
             return True
         handle = part[0]
-        sites = self.lists[handle][1][host.rank]
+        own = self.lists[handle][host.rank]
+        sites = own.sites
         if host.at is None:
             method(host.worker, *_sent(part), change)
             host.at = 0
@@ -381,7 +383,7 @@ class World:
             host.at = None
             self._ended(host, change)
         else:
-            if isinstance(instruction_at(self.lists[handle][0], sites[host.at]), Wait):
+            if isinstance(instruction_at(own, sites[host.at]), Wait):
                 engine = host.worker.engines[handle]
                 waited = engine._waits[host.rank][sites[host.at][1]]
                 if any(self.transport.missing(engine._pending[host.rank, s]) for s in waited):
@@ -425,8 +427,7 @@ class World:
                     host.worker.unload(handle)
             for (members, _), handle in self.programs.items():
                 if host.rank in members:
-                    made, lists = self.lists[handle]
-                    host.worker.load(handle, lists[host.rank], made)
+                    host.worker.load(handle, self.lists[handle][host.rank])
         cut = self.changes.cut([host.worker.ended() for host in self.hosts])
         for host in self.hosts:
             to, rank = cut[host.rank], host.rank

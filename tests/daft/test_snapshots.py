@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dtensor.daft import Call, Free, Function, TaskError, launch_cluster
 from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.snapshot_file import SnapshotFile, nbytes_of
 from dtensor.daft.run.snapshots import Copies, Snapshots
 from dtensor.daft.run.transport import LocalTransport
@@ -272,7 +273,7 @@ def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) 
     )
     store = SnapshotFile.create(shm, (0,))
     worker = Worker((0,), torch.device("cpu"), LocalTransport(), snapshots=store)
-    worker.load(0, verify(made, ((0,),)).lists[0], made)
+    worker.load(0, HostProgram.whole(made, verify(made).lists[0]))
     worker.put({0: {"w": torch.zeros(2), "old": 1}}, {}, TableChange(1))
 
     def run(x: float, change: TableChange, drop: dict[int, list[str]]) -> object:

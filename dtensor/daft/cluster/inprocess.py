@@ -21,6 +21,7 @@ import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.errors import DaftError, ProgramError, as_sent
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import interrupts
 from dtensor.daft.run.snapshots import Copies
@@ -94,7 +95,7 @@ class InProcessCluster(HostedCluster):
         pass
 
     def _ship(self, handle: Handle) -> Sequence[Any]:
-        part = (handle.id, handle.report.lists[0], handle.program)
+        part = (handle.id, HostProgram.whole(handle.program, handle.report.lists[0]))
         self._submit(Worker.load, handle.places, [part] * len(handle.places), read=False)
         return ()
 

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -34,18 +34,20 @@ from dtensor.daft.errors import (
     HostError,
     ProgramError,
 )
+from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.crew import Crew
 from dtensor.daft.ray.joining import Join, check_groups, check_routes
 from dtensor.daft.ray.launch_folder import LaunchSeen
-from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload, Pickled
+from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Packed, Payload
 from dtensor.daft.ray.operators import Known, Needed
 from dtensor.daft.ray.placing import Room, place
 from dtensor.daft.ray.processes import END_S, Home, HostProcess
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs
+from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs, packed
 from dtensor.daft.ray.recovery import STOPPED_S, TOGETHER_S, Recovery
+from dtensor.daft.ray.slots import Between
 from dtensor.daft.ray.starting import START_S, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
@@ -56,6 +58,9 @@ from dtensor.daft.status.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 from dtensor.kernel_flags import kernel_flags
 from dtensor.signals import Lock
+
+_Part: TypeAlias = tuple[Packed, Packed]
+"""Of a program, as a host is sent it: lists and functions (`ranks.packed`)."""
 
 
 @dataclass(slots=True)
@@ -105,7 +110,8 @@ class RayCluster(HostedCluster):
         self._known_ops = Known()
         self._recovery: Recovery | None = None
         self._epoch = 0  # how often hosts met, without a recovery
-        self._programs: dict[int, tuple[Handle, Pickled, Needed]] = {}
+        # by id of a loaded program: what each of its hosts was sent
+        self._programs: dict[int, tuple[Handle, dict[int, _Part], Needed]] = {}
         self._lines: dict[int, Lines] = {}  # of each of them
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be shipped
         # by host, its runs that have not come back: (number of the call, of the run)
@@ -231,7 +237,7 @@ class RayCluster(HostedCluster):
         self._joined([self.ask(host, Ranks.leave) for host in range(old)])
         self._epoch += 1
         join, each_host = self.meeting(self._epoch), enumerate(self.crew.hosts)
-        self._joined([self.ask(h, Ranks.rejoin, join, h, r, self.lists(h)) for h, r in each_host])
+        self._joined([self.ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in each_host])
         self.start_over()
         return self.crew.hosts
 
@@ -399,8 +405,6 @@ class RayCluster(HostedCluster):
         for host, _ in handle.places:
             self.calls += 1
             self._tell(self.crew.host(host), Ranks.unload, handle.id)
-        for spare in self.crew.spares:
-            self._tell(spare, Ranks.unload, handle.id)
         self._home.folder.forget_lines(handle.id)
 
     def status(self, seconds: float) -> Status:
@@ -441,8 +445,7 @@ class RayCluster(HostedCluster):
         new = {key: len(self._tags) + i for i, key in enumerate(missing)}
         if self.device.type == "cuda":
             check_groups([*self._tags, *new], self._host_of)
-        with self._known_ops.by_value():
-            program, asked = Pickled.of(handle.program), list[Asked]()
+        parts, asked = self._parts(handle), list[Asked]()
         for host, _ in handle.places:
             # all members of a key take part in each program that uses it
             tags = {k: n for k, n in new.items() if host in {self._host_of[r] for r in k[0]}}
@@ -451,18 +454,27 @@ class RayCluster(HostedCluster):
             elif tags:
                 self._tell(self.crew.host(host), Ranks.open, tags)
             self.calls += 1
-            sites = handle.report.lists[host]
-            self._tell(self.crew.host(host), Ranks.load, handle.id, sites, program)
+            self._tell(self.crew.host(host), Ranks.load, handle.id, *parts[host])
         self._tags.update(new)
         if self._recovery is not None:
             needed = self._needed.pop(id(handle.program))
-            self._programs[handle.id] = handle, program, needed
-            for spare in self.crew.spares:
+            self._programs[handle.id] = handle, parts, needed
+            for spare in self.crew.spares if needed else ():
                 self._tell(spare, Ranks.provide, needed)
-                self._tell(spare, Ranks.learn, handle.id, program)
         lines = self._lines[handle.id] = Lines.of(handle.program, handle.report.lists)
         self._home.folder.write_lines(handle.id, lines)
         return asked
+
+    def _parts(self, handle: Handle) -> dict[int, _Part]:
+        """What each host of a program is sent: no more than what its own ranks need."""
+        places, lists = [host for host, _ in handle.places], handle.report.lists
+        program, ranks = handle.program, [self.hosts[host] for host in places]
+        parts = host_programs(program, ranks, [lists[host] for host in places])
+        if self.device.type == "cpu" and len(places) > 1:  # they may share memory
+            between = Between(program, self._host_of)
+            parts = (replace(own, meetings=between.of(own.ranks)) for own in parts)
+        with self._known_ops.by_value():
+            return dict(zip(places, packed(parts), strict=True))
 
     def ended(self, asked: Asked) -> bool:
         return asked.ref.message is not None and not asked.ref.failed
@@ -543,19 +555,12 @@ class RayCluster(HostedCluster):
     def secret(self) -> bytes:
         return self._home.secret
 
-    def lists(self, host: int) -> dict[int, Sequence[Site]]:
-        programs = (handle for handle, _, _ in self._programs.values())
-        return {
-            handle.id: handle.report.lists[host]
-            for handle in (self._handles.values() if self._recovery is None else programs)
-            if any(place == host for place, _ in handle.places)
-        }
-
-    def teach(self, process: HostProcess) -> None:
-        for number, (_, program, needed) in self._programs.items():
+    def teach(self, process: HostProcess, host: int | None) -> None:
+        for number, (_, parts, needed) in self._programs.items():
             if needed:
                 self._tell(process, Ranks.provide, needed)
-            self._tell(process, Ranks.learn, number, program)
+            if host in parts:
+                self._tell(process, Ranks.learn, number, *parts[host])
 
     def start_over(self) -> None:
         self._sent = SentInputs()

@@ -4,7 +4,8 @@
     crew.host(1)                                         # the process that hosts rank 1
     by = crew.replace(1)                                 # "a spare": that process, from now on
 
-A spare is a host of no ranks: it has imported all, and has every program that was loaded. One that
+A spare is a host of no ranks: it has imported all, and what programs need. A lost host's part of
+each program it gets when it takes that one's place. One that
 was taken is followed by another, which starts while the ranks go on; where there is none a new
 process is started, which takes seconds. What was replaced is ended first, through its pidfd, so
 that it never writes again.

@@ -8,7 +8,7 @@ Example (the controller does this, `cluster.py`, through `Host.call`):
 
     ranks = Ranks(counter, (0,), "cpu")
     ranks.connect(join, 0)
-    ranks.ask(Worker.load, 7, sites, program)
+    ranks.load(7, lists, functions)
     ranks.run(Worker.run, 0, 7, {0: {"x": x}})                   # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import marshal
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -28,11 +29,11 @@ from typing import Any, TypeAlias
 import torch
 
 from dtensor.daft.errors import Failure
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Key
-from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.copies import CopiedFile, Door, Keeper, hold
 from dtensor.daft.ray.joining import Join, Joined
-from dtensor.daft.ray.messages import HostFailed, Pickled
+from dtensor.daft.ray.messages import HostFailed, Packed
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.own_folder import elsewhere, shared
 from dtensor.daft.ray.progress import ProgramCounter
@@ -41,7 +42,6 @@ from dtensor.daft.ray.starting import reached_at
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.worker import Values, Worker
-from dtensor.daft.verification.pairing import Site
 from dtensor.kernel_flags import obey
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
@@ -117,6 +117,23 @@ def _is_plain(value: Any) -> bool:
     return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
 
 
+def packed(parts: Iterable[HostProgram]) -> Iterator[tuple[Packed, Packed]]:
+    """What hosts are sent of a program: each its own lists, and its functions, which are packed
+    once for all hosts that call the same. The inverse of `unpacked`."""
+    shared: dict[tuple[str, ...], Packed] = {}
+    for own in parts:
+        names = tuple(name for name, _ in own.functions)
+        if names not in shared:
+            shared[names] = Packed.of((own.functions, own.meetings.keys))
+        lists = replace(own, functions=(), meetings=replace(own.meetings, keys=()))
+        yield Packed.of(lists), shared[names]
+
+
+def unpacked(lists: Packed, functions: Packed) -> HostProgram:
+    own, (called, keys) = lists.value(), functions.value()
+    return replace(own, functions=called, meetings=replace(own.meetings, keys=keys))
+
+
 def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
     """What a dead process of these ranks has left there, or a copy of it, or a new one."""
     try:
@@ -152,7 +169,7 @@ class Ranks:
         self._joined: Joined | None = None
         self._worker: Worker | None = None
         self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, HostProgram] = {}
         self._flags = b""
 
     def connect(self, join: Join, index: int) -> None:
@@ -206,24 +223,18 @@ class Ranks:
             engine.abandon()  # messages of gloo's hold its connections
             self._worker.unload(handle)
 
-    def rejoin(
-        self,
-        join: Join,
-        index: int,
-        ranks: tuple[int, ...],
-        lists: Mapping[int, Sequence[Site]],
-    ) -> int:
-        """Connect anew, as the host of these ranks, and make the programs ready, of which `lists`
-        has this host's; blocks until all have come. The last change that has ended here, or in the
-        process whose place this one takes."""
+    def rejoin(self, join: Join, index: int, ranks: tuple[int, ...]) -> int:
+        """Connect anew, as the host of these ranks, and make their programs ready; blocks until all
+        have come. The last change that has ended here, or in the process whose place this one
+        takes."""
         self._plain.clear()
         self._ranks = ranks
         self._counter.start_over()
         joined = self._connect(join, index, ranks)
         worker = self._worker = self._worker or self._made(joined)
         worker.transport = joined.transport
-        for handle, sites in lists.items():
-            worker.load(handle, sites, self._programs[handle])
+        for handle, program in self._programs.items():
+            worker.load(handle, program)
         return worker.ended()
 
     def roll_back(self, to: int) -> int:
@@ -234,9 +245,9 @@ class Ranks:
         """The last change that has ended here."""
         return self._connected[1].ended()
 
-    def learn(self, handle: int, program: Pickled) -> None:
-        """A program that this host is to have, whether it hosts ranks yet or not."""
-        self._programs[handle] = program.value()
+    def learn(self, handle: int, lists: Packed, functions: Packed) -> None:
+        """A program of ranks that this process hosts, or is about to."""
+        self._programs[handle] = unpacked(lists, functions)
 
     def warm(self) -> None:
         """Import now what torch's optimizers import at their first step: it takes seconds."""
@@ -259,9 +270,9 @@ class Ranks:
         joined.check()
         return method(worker, *arguments)
 
-    def load(self, handle: int, sites: Sequence[Site], program: Pickled) -> None:
-        self.learn(handle, program)
-        self.ask(Worker.load, handle, sites, self._programs[handle])
+    def load(self, handle: int, lists: Packed, functions: Packed) -> None:
+        self.learn(handle, lists, functions)
+        self.ask(Worker.load, handle, self._programs[handle])
 
     def unload(self, handle: int) -> None:
         self._programs.pop(handle, None)

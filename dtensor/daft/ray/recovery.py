@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ from dtensor.daft.errors import (
     TaskError,
 )
 from dtensor.daft.ray.copies import Door
-from dtensor.daft.ray.crew import NEW, Crew, ring
+from dtensor.daft.ray.crew import Crew, ring
 from dtensor.daft.ray.joining import Join
 from dtensor.daft.ray.messages import ASKED, GAVE, HostFailed
 from dtensor.daft.ray.processes import HostProcess
@@ -54,7 +54,6 @@ from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel
 from dtensor.daft.ray.starting import START_S
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.undone import Undone
-from dtensor.daft.verification.pairing import Site
 
 STOPPED_S = 0.75
 """A process that a signal has stopped for so long is lost, where it can be replaced."""
@@ -111,10 +110,6 @@ class Recovering(Protocol):
 
     def meeting(self, epoch: int) -> Join: ...
 
-    def lists(self, host: int) -> Mapping[int, Sequence[Site]]:
-        """Of each program that a host takes part in, what it does."""
-        ...
-
     def fail(self, error: DaftError) -> DaftError:
         """End all hosts; the first failure."""
         ...
@@ -123,8 +118,8 @@ class Recovering(Protocol):
         """It cannot be used any more."""
         ...
 
-    def teach(self, process: HostProcess) -> None:
-        """Send it all programs."""
+    def teach(self, process: HostProcess, host: int | None) -> None:
+        """Send it what all programs need, and a host's part of each."""
         ...
 
     def send_again(self, call: SentCall) -> None: ...
@@ -322,8 +317,7 @@ class Recovery:
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
                 channel.listen(0.01)  # what it has said to the last is read
-            if by.startswith(NEW):
-                launch.teach(process)
+            launch.teach(process, host)
         # new processes too: nobody begins to connect to one that has not started
         asked = launch.ask_all(Ranks.leave, old_ranks)
         self._wait(asked, whatever=True)
@@ -331,7 +325,7 @@ class Recovery:
             channel.forget_unread(each.host.index)
         join = launch.meeting(self.epoch)
         asked = [
-            launch.ask(host, Ranks.rejoin, join, host, crew.hosts[host], launch.lists(host))
+            launch.ask(host, Ranks.rejoin, join, host, crew.hosts[host])
             for host in range(len(crew.all))
         ]
         ended = self._wait(asked)
@@ -358,7 +352,7 @@ class Recovery:
             call.gave = call.gave or _gave(call)
             launch.send_again(call)
         for spare in crew.hire():
-            launch.teach(spare)
+            launch.teach(spare, None)
         self._check_again(again)
         return runs
 

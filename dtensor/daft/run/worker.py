@@ -4,7 +4,7 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
 
     worker = Worker((0, 1), torch.device("cpu"), LocalTransport())
     worker.put({0: {"w": torch.ones(2)}})
-    worker.load(7, sites, program)
+    worker.load(7, HostProgram.whole(program, sites))
     worker.run(7, {0: {"x": torch.ones(2)}, 1: {}})       # {0: {"y": tensor}, 1: {}}
 
 What a run is to keep stays in the table; what of it is also to be `returned` comes back besides, as
@@ -35,14 +35,13 @@ from types import MappingProxyType
 import torch
 
 from dtensor.daft.errors import Failure, TaskError
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Call
-from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.transport import Transport
 from dtensor.daft.run.undoing import UNNUMBERED, Stored, TableChange, Undoing
 from dtensor.daft.run.undone import COUNTERS, Counters, Fault, Spoiled, Undone, detached, with_run
-from dtensor.daft.verification.pairing import Site
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
@@ -94,7 +93,7 @@ class Worker:
         self._lent = lent
         self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
         self._table: Table = {}
-        self._undoing = None if snapshots is None else Undoing(self._table, snapshots, ranks)
+        self._undoing = None if snapshots is None else Undoing(self._table, snapshots)
         self._run = 0  # the number of the last one here
         self._has_failed = False  # that before the next
         self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
@@ -164,14 +163,13 @@ class Worker:
                 self._find(rank, name)
                 del self._table[rank, name]
 
-    def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
-        transport, device = self.transport, self.device
-        undoes = self._undoing is not None
-        given = program, sites, self._table, transport, device, handle
-        self.engines[handle] = Engine(*given, undoes=undoes)
+    def load(self, handle: int, program: HostProgram) -> None:
+        given = program, self._table, self.transport, self.device, handle
+        self.engines[handle] = Engine(*given, undoes=self._undoing is not None)
         if self._undoing is not None:
-            self._undoing.load(handle, program, alone=self.engines[handle].alone)
-        calls = (i for own in program.ranks for i in own.instructions if isinstance(i, Call))
+            self._undoing.load(handle, program)
+        lists = (own.instructions for own in program.ranks.values())
+        calls = (i for own in lists for i in own if isinstance(i, Call))
         self._written[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:
@@ -243,13 +241,11 @@ class Worker:
 
     def finish(self, handle: int) -> dict[int, dict[str, object]] | Undone:
         engine = self.engines[handle]
-        return self._out(handle, engine.finish(self._ranks_of(engine.program)))
+        return self._out(handle, engine.finish(tuple(engine.program.ranks)))
 
     def join(self, ranks: tuple[int, ...]) -> None:
         """These are here from now on: those that were, and new ones."""
         self.ranks = ranks
-        if self._undoing is not None:
-            self._undoing.ranks = ranks
 
     def close(self) -> None:
         self.engines.clear()
@@ -354,17 +350,13 @@ class Worker:
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
         spoiled = Spoiled(kept.faults[0].error.failure if faults else elsewhere)
         program = self.engines[handle].program
-        for rank in self._ranks_of(program):
+        for rank, own in program.ranks.items():
             for output, name in keep.items():
-                if output in program.ranks[rank].outputs:
+                if output in own.outputs:
                     self._table.setdefault((rank, name), spoiled)
         if self._undoing is not None:
             self._undoing.end_undone()
         return undone
-
-    def _ranks_of(self, program: Program) -> tuple[int, ...]:
-        """Those that were here when it was loaded."""
-        return tuple(rank for rank in self.ranks if rank < program.size)
 
     def _find(self, rank: int, name: str) -> object:
         if (rank, name) not in self._table:
