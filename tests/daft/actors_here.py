@@ -28,7 +28,7 @@ from dtensor.daft.ray.gloo import join_gloo
 from dtensor.daft.ray.joining import check_routes
 from dtensor.daft.ray.neighbours import own_place
 from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import HostRun, Worker
 from tests.daft.programs import parts_of
 
 Hosts = tuple[tuple[int, ...], ...]
@@ -95,7 +95,7 @@ class Hosted:
 
     def run(self, handle: int, fed: Sequence[Mapping[str, object]]) -> dict[int, dict[str, Tensor]]:
         ranks = self.here.hosts[self.here.index]
-        made = self.worker.run(handle, {rank: dict(fed[rank]) for rank in ranks})
+        made = self.worker.run(HostRun(handle, 0, {rank: dict(fed[rank]) for rank in ranks}))
         assert isinstance(made, dict)
         return made  # type: ignore[return-value]
 

@@ -51,7 +51,7 @@ from dtensor.daft.run.snapshots import Copies, Store
 from dtensor.daft.run.transport import LocalTransport, Pending
 from dtensor.daft.run.undoing import TableChange
 from dtensor.daft.run.undone import Counters, Spoiled
-from dtensor.daft.run.worker import Counted, Worker
+from dtensor.daft.run.worker import Counted, HostRun, Worker
 from dtensor.daft.verification.pairing import instruction_at
 from dtensor.daft.verification.verifier import verify
 
@@ -321,13 +321,14 @@ class World:
                 keep = {"y": op.keep} if op.keep else {}
                 parts = [
                     (
-                        handle,
-                        {rank: {"x": x + rank * (op.x != 0), "n": number}},
-                        keep,
-                        counted,
-                        (),
-                        {rank: op.drop[rank]} if rank in op.drop else {},
-                        self.runs,
+                        HostRun(
+                            handle,
+                            self.runs,
+                            {rank: {"x": x + rank * (op.x != 0), "n": number}},
+                            keep,
+                            counted,
+                            drop={rank: op.drop[rank]} if rank in op.drop else {},
+                        ),
                     )
                     for rank in op.members
                 ]
@@ -372,11 +373,12 @@ class World:
             method(host.worker, *part, change)
             self._ended(host, change)
             return True
-        handle = part[0]
+        run: HostRun = part[0]
+        handle = run.program
         own = self.lists[handle][host.rank]
         sites = own.sites
         if host.at is None:
-            method(host.worker, *_sent(part), change)
+            method(host.worker, _sent(run, change))
             host.at = 0
         elif host.at == len(sites):
             host.worker.finish(handle)
@@ -468,10 +470,10 @@ class World:
         return [copied(host.worker) for host in self.hosts]
 
 
-def _sent(part: tuple[Any, ...]) -> tuple[Any, ...]:
+def _sent(run: HostRun, change: TableChange) -> HostRun:
     """As it arrives, each time: the run may change what it is given."""
-    handle, inputs, *rest = part
-    return (handle, {rank: dict(own) for rank, own in inputs.items()}, *rest)
+    inputs = {rank: dict(own) for rank, own in run.inputs.items()}
+    return HostRun.of(run._replace(inputs=inputs, change=change).plain())
 
 
 def copied(worker: Worker) -> Table:

@@ -23,7 +23,7 @@ from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import Messenger, gloo_group
 from dtensor.daft.ray.joining import MAX_GROUPS, check_groups, check_routes
 from dtensor.daft.ray.nccl import NcclWire, join_nccl
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import HostRun, Worker
 from tests.daft.programs import Collectives, parts_of, pipeline, program, same_bits
 
 CPU = torch.device("cpu")
@@ -115,7 +115,9 @@ class Actors:
             start.wait(10)
             self.transports[host].open(self.tags)
             self.workers[host].load(handle, parts[host])
-            return self.workers[host].run(handle, {r: dict(fed[r]) for r in self.hosts[host]})
+            return self.workers[host].run(
+                HostRun(handle, 0, {r: dict(fed[r]) for r in self.hosts[host]})
+            )
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:
             results = list(pool.map(act, range(len(self.hosts)), timeout=60))

@@ -26,7 +26,7 @@ from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import interrupts
 from dtensor.daft.run.snapshots import Copies
 from dtensor.daft.run.transport import LocalTransport
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.daft.verification.pairing import Hosts
 
 if TYPE_CHECKING:
@@ -120,5 +120,7 @@ class InProcessCluster(HostedCluster):
         if idle := self._lock.acquire(blocking=False):
             self._lock.release()
         run, part, thread, began = self._last
-        running = None if idle or run is None else (part[0], run, thread, began)
+        first: Any = part[0] if part else None
+        program: int = first.program if isinstance(first, HostRun) else first
+        running = None if idle or run is None else (program, run, thread, began)
         return self._worker.counter[0], running

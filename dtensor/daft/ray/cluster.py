@@ -51,7 +51,7 @@ from dtensor.daft.ray.slots import Between
 from dtensor.daft.ray.starting import START_S, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
-from dtensor.daft.run.worker import Stored, Worker
+from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status.diagnosis import Waits, ranks_text, waits_at
 from dtensor.daft.status.lines import Lines
 from dtensor.daft.status.status import Status
@@ -275,12 +275,13 @@ class RayCluster(HostedCluster):
             if method in (Ranks.unload, Ranks.provide):
                 functions = (method,)
         elif method is Worker.run:
-            handle, inputs, *rest = part
-            inputs, plain = self._sent.split(handle, inputs)
-            plain |= self._sent.flags(host, handle, self._flags(run))
-            functions, given = (Ranks.run_program,), (run, handle, inputs, plain, *rest)
+            own: HostRun = part[0]
+            inputs, plain = self._sent.split(own.program, own.inputs)
+            plain |= self._sent.flags(host, own.program, self._flags(run))
+            functions, given = (Ranks.run_program,), (own._replace(inputs=inputs).plain(), plain)
         else:
-            functions, given = (Ranks.run, method), (run, *part)
+            program = part[0].program if method is Worker.begin else part[0]
+            functions, given = (Ranks.run, method), (run, program, *part)
         lent = read and method is Worker.put
         if self._recovery is None:
             asked = self._send(host, HostCall(kind, functions, given, run, lent=lent))
@@ -288,17 +289,17 @@ class RayCluster(HostedCluster):
             payload = Payload.of(given)
             asked = self._send(host, call := HostCall(kind, functions, payload, run, lent=lent))
             call.given, asked.call = payload if lent else payload.kept(), call
-            call.plain = self._sent.known(part[0], plain) if plain else {}
+            call.plain = self._sent.known(part[0].program, plain) if plain else {}
             if method is Worker.run:
-                call.program = part[0]
+                call.program = part[0].program
                 call.stored = tuple(
                     (rank, value.name)
-                    for rank, own in part[1].items()
-                    for value in own.values()
+                    for rank, named in part[0].inputs.items()
+                    for value in named.values()
                     if isinstance(value, Stored)
                 )
         if run is not None and plain:
-            self._sent.note(run, part[0], plain)
+            self._sent.note(run, part[0].program, plain)
         return asked
 
     def _flags(self, run: int) -> bytes:

@@ -9,7 +9,7 @@ Example (the controller does this, `cluster.py`, through `Host.call`):
     ranks = Ranks(counter, (0,), "cpu")
     ranks.connect(join, 0)
     ranks.load(7, lists, functions)
-    ranks.run(Worker.run, 0, 7, {0: {"x": x}})                   # run 0 of program 7
+    ranks.run_program(HostRun(7, 0, {0: {"x": x}}).plain(), {})      # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
 (`joining.py`). Nobody else has the memory of a tensor that arrives, and the worker copies it.
@@ -41,7 +41,7 @@ from dtensor.daft.ray.same_host import SameHostTransport
 from dtensor.daft.ray.starting import reached_at
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Store
-from dtensor.daft.run.worker import Values, Worker
+from dtensor.daft.run.worker import HostRun, Values, Worker
 from dtensor.kernel_flags import obey
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
@@ -282,7 +282,7 @@ class Ranks:
             self._worker.unload(handle)
 
     def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
-        """Call one that runs a program, or a step of it."""
+        """Call one that makes this run of a program, or a step of it."""
         joined, worker = self._connected
         joined.check()
         self._counter.begin(handle, run)
@@ -290,7 +290,7 @@ class Ranks:
             with joined.running(run):
                 if self._copied is not None:
                     self._copied.check()
-                made = method(worker, handle, *arguments)
+                made = method(worker, *arguments)
         except HostFailed as failed:
             if self._memory is not None:  # it will meet others again; gloo's connections break
                 failed.__context__ = None  # once nothing refers to their messages
@@ -299,34 +299,21 @@ class Ranks:
         self._counter.end(measured=method is Worker.run)
         return made
 
-    def run_program(
-        self,
-        run: int,
-        handle: int,
-        inputs: dict[int, dict[str, object]],
-        plain: Plain,
-        *arguments: object,
-    ) -> Any:
+    def run_program(self, sent: tuple[Any, ...], plain: Plain) -> Any:
         """`Worker.run`, with the plain data that was sent now or before among the inputs."""
-        self._unpack(run, handle, inputs, plain)
-        return self.run(Worker.run, run, handle, inputs, *arguments)
+        own = self._unpacked(sent, plain)
+        return self.run(Worker.run, own.number, own.program, own)
 
-    def undo_program(
-        self,
-        failure: Failure,
-        run: int,
-        handle: int,
-        inputs: dict[int, dict[str, object]],
-        plain: Plain,
-        *arguments: object,
-    ) -> Any:
+    def undo_program(self, failure: Failure, sent: tuple[Any, ...], plain: Plain) -> Any:
         """In place of `run_program`, once the run has failed of this where it cannot go on."""
-        self._unpack(run, handle, inputs, plain)
-        return self.run(partial(Worker.undo, failure=failure), run, handle, inputs, *arguments)
+        own = self._unpacked(sent, plain)
+        return self.run(partial(Worker.undo, failure=failure), own.number, own.program, own)
 
-    def _unpack(
-        self, run: int, handle: int, inputs: dict[int, dict[str, object]], plain: Plain
-    ) -> None:
+    def _unpacked(self, sent: tuple[Any, ...], plain: Plain) -> HostRun:
+        """A run as it was sent; with the inputs that are plain data."""
+        own = HostRun.of(sent)
+        run, handle = own.number, own.program
+        inputs: dict[int, Any] = dict(own.inputs)
         for rank, named in plain.items():
             for name, data in named.items():
                 if isinstance(data, bytes):
@@ -338,6 +325,7 @@ class Ranks:
                     self.obey(known)
                 else:
                     inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
+        return own
 
     def obey(self, flags: bytes) -> None:
         """What torch's kernels obey on the controller, they obey here."""
