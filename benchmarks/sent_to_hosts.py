@@ -80,10 +80,10 @@ def first_step(axes: dict[str, int]) -> Counter[str]:
         inputs=dict(dp=dt.Row()) if "dp" in axes else None,
         schedule=dt.OneFOneB(microbatches=2) if "pp" in axes else None,
     )
-    with suppress(Enough), mock.patch.object(run_channel, "encoded", counted):
-        with dt.launch(mesh, backend="ray"):
-            step(*batch(size=16, length=16, vocab=64))
-            raise Enough
+    patched = mock.patch.object(run_channel, "encoded", counted)
+    with suppress(Enough), patched, dt.launch(mesh, backend="ray"):
+        step(*batch(size=16, length=16, vocab=64))
+        raise Enough
     return sent
 
 

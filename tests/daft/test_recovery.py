@@ -287,7 +287,7 @@ def test_a_put_that_is_waited_for(ray_session: None) -> None:
         cluster.put([{"w": value} for value in large], wait=True)
         assert [w[0].item() for (w,) in cluster.get([("w",)] * 2).get()] == [0.0, 1.0]
         assert cluster._recovery is not None
-        calls = list(cluster._recovery.log.calls)
+        calls = list(cluster.log.calls)
         assert all(not call.message.lent for call in calls)
         for value in large:
             value.fill_(7.0)

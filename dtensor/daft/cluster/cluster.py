@@ -71,8 +71,6 @@ Part: TypeAlias = tuple[Any, ...]
 Places: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 """Hosts, each with those of its ranks that are concerned."""
 _CHANGES = (Worker.put, Worker.delete, Worker.run)
-MOST_RECENT = 10_000
-"""Runs whose hosts are remembered, to ask them why one was undone."""
 
 
 class Future(ABC):
@@ -322,7 +320,6 @@ class HostedCluster(Cluster):
         self._closed = False
         self._raised: set[int] = set()  # runs that were undone, whose failure was raised
         self._unneeded: dict[int, list[str]] = {}  # by rank, what its host is to be told to drop
-        self._recent: dict[int, Places] = {}  # by the number of a run
         # by their ids, unloaded ones too as long as a future of a run may ask for them
         self._known: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self._counting: Counting | None = None  # none where one host knows of all runs
@@ -601,9 +598,6 @@ class HostedCluster(Cluster):
         return self._counting.told(counted)
 
     def _note(self, run: int, handle: Handle, counted: Counted | None) -> None:
-        self._recent[run] = handle.places
-        if len(self._recent) > MOST_RECENT:
-            del self._recent[next(iter(self._recent))]
         if counted is not None and counted.takes and len(self.hosts) > 1:
             if self._counting is None:
                 from dtensor.daft.cluster.counting import Counting
@@ -649,7 +643,7 @@ class HostedCluster(Cluster):
 
     def _undone_of(self, run: int) -> list[Undone]:
         """What its hosts say of a run that was undone."""
-        found = self._undone_at(self._recent.get(run, self._everywhere()))
+        found = self._undone_at(self._places_of(run))
         return [undone for undone in found if undone.run == run]
 
     def root(self, undone: Sequence[Undone]) -> DaftError:
@@ -694,6 +688,10 @@ class HostedCluster(Cluster):
             return first_fault(undone, ())
         everyone = (tuple(range(handle.program.size)),)
         return first_fault(undone, merge_sites(handle.program, everyone, self._seed)[0])
+
+    def _places_of(self, run: int) -> Places:
+        """The hosts that a run was sent to, or all where that is not known."""
+        return self._everywhere()
 
     def _everywhere(self) -> Places:
         return tuple(enumerate(self.hosts))
