@@ -43,7 +43,9 @@ def on_hosts(run: Any) -> list[int]:
     cluster = run.launch.cluster
     if cluster.immediate:
         return [len(cluster._worker.engines)]
-    return cluster._wait_long(cluster.ask_all(_num_programs))
+    return cluster._wait_long(
+        [cluster.ask(host, _num_programs) for host in range(len(cluster.hosts))]
+    )
 
 
 def _num_programs(ranks: Any) -> int:

@@ -45,7 +45,7 @@ from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.crew import Crew, HostCall
 from dtensor.daft.ray.joining import check_groups, check_routes
 from dtensor.daft.ray.launch_folder import LaunchSeen
-from dtensor.daft.ray.loaded import Loaded
+from dtensor.daft.ray.loaded import LoadedOnHosts
 from dtensor.daft.ray.messages import ASKED, TOLD, Payload
 from dtensor.daft.ray.placing import Room, place
 from dtensor.daft.ray.processes import END_S, Home, HostProcess
@@ -86,7 +86,7 @@ class RayCluster(HostedCluster):
                 f"The device of Ray actors is 'cpu' or 'cuda', got {str(device)!r}: Ray chooses "
                 f"which GPU an actor gets."
             )
-        self.loaded: Loaded = Loaded(device, keeps=snapshot_every is not None)
+        self.loaded: LoadedOnHosts = LoadedOnHosts(device, keeps=snapshot_every is not None)
         self.log: Log = Log(self._came_back, lambda call: answered(call, self.channel))
         self._flags_of = -1, b""  # the last run that was asked for
         self._recovery: Recovery | None = None
@@ -273,9 +273,6 @@ class RayCluster(HostedCluster):
         process = self.crew.host(host)
         reply = self.channel.send(process.index, ASKED, (method,), given)
         return Asked(process, reply, self.runs)
-
-    def ask_all(self, method: Method, *given: object) -> list[Asked]:
-        return [self.ask(host, method, *given) for host in range(len(self.hosts))]
 
     def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
         if self._closed:

@@ -1,6 +1,6 @@
 """What hosts have loaded, as the controller knows it: programs, and what was sent beside them.
 
-    loaded = Loaded(device, keeps=True)
+    loaded = LoadedOnHosts(device, keeps=True)
     needed = loaded.need(program)                 # ops that hosts may lack: they are sent first
     new = loaded.number(keys)                     # the tags of keys that are new
     parts = loaded.add(handle, hosts)             # by host, what it is sent: its own part
@@ -38,7 +38,7 @@ Tell: TypeAlias = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedOnHosts:
+class ShippedProgram:
     """`parts`: by host, where they are kept; `needed`: what hosts that lack it need before."""
 
     handle: Handle
@@ -47,11 +47,11 @@ class LoadedOnHosts:
     lines: Lines
 
 
-class Loaded:
+class LoadedOnHosts:
     def __init__(self, device: torch.device, *, keeps: bool) -> None:
         self.tags: dict[Key, int] = {}
         self.plain: SentInputs = SentInputs()
-        self.programs: dict[int, LoadedOnHosts] = {}
+        self.programs: dict[int, ShippedProgram] = {}
         self._device = device
         self._keeps = keeps
         self._known = Known()
@@ -75,7 +75,7 @@ class Loaded:
         needed = self._needed.pop(id(handle.program))
         lines = Lines.of(handle.program, handle.report.lists)
         kept = parts if self._keeps else {}
-        self.programs[handle.id] = LoadedOnHosts(handle, kept, needed, lines)
+        self.programs[handle.id] = ShippedProgram(handle, kept, needed, lines)
         return parts
 
     def _parts(self, handle: Handle, hosts: Hosts) -> Iterator[tuple[int, Part]]:

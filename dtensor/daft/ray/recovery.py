@@ -47,7 +47,7 @@ from dtensor.daft.errors import (
 )
 from dtensor.daft.ray.copies import Door
 from dtensor.daft.ray.crew import Crew, HostCall, ring
-from dtensor.daft.ray.loaded import Loaded
+from dtensor.daft.ray.loaded import LoadedOnHosts
 from dtensor.daft.ray.messages import ASKED, GAVE, HostFailed
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel
@@ -83,7 +83,7 @@ class Recovering(Protocol):
 
     crew: Crew
     watch: HostWatch
-    loaded: Loaded
+    loaded: LoadedOnHosts
     log: Log
 
     @property
