@@ -33,6 +33,7 @@ from torch import Tensor
 from dtensor.daft import Buffer, Collective, Program, RankProgram, Wait
 from dtensor.daft.ray.host import keep_freed_memory
 from tests.daft.actors_here import Here, each
+from tests.daft.programs import parts_of
 
 SIZES = {4096: 200, 1 << 20: 20, 16 << 20: 3}
 """Bytes, and how many all_reduces a timing has."""
@@ -63,7 +64,7 @@ def measure(here: Here, rounds: int) -> Times:
         runs: dict[str, Callable[[], Tensor]] = {"gloo": lambda x=x: _gloo(x), "copy": x.clone}
         for name, transport in sides.items():
             transport.open({(tuple(range(size)), f"{nbytes}", "collective"): len(times)})
-            begin = transport.prepare(program, [(rank, 0)]).begins[rank, 0]
+            begin = transport.prepare(parts_of(program, here.hosts)[rank]).begins[rank, 0]
             runs[name] = lambda begin=begin, x=x: begin([x]).wait()[0]
         right = runs["messages"]()
         assert torch.equal(runs["shared"](), right)

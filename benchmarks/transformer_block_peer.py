@@ -40,6 +40,7 @@ from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.ray.gloo import join_gloo
 from dtensor.daft.ray.neighbours import own_place
 from dtensor.daft.ray.same_host import join_same_host
+from tests.daft.programs import parts_of
 
 NUM_RANKS = 2
 LR = 1e-4
@@ -172,7 +173,8 @@ def own_all_reduces(rank: int, path: str, shapes: Sequence[Shape]) -> dict[Shape
             name=f"d={shape.width}", ranks=(own,) * NUM_RANKS, functions=(), stage_of=(0, 0)
         )
         transport.open({key_of(rank, start): 0})
-        begin = transport.prepare(program, [(rank, 0)], number).begins[rank, 0]
+        own = parts_of(program, [(other,) for other in everyone])[rank]
+        begin = transport.prepare(own, number).begins[rank, 0]
         found[shape] = lambda value, begin=begin: begin([value]).wait()[0]
     return found
 

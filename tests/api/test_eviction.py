@@ -43,7 +43,9 @@ def on_hosts(run: Any) -> list[int]:
     cluster = run.launch.cluster
     if cluster.immediate:
         return [len(cluster._worker.engines)]
-    return cluster._wait_long(cluster.ask_all(_num_programs))
+    return cluster._wait_long(
+        [cluster.ask(host, _num_programs) for host in range(len(cluster.hosts))]
+    )
 
 
 def _num_programs(ranks: Any) -> int:
@@ -221,15 +223,15 @@ def test_a_rank_is_replaced_after_evictions(ray_session: None, few: int) -> None
         found = []
         for number, length in enumerate(lengths):
             found.append(step(rows(length)).tensor())
-            logged = {c.message.program for c in cluster._recovery.log.calls}
-            assert logged - {None} <= set(cluster._programs)
+            logged = {c.message.program for c in cluster.log.calls}
+            assert logged - {None} <= set(cluster.loaded.programs)
             if number in (6, 11):
                 lose(run, number % 2)
         assert len(run.recoveries) == 2 and run.recoveries[0].runs > 1
         for _ in range(6):  # past what is kept to run it again
             step(rows(2)).tensor()
         cluster._recovery._wait_for_some()
-        assert set(cluster._programs) == handles(run)
+        assert set(cluster.loaded.programs) == handles(run)
         assert on_hosts(run) == [few, few]
         state = dt.gather_state_dict(step.model, step.optimizer)
     step = trained()

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from dtensor.daft import Program, verify
+from dtensor.daft import Program
 from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import join_gloo
 from dtensor.daft.ray.joining import check_routes
 from dtensor.daft.ray.neighbours import own_place
 from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import HostRun, Worker
+from tests.daft.programs import parts_of
 
 Hosts = tuple[tuple[int, ...], ...]
 SECRET = b"of these actors"
@@ -89,13 +90,12 @@ class Hosted:
             self._tags.setdefault(key, len(self._tags))
         self.transport.open(self._tags)
         self.loaded += 1
-        sites = verify(made, self.here.hosts).lists[self.here.index]
-        self.worker.load(self.loaded, sites, made)
+        self.worker.load(self.loaded, parts_of(made, self.here.hosts)[self.here.index])
         return self.loaded
 
     def run(self, handle: int, fed: Sequence[Mapping[str, object]]) -> dict[int, dict[str, Tensor]]:
         ranks = self.here.hosts[self.here.index]
-        made = self.worker.run(handle, {rank: dict(fed[rank]) for rank in ranks})
+        made = self.worker.run(HostRun(handle, 0, {rank: dict(fed[rank]) for rank in ranks}))
         assert isinstance(made, dict)
         return made  # type: ignore[return-value]
 

@@ -44,14 +44,15 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.ir.host_program import HostProgram, host_programs
 from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Copies, Store
 from dtensor.daft.run.transport import LocalTransport, Pending
 from dtensor.daft.run.undoing import TableChange
 from dtensor.daft.run.undone import Counters, Spoiled
-from dtensor.daft.run.worker import Counted, Worker
-from dtensor.daft.verification.pairing import Site, instruction_at
+from dtensor.daft.run.worker import Counted, HostRun, Worker
+from dtensor.daft.verification.pairing import instruction_at
 from dtensor.daft.verification.verifier import verify
 
 CPU = torch.device("cpu")
@@ -277,7 +278,7 @@ class World:
         self.every = every
         self.transport = _Ready()
         self.programs: dict[tuple[tuple[int, ...], Kind], int] = {}
-        self.lists: dict[int, tuple[Program, Sequence[Sequence[Site]]]] = {}
+        self.lists: dict[int, tuple[HostProgram, ...]] = {}
         self.runs = 0
         self.counts: dict[str, int] = {}
         self.rolled_back = 0
@@ -320,13 +321,14 @@ class World:
                 keep = {"y": op.keep} if op.keep else {}
                 parts = [
                     (
-                        handle,
-                        {rank: {"x": x + rank * (op.x != 0), "n": number}},
-                        keep,
-                        counted,
-                        (),
-                        {rank: op.drop[rank]} if rank in op.drop else {},
-                        self.runs,
+                        HostRun(
+                            handle,
+                            self.runs,
+                            {rank: {"x": x + rank * (op.x != 0), "n": number}},
+                            keep,
+                            counted,
+                            drop={rank: op.drop[rank]} if rank in op.drop else {},
+                        ),
                     )
                     for rank in op.members
                 ]
@@ -353,11 +355,11 @@ class World:
         key = op.members, op.kind
         if key not in self.programs:
             made = program(self.size, *key)
-            lists = verify(made, tuple((rank,) for rank in range(self.size))).lists
+            hosts = tuple((rank,) for rank in range(self.size))
             handle = self.programs[key] = len(self.programs)
-            self.lists[handle] = made, lists
+            self.lists[handle] = tuple(host_programs(made, hosts, verify(made, hosts).lists))
             for rank in op.members:
-                self.hosts[rank].worker.load(handle, lists[rank], made)
+                self.hosts[rank].worker.load(handle, self.lists[handle][rank])
         return self.programs[key]
 
     # -- what hosts do ----------------------------------------------------------------------------
@@ -371,17 +373,19 @@ class World:
             method(host.worker, *part, change)
             self._ended(host, change)
             return True
-        handle = part[0]
-        sites = self.lists[handle][1][host.rank]
+        run: HostRun = part[0]
+        handle = run.program
+        own = self.lists[handle][host.rank]
+        sites = own.sites
         if host.at is None:
-            method(host.worker, *_sent(part), change)
+            method(host.worker, _sent(run, change))
             host.at = 0
         elif host.at == len(sites):
             host.worker.finish(handle)
             host.at = None
             self._ended(host, change)
         else:
-            if isinstance(instruction_at(self.lists[handle][0], sites[host.at]), Wait):
+            if isinstance(instruction_at(own, sites[host.at]), Wait):
                 engine = host.worker.engines[handle]
                 waited = engine._waits[host.rank][sites[host.at][1]]
                 if any(self.transport.missing(engine._pending[host.rank, s]) for s in waited):
@@ -425,8 +429,7 @@ class World:
                     host.worker.unload(handle)
             for (members, _), handle in self.programs.items():
                 if host.rank in members:
-                    made, lists = self.lists[handle]
-                    host.worker.load(handle, lists[host.rank], made)
+                    host.worker.load(handle, self.lists[handle][host.rank])
         cut = self.changes.cut([host.worker.ended() for host in self.hosts])
         for host in self.hosts:
             to, rank = cut[host.rank], host.rank
@@ -467,10 +470,10 @@ class World:
         return [copied(host.worker) for host in self.hosts]
 
 
-def _sent(part: tuple[Any, ...]) -> tuple[Any, ...]:
+def _sent(run: HostRun, change: TableChange) -> HostRun:
     """As it arrives, each time: the run may change what it is given."""
-    handle, inputs, *rest = part
-    return (handle, {rank: dict(own) for rank, own in inputs.items()}, *rest)
+    inputs = {rank: dict(own) for rank, own in run.inputs.items()}
+    return HostRun.of(run._replace(inputs=inputs, change=change).plain())
 
 
 def copied(worker: Worker) -> Table:

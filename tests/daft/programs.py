@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from dtensor.daft import (
     Send,
     Wait,
 )
+from dtensor.daft.ir.host_program import HostProgram, host_programs
+from dtensor.daft.ray.slots import Between
+from dtensor.daft.verification.pairing import merge_sites
 
 F32 = torch.float32
 
@@ -39,6 +43,14 @@ def ctrl_c_interrupts() -> Iterator[None]:
 
 def function(name: str, source: str, **bindings: object) -> Function:
     return Function(name=name, source=source, bindings=tuple(bindings.items()))
+
+
+def parts_of(made: Program, hosts: Sequence[Sequence[int]]) -> tuple[HostProgram, ...]:
+    """What each of the hosts is sent of a program."""
+    hosts = tuple(map(tuple, hosts))
+    between = Between(made, [h for h, ranks in enumerate(hosts) for _ in ranks])
+    parts = host_programs(made, hosts, merge_sites(made, hosts))
+    return tuple(replace(own, meetings=between.of(own.ranks)) for own in parts)
 
 
 def program(

@@ -22,8 +22,8 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from dtensor.daft import Collective, Program, ProgramError, Recv, Send, Wait, verify
@@ -31,6 +31,7 @@ from dtensor.daft.ir.instructions import Key, key_of
 from dtensor.daft.ray.slots import Arena, lay_out
 from dtensor.daft.verification.pairing import starts_of_waits
 from tests.daft.explore import Made, built, drawn, exhaustive
+from tests.daft.programs import parts_of
 
 PIECES = 2
 
@@ -66,6 +67,19 @@ State: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tupl
 piece, whether there is a claim; by lane, slot and member, of how many it was told."""
 
 
+def laid_out(made: Program, shares: Callable[[Key], bool] = lambda key: True) -> Arena:
+    """By all hosts, of a rank each, from what each has of the program."""
+    ranks = range(made.size)
+    found = [lay_out(own, ranks, shares) for own in parts_of(made, [(rank,) for rank in ranks])]
+    first = found[0]
+    assert all((a.lanes, a.window_bytes) == (first.lanes, first.window_bytes) for a in found)
+    return replace(
+        first,
+        brings={site: brings for own in found for site, brings in own.brings.items()},
+        ahead={site: ahead for own in found for site, ahead in own.ahead.items()},
+    )
+
+
 class Explored:
     """`runs`: by number, the programs that run, one after the other on each rank; `together`: which
     lanes are folded together."""
@@ -73,7 +87,7 @@ class Explored:
     def __init__(self, programs: Sequence[Program], runs: Sequence[int], rules: Rules) -> None:
         self.rules = rules
         ranks = range(programs[0].size)
-        laid = [lay_out(each, tuple(ranks), lambda key: True) for each in programs]
+        laid = [laid_out(each) for each in programs]
         self.lanes: list[tuple[int, Key]] = [
             (i, key) for i, each in enumerate(laid) for key in each.lanes
         ]
@@ -130,10 +144,7 @@ class Explored:
             elif isinstance(instruction, Send | Recv | Collective):
                 lane, site = lanes[key_of(rank, instruction)], (rank, index)
                 needed = tuple(
-                    (other, counts[other] + ahead)
-                    for (other, _), ahead in zip(
-                        arena.partners[site], arena.ahead[site], strict=True
-                    )
+                    (other, counts[other] + ahead) for other, ahead in arena.ahead[site].items()
                 )
                 started[index] = lane, numbers[lane], needed
                 if not self.rules.kept_longer:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store
 
-from dtensor.daft import Buffer, Collective, Program, ProgramError, Wait, launch_cluster, verify
+from dtensor.daft import Buffer, Collective, Program, ProgramError, Wait, launch_cluster
 from dtensor.daft.cluster.cluster import hosts_of
 from dtensor.daft.ray.exchange import ExchangeTransport
 from dtensor.daft.ray.gloo import Messenger, gloo_group
 from dtensor.daft.ray.joining import MAX_GROUPS, check_groups, check_routes
 from dtensor.daft.ray.nccl import NcclWire, join_nccl
-from dtensor.daft.run.worker import Worker
-from tests.daft.programs import Collectives, pipeline, program, same_bits
+from dtensor.daft.run.worker import HostRun, Worker
+from tests.daft.programs import Collectives, parts_of, pipeline, program, same_bits
 
 CPU = torch.device("cpu")
 
@@ -105,17 +105,19 @@ class Actors:
         self.loaded = 0
 
     def run(self, made: Program, fed: Sequence[dict[str, Tensor]]) -> list[dict[str, Any]]:
-        report = verify(made, self.hosts)
         for key in check_routes(made, self.actor_of):
             self.tags.setdefault(key, len(self.tags))
+        parts = parts_of(made, self.hosts)
         handle, self.loaded = self.loaded, self.loaded + 1
         start = threading.Barrier(len(self.hosts))
 
         def act(host: int) -> dict[int, dict[str, object]]:
             start.wait(10)
             self.transports[host].open(self.tags)
-            self.workers[host].load(handle, report.lists[host], made)
-            return self.workers[host].run(handle, {r: dict(fed[r]) for r in self.hosts[host]})
+            self.workers[host].load(handle, parts[host])
+            return self.workers[host].run(
+                HostRun(handle, 0, {r: dict(fed[r]) for r in self.hosts[host]})
+            )
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:
             results = list(pool.map(act, range(len(self.hosts)), timeout=60))

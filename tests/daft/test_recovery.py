@@ -29,6 +29,7 @@ from dtensor.daft import (
 from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.ray.own_folder import OwnFolder
+from dtensor.daft.ray.recovery import Recovering
 from tests.chaos.watch import running
 from tests.daft.programs import function, pipeline, precisions, program
 
@@ -287,7 +288,7 @@ def test_a_put_that_is_waited_for(ray_session: None) -> None:
         cluster.put([{"w": value} for value in large], wait=True)
         assert [w[0].item() for (w,) in cluster.get([("w",)] * 2).get()] == [0.0, 1.0]
         assert cluster._recovery is not None
-        calls = list(cluster._recovery.log.calls)
+        calls = list(cluster.log.calls)
         assert all(not call.message.lent for call in calls)
         for value in large:
             value.fill_(7.0)
@@ -352,3 +353,10 @@ def test_folders_of_nobody_are_removed() -> None:
         with OwnFolder.in_memory():
             assert own.path.exists() and not left.exists()
     assert not own.path.exists()
+
+
+def test_how_little_of_its_launch_recovery_needs() -> None:
+    """What it is told to need is what it uses: each more ties it to the cluster."""
+    named = {*Recovering.__annotations__, *vars(Recovering)}
+    needed = {name for name in named if not name.startswith("_")}
+    assert len(needed) <= 8, sorted(needed)

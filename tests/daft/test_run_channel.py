@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 from dtensor.daft.errors import HostError
 from dtensor.daft.ray.host import Host
-from dtensor.daft.ray.messages import ASKED, GAVE, TOLD, Pickled, encoded, incoming, join, send
+from dtensor.daft.ray.messages import ASKED, GAVE, TOLD, Packed, encoded, incoming, join, send
 from dtensor.daft.ray.progress import ProgramCounter
 from dtensor.daft.ray.run_channel import MOST_UNREAD, CallLost, NotYet, Reply, RunChannel
 
@@ -206,7 +206,8 @@ def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
 
 def test_a_value_for_several_hosts(tmp_path: Path) -> None:
     with channel_of(tmp_path, 2) as (channel, echoes):
-        once = Pickled.of({"w": torch.arange(50_000)})
+        once = Packed.of({"w": torch.arange(50_000)})
+        assert len(once.data) < 8 * 50_000 // 3
         for host in (0, 1):
             channel.send(host, TOLD, (Echo.keep,), (once,))
             channel.get([ask(channel, Echo.give, None, host=host)], 30.0)

@@ -15,12 +15,11 @@ from dtensor.daft.ray.slots import (
     MOST_PIECES,
     PIECE_BYTES,
     TOGETHER_BYTES,
-    lay_out,
     pieces_of,
 )
 from tests.daft.explore import B, exhaustive
 from tests.daft.programs import Collectives, program
-from tests.daft.slots import LENT, REAL, Rules, accepted, drawn_programs, wrong
+from tests.daft.slots import LENT, REAL, Rules, accepted, drawn_programs, laid_out, wrong
 
 
 def reduce(
@@ -42,12 +41,12 @@ def test_slots_are_as_many_as_starts_may_be_under_way() -> None:
     other: list[Instruction] = []
     for n in range(4):
         other += [Recv(f"x{n}", 0, "c", B), Wait((f"x{n}",))]
-    arena = lay_out(program(first, other), (0, 1), lambda key: True)
+    arena = laid_out(program(first, other))
     (lane,) = arena.lanes.values()
     assert (lane.slots, lane.slot_bytes, lane.begins) == (3, (LINE, 0), (LINE, LINE))
     assert arena.window_bytes == (4 * LINE, LINE)
     late = [*first[:2], Wait(("x1",)), *first[3:4], Wait(("x2",)), *first[5:6], Wait(("x3", "x0"))]
-    (lane,) = lay_out(program(late, other), (0, 1), lambda key: True).lanes.values()
+    (lane,) = laid_out(program(late, other)).lanes.values()
     assert lane.slots == 5  # x0 is under way from first to last
 
 
@@ -60,18 +59,16 @@ def test_keys_are_left_out_that_are_not_shared_or_too_large_or_of_unknown_length
         first += [Send(name, 1, name, buffer), Wait((name,))]
         other += [Recv(name, 0, name, buffer), Wait((name,))]
     made = program(first, other)
-    arena = lay_out(made, (0, 1), lambda key: key[1] != "d")
+    arena = laid_out(made, lambda key: key[1] != "d")
     assert [key[1] for key in arena.lanes] == ["a"]
-    assert sorted(arena.partners) == sorted(arena.ahead) == [(0, 0), (1, 0)]
+    assert sorted(arena.brings) == sorted(arena.ahead) == [(0, 0), (1, 0)]
     assert arena.window_bytes == (3 * LINE, LINE)
-    assert lay_out(made, (0, 1), lambda key: key[1] in ("b", "c")).window_bytes == (0, 0)
+    assert laid_out(made, lambda key: key[1] in ("b", "c")).window_bytes == (0, 0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_window_holds_all_and_nothing_twice(size: int) -> None:
-    arena = lay_out(
-        Collectives(size, large=300_000).program(), tuple(range(size)), lambda key: True
-    )
+    arena = laid_out(Collectives(size, large=300_000).program())
     used: list[list[tuple[int, int]]] = [[(0, LINE)] for _ in range(size)]
     for lane in arena.lanes.values():
         for member, rank in enumerate(lane.key[0]):

@@ -20,12 +20,13 @@ from torch import Tensor
 
 from dtensor.daft import Call, Free, Function, TaskError, launch_cluster
 from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.snapshot_file import SnapshotFile, nbytes_of
 from dtensor.daft.run.snapshots import Copies, Snapshots
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.undoing import TableChange
 from dtensor.daft.run.undone import Undone
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.daft.verification.verifier import verify
 from tests.daft.cuts import World, differs, drawn
 from tests.daft.programs import program
@@ -272,11 +273,11 @@ def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) 
     )
     store = SnapshotFile.create(shm, (0,))
     worker = Worker((0,), torch.device("cpu"), LocalTransport(), snapshots=store)
-    worker.load(0, verify(made, ((0,),)).lists[0], made)
+    worker.load(0, HostProgram.whole(made, verify(made).lists[0]))
     worker.put({0: {"w": torch.zeros(2), "old": 1}}, {}, TableChange(1))
 
     def run(x: float, change: TableChange, drop: dict[int, list[str]]) -> object:
-        return worker.run(0, {0: {"x": torch.tensor(x)}}, drop=drop, change=change)
+        return worker.run(HostRun(0, 0, {0: {"x": torch.tensor(x)}}, drop=drop, change=change))
 
     run(1.0, TableChange(2, taken=False), {})
     assert isinstance(run(200.0, TableChange(3), {0: ["old"]}), Undone)

@@ -102,8 +102,11 @@ class Cluster:
     def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Any]:
         from dtensor.daft.ray.cluster import RayCluster
 
-        crew = SimpleNamespace(all=self.processes, host=lambda host: self.processes[host])
-        seen = SimpleNamespace(crew=crew, _lines={0: self.lines}, _host_of=(0, 1, 2))
+        crew = SimpleNamespace(
+            all=self.processes, host=lambda host: self.processes[host], host_of=(0, 1, 2)
+        )
+        loaded = SimpleNamespace(lines={0: self.lines}.get)
+        seen = SimpleNamespace(crew=crew, loaded=loaded)
         return RayCluster.waits(cast(RayCluster, seen), there)
 
     def due(self, asked: Sequence[Asked]) -> Mapping[int, int]:

@@ -36,6 +36,7 @@ from dtensor.daft import (
     Wait,
     verify,
 )
+from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import LocalTransport
@@ -270,9 +271,10 @@ def played(runs: Sequence[tuple[Small, Failing]], seed: int) -> tuple[int, ...]:
     ranks = range(programs[0].size)
     tables = [Table({(rank, "s"): torch.zeros(())}) for rank in ranks]
     engines: dict[tuple[int, int], Engine] = {}
-    for rank, (run, made) in itertools.product(ranks, enumerate(programs)):
-        sites = [(rank, i) for i in range(len(made.ranks[rank].instructions))]
-        engines[rank, run] = Engine(made, sites, tables[rank], transport)
+    for run, made in enumerate(programs):
+        lists = [[(r, i) for i in range(len(made.ranks[r].instructions))] for r in ranks]
+        for rank, own in enumerate(host_programs(made, [(r,) for r in ranks], lists)):
+            engines[rank, run] = Engine(own, tables[rank], transport)
     at, done = [(0, 0)] * len(ranks), set()
     while left := [rank for rank in ranks if at[rank][0] < len(runs)]:
         rank = draw.choice(left)

@@ -52,23 +52,21 @@ class Changes:
         self._runs = 0  # on all hosts
         self._awaited: deque[tuple[int, Any, int]] = deque()  # host, call, number of the change
 
-    def numbered(
+    def told(
         self,
         hosts: Sequence[int],
-        parts: Sequence[tuple[Any, ...]],
         ended: Callable[[Any], bool],
         *,
         together: bool,
         commits: bool,
-    ) -> list[tuple[Any, ...]]:
-        """One more change: what its hosts are sent, with what each of them is told. ``ended``:
-        whether a call has come back, and raised nothing."""
+    ) -> list[TableChange]:
+        """One more change: what each of its hosts is told of it. ``ended``: whether a call has come
+        back, and raised nothing."""
         while self._awaited and ended(self._awaited[0][1]):
             host, _, number = self._awaited.popleft()
             self.heard(host, number)
         number, sure, taken = self.add(hosts, together=together, commits=commits)
-        told = [TableChange(number, committed, taken) for committed in sure]
-        return [(*part, change) for part, change in zip(parts, told, strict=True)]
+        return [TableChange(number, committed, taken) for committed in sure]
 
     def awaits(self, hosts: Sequence[int], asked: Sequence[Any]) -> None:
         """When these calls have come back, their hosts have ended the last change."""

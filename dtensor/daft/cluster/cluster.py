@@ -48,8 +48,9 @@ from dtensor.daft.errors import (
 )
 from dtensor.daft.ir.instructions import Commit
 from dtensor.daft.ir.program import Program
+from dtensor.daft.run.undoing import UNNUMBERED, TableChange
 from dtensor.daft.run.undone import Fault, Undone, first_fault
-from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Worker
+from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, HostRun, Names, Worker
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 from dtensor.signals import Lock
@@ -70,8 +71,6 @@ Part: TypeAlias = tuple[Any, ...]
 Places: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 """Hosts, each with those of its ranks that are concerned."""
 _CHANGES = (Worker.put, Worker.delete, Worker.run)
-MOST_RECENT = 10_000
-"""Runs whose hosts are remembered, to ask them why one was undone."""
 
 
 class Future(ABC):
@@ -321,7 +320,6 @@ class HostedCluster(Cluster):
         self._closed = False
         self._raised: set[int] = set()  # runs that were undone, whose failure was raised
         self._unneeded: dict[int, list[str]] = {}  # by rank, what its host is to be told to drop
-        self._recent: dict[int, Places] = {}  # by the number of a run
         # by their ids, unloaded ones too as long as a future of a run may ask for them
         self._known: WeakValueDictionary[int, Handle] = WeakValueDictionary()
         self._counting: Counting | None = None  # none where one host knows of all runs
@@ -406,12 +404,12 @@ class HostedCluster(Cluster):
         places = self._places([bool(own) for own in values])
         with self._lock:
             self._check()
-            dropped = self._dropped(drop, places)
+            told = zip(places, self._dropped(drop, places), self._changes_of(places), strict=True)
             parts = [
-                ({rank: values[rank] for rank in ranks}, gone)
-                for (_, ranks), gone in zip(places, dropped, strict=True)
+                ({rank: values[rank] for rank in ranks}, gone, change)
+                for (_, ranks), gone, change in told
             ]
-            asked = self._submit(Worker.put, places, self._numbered(places, parts), read=wait)
+            asked = self._submit(Worker.put, places, parts, read=wait)
             self._makes(values)
         if wait:
             try:
@@ -432,9 +430,12 @@ class HostedCluster(Cluster):
         check_size(self.size, names, "delete")
         unwanted = [tuple(own) for own in names]
         places = self._places([bool(own) for own in names])
-        parts = [({rank: unwanted[rank] for rank in ranks},) for _, ranks in places]
         with self._lock:
-            self._submit(Worker.delete, places, self._numbered(places, parts), read=False)
+            parts = [
+                ({rank: unwanted[rank] for rank in ranks}, change)
+                for (_, ranks), change in zip(places, self._changes_of(places), strict=True)
+            ]
+            self._submit(Worker.delete, places, parts, read=False)
 
     def load(self, program: Program) -> Handle:
         self._check()
@@ -487,7 +488,6 @@ class HostedCluster(Cluster):
                 '  Fix: launch without spares= and snapshot_every=, or mode="compiled".'
             )
         check_inputs(handle, inputs, self.size)
-        fed = [{rank: inputs[rank] for rank in ranks} for _, ranks in handle.places]
         with self._lock:
             if counted is not None:
                 counted = self._settled(counted, handle)
@@ -495,31 +495,36 @@ class HostedCluster(Cluster):
             self._reads(handle, inputs)
             run, self.runs = self.runs, self.runs + 1
             self._note(run, handle, counted)
-            dropped = self._dropped(drop, handle.places)
-            kept = dict(keep)
+            begin, recording = time.monotonic(), self.recording
+            timed = mode == "timed" or recording is not None
+            places, dropped = handle.places, self._dropped(drop, handle.places)
+            told = zip(places, dropped, self._changes_of(places, handle), strict=True)
+            parts = [
+                HostRun(
+                    handle.id,
+                    run,
+                    {rank: inputs[rank] for rank in ranks},
+                    keep,
+                    counted,
+                    timed,
+                    returned,
+                    gone,
+                    change,
+                )
+                for (_, ranks), gone, change in told
+            ]
             if mode != "interpreted":
-                begin, recording = time.monotonic(), self.recording
-                timed = mode == "timed" or recording is not None
-                parts = [
-                    (handle.id, own, kept, counted, timed, returned, gone, run)
-                    for own, gone in zip(fed, dropped, strict=True)
-                ]
-                parts = self._numbered(handle.places, parts, handle)
-                asked = self._each(Worker.run, handle.places, parts, run, True)
-                self._awaits(handle.places, asked)
-                if kept:
+                asked = self._each(Worker.run, places, [(own,) for own in parts], run, True)
+                self._awaits(places, asked)
+                if keep:
                     own = (program.outputs for program in handle.program.ranks)
-                    self._makes([[kept[o] for o in kept if o in made] for made in own])
+                    self._makes([[keep[o] for o in keep if o in made] for made in own])
                 future = _Called(self, asked, dict, handle)
                 if recording is not None:
                     recording.append(RecordedRun(handle, future, begin))
                 return future
             try:
-                parts = [
-                    (handle.id, own, kept, counted, returned, gone, run)
-                    for own, gone in zip(fed, dropped, strict=True)
-                ]
-                return self._run_interpreted(handle, run, parts)
+                return self._run_interpreted(handle, parts)
             except DaftError as error:
                 return Finished([], error)
             except BaseException:
@@ -537,13 +542,12 @@ class HostedCluster(Cluster):
             for host, _ in places
         ]
 
-    def _run_interpreted(self, handle: Handle, run: int, parts: Sequence[Part]) -> Future:
+    def _run_interpreted(self, handle: Handle, parts: Sequence[HostRun]) -> Future:
         """One instruction at a time, in an order in which a single thread would never block.
 
         With the lock held: an actor carries out one run at a time, and this one is many calls."""
-        lists, places = handle.report.lists, handle.places
-        parts = self._numbered(places, parts, handle)
-        self.collect(self._submit(Worker.begin, places, parts))
+        lists, places, run = handle.report.lists, handle.places, parts[0].number
+        self.collect(self._submit(Worker.begin, places, [(own,) for own in parts]))
         place = {site: (h, i) for h, sites in enumerate(lists) for i, site in enumerate(sites)}
         everyone = (tuple(range(handle.program.size)),)
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
@@ -555,17 +559,14 @@ class HostedCluster(Cluster):
         self._awaits(places, made)
         return _Called(self, made, dict, handle)
 
-    def _numbered(
-        self, places: Places, parts: Sequence[Part], run: Handle | None = None
-    ) -> Sequence[Part]:
-        """With what hosts are told of a change, where they keep snapshots: of a run, or of each of
+    def _changes_of(self, places: Places, run: Handle | None = None) -> Sequence[TableChange]:
+        """What these hosts are told of a change, where they keep snapshots: of a run, or of each of
         them by itself. With the lock held."""
         if self.changes is None or not places:
-            return parts
+            return [UNNUMBERED] * len(places)
         self._check()
-        return self.changes.numbered(
+        return self.changes.told(
             [host for host, _ in places],
-            parts,
             self.ended,
             together=run is not None,
             commits=run is not None and run.told and len(places) > 1,
@@ -597,9 +598,6 @@ class HostedCluster(Cluster):
         return self._counting.told(counted)
 
     def _note(self, run: int, handle: Handle, counted: Counted | None) -> None:
-        self._recent[run] = handle.places
-        if len(self._recent) > MOST_RECENT:
-            del self._recent[next(iter(self._recent))]
         if counted is not None and counted.takes and len(self.hosts) > 1:
             if self._counting is None:
                 from dtensor.daft.cluster.counting import Counting
@@ -645,7 +643,7 @@ class HostedCluster(Cluster):
 
     def _undone_of(self, run: int) -> list[Undone]:
         """What its hosts say of a run that was undone."""
-        found = self._undone_at(self._recent.get(run, self._everywhere()))
+        found = self._undone_at(self._places_of(run))
         return [undone for undone in found if undone.run == run]
 
     def root(self, undone: Sequence[Undone]) -> DaftError:
@@ -690,6 +688,10 @@ class HostedCluster(Cluster):
             return first_fault(undone, ())
         everyone = (tuple(range(handle.program.size)),)
         return first_fault(undone, merge_sites(handle.program, everyone, self._seed)[0])
+
+    def _places_of(self, run: int) -> Places:
+        """The hosts that a run was sent to, or all where that is not known."""
+        return self._everywhere()
 
     def _everywhere(self) -> Places:
         return tuple(enumerate(self.hosts))

@@ -21,11 +21,12 @@ import torch
 
 from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
 from dtensor.daft.errors import DaftError, ProgramError, as_sent
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import interrupts
 from dtensor.daft.run.snapshots import Copies
 from dtensor.daft.run.transport import LocalTransport
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts
 
@@ -102,7 +103,7 @@ class InProcessCluster(HostedCluster):
         pass
 
     def _ship(self, handle: Handle) -> Sequence[Any]:
-        part = (handle.id, handle.report.lists[0], handle.program)
+        part = (handle.id, HostProgram.whole(handle.program, handle.report.lists[0]))
         self._submit(Worker.load, handle.places, [part] * len(handle.places), read=False)
         return ()
 
@@ -125,5 +126,7 @@ class InProcessCluster(HostedCluster):
         if idle := self._lock.acquire(blocking=False):
             self._lock.release()
         run, part, thread, began = self._last
-        running = None if idle or run is None else (part[0], run, thread, began)
+        first: Any = part[0] if part else None
+        program: int = first.program if isinstance(first, HostRun) else first
+        running = None if idle or run is None else (program, run, thread, began)
         return self._worker.counter[0], running

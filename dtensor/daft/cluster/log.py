@@ -1,89 +1,136 @@
-"""What a controller has asked of its hosts and may have to ask again, if one of them is lost.
+"""What a controller has asked of its hosts, in one order: what is in flight, and what it may have
+to ask again, if one of them is lost.
 
-    log = Log()
+    log = Log(came, answered)
     log.add(SentCall(host=0, change=8, run=3, ...))
     log.add(SentCall(host=1, change=8, run=3, ...))
-    log.drop([8, 8], came)                     # change 8 is committed on both: it is dropped
-    log.ended([9, 9], came)                    # [9, 8]: an answer of host 1's to change 9 is lost
-    log.again({0: 8, 1: 8}, came)              # the calls to make again, in order
+    log.due([1], before=4)                     # {0: 3, 1: 3}: both have to end run 3 yet
+    log.drop([8, 8])                           # change 8 is committed on both: it is dropped
+    log.ended([9, 9])                          # [9, 8]: an answer of host 1's to change 9 is lost
+    log.again({0: 8, 1: 8})                    # the calls to make again, in order
 
 A *change* is a call that changes a host's table (`changes.py` says which of them are committed); to
 others an answer is all that matters. A host may have ended a change whose answer died with it: then
 the change does not count as ended, as nobody else has what it gave.
 
 Invariants: pure. Calls keep their order. An answer that is here is not asked for again, unless what
-it was an answer to is done again.
+it was an answer to is done again. A run is in flight until all its hosts have come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from dtensor.daft.errors import Failure
+
+MOST_RECENT = 10_000
+"""Runs whose hosts are remembered, to ask them why one was undone."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SentCall:
     """A call of one host. `change`: its number, None where it changes nothing; `run`: of the run
-    that it is of. `asked`: what stands for its answer, None where it has none. `message`: what to
-    send again, of `nbytes`; `number`: of the call among those of its host. `gave`: it was answered,
-    and not by an error, before it was sent again. `undone`: it is not done again, but its run
-    gives a failure."""
+    that it is of; `number`: of the call among those of its host.
+
+    Where it may be made again, `message` is what to send, of `nbytes`, and `asked` stands for its
+    answer, None where it has none. `gave`: it was answered, and not by an error, before it was sent
+    again. `undone`: it is not done again, but its run gives a failure.
+    """
 
     host: int
     change: int | None
     run: int | None
-    asked: Any | None
-    message: Any
     number: int
-    nbytes: int
+    asked: Any = None
+    message: Any = None
+    nbytes: int = 0
     gave: bool = False
     undone: bool = False
     serial: int = 0  # in the order of the log
 
 
 Came: TypeAlias = Callable[[SentCall], bool]
-"""Whether the answer to a call is here; asked of those alone that have one."""
 
 
-@dataclass(slots=True)
 class Log:
-    calls: list[SentCall] = field(default_factory=list[SentCall])
-    nbytes: int = 0
-    added: int = 0  # calls, ever
+    """`came`: whether a call of a run has come back, or never will. `answered`: whether its answer
+    is here, asked of those alone that have one."""
+
+    def __init__(self, came: Came, answered: Came) -> None:
+        self.calls: list[SentCall] = []
+        self.nbytes: int = 0
+        self.added: int = 0  # calls, ever
+        self._came = came
+        self._answered = answered
+        self._hosts: dict[int, dict[int, None]] = {}  # by the number of a recent run
+        self._look_at = 1
 
     def add(self, call: SentCall) -> None:
         call.serial, self.added = self.added, self.added + 1
         self.calls.append(call)
         self.nbytes += call.nbytes
+        if call.run is not None:
+            self._hosts.setdefault(call.run, {})[call.host] = None
+            if len(self._hosts) > MOST_RECENT:
+                del self._hosts[next(iter(self._hosts))]
 
-    def drop(self, base: Sequence[int], came: Came) -> None:
+    @property
+    def is_long(self) -> bool:
+        """Whether there are so many calls that it is worth while to look for what can be
+        dropped."""
+        return len(self.calls) >= self._look_at
+
+    def drop(self, base: Sequence[int] = ()) -> None:
         """Changes up to `base` of their host are not made again, and answers that are here stay."""
-        self.calls = self.again(dict(enumerate(base)), came)
+        sure = dict(enumerate(base))
+        self.calls = [c for c in self.calls if self._is_open(c) or self._is_missing(c, sure)]
         self.nbytes = sum(call.nbytes for call in self.calls)
+        self._look_at = 2 * len(self.calls) + 1
 
-    def ended(self, ended: Sequence[int], came: Came) -> list[int]:
+    def hosts_of(self, run: int) -> Collection[int] | None:
+        """Where it was sent; None if that was long ago."""
+        return self._hosts.get(run)
+
+    def due(self, hosts: Collection[int], before: int) -> dict[int, int]:
+        """By host, the last run that it has to end before calls of these hosts can come back which
+        were made before run `before`: of those, and of all earlier runs that share a host with one
+        of them at which they have not ended."""
+        found: dict[int, list[int]] = {}
+        for call in list(self.calls):  # other threads add to it
+            if call.run is not None and call.run < before and self._is_open(call):
+                found.setdefault(call.run, []).append(call.host)
+        due, past = dict[int, int](), set(hosts)
+        for run in sorted(found, reverse=True):
+            if not past.isdisjoint(found[run]):
+                past.update(found[run])
+                for host in found[run]:
+                    due.setdefault(host, run)
+        return due
+
+    def ended(self, ended: Sequence[int]) -> list[int]:
         """By host, the last change that it has ended and whose answers, and those before, are here;
         of what it has ended itself."""
         found, open_ = list(ended), set[int]()
         for call in self.calls:
-            if call.asked is not None and not came(call):
+            if call.asked is not None and not self._answered(call):
                 open_.add(call.host)
             if call.host in open_ and call.change is not None:
                 found[call.host] = min(found[call.host], call.change - 1)
         return found
 
-    def again(self, cut: Mapping[int, int], came: Came) -> list[SentCall]:
+    def again(self, cut: Mapping[int, int]) -> list[SentCall]:
         """The calls to make again where each host is as it was right after its change in `cut`."""
+        return [call for call in self.calls if self._is_missing(call, cut)]
 
-        def missing(call: SentCall) -> bool:
-            if call.change is not None:
-                return call.change > cut[call.host]
-            return call.asked is not None and not came(call)
+    def _is_open(self, call: SentCall) -> bool:
+        return call.run is not None and not self._came(call)
 
-        return list(filter(missing, self.calls))
+    def _is_missing(self, call: SentCall, cut: Mapping[int, int]) -> bool:
+        if call.change is not None:
+            return call.change > cut[call.host]
+        return call.asked is not None and not self._answered(call)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

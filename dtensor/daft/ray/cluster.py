@@ -17,17 +17,22 @@ from __future__ import annotations
 
 import marshal
 import time
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
-from dtensor.daft.cluster.log import Recovered, SentCall
+from dtensor.daft.cluster.cluster import (
+    Handle,
+    HostedCluster,
+    Method,
+    Part,
+    Places,
+    hosts_of,
+)
+from dtensor.daft.cluster.log import Log, Recovered, SentCall
 from dtensor.daft.diagnosis.diagnosis import Waits, ranks_text, waits_at
-from dtensor.daft.diagnosis.lines import Lines
 from dtensor.daft.errors import (
     ActorLost,
     ClusterClosed,
@@ -36,44 +41,26 @@ from dtensor.daft.errors import (
     HostError,
     ProgramError,
 )
-from dtensor.daft.ir.instructions import Call, Key
+from dtensor.daft.ir.instructions import Call
 from dtensor.daft.ir.program import Program
-from dtensor.daft.ray.crew import Crew
-from dtensor.daft.ray.joining import Join, check_groups, check_routes
+from dtensor.daft.ray.crew import Crew, HostCall
+from dtensor.daft.ray.joining import check_groups, check_routes
 from dtensor.daft.ray.launch_folder import LaunchSeen
-from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload, Pickled
-from dtensor.daft.ray.operators import Known, Needed
+from dtensor.daft.ray.loaded import LoadedOnHosts
+from dtensor.daft.ray.messages import ASKED, TOLD, Payload
 from dtensor.daft.ray.placing import Room, place
 from dtensor.daft.ray.processes import END_S, Home, HostProcess
 from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.ranks import Plain, Ranks, SentInputs
-from dtensor.daft.ray.recovery import STOPPED_S, TOGETHER_S, Recovery
+from dtensor.daft.ray.ranks import Plain, Ranks
+from dtensor.daft.ray.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
 from dtensor.daft.ray.starting import START_S, ranks_per_gpu
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.engine import describe
-from dtensor.daft.run.worker import Stored, Worker
+from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 from dtensor.kernel_flags import kernel_flags
 from dtensor.signals import Lock
-
-
-@dataclass(slots=True)
-class HostCall:
-    """A call of a host. `plain`: what is given in it of which hosts were sent the data before;
-    `stored`: values of ranks that are given in it by their names; `lent`: who calls waits, and
-    changes nothing of what is given meanwhile."""
-
-    kind: Kind
-    functions: tuple[Any, ...]
-    given: tuple[Any, ...] | Payload
-    run: int | None
-    program: int | None = None
-    stored: tuple[tuple[int, str], ...] = ()
-    plain: Mapping[tuple[int, int, str], tuple[int, bytes]] = field(
-        default_factory=dict[tuple[int, int, str], tuple[int, bytes]]
-    )
-    lent: bool = False
 
 
 class RayCluster(HostedCluster):
@@ -99,17 +86,11 @@ class RayCluster(HostedCluster):
                 f"The device of Ray actors is 'cpu' or 'cuda', got {str(device)!r}: Ray chooses "
                 f"which GPU an actor gets."
             )
-        self._tags: dict[Key, int] = {}
-        self._sent = SentInputs()
+        self.loaded: LoadedOnHosts = LoadedOnHosts(device, keeps=snapshot_every is not None)
+        self.log: Log = Log(self._came_back, lambda call: answered(call, self.channel))
         self._flags_of = -1, b""  # the last run that was asked for
-        self._known_ops = Known()
         self._recovery: Recovery | None = None
         self._epoch = 0  # how often hosts met, without a recovery
-        self._programs: dict[int, tuple[Handle, Pickled, Needed]] = {}
-        self._lines: dict[int, Lines] = {}  # of each of them
-        self._needed: dict[int, Needed] = {}  # by id of a program that is about to be shipped
-        # by host, its runs that have not come back: (number of the call, of the run)
-        self._under_way: list[deque[tuple[int, int]]] = []
         self._spans = False  # several machines
         self._home = Home(address, deadline_s)
         try:
@@ -117,7 +98,6 @@ class RayCluster(HostedCluster):
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
                 self.number_changes(snapshot_every)
             self.channel = self._home.connect()
-            self._under_way = [deque() for _ in self.hosts]
             self.watch: HostWatch = HostWatch(
                 self,
                 self._home,
@@ -127,7 +107,6 @@ class RayCluster(HostedCluster):
                 due=self._due,
                 stopped_s=None if snapshot_every is None else STOPPED_S,
             )
-            self._host_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
             options = {"num_gpus": 1} if device.type == "cuda" else {}
             machines = self._machines_of(together)
             self._spans = bool(machines)
@@ -145,7 +124,7 @@ class RayCluster(HostedCluster):
             self.channel.rank_of = self._rank_of
             if self.crew.several:
                 self.copies *= 2  # another machine's hosts keep as much here
-            join = self.meeting(0)
+            join = self.crew.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
             self._joined([self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
             if self.changes is not None:
                 self._recovery = Recovery(self, self.changes, max_restarts)
@@ -153,20 +132,6 @@ class RayCluster(HostedCluster):
         except BaseException:
             self.close()
             raise
-
-    def meeting(self, epoch: int) -> Join:
-        """How hosts find each other, after so many times that some were replaced."""
-        self._say_hosts()
-        return Join(
-            address=self._home.address,
-            port=self._home.store.port,
-            secret=self._home.secret,
-            prefix=f"ranks {epoch}",
-            hosts=tuple(process.index for process in self.crew.all),
-            host_of=self._host_of,
-            tags=self._tags,
-            patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
-        )
 
     def _machines_of(self, together: Sequence[Sequence[int]]) -> list[str]:
         """By host, Ray's name of the machine where it comes up, where Ray spans several."""
@@ -182,12 +147,6 @@ class RayCluster(HostedCluster):
     def _rank_of(self, process: int) -> int | None:
         place = self.crew.place(process)
         return None if place is None else self.crew.hosts[place][0]
-
-    def _say_hosts(self) -> None:
-        """Whoever looks at the launch hears which process has which ranks, and on which machine."""
-        files = [process.counter.path.name for process in self.crew.all]
-        where = [self._home.named(process.machine) for process in self.crew.all]
-        self._home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), where)
 
     @property
     def machines(self) -> dict[str, tuple[int, ...]]:
@@ -218,21 +177,18 @@ class RayCluster(HostedCluster):
             raise
         for process in processes:
             process.counts = True
-        self._host_of = tuple(h for h, ranks in enumerate(self.crew.hosts) for _ in ranks)
         self.hosts = self.crew.hosts
         if self._recovery is not None and self.changes is not None:
             self.changes.grow(len(self.crew.hosts))
-            try:
-                self._recovery.meet()
-            except DaftError as error:
-                failed = self.fail(error)
-                raise failed from failed.__cause__
+            self._or_fail(self._recovery.meet)
             return self.crew.hosts
         self._joined([self.ask(host, Ranks.leave) for host in range(old)])
         self._epoch += 1
-        join, each_host = self.meeting(self._epoch), enumerate(self.crew.hosts)
-        self._joined([self.ask(h, Ranks.rejoin, join, h, r, self.lists(h)) for h, r in each_host])
-        self.start_over()
+        prefix, tags = f"ranks {self._epoch}", self.loaded.tags
+        join = self.crew.meeting(prefix, tags, self.watch.patience_s)
+        hosts = enumerate(self.crew.hosts)
+        self._joined([self.ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in hosts])
+        self.loaded.start_over()
         return self.crew.hosts
 
     def _await(self, first: int, processes: Sequence[HostProcess]) -> None:
@@ -263,18 +219,19 @@ class RayCluster(HostedCluster):
         kind = ASKED if read else TOLD
         plain: Plain = {}
         if method is Worker.begin:
-            self._tell(self.crew.host(host), Ranks.obey, marshal.dumps(kernel_flags(), 2))
+            self.crew.tell(self.crew.host(host), Ranks.obey, marshal.dumps(kernel_flags(), 2))
         if run is None:
             functions, given = (Ranks.ask, method), part
             if method in (Ranks.unload, Ranks.provide):
                 functions = (method,)
         elif method is Worker.run:
-            handle, inputs, *rest = part
-            inputs, plain = self._sent.split(handle, inputs)
-            plain |= self._sent.flags(host, handle, self._flags(run))
-            functions, given = (Ranks.run_program,), (run, handle, inputs, plain, *rest)
+            own: HostRun = part[0]
+            inputs, plain = self.loaded.plain.split(own.program, own.inputs)
+            plain |= self.loaded.plain.flags(host, own.program, self._flags(run))
+            functions, given = (Ranks.run_program,), (own._replace(inputs=inputs).plain(), plain)
         else:
-            functions, given = (Ranks.run, method), (run, *part)
+            program = part[0].program if method is Worker.begin else part[0]
+            functions, given = (Ranks.run, method), (run, program, *part)
         lent = read and method is Worker.put
         if self._recovery is None:
             asked = self._send(host, HostCall(kind, functions, given, run, lent=lent))
@@ -282,17 +239,17 @@ class RayCluster(HostedCluster):
             payload = Payload.of(given)
             asked = self._send(host, call := HostCall(kind, functions, payload, run, lent=lent))
             call.given, asked.call = payload if lent else payload.kept(), call
-            call.plain = self._sent.known(part[0], plain) if plain else {}
+            call.plain = self.loaded.plain.known(part[0].program, plain) if plain else {}
             if method is Worker.run:
-                call.program = part[0]
+                call.program = part[0].program
                 call.stored = tuple(
                     (rank, value.name)
-                    for rank, own in part[1].items()
-                    for value in own.values()
+                    for rank, named in part[0].inputs.items()
+                    for value in named.values()
                     if isinstance(value, Stored)
                 )
         if run is not None and plain:
-            self._sent.note(run, part[0], plain)
+            self.loaded.plain.note(run, part[0].program, plain)
         return asked
 
     def _flags(self, run: int) -> bytes:
@@ -302,17 +259,7 @@ class RayCluster(HostedCluster):
         return self._flags_of[1]
 
     def _send(self, host: int, call: HostCall) -> Asked:
-        process = self.crew.host(host)
-        reply = self.channel.send(
-            process.index, call.kind, call.functions, call.given, lent=call.lent
-        )
-        if call.run is not None:
-            own = self._under_way[host]
-            while own and self.channel.came_back(process.index, own[0][0]):
-                own.popleft()
-            own.append((reply.number, call.run))
-            process.counter.asks(call.run)
-        return Asked(process, reply, self.runs)
+        return Asked(self.crew.host(host), self.crew.send(host, call), self.runs)
 
     def _own(self, asked: Sequence[Asked]) -> None:
         self.channel.own()
@@ -326,12 +273,6 @@ class RayCluster(HostedCluster):
         process = self.crew.host(host)
         reply = self.channel.send(process.index, ASKED, (method,), given)
         return Asked(process, reply, self.runs)
-
-    def ask_all(self, method: Method, *given: object) -> list[Asked]:
-        return [self.ask(host, method, *given) for host in range(len(self.hosts))]
-
-    def _tell(self, process: HostProcess, method: Method, *given: object) -> None:
-        self.channel.send(process.index, TOLD, (method,), given)
 
     def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
         if self._closed:
@@ -380,27 +321,43 @@ class RayCluster(HostedCluster):
                 self.interrupted()
 
     def _called(self, run: int | None, change: int | None, asked: Sequence[Asked]) -> None:
+        recovers = self._recovery is not None
+        for each in asked if recovers or run is not None else ():
+            host, call = self.crew.place(each.host.index), each.call
+            assert host is not None, "a call is one of a host's"
+            sent = SentCall(host=host, change=change, run=run, number=each.ref.number)
+            if recovers:
+                sent.asked = each if call.kind == ASKED else None
+                sent.message, sent.nbytes = call, call.given.nbytes
+            self.log.add(sent)
         if self._recovery is not None:
-            self._recovery.note(run, change, asked)
+            self._or_fail(self._recovery.sent)
+        elif self.log.is_long:
+            self.log.drop()
+
+    def _or_fail(self, act: Callable[[], None]) -> None:
+        """Do what may meet a loss; where it cannot be mended, all ends."""
+        try:
+            act()
+        except DaftError as error:
+            failed = self.fail(error)
+            raise failed from failed.__cause__
 
     def unload(self, handle: Handle) -> None:
         with self._lock:
             self._check()
             del self._handles[handle.id]
-            self._sent.forget(handle.id)
+            self.loaded.plain.forget(handle.id)
             if self._recovery is None:
                 self._unload(handle)
             else:  # as long as it may have to run again, hosts have it
                 self._recovery.when_sure(lambda: self._unload(handle))
 
     def _unload(self, handle: Handle) -> None:
-        self._programs.pop(handle.id, None)
-        self._lines.pop(handle.id, None)
+        self.loaded.forget(handle.id)
         for host, _ in handle.places:
             self.calls += 1
-            self._tell(self.crew.host(host), Ranks.unload, handle.id)
-        for spare in self.crew.spares:
-            self._tell(spare, Ranks.unload, handle.id)
+            self.crew.tell(self.crew.host(host), Ranks.unload, handle.id)
         self._home.folder.forget_lines(handle.id)
 
     def status(self, seconds: float) -> Status:
@@ -436,44 +393,36 @@ class RayCluster(HostedCluster):
         return () if self._recovery is None else tuple(self._recovery.recovered)
 
     def _ship(self, handle: Handle) -> Sequence[Asked]:
-        keys = check_routes(handle.program, self._host_of)
-        missing = [key for key in keys if key not in self._tags]
-        new = {key: len(self._tags) + i for i, key in enumerate(missing)}
+        host_of = self.crew.host_of
+        keys = check_routes(handle.program, host_of)
         if self.device.type == "cuda":
-            check_groups([*self._tags, *new], self._host_of)
-        with self._known_ops.by_value():
-            program, asked = Pickled.of(handle.program), list[Asked]()
-        for host, _ in handle.places:
+            check_groups({*self.loaded.tags, *keys}, host_of)
+        parts = self.loaded.add(handle, self.crew.hosts)
+        new, asked = self.loaded.number(keys), list[Asked]()
+        for host, part in parts.items():
+            process = self.crew.host(host)
             # all members of a key take part in each program that uses it
-            tags = {k: n for k, n in new.items() if host in {self._host_of[r] for r in k[0]}}
+            tags = {k: n for k, n in new.items() if host in {host_of[r] for r in k[0]}}
             if tags and self.device.type == "cuda":  # over NCCL the hosts connect here
                 asked.append(self.ask(host, Ranks.open, tags))
             elif tags:
-                self._tell(self.crew.host(host), Ranks.open, tags)
+                self.crew.tell(process, Ranks.open, tags)
             self.calls += 1
-            sites = handle.report.lists[host]
-            self._tell(self.crew.host(host), Ranks.load, handle.id, sites, program)
-        self._tags.update(new)
-        if self._recovery is not None:
-            needed = self._needed.pop(id(handle.program))
-            self._programs[handle.id] = handle, program, needed
-            for spare in self.crew.spares:
-                self._tell(spare, Ranks.provide, needed)
-                self._tell(spare, Ranks.learn, handle.id, program)
-        lines = self._lines[handle.id] = Lines.of(handle.program, handle.report.lists)
-        self._home.folder.write_lines(handle.id, lines)
+            self.crew.tell(process, Ranks.load, handle.id, *part)
+        loaded = self.loaded.programs[handle.id]
+        for spare in self.crew.spares if self._recovery is not None and loaded.needed else ():
+            self.crew.tell(spare, Ranks.provide, loaded.needed)
+        self._home.folder.write_lines(handle.id, loaded.lines)
         return asked
 
     def ended(self, asked: Asked) -> bool:
         return asked.ref.message is not None and not asked.ref.failed
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
-        needed = Needed.of(program, self.device, self._known_ops)
-        if self._recovery is not None:
-            self._needed[id(program)] = needed
+        needed = self.loaded.need(program)
         if not needed.origins:
             for host in hosts if needed else ():  # nothing that could be lacking: no wait for it
-                self._tell(self.crew.host(host), Ranks.provide, needed)
+                self.crew.tell(self.crew.host(host), Ranks.provide, needed)
             return
         with self._lock:
             asked = [self._call(host, None, True, Ranks.provide, (needed,)) for host in hosts]
@@ -508,23 +457,21 @@ class RayCluster(HostedCluster):
         self._home.close()
 
     def _due(self, asked: Sequence[Asked]) -> dict[int, int]:
-        """By host, the last run that it has to end before these calls can come back: of those, and
-        of all earlier runs that share a host with one of them at which they have not ended."""
-        limit = max((each.before for each in asked), default=0)
-        hosts_of: dict[int, list[int]] = {}
-        for host, own in enumerate(self._under_way):
-            for number, run in own.copy():  # other threads add to it
-                line = self.crew.host(host).index
-                if run < limit and not self.channel.came_back(line, number):
-                    hosts_of.setdefault(run, []).append(host)
-        due: dict[int, int] = {}
-        past = {self.crew.place(each.host.index) for each in asked}
-        for run in sorted(hosts_of, reverse=True):
-            if not past.isdisjoint(hosts_of[run]):
-                past.update(hosts_of[run])
-                for host in hosts_of[run]:
-                    due.setdefault(self.crew.host(host).index, run)
-        return due
+        """By process, the last run that it has to end before these calls can come back."""
+        before = max((each.before for each in asked), default=0)
+        places = {self.crew.place(each.host.index) for each in asked}
+        due = self.log.due({place for place in places if place is not None}, before)
+        return {self.crew.host(host).index: run for host, run in due.items()}
+
+    def _came_back(self, call: SentCall) -> bool:
+        if call.asked is not None:
+            return call.asked.ref.came
+        return self.channel.came_back(self.crew.host(call.host).index, call.number)
+
+    def _places_of(self, run: int) -> Places:
+        hosts = self.log.hosts_of(run)
+        every = self._everywhere()
+        return every if hosts is None else [every[host] for host in hosts]
 
     # -- what recovery asks ---------------------------------------------------------------------
     @property
@@ -534,61 +481,6 @@ class RayCluster(HostedCluster):
     @property
     def lock(self) -> Lock:
         return self._lock
-
-    @property
-    def address(self) -> str:
-        return self._home.address
-
-    @property
-    def secret(self) -> bytes:
-        return self._home.secret
-
-    def lists(self, host: int) -> dict[int, Sequence[Site]]:
-        programs = (handle for handle, _, _ in self._programs.values())
-        return {
-            handle.id: handle.report.lists[host]
-            for handle in (self._handles.values() if self._recovery is None else programs)
-            if any(place == host for place, _ in handle.places)
-        }
-
-    def teach(self, process: HostProcess) -> None:
-        for number, (_, program, needed) in self._programs.items():
-            if needed:
-                self._tell(process, Ranks.provide, needed)
-            self._tell(process, Ranks.learn, number, program)
-
-    def start_over(self) -> None:
-        self._sent = SentInputs()
-        self._under_way = [deque() for _ in self.crew.hosts]
-
-    def replayed(self, host: int) -> list[tuple[int, str]]:
-        return [
-            (rank, name)
-            for handle, _, _ in self._programs.values()
-            for rank in self.crew.hosts[host]
-            for own in handle.program.ranks[rank : rank + 1]  # none of a rank that joined later
-            for name in own.replayable
-        ]
-
-    def read_by(self, call: SentCall) -> Sequence[tuple[int, str]]:
-        message: HostCall = call.message
-        if message.program is None:
-            return ()
-        lists = self._programs[message.program][0].program.ranks
-        ranks = self.hosts[call.host]
-        return (*message.stored, *((rank, n) for rank in ranks for n in lists[rank].state))
-
-    def undo(self, call: SentCall, failure: Failure) -> None:
-        call.message.functions = Ranks.undo_program, failure
-
-    def send_again(self, call: SentCall) -> None:
-        message: HostCall = call.message
-        if message.plain:
-            self._tell(self.crew.host(call.host), Ranks.remember, message.plain)
-        asked = self._send(call.host, message)
-        call.number = asked.ref.number
-        if call.asked is not None:
-            call.asked.host, call.asked.ref, call.asked.since = asked.host, asked.ref, None
 
     # -- what the watch asks --------------------------------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
@@ -630,12 +522,13 @@ class RayCluster(HostedCluster):
         """By processes, which hosts are; those that meet say themselves for whom they wait."""
         by_host = {h: there[p.index] for h, p in enumerate(self.crew.all) if p.index in there}
         found: dict[int, Waits] = {}
+        host_of = self.crew.host_of
         for host, at in by_host.items():
-            lines = self._lines.get(at.program)
+            lines = self.loaded.lines(at.program)
             line = None if lines is None else lines.at(host, at.position)
             waits = waits_at(line, at, by_host)
             if at.position < 0 and at.peer is not None and at.peer >= 0:
-                waits = Waits((self._host_of[at.peer],))
+                waits = Waits((host_of[at.peer],))
             to = tuple(self.crew.host(other).index for other in waits.blockers)
             found[self.crew.host(host).index] = Waits(to, waits.held_back)
         return found

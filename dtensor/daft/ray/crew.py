@@ -4,7 +4,8 @@
     crew.host(1)                                         # the process that hosts rank 1
     by = crew.replace(1)                                 # "a spare": that process, from now on
 
-A spare is a host of no ranks: it has imported all, and has every program that was loaded. One that
+A spare is a host of no ranks: it has imported all, and what programs need. A lost host's part of
+each program it gets when it takes that one's place. One that
 was taken is followed by another, which starts while the ranks go on; where there is none a new
 process is started, which takes seconds. What was replaced is ended first, through its pidfd, so
 that it never writes again.
@@ -15,16 +16,20 @@ lost host is replaced on its own machine, where others live there, else on the o
 copies.
 
 Invariants: a process, its line to the controller and what it is called in the store have one
-number, which no other process of the launch has. Not here: what ranks are told when they have to
-meet again, and what they do again (`cluster.py`).
+number, which no other process of the launch has. Not here: what ranks do again when they have met
+again (`recovery.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from dtensor.daft.ray.messages import ASKED
+from dtensor.daft.ir.instructions import Key
+from dtensor.daft.ray.joining import Join
+from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload
 from dtensor.daft.ray.processes import NO_OPTIONS, Home, HostProcess
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.run_channel import Reply, RunChannel
@@ -35,6 +40,24 @@ SPARE = "a spare"
 STARTING = "a spare that started"
 NEW = "a new process"
 MOVED = " on another machine"
+
+
+@dataclass(slots=True)
+class HostCall:
+    """A call of a host. `program`: of the run that it makes; `stored`: values of ranks that are
+    given to that by their names; `plain`: what is given in it of which hosts were sent the data
+    before. `lent`: who calls waits, and changes nothing of what is given meanwhile."""
+
+    kind: Kind
+    functions: tuple[Any, ...]
+    given: tuple[Any, ...] | Payload
+    run: int | None
+    program: int | None = None
+    stored: tuple[tuple[int, str], ...] = ()
+    plain: Mapping[tuple[int, int, str], tuple[int, bytes]] = field(
+        default_factory=dict[tuple[int, int, str], tuple[int, bytes]]
+    )
+    lent: bool = False
 
 
 class Crew:
@@ -57,8 +80,8 @@ class Crew:
     ) -> None:
         self.spares: list[HostProcess] = []
         self.hosts: Hosts = hosts
-        self._home = home
-        self._channel = channel
+        self.home = home
+        self.channel = channel
         self._device = device
         self._memory = memory
         self._options = options
@@ -83,6 +106,40 @@ class Crew:
     @property
     def all(self) -> Sequence[HostProcess]:
         return self._hosts
+
+    @property
+    def host_of(self) -> tuple[int, ...]:
+        """By rank, its host."""
+        return tuple(host for host, ranks in enumerate(self.hosts) for _ in ranks)
+
+    def send(self, host: int, call: HostCall) -> Reply:
+        process = self.host(host)
+        reply = self.channel.send(
+            process.index, call.kind, call.functions, call.given, lent=call.lent
+        )
+        if call.run is not None:
+            process.counter.asks(call.run)
+        return reply
+
+    def tell(self, process: HostProcess, method: Callable[..., Any], *given: object) -> None:
+        self.channel.send(process.index, TOLD, (method,), given)
+
+    def meeting(self, prefix: str, tags: Mapping[Key, int], patience_s: float) -> Join:
+        """How the hosts that there are now find each other. Whoever looks at the launch hears which
+        process has which ranks, and on which machine."""
+        files = [process.counter.path.name for process in self.all]
+        where = [self.home.named(process.machine) for process in self.all]
+        self.home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), where)
+        return Join(
+            address=self.home.address,
+            port=self.home.store.port,
+            secret=self.home.secret,
+            prefix=prefix,
+            hosts=tuple(process.index for process in self.all),
+            host_of=self.host_of,
+            tags=tags,
+            patience_s=patience_s,
+        )
 
     def living(self, lost: Collection[int]) -> set[str]:
         """The machines with hosts that are not lost or with spares, and the controller's."""
@@ -140,13 +197,13 @@ class Crew:
         return new, SPARE if ready else STARTING
 
     def _is_there(self, spare: HostProcess) -> bool:
-        return not (spare.gone or spare.stopped or self._channel.is_broken(spare.index))
+        return not (spare.gone or spare.stopped or self.channel.is_broken(spare.index))
 
     @property
     def ready(self) -> bool:
         """Whether all spares have started."""
         replies = [self._warm[spare.index] for spare in self.spares]
-        return len(replies) == self._wanted and self._channel.came(replies)
+        return len(replies) == self._wanted and self.channel.came(replies)
 
     def hire(self) -> list[HostProcess]:
         """Start as many spares as are missing; those that are new."""
@@ -156,7 +213,7 @@ class Crew:
             where = dict.fromkeys(process.machine for process in self._hosts)
             spare = self._spawn((), min(where, key=there.count))
             spare.counts = False
-            self._warm[spare.index] = self._channel.send(spare.index, ASKED, (Ranks.warm,), ())
+            self._warm[spare.index] = self.channel.send(spare.index, ASKED, (Ranks.warm,), ())
             self.spares.append(spare)
             new.append(spare)
         return new
@@ -167,11 +224,11 @@ class Crew:
             arguments = *arguments, machine, machine == self.controllers
         if machine:
             options = {**options, **on_machine(machine)}
-        process = self._home.spawn(Ranks, *arguments, options=options)
+        process = self.home.spawn(Ranks, *arguments, options=options)
         process.machine = machine
-        line = self._channel.add()
+        line = self.channel.add()
         assert line == process.index, "a process has the number of its line"
-        process.serve(self._channel.invitation(line))
+        process.serve(self.channel.invitation(line))
         return process
 
 

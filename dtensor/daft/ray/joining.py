@@ -4,7 +4,7 @@ a failure of one does.
 Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` and `objects.py` do this):
 
     joined = Joined.by(join, 0, (0,), torch.device("cpu"))      # blocks until both have come
-    engine = Engine(program, sites, table, joined.transport)
+    engine = Engine(host_program, table, joined.transport)
     with joined.running():
         engine.run({0: {"x": x}})
 

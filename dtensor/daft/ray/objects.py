@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.errors import ActorLost, Failure
-from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.raised import interrupts
 from dtensor.daft.ray.joining import Join, Joined, host_failed
 from dtensor.daft.ray.messages import HostFailed
@@ -39,7 +39,6 @@ from dtensor.daft.run.undone import Undone
 from dtensor.daft.tasks.frozen import SELF
 from dtensor.daft.tasks.task import Subject, Task
 from dtensor.daft.tasks.values import ValuePickler, encode_failure, has_tensors
-from dtensor.daft.verification.pairing import Site
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
@@ -86,18 +85,17 @@ class Objects:
     def load(
         self,
         number: int,
-        sites: Sequence[Site],
+        program: HostProgram,
         actors: Mapping[int, int],
         join: Join,
         index: int,
-        program: Program,
     ) -> None:
         """`actors`: those of this host, by their rank; `index`: which of the program's hosts it is.
         Blocks until the others have joined."""
         table: Table = {(rank, SELF): self._subjects[actor] for rank, actor in actors.items()}
         try:
             joined = Joined.by(join, index, tuple(actors), torch.device("cpu"))
-            engine = Engine(program, sites, table, joined.transport)
+            engine = Engine(program, table, joined.transport)
         except BaseException as error:  # nobody waits for this: its runs raise it
             if interrupts(error):
                 raise

@@ -8,8 +8,8 @@ Example (the controller does this, `cluster.py`, through `Host.call`):
 
     ranks = Ranks(counter, (0,), "cpu")
     ranks.connect(join, 0)
-    ranks.ask(Worker.load, 7, sites, program)
-    ranks.run(Worker.run, 0, 7, {0: {"x": x}})                   # run 0 of program 7
+    ranks.load(7, lists, functions)
+    ranks.run_program(HostRun(7, 0, {0: {"x": x}}).plain(), {})      # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
 (`joining.py`). Nobody else has the memory of a tensor that arrives, and the worker copies it.
@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import marshal
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -28,11 +29,11 @@ from typing import Any, TypeAlias
 import torch
 
 from dtensor.daft.errors import Failure
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Key
-from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.copies import CopiedFile, Door, Keeper, hold
 from dtensor.daft.ray.joining import Join, Joined
-from dtensor.daft.ray.messages import HostFailed, Pickled
+from dtensor.daft.ray.messages import HostFailed, Packed
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.own_folder import elsewhere, shared
 from dtensor.daft.ray.progress import ProgramCounter
@@ -40,8 +41,7 @@ from dtensor.daft.ray.same_host import SameHostTransport
 from dtensor.daft.ray.starting import reached_at
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Store
-from dtensor.daft.run.worker import Values, Worker
-from dtensor.daft.verification.pairing import Site
+from dtensor.daft.run.worker import HostRun, Values, Worker
 from dtensor.kernel_flags import obey
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
@@ -117,6 +117,23 @@ def _is_plain(value: Any) -> bool:
     return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
 
 
+def packed(parts: Iterable[HostProgram]) -> Iterator[tuple[Packed, Packed]]:
+    """What hosts are sent of a program: each its own lists, and its functions, which are packed
+    once for all hosts that call the same. The inverse of `unpacked`."""
+    shared: dict[tuple[str, ...], Packed] = {}
+    for own in parts:
+        names = tuple(name for name, _ in own.functions)
+        if names not in shared:
+            shared[names] = Packed.of((own.functions, own.meetings.keys))
+        lists = replace(own, functions=(), meetings=replace(own.meetings, keys=()))
+        yield Packed.of(lists), shared[names]
+
+
+def unpacked(lists: Packed, functions: Packed) -> HostProgram:
+    own, (called, keys) = lists.value(), functions.value()
+    return replace(own, functions=called, meetings=replace(own.meetings, keys=keys))
+
+
 def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
     """What a dead process of these ranks has left there, or a copy of it, or a new one."""
     try:
@@ -152,7 +169,7 @@ class Ranks:
         self._joined: Joined | None = None
         self._worker: Worker | None = None
         self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, HostProgram] = {}
         self._flags = b""
 
     def connect(self, join: Join, index: int) -> None:
@@ -206,24 +223,18 @@ class Ranks:
             engine.abandon()  # messages of gloo's hold its connections
             self._worker.unload(handle)
 
-    def rejoin(
-        self,
-        join: Join,
-        index: int,
-        ranks: tuple[int, ...],
-        lists: Mapping[int, Sequence[Site]],
-    ) -> int:
-        """Connect anew, as the host of these ranks, and make the programs ready, of which `lists`
-        has this host's; blocks until all have come. The last change that has ended here, or in the
-        process whose place this one takes."""
+    def rejoin(self, join: Join, index: int, ranks: tuple[int, ...]) -> int:
+        """Connect anew, as the host of these ranks, and make their programs ready; blocks until all
+        have come. The last change that has ended here, or in the process whose place this one
+        takes."""
         self._plain.clear()
         self._ranks = ranks
         self._counter.start_over()
         joined = self._connect(join, index, ranks)
         worker = self._worker = self._worker or self._made(joined)
         worker.transport = joined.transport
-        for handle, sites in lists.items():
-            worker.load(handle, sites, self._programs[handle])
+        for handle, program in self._programs.items():
+            worker.load(handle, program)
         return worker.ended()
 
     def roll_back(self, to: int) -> int:
@@ -234,9 +245,9 @@ class Ranks:
         """The last change that has ended here."""
         return self._connected[1].ended()
 
-    def learn(self, handle: int, program: Pickled) -> None:
-        """A program that this host is to have, whether it hosts ranks yet or not."""
-        self._programs[handle] = program.value()
+    def learn(self, handle: int, lists: Packed, functions: Packed) -> None:
+        """A program of ranks that this process hosts, or is about to."""
+        self._programs[handle] = unpacked(lists, functions)
 
     def warm(self) -> None:
         """Import now what torch's optimizers import at their first step: it takes seconds."""
@@ -259,9 +270,9 @@ class Ranks:
         joined.check()
         return method(worker, *arguments)
 
-    def load(self, handle: int, sites: Sequence[Site], program: Pickled) -> None:
-        self.learn(handle, program)
-        self.ask(Worker.load, handle, sites, self._programs[handle])
+    def load(self, handle: int, lists: Packed, functions: Packed) -> None:
+        self.learn(handle, lists, functions)
+        self.ask(Worker.load, handle, self._programs[handle])
 
     def unload(self, handle: int) -> None:
         self._programs.pop(handle, None)
@@ -271,7 +282,7 @@ class Ranks:
             self._worker.unload(handle)
 
     def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
-        """Call one that runs a program, or a step of it."""
+        """Call one that makes this run of a program, or a step of it."""
         joined, worker = self._connected
         joined.check()
         self._counter.begin(handle, run)
@@ -279,7 +290,7 @@ class Ranks:
             with joined.running(run):
                 if self._copied is not None:
                     self._copied.check()
-                made = method(worker, handle, *arguments)
+                made = method(worker, *arguments)
         except HostFailed as failed:
             if self._memory is not None:  # it will meet others again; gloo's connections break
                 failed.__context__ = None  # once nothing refers to their messages
@@ -288,34 +299,21 @@ class Ranks:
         self._counter.end(measured=method is Worker.run)
         return made
 
-    def run_program(
-        self,
-        run: int,
-        handle: int,
-        inputs: dict[int, dict[str, object]],
-        plain: Plain,
-        *arguments: object,
-    ) -> Any:
+    def run_program(self, sent: tuple[Any, ...], plain: Plain) -> Any:
         """`Worker.run`, with the plain data that was sent now or before among the inputs."""
-        self._unpack(run, handle, inputs, plain)
-        return self.run(Worker.run, run, handle, inputs, *arguments)
+        own = self._unpacked(sent, plain)
+        return self.run(Worker.run, own.number, own.program, own)
 
-    def undo_program(
-        self,
-        failure: Failure,
-        run: int,
-        handle: int,
-        inputs: dict[int, dict[str, object]],
-        plain: Plain,
-        *arguments: object,
-    ) -> Any:
+    def undo_program(self, failure: Failure, sent: tuple[Any, ...], plain: Plain) -> Any:
         """In place of `run_program`, once the run has failed of this where it cannot go on."""
-        self._unpack(run, handle, inputs, plain)
-        return self.run(partial(Worker.undo, failure=failure), run, handle, inputs, *arguments)
+        own = self._unpacked(sent, plain)
+        return self.run(partial(Worker.undo, failure=failure), own.number, own.program, own)
 
-    def _unpack(
-        self, run: int, handle: int, inputs: dict[int, dict[str, object]], plain: Plain
-    ) -> None:
+    def _unpacked(self, sent: tuple[Any, ...], plain: Plain) -> HostRun:
+        """A run as it was sent; with the inputs that are plain data."""
+        own = HostRun.of(sent)
+        run, handle = own.number, own.program
+        inputs: dict[int, Any] = dict(own.inputs)
         for rank, named in plain.items():
             for name, data in named.items():
                 if isinstance(data, bytes):
@@ -327,6 +325,7 @@ class Ranks:
                     self.obey(known)
                 else:
                     inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
+        return own
 
     def obey(self, flags: bytes) -> None:
         """What torch's kernels obey on the controller, they obey here."""

@@ -1,7 +1,7 @@
 """A lost host is replaced, and what is not sure is done again.
 
     recovery = Recovery(launch, max_restarts=100)
-    recovery.note(3, asked)                    # run 3 was sent: it may have to be sent again
+    recovery.sent()                            # more was sent: it may have to be sent again
     recovery.recover(error, epoch)             # None: wait for the same calls again
 
 Example, two ranks that train, rank 1 is killed in step 7, when step 8 is submitted already. Rank 0
@@ -30,8 +30,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from dtensor.daft.cluster.changes import Changes
@@ -45,16 +46,14 @@ from dtensor.daft.errors import (
     TaskError,
 )
 from dtensor.daft.ray.copies import Door
-from dtensor.daft.ray.crew import NEW, Crew, ring
-from dtensor.daft.ray.joining import Join
+from dtensor.daft.ray.crew import Crew, HostCall, ring
+from dtensor.daft.ray.loaded import LoadedOnHosts
 from dtensor.daft.ray.messages import ASKED, GAVE, HostFailed
-from dtensor.daft.ray.processes import HostProcess
 from dtensor.daft.ray.ranks import Ranks
 from dtensor.daft.ray.run_channel import CallLost, NotYet, Reply, RunChannel
 from dtensor.daft.ray.starting import START_S
 from dtensor.daft.ray.watch import Asked, HostWatch
 from dtensor.daft.run.undone import Undone
-from dtensor.daft.verification.pairing import Site
 
 STOPPED_S = 0.75
 """A process that a signal has stopped for so long is lost, where it can be replaced."""
@@ -82,9 +81,10 @@ class _Lost:
 class Recovering(Protocol):
     """The launch, as far as this needs it."""
 
-    watch: HostWatch
     crew: Crew
-    channel: RunChannel
+    watch: HostWatch
+    loaded: LoadedOnHosts
+    log: Log
 
     @property
     def failure(self) -> DaftError | None: ...
@@ -95,54 +95,8 @@ class Recovering(Protocol):
     @property
     def lock(self) -> Any: ...
 
-    @property
-    def address(self) -> str:
-        """Of the controller's machine."""
-        ...
-
-    @property
-    def secret(self) -> bytes:
-        """By which the launch's processes know each other."""
-        ...
-
-    def ask(self, host: int, method: Callable[..., Any], *given: object) -> Asked: ...
-
-    def ask_all(self, method: Callable[..., Any], *given: object) -> list[Asked]: ...
-
-    def meeting(self, epoch: int) -> Join: ...
-
-    def lists(self, host: int) -> Mapping[int, Sequence[Site]]:
-        """Of each program that a host takes part in, what it does."""
-        ...
-
-    def fail(self, error: DaftError) -> DaftError:
-        """End all hosts; the first failure."""
-        ...
-
     def interrupted(self) -> None:
         """It cannot be used any more."""
-        ...
-
-    def teach(self, process: HostProcess) -> None:
-        """Send it all programs."""
-        ...
-
-    def send_again(self, call: SentCall) -> None: ...
-
-    def undo(self, call: SentCall, failure: Failure) -> None:
-        """When it is sent again, it only says that it was undone."""
-        ...
-
-    def replayed(self, host: int) -> Sequence[tuple[int, str]]:
-        """What replayable writes of programs write, by rank of a host and name."""
-        ...
-
-    def read_by(self, call: SentCall) -> Sequence[tuple[int, str]]:
-        """What a run may read there, by rank and name."""
-        ...
-
-    def start_over(self) -> None:
-        """Forget what hosts were sent."""
         ...
 
 
@@ -151,89 +105,65 @@ class Recovery:
         self.epoch: int = 0
         self.recovered: list[Recovered] = []
         self.gone: dict[tuple[int, str], ActorLost] = {}  # values of ranks, until they are put anew
-        self.log: Log = Log()
         self._launch = launch
         self._changes = changes
         self._max_restarts = max_restarts
         self._restarts = 0
-        self._look_at = 0  # how many calls make it worth while to look for those that are sure
         self._stuck: tuple[int, int] = (-1, 0)  # the first run done again, how often in a row
         self._later: list[tuple[int, Callable[[], None]]] = []
         self._copies: dict[int, int | None] = {}  # by process of a host, that of its keeper
         self._places_of: list[list[str]] = []  # by host, the machines that have its snapshots
 
     # -- what is sent ---------------------------------------------------------------------------
-    def note(self, run: int | None, change: int | None, asked: Sequence[Asked]) -> None:
-        """These were sent, one call of the controller's, and may have to be sent again."""
-        launch = self._launch
-        for each in asked:
-            host = launch.crew.place(each.host.index)
-            assert host is not None, "a call is one of a host's"
-            self.log.add(
-                SentCall(
-                    host=host,
-                    change=change,
-                    run=run,
-                    asked=each if each.call.kind == ASKED else None,
-                    message=each.call,
-                    number=each.ref.number,
-                    nbytes=each.call.given.nbytes,
-                )
-            )
-        if len(self.log.calls) >= self._look_at:
+    def sent(self) -> None:
+        """More was, and is in the log: it may have to be sent again. Raises what it has come to, if
+        a host is lost that is not replaced."""
+        launch, log = self._launch, self._launch.log
+        if log.is_long:
             self.settle()
-        if self.log.nbytes > MOST_BYTES or len(self.log.calls) > MOST_CALLS:
+        if log.nbytes > MOST_BYTES or len(log.calls) > MOST_CALLS:
             self._wait_for_some()
-        if any(launch.channel.is_broken(process.index) for process in launch.crew.all):
+        if any(self._channel.is_broken(process.index) for process in launch.crew.all):
             self._recover_or_raise(launch.watch.root((), ()), self.epoch)
 
     def settle(self) -> None:
         """Drop from the log what is sure."""
-        self.log.drop(self._changes.base, self._came)
-        self._look_at = 2 * len(self.log.calls) + 1
-        while self._later and (not self.log.calls or self._later[0][0] <= self.log.calls[0].serial):
+        log = self._launch.log
+        log.drop(self._changes.base)
+        while self._later and (not log.calls or self._later[0][0] <= log.calls[0].serial):
             self._later.pop(0)[1]()
 
     def when_sure(self, act: Callable[[], None]) -> None:
         """Do it once all that was sent before will not be sent again."""
-        self._later.append((self.log.added, act))
+        self._later.append((self._launch.log.added, act))
         self.settle()
 
     def own(self, messages: Sequence[Any]) -> None:
         """These were sent with what their callers had lent, and have ended if all is well: what is
         not sure yet is copied."""
         with self._launch.lock:
-            mine = {id(message) for message in messages}
-            for call in self.log.calls:
+            mine, log = {id(message) for message in messages}, self._launch.log
+            for call in log.calls:
                 if id(call.message) in mine and call.change is not None and _gave(call):
                     self._changes.heard(call.host, call.change)
             self.settle()
-            for call in self.log.calls:
+            for call in log.calls:
                 if id(call.message) in mine:
                     call.message.given, call.message.lent = call.message.given.kept(), False
 
-    def _came(self, call: SentCall) -> bool:
-        reply: Reply | None = None if call.asked is None else call.asked.ref
-        if reply is None or reply.message is None:
-            return False
-        if reply.message.kind == GAVE:
-            return True
-        return not isinstance(self._launch.channel.failure(reply), HostFailed)
-
     def _wait_for_some(self) -> None:
-        launch = self._launch
         epoch = self.epoch
         try:
-            ended = self._wait(launch.ask_all(Ranks.ended))
+            ended = self._wait(self._ask_all(Ranks.ended))
         except ActorLost as error:
             return self._recover_or_raise(error, epoch)
-        for host, change in enumerate(self.log.ended(ended, self._came)):
+        for host, change in enumerate(self._launch.log.ended(ended)):
             self._changes.heard(host, change)
         self.settle()
 
     def _recover_or_raise(self, error: DaftError, epoch: int) -> None:
         if (failed := self.recover(error, epoch)) is not None:
-            raise self._launch.fail(failed)
+            raise failed
 
     # -- when one is lost -----------------------------------------------------------------------
     def recover(self, error: DaftError, epoch: int) -> DaftError | None:
@@ -271,10 +201,11 @@ class Recovery:
     def _undo(self, failure: Failure) -> bool:
         """A call of a run has raised where its rank could not go on, as in an update: that run is
         not done again, and gives this. False if it is none of those that can be done again."""
-        own = [call for call in self.log.calls if call.run is not None and call.run == failure.step]
-        for call in own:
+        calls = self._launch.log.calls
+        own = [call for call in calls if call.run is not None and call.run == failure.step]
+        for call in own:  # when it is sent again, it only says that it was undone
             call.undone = True
-            self._launch.undo(call, failure)
+            call.message.functions = Ranks.undo_program, failure
         return bool(own)
 
     def _replace(self, error: DaftError) -> Recovered:
@@ -301,7 +232,8 @@ class Recovery:
     def _start_epoch(self, error: DaftError, lost: _Lost) -> set[int]:
         """The runs that are done again. Raises `error` if it cannot be mended, and another
         `ActorLost` if another one is lost meanwhile."""
-        launch, crew, channel = self._launch, self._launch.crew, self._launch.channel
+        launch, crew, log = self._launch, self._launch.crew, self._launch.log
+        channel = self._channel
         if crew.several:  # a machine's connections break together
             channel.listen(TOGETHER_S)
         gone = self._gone()
@@ -322,24 +254,21 @@ class Recovery:
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
                 channel.listen(0.01)  # what it has said to the last is read
-            if by.startswith(NEW):
-                launch.teach(process)
+            launch.loaded.teach(partial(crew.tell, process), host)
         # new processes too: nobody begins to connect to one that has not started
-        asked = launch.ask_all(Ranks.leave, old_ranks)
+        asked = self._ask_all(Ranks.leave, old_ranks)
         self._wait(asked, whatever=True)
         for each in asked:
             channel.forget_unread(each.host.index)
-        join = launch.meeting(self.epoch)
-        asked = [
-            launch.ask(host, Ranks.rejoin, join, host, crew.hosts[host], launch.lists(host))
-            for host in range(len(crew.all))
-        ]
+        prefix = f"ranks {self.epoch}"
+        join = crew.meeting(prefix, launch.loaded.tags, launch.watch.patience_s)
+        asked = [self._ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in enumerate(crew.hosts)]
         ended = self._wait(asked)
-        cut = self._changes.cut(self.log.ended(ended, self._came))
-        again = self.log.again(cut, self._came)
+        cut = self._changes.cut(log.ended(ended))
+        again = log.again(cut)
         runs = {call.run for call in again if call.run is not None}
         self._check(error, ended, runs)
-        there = self._wait([launch.ask(host, Ranks.roll_back, to) for host, to in cut.items()])
+        there = self._wait([self._ask(host, Ranks.roll_back, to) for host, to in cut.items()])
         if there != list(cut.values()):
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
@@ -349,18 +278,37 @@ class Recovery:
         self.begin_copies(self._wait_long)
         for host in gone:
             self._note_gone(host, error)
-        spoiled = {c.run for c in again if any(key in self.gone for key in launch.read_by(c))}
+        spoiled = {call.run for call in again if self._reads_gone(call)}
         for call in again:
             if call.asked is not None and call.run in spoiled:
                 call.asked.gone = next(iter(self.gone.values()))
-        launch.start_over()
+        launch.loaded.start_over()
         for call in again:
             call.gave = call.gave or _gave(call)
-            launch.send_again(call)
+            self._send_again(call)
         for spare in crew.hire():
-            launch.teach(spare)
+            launch.loaded.teach(partial(crew.tell, spare), None)
         self._check_again(again)
         return runs
+
+    def _reads_gone(self, call: SentCall) -> bool:
+        """Whether it makes a run that may read what was lost with a process."""
+        message: HostCall = call.message
+        if message.program is None:
+            return False
+        ranks = self._launch.crew.hosts[call.host]
+        read = (*message.stored, *self._launch.loaded.state(message.program, ranks))
+        return any(key in self.gone for key in read)
+
+    def _send_again(self, call: SentCall) -> None:
+        message: HostCall = call.message
+        crew, process = self._launch.crew, self._launch.crew.host(call.host)
+        if message.plain:
+            crew.tell(process, Ranks.remember, message.plain)
+        reply = crew.send(call.host, message)
+        call.number = reply.number
+        if call.asked is not None:
+            call.asked.host, call.asked.ref, call.asked.since = process, reply, None
 
     def _check_again(self, again: Sequence[SentCall]) -> None:
         """Wait for the calls whose answers somebody may have read; raises if one fails now: what
@@ -372,7 +320,7 @@ class Recovery:
             if call.gave and not call.undone and call.asked is not None and call.asked.gone is None
         ]
         asked = [each for _, each in given]
-        while not launch.channel.came([each.ref for each in asked], SLICE_S):
+        while not self._channel.came([each.ref for each in asked], SLICE_S):
             if launch.closed:
                 raise ClusterClosed("This cluster was closed while a lost host was replaced.")
             launch.watch.look(asked, launch.watch.deadline_s)
@@ -380,7 +328,7 @@ class Recovery:
         undone = [each.ref for call, each in given if not _gave(call)]
         if not undone:
             return
-        why = [error for reply in undone if (error := launch.channel.failure(reply)) is not None]
+        why = [error for reply in undone if (error := self._channel.failure(reply)) is not None]
         end = time.monotonic() + (SETTLE_S if why else 0.0)
         while time.monotonic() < end:  # another one may be lost, and this come of it
             self._raise_lost(None)
@@ -395,7 +343,7 @@ class Recovery:
     def begin_copies(self, wait: Callable[[Sequence[Asked]], list[Any]]) -> None:
         """What hosts keep is with others of another machine, too, from now on; where both are the
         processes that they were, it is already."""
-        launch, crew = self._launch, self._launch.crew
+        crew = self._launch.crew
         if not crew.several:
             return
         keepers = ring([process.machine for process in crew.all])
@@ -412,10 +360,11 @@ class Recovery:
         for host in new:
             self._copies.pop(crew.host(host).index, None)
         needed = sorted({keeper for host in new if (keeper := keepers[host]) is not None})
-        given = launch.secret, launch.address
-        doors = wait([launch.ask(keeper, Ranks.keep_copies, *given) for keeper in needed])
+        secret = crew.home.secret
+        given = secret, crew.home.address
+        doors = wait([self._ask(keeper, Ranks.keep_copies, *given) for keeper in needed])
         door_of: dict[int | None, Door] = dict(zip(needed, doors, strict=True))
-        wait([launch.ask(h, Ranks.copy_to, door_of.get(keepers[h]), launch.secret) for h in new])
+        wait([self._ask(h, Ranks.copy_to, door_of.get(keepers[h]), secret) for h in new])
         self._copies = pairs
         both = enumerate(keepers)
         self._places_of = [[crew.host(h).machine for h in b if h is not None] for b in both]
@@ -439,7 +388,7 @@ class Recovery:
 
     def _note_gone(self, host: int, error: DaftError) -> None:
         """What the process had that no snapshot has."""
-        for rank, name in self._launch.replayed(host):
+        for rank, name in self._launch.loaded.replayable(self._launch.crew.hosts[host]):
             reason = (
                 f"{name!r} was lost with the process of this rank, which was replaced: values that "
                 f"are written over in place, as those of caches, are in no snapshot.\n"
@@ -478,6 +427,17 @@ class Recovery:
             )
             raise error
 
+    @property
+    def _channel(self) -> RunChannel:
+        return self._launch.crew.channel
+
+    def _ask(self, host: int, method: Callable[..., Any], *given: object) -> Asked:
+        process = self._launch.crew.host(host)
+        return Asked(process, self._channel.send(process.index, ASKED, (method,), given))
+
+    def _ask_all(self, method: Callable[..., Any], *given: object) -> list[Asked]:
+        return [self._ask(host, method, *given) for host in range(len(self._launch.crew.all))]
+
     def _wait_long(self, asked: Sequence[Asked]) -> list[Any]:
         """For what may take as long as it takes to send all of a host's state."""
         return self._wait(asked, patience_s=max(START_S, self._launch.watch.deadline_s))
@@ -495,14 +455,14 @@ class Recovery:
             raised: Exception | None = None
             try:
                 if whatever:
-                    if launch.channel.came(replies, SLICE_S):
+                    if self._channel.came(replies, SLICE_S):
                         raised = None if not any(reply.lost for reply in replies) else CallLost("")
                         if raised is None:
                             return []
                     else:
                         raise NotYet
                 else:
-                    found = launch.channel.get(replies, SLICE_S)
+                    found = self._channel.get(replies, SLICE_S)
                     for each in asked:
                         each.host.answered = True
                         each.host.watch()
@@ -528,11 +488,19 @@ class Recovery:
             time.sleep(0.02)
         if isinstance(raised, CallLost):  # alive, but it cannot be called
             for process in launch.crew.all:
-                if launch.channel.is_broken(process.index):
+                if self._channel.is_broken(process.index):
                     reason = "its connection to the controller broke, though the process is alive."
                     raise launch.watch.lose(process, reason)
         reason = f"hosts did not meet again: {type(raised).__name__}: {raised}"
         raise CommunicationError(Failure(rank=None, reason=reason)) from raised
+
+
+def answered(call: SentCall, channel: RunChannel) -> bool:
+    """Whether a call's answer is here: what it gave, or what it raised by itself."""
+    reply: Reply | None = None if call.asked is None else call.asked.ref
+    if reply is None or reply.message is None:
+        return False
+    return reply.message.kind == GAVE or not isinstance(channel.failure(reply), HostFailed)
 
 
 def _gave(call: SentCall) -> bool:

@@ -1,7 +1,7 @@
 """The transport between actors of one host: through memory that they share, without messages.
 
     transport = join_same_host(store, own_place(node), 0, (0, 1), meet=..., connect=...)
-    engine = Engine(program, sites, table, transport)         # actor 0, of rank 0 of two
+    engine = Engine(host_program, table, transport)           # actor 0, of rank 0 of two
 
 `slots.py` says where payloads lie and what a wait takes, `segments.py` has the memory. An
 all_reduce of f32[1024] over ranks 0 and 1:
@@ -37,12 +37,12 @@ from typing import assert_never
 
 from torch import Tensor
 
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
-from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.exchange import ExchangeTransport, Wire
 from dtensor.daft.ray.neighbours import CLOSED, FLAG, Neighbours, whole_pages
 from dtensor.daft.ray.segments import Window, calls, take
-from dtensor.daft.ray.slots import LINE, Arena, Lane, brought, lay_out, pieces_of, placed
+from dtensor.daft.ray.slots import LINE, Lane, lay_out, pieces_of, placed
 from dtensor.daft.run.transport import (
     DIVIDED,
     Begin,
@@ -138,28 +138,25 @@ class SameHostTransport(Transport):
         where that is not known."""
         self._neighbours.told = told
 
-    def prepare(self, program: Program, sites: Sequence[Site], number: int = 0) -> Prepared:
+    def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
         here = self._neighbours
         arena = lay_out(program, here.host_of, here.shares)
         title = sha256(repr((number, program.name, arena.lanes)).encode()).digest()
         sizes = {a: whole_pages(nbytes) for a, nbytes in enumerate(arena.window_bytes) if nbytes}
         shared = _Shared(self, here, number, title, sizes)
         self._loaded.add(shared)
-        begins = dict(self._others.prepare(program, sites, number).begins)
+        begins = dict(self._others.prepare(program, number).begins)
         if here.index in sizes:
             here.segments[here.index].write(self._end, title)
             here.announce(number, self._end)
             self._end += sizes[here.index]
-        for site in sites:
-            if site not in arena.partners:
-                continue
-            key = key_of(site[0], _start(program, site))
-            if (site[0], key) not in shared.members:
-                member = _Member(arena.lanes[key], site[0], shared)
-                shared.members[site[0], key] = member
-            links = [self._link(site[0], other) for other, _ in arena.partners[site]]
-            member = shared.members[site[0], key]
-            begins[site] = _begin(program, arena, site, member, links)
+        for site, brings in arena.brings.items():
+            rank, start = site[0], _start(program, site)
+            key = key_of(rank, start)
+            if (rank, key) not in shared.members:
+                shared.members[rank, key] = _Member(arena.lanes[key], rank, shared)
+            links = [(self._link(rank, other), n) for other, n in arena.ahead[site].items()]
+            begins[site] = _Begin(start, shared.members[rank, key], brings, links)
         shared.begins = begins
         return shared
 
@@ -473,16 +470,7 @@ class _Started(Pending):
         return self.begin.complete(self.at, self.needed, self.values)
 
 
-def _begin(
-    program: Program, arena: Arena, site: Site, member: _Member, links: Sequence[_Link]
-) -> Begin:
-    sites = dict((site, *arena.partners[site]))
-    given = tuple(brought(_start(program, (rank, sites[rank]))) for rank in member.lane.key[0])
-    ahead = list(zip(links, arena.ahead[site], strict=True))
-    return _Begin(_start(program, site), member, given, ahead)
-
-
-def _start(program: Program, site: Site) -> Start:
+def _start(program: HostProgram, site: Site) -> Start:
     start = instruction_at(program, site)
     assert isinstance(start, Send | Recv | Collective)
     return start

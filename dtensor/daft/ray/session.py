@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dtensor.daft.diagnosis.diagnosis import Waits
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
+from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Call, Instruction
 from dtensor.daft.ir.text import excerpt
 from dtensor.daft.ray.joining import Join, check_routes
@@ -132,7 +133,7 @@ class RaySession(Session):
             next(h for h, ranks in enumerate(frozen.hosts) if rank in ranks)
             for rank in range(len(frozen.actors))
         )
-        program = _ray.put(frozen.program)
+        parts = host_programs(frozen.program, frozen.hosts, frozen.report.lists)
         with self.lock:
             number = len(self._loaded)
             self._loaded.append(frozen)
@@ -145,12 +146,10 @@ class RaySession(Session):
                 host_of=host_of,
                 tags={key: i for i, key in enumerate(check_routes(frozen.program, host_of))},
             )
-            for h, (ranks, process) in enumerate(zip(frozen.hosts, frozen.processes, strict=True)):
-                actors = {rank: frozen.actors[rank] for rank in ranks}
-                sites = frozen.report.lists[h]
+            for h, (own, process) in enumerate(zip(parts, frozen.processes, strict=True)):
+                actors = {rank: frozen.actors[rank] for rank in own.ranks}
                 self.calls += 1
-                host = self._home.processes[process]
-                host.tell(Objects.load, number, sites, actors, join, h, values=[program])
+                self._home.processes[process].tell(Objects.load, number, own, actors, join, h)
         return number
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:

@@ -1,5 +1,9 @@
 """Where payloads lie in memory that actors share, and what a wait takes: computed from a program.
 
+    between = Between(program, (0, 1))                  # the controller: once for a program,
+    replace(own, meetings=between.of(own.ranks))        # then for each host's part of it
+    arena = lay_out(own, (0, 1), shares)                # the host
+
 Each actor has a window of memory, that it writes and the others read. A key (`instructions.Key`)
 has a `Lane`: in the window of each member's actor, `slots` slots, each as large as the largest
 payload that this member brings to the key. The k-th start of a program on a key writes slot
@@ -19,21 +23,25 @@ concern the other, on whatever key, in the order of its list. `ahead` says, for 
 its partners, how many of them there must have been: as many as this rank had made itself before
 this start, and so many more.
 
-Invariants: all actors compute the same from the same program. A window begins with a line for who
-uses it; payloads begin at multiples of `LINE`. Bytes are bounded: for each key and member `slots`
-times its largest payload, of which `LARGEST_BYTES` is the most; a key with more is left to
-messages. It knows neither memory nor processes.
+A host has the lists of its own ranks. Of the others it is told what their starts with these bring,
+in their order, and of all keys between hosts how many slots of how many bytes they need.
+
+Invariants: all actors lay out the same from what they have of the same program. A window begins
+with a line for who uses it; payloads begin at multiples of `LINE`. Bytes are
+bounded: for each key and member `slots` times its largest payload, of which `LARGEST_BYTES` is the
+most; a key with more is left to messages. It knows neither memory nor processes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, prod
 from typing import TypeAlias, assert_never
 
+from dtensor.daft.ir.host_program import HostProgram, KeySlots, Meetings
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, Wait, key_of
 from dtensor.daft.ir.program import Program
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
@@ -76,27 +84,58 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """`window_bytes`: by actor. `partners` and `ahead`: of each start, by the key's other ranks."""
+    """`window_bytes`: by actor. Of each start of the own ranks, `brings`: by member of its key;
+    `ahead`: by the key's other ranks."""
 
     lanes: Mapping[Key, Lane]
     window_bytes: tuple[int, ...]
-    partners: Mapping[Site, tuple[Site, ...]]
-    ahead: Mapping[Site, tuple[int, ...]]
+    brings: Mapping[Site, tuple[tuple[Buffer, ...], ...]]
+    ahead: Mapping[Site, Mapping[int, int]]
 
 
-def lay_out(program: Program, host_of: Sequence[int], shares: Callable[[Key], bool]) -> Arena:
+class Between:
+    """What crosses hosts in a program, of all its ranks; `host_of`: by rank, its host."""
+
+    def __init__(self, program: Program, host_of: Sequence[int]) -> None:
+        uses = _uses(program, host_of)
+        ordered = sorted(uses, key=lambda key: (key[2], *key))
+        slots = [(key, _slots_of(program, uses[key])) for key in ordered]
+        self.keys: tuple[KeySlots, ...] = tuple(own for _, own in slots if own is not None)
+        known: dict[tuple[int, tuple[Buffer, ...]], tuple[int, tuple[Buffer, ...]]] = {}
+        starts: dict[Site, tuple[int, tuple[Buffer, ...]]] = {}
+        for number, own in enumerate(self.keys):
+            for rank, indices in uses[own.key].starts.items():
+                for index in indices:
+                    each = number, brought(_start(program, (rank, index)))
+                    starts[rank, index] = known.setdefault(each, each)
+        self._starts: dict[int, list[tuple[int, tuple[Buffer, ...]]]] = defaultdict(list)
+        for site in sorted(starts):
+            self._starts[site[0]].append(starts[site])
+
+    def of(self, ranks: Collection[int]) -> Meetings:
+        """What the host of these ranks must know."""
+        members = [frozenset(own.key[0]) for own in self.keys]
+        mine = {n for n, own in enumerate(members) if not own.isdisjoint(ranks)}
+        peers = sorted({rank for n in mine for rank in members[n]}.difference(ranks))
+        return Meetings(
+            keys=self.keys,
+            peers={r: tuple(each for each in self._starts[r] if each[0] in mine) for r in peers},
+        )
+
+
+def lay_out(program: HostProgram, host_of: Sequence[int], shares: Callable[[Key], bool]) -> Arena:
     """For the keys that `shares` says; `host_of`: by rank, the number of its actor."""
-    uses = _uses(program, shares)
     used = [LINE] * (max(host_of) + 1)
-    lanes: dict[Key, Lane] = {}
-    for key in sorted(uses, key=lambda key: (key[2], *key)):
-        lane = _lane(program, uses[key], host_of, used)
-        if lane is not None:
-            lanes[key] = lane
+    meetings = program.meetings
+    lanes = {own.key: _lane(own, host_of, used) for own in meetings.keys if shares(own.key)}
     here = {host_of[rank] for key in lanes for rank in key[0]}
     window_bytes = tuple(nbytes if actor in here else 0 for actor, nbytes in enumerate(used))
-    partners, ahead = _meetings([uses[key] for key in lanes])
-    return Arena(lanes=lanes, window_bytes=window_bytes, partners=partners, ahead=ahead)
+    starts = {rank: _own_starts(program, rank, lanes) for rank in program.ranks}
+    keys = [own.key for own in meetings.keys]
+    for rank, own in meetings.peers.items():
+        starts[rank] = [(-1, keys[n], buffers) for n, buffers in own if keys[n] in lanes]
+    brings, ahead = _met(starts, program.ranks)
+    return Arena(lanes=lanes, window_bytes=window_bytes, brings=brings, ahead=ahead)
 
 
 def brought(start: Start) -> tuple[Buffer, ...]:
@@ -152,9 +191,10 @@ class _Use:
     spans: list[int]
 
 
-def _uses(program: Program, shares: Callable[[Key], bool]) -> dict[Key, _Use]:
+def _uses(program: Program, host_of: Sequence[int]) -> dict[Key, _Use]:
+    """Of the keys whose members are on hosts of their own."""
     uses: dict[Key, _Use] = {}
-    shared: dict[Key, bool] = {}
+    crosses: dict[Key, bool] = {}
     for rank, own in enumerate(program.ranks):
         waits = starts_of_waits(own.instructions)
         at: dict[int, tuple[Key, int]] = {}  # a start: its key, and its number on that
@@ -170,9 +210,10 @@ def _uses(program: Program, shares: Callable[[Key], bool]) -> dict[Key, _Use]:
                 if not isinstance(instruction, Collective) and instruction.buffer.variable:
                     continue
                 key = key_of(rank, instruction)
-                if key not in shared:
-                    shared[key] = shares(key)
-                if not shared[key]:
+                if key not in crosses:
+                    hosts = {host_of[member] for member in key[0]}
+                    crosses[key] = len(hosts) == len(key[0]) > 1
+                if not crosses[key]:
                     continue
                 use = uses.setdefault(key, _Use(key, {member: [] for member in key[0]}, []))
                 number = len(use.starts[rank])
@@ -185,17 +226,25 @@ def _uses(program: Program, shares: Callable[[Key], bool]) -> dict[Key, _Use]:
     return uses
 
 
-def _lane(program: Program, use: _Use, host_of: Sequence[int], used: list[int]) -> Lane | None:
-    """Where a key's slots lie, behind what is `used` of each window; None if they are too large."""
-    members = use.key[0]
-    starts = [[_start(program, (rank, index)) for index in use.starts[rank]] for rank in members]
+def _slots_of(program: Program, use: _Use) -> KeySlots | None:
+    """The slots of a key; None if they are too large."""
+    starts = [[_start(program, (r, index)) for index in own] for r, own in use.starts.items()]
     sizes = tuple(max(placed(brought(start))[1] for start in own) for own in starts)
     if max(sizes) > LARGEST_BYTES:
         return None
     together = [(start, pieces) for start in starts[0] if (pieces := pieces_of(start))]
-    pieces = max((len(pieces) for _, pieces in together), default=0)
-    result = max((placed(_made(start))[1] for start, _ in together), default=0)
-    slots = sum(sorted(use.spans)[-2:])
+    return KeySlots(
+        key=use.key,
+        slots=sum(sorted(use.spans)[-2:]),
+        slot_bytes=sizes,
+        pieces=max((len(pieces) for _, pieces in together), default=0),
+        result_bytes=max((placed(_made(start))[1] for start, _ in together), default=0),
+    )
+
+
+def _lane(own: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
+    """Where a key's slots lie, behind what is `used` of each window."""
+    members, slots = own.key[0], own.slots
 
     def take(member: int, nbytes: int) -> int:
         actor = host_of[members[member]]
@@ -204,47 +253,74 @@ def _lane(program: Program, use: _Use, host_of: Sequence[int], used: list[int]) 
         return begin
 
     return Lane(
-        key=use.key,
+        key=own.key,
         slots=slots,
-        slot_bytes=sizes,
-        begins=tuple(take(m, slots * size) for m, size in enumerate(sizes)),
-        pieces=pieces,
-        result_bytes=result,
-        claims=take(0, slots * pieces * LINE),
-        results=take(0, slots * result),
-        done=tuple(take(m, slots * LINE if pieces else 0) for m in range(len(members))),
+        slot_bytes=own.slot_bytes,
+        begins=tuple(take(m, slots * size) for m, size in enumerate(own.slot_bytes)),
+        pieces=own.pieces,
+        result_bytes=own.result_bytes,
+        claims=take(0, slots * own.pieces * LINE),
+        results=take(0, slots * own.result_bytes),
+        done=tuple(take(m, slots * LINE if own.pieces else 0) for m in range(len(members))),
     )
 
 
-def _meetings(
-    uses: Sequence[_Use],
-) -> tuple[dict[Site, tuple[Site, ...]], dict[Site, tuple[int, ...]]]:
-    """`Arena.partners` and `Arena.ahead`."""
-    groups = {
-        (rank, index): use for use in uses for rank in use.starts for index in use.starts[rank]
-    }
-    before: dict[Site, dict[int, int]] = {}  # by partner: starts that concern it, before this one
-    counts: dict[tuple[int, int], int] = defaultdict(int)
-    for site in sorted(groups):
-        own = before[site] = {}
-        for other in groups[site].key[0]:
-            if other != site[0]:
-                own[other] = counts[site[0], other]
-                counts[site[0], other] += 1
-    partners: dict[Site, tuple[Site, ...]] = {}
-    ahead: dict[Site, tuple[int, ...]] = {}
-    for use in uses:
-        members = use.key[0]
-        for indices in zip(*(use.starts[rank] for rank in members), strict=True):
-            sites = tuple(zip(members, indices, strict=True))
-            for site in sites:
-                rank = site[0]
-                others = tuple(other for other in sites if other != site)
-                partners[site] = others
-                ahead[site] = tuple(
-                    before[other][rank] + 1 - before[site][other[0]] for other in others
-                )
-    return partners, ahead
+_Starts: TypeAlias = list[tuple[int, Key, tuple[Buffer, ...]]]
+"""Of a rank, in its order: the index, -1 where it is not the host's own, and what it brings."""
+
+
+def _own_starts(program: HostProgram, rank: int, lanes: Mapping[Key, Lane]) -> _Starts:
+    found: _Starts = []
+    for index, start in enumerate(program.ranks[rank].instructions):
+        if isinstance(start, Send | Recv | Collective):
+            key = key_of(rank, start)
+            if key in lanes and (isinstance(start, Collective) or not start.buffer.variable):
+                found.append((index, key, brought(start)))
+    return found
+
+
+def _met(
+    starts: Mapping[int, _Starts], own: Collection[int]
+) -> tuple[dict[Site, tuple[tuple[Buffer, ...], ...]], dict[Site, dict[int, int]]]:
+    """`Arena.brings` and `Arena.ahead`."""
+    # of the k-th start on a key, by rank: what it brings, and by partner how many starts that
+    # concern it the rank makes before
+    brings: dict[tuple[Key, int, int], tuple[Buffer, ...]] = {}
+    before: dict[tuple[Key, int, int], dict[int, int]] = {}
+    sites: dict[Site, tuple[Key, int]] = {}
+    for rank, listed in starts.items():
+        numbers: dict[Key, int] = defaultdict(int)
+        counts: dict[int, int] = defaultdict(int)
+        concerned = {key: _concerned(key, rank, own) for _, key, _ in listed}
+        for index, key, buffers in listed:
+            number = numbers[key]
+            numbers[key] += 1
+            if rank in own:
+                sites[rank, index] = key, number
+            brings[key, number, rank] = buffers
+            there = before[key, number, rank] = {}
+            for other in concerned[key]:
+                there[other] = counts[other]
+                counts[other] += 1
+    return (
+        {
+            site: tuple(brings[key, number, member] for member in key[0])
+            for site, (key, number) in sites.items()
+        },
+        {
+            (rank, index): {
+                other: before[key, number, other][rank] + 1 - before[key, number, rank][other]
+                for other in key[0]
+                if other != rank
+            }
+            for (rank, index), (key, number) in sites.items()
+        },
+    )
+
+
+def _concerned(key: Key, rank: int, own: Collection[int]) -> tuple[int, ...]:
+    """The partners of a rank on a key of which somebody here must know."""
+    return tuple(other for other in key[0] if other != rank and (rank in own or other in own))
 
 
 def _start(program: Program, site: Site) -> Start:

@@ -169,6 +169,7 @@ class HostWatch:
         self.deadline_s = deadline_s
         self.stopped_s = stopped_s
         self.call_deadline_s = call_deadline_s
+        self.patience_s: float = 2 * (deadline_s + call_deadline_s) + 60  # of NCCL's own watchdog
         self.lost: dict[int, ActorLost] = {}
         self._controller = controller
         self._home = home

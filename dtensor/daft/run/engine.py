@@ -1,7 +1,7 @@
 """Runs one host's list over a table of values: the same in every backend and in both modes.
 
     table = {(0, "w"): ...}                                # (rank, name) -> value
-    engine = Engine(program, sites, table, transport)      # sites: the host's list, `Report.lists`
+    engine = Engine(HostProgram.whole(program, sites), table, transport)
     results = engine.run({0: {"x": x}})                    # {rank: {output: value}}
 
 `begin`, `step` for each position, `finish` do the same, one instruction at a time.
@@ -43,6 +43,7 @@ from dtensor.daft.errors import (
     RunInterrupted,
     TaskError,
 )
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import (
     Buffer,
     Call,
@@ -85,13 +86,11 @@ CPU = torch.device("cpu")
 class Engine:
     """`device`: of the ranks here, and of what they send in place of values that were not made.
     `number`: of the program, among those that its hosts load over this transport. `undoes`: who
-    owns the table can make it again what it was; `late`: it has to, after the run that has ended.
-    `alone`: all ranks of the program are here."""
+    owns the table can make it again what it was; `late`: it has to, after the run that ended."""
 
     def __init__(
         self,
-        program: Program,
-        sites: Sequence[Site],
+        program: HostProgram,
         table: Table,
         transport: Transport,
         device: torch.device = CPU,
@@ -100,29 +99,26 @@ class Engine:
         undoes: bool = False,
     ) -> None:
         self.program = program
-        self.sites: tuple[Site, ...] = tuple(sites)
+        self.sites: tuple[Site, ...] = program.sites
         self.values: Table = {}  # of the run: all but state
         self._table = table
         # first: others find this host's part, whatever else fails here
-        self._prepared = transport.prepare(program, self.sites, number)
+        self._prepared = transport.prepare(program, number)
         self._device = device
         self._state = frozenset(
-            (rank, name) for rank, own in enumerate(program.ranks) for name in own.state
+            (rank, name) for rank, own in program.ranks.items() for name in own.state
         )
         self._pending: dict[Site, Pending] = {}
         self._functions = dict(program.functions)
-        needed = {i.fn for s in sites if isinstance(i := instruction_at(program, s), Call)}
-        self._built = {name: self._functions[name].build() for name in sorted(needed)}
-        ranks = sorted({rank for rank, _ in sites})
+        self._built = {name: function.build() for name, function in program.functions}
+        ranks = sorted({rank for rank, _ in program.sites})
         self._waits = {rank: starts_of_waits(program.ranks[rank].instructions) for rank in ranks}
-        self.alone = set(ranks) >= {r for r, own in enumerate(program.ranks) if own.instructions}
-        self._idle = self._sums_of_votes() if self.alone else frozenset[Site]()
+        self._idle = self._sums_of_votes() if program.alone else frozenset[Site]()
         self._steps = [self._prepare(site) for site in self.sites]
         self._order = [p for p, site in enumerate(self.sites) if site not in self._idle]
         self._undoable = _undoable(program, ranks)
-        self._undoes = undoes and self.alone
-        leaks = _communicates(program) and not _commits(program)
-        self._leaks = leaks and not self._undoes
+        self._undoes = undoes and program.alone
+        self._leaks = program.communicates and not program.commits and not self._undoes
         self.late: bool = False
         self._stamps: Stamps | None = None  # of timed runs
         self._stamped: list[Step] = []
@@ -297,9 +293,10 @@ class Engine:
                 return vote
             case Commit(value=value):
                 table, key = self._place(rank, value)
+                alone = self.program.alone
 
                 def commit() -> None:
-                    if self._spoiled if self.alone else table[key]:
+                    if self._spoiled if alone else table[key]:
                         raise OthersFailed
 
                 return commit
@@ -425,34 +422,20 @@ def _nothing() -> None:
     pass
 
 
-def _commits(program: Program) -> bool:
-    return any(isinstance(i, Commit) for own in program.ranks for i in own.instructions)
-
-
-def _communicates(program: Program) -> bool:
-    starts = Send | Recv | Collective
-    return any(isinstance(i, starts) for own in program.ranks for i in own.instructions)
-
-
-def _undoable(program: Program, ranks: Sequence[int]) -> dict[int, int]:
+def _undoable(program: HostProgram, ranks: Sequence[int]) -> dict[int, int]:
     """By rank, the index of the instruction from which on a failure cannot be undone."""
-    if _commits(program):
-        lists = {rank: program.ranks[rank].instructions for rank in ranks}
-        return {
-            rank: next((i for i, x in enumerate(own) if isinstance(x, Vote)), 0)
-            for rank, own in lists.items()
-        }
-    for own in program.ranks:
-        for i in own.instructions:
-            written = (*i.writes, *i.outputs)
-            if not own.lasting.difference(own.replayable).isdisjoint(written):
-                return dict.fromkeys(ranks, 0)
-            if isinstance(i, Send) and i.buffer.variable:  # nothing stands for what is in it
-                return dict.fromkeys(ranks, 0)
-    return {rank: len(program.ranks[rank].instructions) for rank in ranks}
+    lists = {rank: program.ranks[rank].instructions for rank in ranks}
+    if not program.commits:
+        return {rank: len(own) if program.undoable else 0 for rank, own in lists.items()}
+    return {
+        rank: next((i for i, x in enumerate(own) if isinstance(x, Vote)), 0)
+        for rank, own in lists.items()
+    }
 
 
-def describe(program: Program, site: Site, reason: str, line: str | None = None) -> Failure:
+def describe(
+    program: Program | HostProgram, site: Site, reason: str, line: str | None = None
+) -> Failure:
     """The facts about an instruction; its user's line, or that of what it waits for."""
     rank, index = site
     instructions = program.ranks[rank].instructions

@@ -21,8 +21,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
-from dtensor.daft.ir.program import Program
 from dtensor.daft.verification.pairing import Site, instruction_at
 from dtensor.numerics import fold
 
@@ -53,11 +53,11 @@ class Prepared:
 
 
 class Transport(ABC):
-    def prepare(self, program: Program, sites: Sequence[Site], number: int = 0) -> Prepared:
-        """Make ready for a program, of which `sites` is this process's list. All processes that run
-        it prepare it, under this `number`, which no other program has."""
+    def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
+        """Make ready for a program. All processes that run a part of it prepare it, under this
+        `number`, which no other program has."""
         begins: dict[Site, Begin] = {}
-        for site in sites:
+        for site in program.sites:
             instruction = instruction_at(program, site)
             if isinstance(instruction, Send | Recv | Collective):
                 begins[site] = self.begin(site[0], instruction)

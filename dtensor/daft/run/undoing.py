@@ -1,7 +1,7 @@
 """A worker's snapshots, told in its own words: puts, deletes, runs.
 
-    undoing = Undoing(table, Copies(), ranks=(0, 1))
-    undoing.load(7, program)
+    undoing = Undoing(table, Copies())
+    undoing.load(7, host_program)
     undoing.begin_run(7, inputs, {}, {}, TableChange(12, committed=11))   # then it runs
     undoing.end_run()                                                # its state is what it wrote
 
@@ -14,10 +14,10 @@ Invariant: what a change that raised has written is of the next one that ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.snapshots import Keys, Snapshots, Store
 from dtensor.daft.run.undone import COUNTERS
 
@@ -45,24 +45,18 @@ UNNUMBERED = TableChange(0)
 
 
 class Undoing:
-    """Of a worker with these ranks."""
-
-    def __init__(
-        self, table: dict[tuple[int, str], object], store: Store, ranks: Sequence[int]
-    ) -> None:
+    def __init__(self, table: dict[tuple[int, str], object], store: Store) -> None:
         self.snapshots: Snapshots = Snapshots(table, store)
         self._table = table
         self._outlives = store.outlives
-        self.ranks = ranks
         self._writes: dict[int, _Writes] = {}  # by program
         self._change = UNNUMBERED  # the one under way, as what follows
         self._alone: Keys = ()
         self._dropped: Keys = ()
         self._written: tuple[Keys, Keys] = (), ()
 
-    def load(self, handle: int, program: Program, *, alone: bool) -> None:
-        """``alone``: all its ranks are here."""
-        self._writes[handle] = _Writes.of(program, self.ranks, alone)
+    def load(self, handle: int, program: HostProgram) -> None:
+        self._writes[handle] = _Writes.of(program)
 
     def unload(self, handle: int) -> None:
         del self._writes[handle]
@@ -143,18 +137,17 @@ class _Writes:
     alone: bool
 
     @staticmethod
-    def of(program: Program, ranks: Sequence[int], alone: bool) -> _Writes:
+    def of(program: HostProgram) -> _Writes:
         state: tuple[dict[tuple[int, str], None], ...] = ({}, {})
         inputs: list[tuple[int, str, bool]] = []
-        for rank in ranks:
-            own = program.ranks[rank]
+        for rank, own in program.ranks.items():
             made = {name for i in own.instructions for name in (*i.outputs, *i.writes)}
             for name in own.state:
                 if name in made:
                     state[name in own.replayable][rank, name] = None
             inputs += [(rank, name, name in own.replayable) for name in own.changed]
-        outputs = tuple((rank, frozenset(program.ranks[rank].outputs)) for rank in ranks)
-        return _Writes(tuple(state[0]), tuple(state[1]), tuple(inputs), outputs, alone)
+        outputs = tuple((rank, frozenset(own.outputs)) for rank, own in program.ranks.items())
+        return _Writes(tuple(state[0]), tuple(state[1]), tuple(inputs), outputs, program.alone)
 
     def keys(self, inputs: Mapping[int, Mapping[str, object]]) -> tuple[Keys, Keys]:
         """In a run with these inputs: what belongs to it, and what is replayable."""

@@ -4,8 +4,8 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
 
     worker = Worker((0, 1), torch.device("cpu"), LocalTransport())
     worker.put({0: {"w": torch.ones(2)}})
-    worker.load(7, sites, program)
-    worker.run(7, {0: {"x": torch.ones(2)}, 1: {}})       # {0: {"y": tensor}, 1: {}}
+    worker.load(7, HostProgram.whole(program, sites))
+    worker.run(HostRun(7, 0, {0: {"x": torch.ones(2)}, 1: {}}))       # {0: {"y": tensor}, 1: {}}
 
 What a run is to keep stays in the table; what of it is also to be `returned` comes back besides, as
 a copy of its own. What nobody needs any more is dropped first, by the message of a put or a run.
@@ -31,18 +31,18 @@ import gc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
 from dtensor.daft.errors import Failure, TaskError
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Call
-from dtensor.daft.ir.program import Program
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.transport import Transport
 from dtensor.daft.run.undoing import UNNUMBERED, Stored, TableChange, Undoing
 from dtensor.daft.run.undone import COUNTERS, Counters, Fault, Spoiled, Undone, detached, with_run
-from dtensor.daft.verification.pairing import Site
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
@@ -65,6 +65,47 @@ class Counted:
     input: str
     takes: bool = True
     since: int = 0
+
+
+class HostRun(NamedTuple):
+    """A run as one host is told of it: its `number`, the `program`, the `inputs` of its ranks.
+
+    `keep`, `counted`, `returned` and `drop` are those of `Cluster.run`; `timed`: its outputs have
+    those of `run/stamps.py`, too; `change`: what it is to the host's table.
+    """
+
+    program: int
+    number: int
+    inputs: Values
+    keep: Mapping[str, str] = NOTHING_KEPT
+    counted: Counted | None = None
+    timed: bool = False
+    returned: Collection[str] = ()
+    drop: Names = NOTHING_DROPPED
+    change: TableChange = UNNUMBERED
+
+    def plain(self) -> tuple[Any, ...]:
+        """In plain tuples and dicts, as it goes to another process: a pickled dataclass takes four
+        times as long. The inverse of `of`."""
+        counted, change = self.counted, self.change
+        return (
+            self.program,
+            self.number,
+            self.inputs,
+            dict(self.keep),
+            counted and (counted.key, counted.known, counted.input, counted.takes, counted.since),
+            self.timed,
+            tuple(self.returned),
+            dict(self.drop),
+            (change.number, change.committed, change.taken),
+        )
+
+    @staticmethod
+    def of(plain: tuple[Any, ...]) -> HostRun:
+        program, number, inputs, keep, counted, timed, returned, drop, change = plain
+        known = counted and Counted(*counted)
+        told = TableChange(*change) if change[0] else UNNUMBERED
+        return HostRun(program, number, inputs, keep, known, timed, returned, drop, told)
 
 
 MOST_UNDONE = 64
@@ -94,11 +135,9 @@ class Worker:
         self._lent = lent
         self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
         self._table: Table = {}
-        self._undoing = None if snapshots is None else Undoing(self._table, snapshots, ranks)
-        self._run = 0  # the number of the last one here
+        self._undoing = None if snapshots is None else Undoing(self._table, snapshots)
+        self._now = HostRun(-1, -1, {})  # the run under way, or the last one
         self._has_failed = False  # that before the next
-        self._now: tuple[Mapping[str, str], Counted | None] = NOTHING_KEPT, None
-        self._returned: Collection[str] = ()  # of the run under way, as `_now` is
 
     def put(
         self, values: Values, drop: Names = NOTHING_DROPPED, change: TableChange = UNNUMBERED
@@ -164,14 +203,13 @@ class Worker:
                 self._find(rank, name)
                 del self._table[rank, name]
 
-    def load(self, handle: int, sites: Sequence[Site], program: Program) -> None:
-        transport, device = self.transport, self.device
-        undoes = self._undoing is not None
-        given = program, sites, self._table, transport, device, handle
-        self.engines[handle] = Engine(*given, undoes=undoes)
+    def load(self, handle: int, program: HostProgram) -> None:
+        given = program, self._table, self.transport, self.device, handle
+        self.engines[handle] = Engine(*given, undoes=self._undoing is not None)
         if self._undoing is not None:
-            self._undoing.load(handle, program, alone=self.engines[handle].alone)
-        calls = (i for own in program.ranks for i in own.instructions if isinstance(i, Call))
+            self._undoing.load(handle, program)
+        lists = (own.instructions for own in program.ranks.values())
+        calls = (i for own in lists for i in own if isinstance(i, Call))
         self._written[handle] = frozenset(name for call in calls for name in call.writes)
 
     def unload(self, handle: int) -> None:
@@ -180,62 +218,24 @@ class Worker:
             self._undoing.unload(handle)
         del self._written[handle]
 
-    def run(
-        self,
-        handle: int,
-        inputs: Values,
-        keep: Mapping[str, str] = NOTHING_KEPT,
-        counted: Counted | None = None,
-        timed: bool = False,
-        returned: Collection[str] = (),
-        drop: Names = NOTHING_DROPPED,
-        run: int = 0,
-        change: TableChange = UNNUMBERED,
-    ) -> dict[int, dict[str, object]] | Undone:
+    def run(self, run: HostRun) -> dict[int, dict[str, object]] | Undone:
         """The outputs of the hosted ranks that are fed: those that are not kept, and of these the
-        `returned`. `run` is its number."""
-        self._begin(handle, inputs, keep, drop, run, change)
-        engine = self.engines[handle]
-        fed = self._in(handle, inputs, keep, counted, returned)
-        made = engine.run(fed, self.counter, timed=timed, keeps=bool(keep))
-        return self._out(handle, made)
+        `returned`."""
+        fed = self._begin(run)
+        engine = self.engines[run.program]
+        return self._out(engine.run(fed, self.counter, timed=run.timed, keeps=bool(run.keep)))
 
-    def undo(
-        self,
-        handle: int,
-        inputs: Values,
-        keep: Mapping[str, str] = NOTHING_KEPT,
-        counted: Counted | None = None,
-        timed: bool = False,
-        returned: Collection[str] = (),
-        drop: Names = NOTHING_DROPPED,
-        run: int = 0,
-        change: TableChange = UNNUMBERED,
-        *,
-        failure: Failure,
-    ) -> Undone:
+    def undo(self, run: HostRun, *, failure: Failure) -> Undone:
         """In place of `run`: it was undone, of this failure of a call."""
-        self._begin(handle, inputs, keep, drop, run, change)
+        self._begin_change(run)
         rank, index = failure.rank, failure.index
         faults: tuple[Fault, ...] = ()
         if rank is not None and index is not None and rank in self.ranks:
             faults = (Fault((rank, index), TaskError(failure)),)
-        return self._undo(handle, Undone(faults), keep, counted)
+        return self._undo(Undone(faults))
 
-    def begin(
-        self,
-        handle: int,
-        inputs: Values,
-        keep: Mapping[str, str],
-        counted: Counted | None,
-        returned: Collection[str],
-        drop: Names,
-        run: int,
-        change: TableChange = UNNUMBERED,
-    ) -> None:
-        self._begin(handle, inputs, keep, drop, run, change)
-        fed = self._in(handle, inputs, keep, counted, returned)
-        self.engines[handle].begin(fed, keeps=bool(keep))
+    def begin(self, run: HostRun) -> None:
+        self.engines[run.program].begin(self._begin(run), keeps=bool(run.keep))
 
     def step(self, handle: int, position: int) -> None:
         self.counter[0] = position
@@ -243,13 +243,11 @@ class Worker:
 
     def finish(self, handle: int) -> dict[int, dict[str, object]] | Undone:
         engine = self.engines[handle]
-        return self._out(handle, engine.finish(self._ranks_of(engine.program)))
+        return self._out(engine.finish(tuple(engine.program.ranks)))
 
     def join(self, ranks: tuple[int, ...]) -> None:
         """These are here from now on: those that were, and new ones."""
         self.ranks = ranks
-        if self._undoing is not None:
-            self._undoing.ranks = ranks
 
     def close(self) -> None:
         self.engines.clear()
@@ -258,33 +256,19 @@ class Worker:
             self._undoing.snapshots.close()
         self.transport.close()
 
-    def _begin(
-        self,
-        handle: int,
-        inputs: Values,
-        keep: Mapping[str, str],
-        drop: Names,
-        run: int,
-        change: TableChange,
-    ) -> None:
+    def _begin_change(self, run: HostRun) -> None:
         if self._has_failed:  # an exception and its frames are a cycle, with what a run computed
             self._has_failed = False
             gc.collect()
         if self._undoing is not None:
-            self._undoing.begin_run(handle, inputs, keep, drop, change)
-        self._drop(drop)
-        self._run = run
+            self._undoing.begin_run(run.program, run.inputs, run.keep, run.drop, run.change)
+        self._drop(run.drop)
+        self._now = run
 
-    def _in(
-        self,
-        handle: int,
-        inputs: Values,
-        keep: Mapping[str, str],
-        counted: Counted | None,
-        returned: Collection[str],
-    ) -> dict[int, dict[str, object]]:
-        self._now, self._returned = (keep, counted), returned
-        written = self._written[handle]
+    def _begin(self, run: HostRun) -> dict[int, dict[str, object]]:
+        """What its ranks are fed."""
+        self._begin_change(run)
+        written, counted = self._written[run.program], run.counted
         fed = {
             rank: {
                 name: self._find(rank, value.name)
@@ -294,7 +278,7 @@ class Worker:
                 else copy_to(value, self.device)
                 for name, value in named.items()
             }
-            for rank, named in inputs.items()
+            for rank, named in run.inputs.items()
         }
         if counted is not None:
             unknown = len(self.undone_since(counted.key, counted.since)) - counted.known
@@ -313,12 +297,12 @@ class Worker:
         return copy_to(value, self.device)
 
     def _out(
-        self, handle: int, results: dict[int, dict[str, object]] | Undone
+        self, results: dict[int, dict[str, object]] | Undone
     ) -> dict[int, dict[str, object]] | Undone:
         """What goes back; kept outputs go into the table, as copies that nothing else changes."""
-        keep, counted = self._now
         if isinstance(results, Undone):
-            return self._undo(handle, results, keep, counted)
+            return self._undo(results)
+        keep, returned = self._now.keep, self._now.returned
         for rank, named in results.items():
             for output, name in keep.items():
                 if output in named:
@@ -327,16 +311,13 @@ class Worker:
             self._undoing.end()
         cpu = torch.device("cpu")
         return {
-            rank: {
-                n: copy_to(v, cpu) for n, v in named.items() if n not in keep or n in self._returned
-            }
+            rank: {n: copy_to(v, cpu) for n, v in named.items() if n not in keep or n in returned}
             for rank, named in results.items()
         }
 
-    def _undo(
-        self, handle: int, undone: Undone, keep: Mapping[str, str], counted: Counted | None
-    ) -> Undone:
-        run, self._has_failed = self._run, True
+    def _undo(self, undone: Undone) -> Undone:
+        own, self._has_failed = self._now, True
+        handle, run, counted = own.program, own.number, own.counted
         if self._undoing is not None and self.engines[handle].late:
             self._undoing.undo()
         faults = tuple(
@@ -354,17 +335,13 @@ class Worker:
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
         spoiled = Spoiled(kept.faults[0].error.failure if faults else elsewhere)
         program = self.engines[handle].program
-        for rank in self._ranks_of(program):
-            for output, name in keep.items():
-                if output in program.ranks[rank].outputs:
+        for rank, listed in program.ranks.items():
+            for output, name in own.keep.items():
+                if output in listed.outputs:
                     self._table.setdefault((rank, name), spoiled)
         if self._undoing is not None:
             self._undoing.end_undone()
         return undone
-
-    def _ranks_of(self, program: Program) -> tuple[int, ...]:
-        """Those that were here when it was loaded."""
-        return tuple(rank for rank in self.ranks if rank < program.size)
 
     def _find(self, rank: int, name: str) -> object:
         if (rank, name) not in self._table:

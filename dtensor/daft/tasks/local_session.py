@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from dtensor.daft.errors import DaftError, TaskError
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.engine import Engine, Inputs, Table
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.undone import Undone
@@ -72,7 +73,7 @@ class LocalSession(Session):
         table: Table = {
             (rank, SELF): self._subjects[actor] for rank, actor in enumerate(frozen.actors)
         }
-        return Engine(frozen.program, sites, table, LocalTransport())
+        return Engine(HostProgram.whole(frozen.program, sites), table, LocalTransport())
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
         frozen, engine = self._loaded[loaded]

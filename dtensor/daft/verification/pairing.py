@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from dtensor.daft.errors import ProgramError
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import (
     Collective,
     Instruction,
@@ -47,7 +48,7 @@ Hosts: TypeAlias = tuple[tuple[int, ...], ...]
 HostList: TypeAlias = tuple[tuple[int, Instruction], ...]
 
 
-def instruction_at(program: Program, site: Site) -> Instruction:
+def instruction_at(program: Program | HostProgram, site: Site) -> Instruction:
     return program.ranks[site[0]].instructions[site[1]]
 
 

@@ -1,0 +1,115 @@
+"""What a host has of a program: its own, and facts of the whole; how much that is on the wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dtensor.daft import Buffer, Call, Commit, Recv, Send, TaskError, Wait
+from dtensor.daft.ir.host_program import HostProgram, host_programs
+from dtensor.daft.ir.instructions import Instruction
+from dtensor.daft.ray.ranks import packed, unpacked
+from dtensor.daft.run.engine import Engine
+from dtensor.daft.run.transport import LocalTransport
+from dtensor.daft.run.undoing import TableChange
+from dtensor.daft.run.undone import Undone
+from dtensor.daft.run.worker import Counted, HostRun, Stored
+from dtensor.daft.verification.pairing import merge_sites
+from tests.daft.programs import Collectives, function, parts_of, pipeline, program
+
+NOOP = function("noop", "def forward(x):\n    return (x + 1,)")
+WRITE = function("write", "def forward(x):\n    x += 1\n    return ()")
+
+
+def own_of(*lists: list[Instruction], state: list[tuple[str, ...]]) -> list[HostProgram]:
+    made = program(*lists, functions=[NOOP, WRITE], state=state)
+    hosts = tuple((rank,) for rank in range(made.size))
+    return list(host_programs(made, hosts, merge_sites(made, hosts)))
+
+
+def test_a_host_has_its_own_lists_and_the_functions_that_these_call() -> None:
+    call: list[Instruction] = [Call("noop", ("w",), ("v",))]
+    first, second, third = own_of(
+        call, [Call("write", ("w",), (), ("w",))], [], state=[("w",), ("w",), ("w",)]
+    )
+    assert list(first.ranks) == [0] and first.size == 3
+    assert [name for name, _ in first.functions] == ["noop"]
+    assert [name for name, _ in second.functions] == ["write"]
+    assert third.ranks[2].state == ("w",) and not third.functions and not third.sites
+
+
+def test_what_others_do_decides_what_can_be_undone() -> None:
+    """Rank 0 calls alike in all of them; whether a failure of it can be undone is the others'."""
+    call: list[Instruction] = [Call("noop", ("w",), ("v",))]
+    write: list[Instruction] = [Call("write", ("w",), (), ("w",))]
+    alone, _ = own_of(call, [], state=[("w",), ("w",)])
+    reading, _ = own_of(call, list(call), state=[("w",), ("w",)])
+    writing, _ = own_of(call, write, state=[("w",), ("w",)])
+    assert (alone.alone, reading.alone, writing.alone) == (True, False, False)
+    assert (alone.undoable, reading.undoable, writing.undoable) == (True, True, False)
+    voting, _ = own_of(call, [Commit("w")], state=[("w",), ("w",)])
+    assert voting.commits and not writing.commits
+    buffer = Buffer((2,), torch.float32)
+    sends: list[Instruction] = [Send("w", 2, "c", buffer), Wait(("w",))]
+    receives: list[Instruction] = [Recv("x", 1, "c", buffer), Wait(("x",))]
+    sending, *_ = own_of(call, sends, receives, state=[("w",)] * 3)
+    assert sending.communicates and not writing.communicates
+
+
+@pytest.mark.parametrize(("writes", "undone"), [(False, True), (True, False)])
+def test_an_engine_of_one_rank_asks_for_all_ranks(writes: bool, undone: bool) -> None:
+    """Rank 0 raises. Where rank 1 may have written by then, nothing says that it has not."""
+    fails = function("noop", "def forward(x):\n    return (x.nothing,)")
+    other = Call("write", ("w",), (), ("w",)) if writes else Call("noop", ("w",), ("v",))
+    made = program(
+        [Call("noop", ("w",), ("v",))], [other], functions=[fails, WRITE], state=[("w",)] * 2
+    )
+    hosts = ((0,), (1,))
+    own = next(host_programs(made, hosts, merge_sites(made, hosts)))
+    engine = Engine(own, {(0, "w"): torch.zeros(2)}, LocalTransport())
+    if undone:
+        assert isinstance(engine.run({0: {}}), Undone)
+    else:
+        with pytest.raises(TaskError, match="nothing"):
+            engine.run({0: {}})
+
+
+def test_it_comes_out_as_it_went_in() -> None:
+    for made in (pipeline(4), Collectives(3, large=300_000).program()):
+        parts = parts_of(made, [(rank,) for rank in range(made.size)])
+        for own, sent in zip(parts, packed(parts), strict=True):
+            assert unpacked(*sent) == own
+
+
+def test_bytes_for_all_hosts_grow_with_the_ranks() -> None:
+    """Each rank has as much to do however many there are: twice the ranks, twice the bytes."""
+
+    def sent(size: int) -> int:
+        step: list[Instruction] = []
+        for n in range(50):
+            step.append(Call("noop", ("w" if not n else f"v{n - 1}",), (f"v{n}",)))
+        made = program(*[list(step) for _ in range(size)], functions=[NOOP], state=[("w",)] * size)
+        parts = packed(parts_of(made, [(rank,) for rank in range(size)]))
+        return sum(len(own.data) + len(functions.data) for own, functions in parts)
+
+    assert sent(8) <= 2.1 * sent(4)
+    assert sent(64) <= 2.1 * sent(32)
+
+
+def test_a_run_is_plain_on_the_wire() -> None:
+    run = HostRun(
+        7,
+        3,
+        {0: {"x": Stored("w")}},
+        {"y": "z"},
+        Counted("steps", -1, "n", takes=False, since=2),
+        timed=True,
+        returned=("y",),
+        drop={0: ("old",)},
+        change=TableChange(12, committed=11, taken=False),
+    )
+    plain = run.plain()
+    assert HostRun.of(plain) == run
+    assert {type(each) for each in plain} <= {int, bool, dict, tuple}
+    assert {type(each) for each in plain[4]} <= {int, bool, str}
+    assert HostRun.of(HostRun(1, 0, {}).plain()) == HostRun(1, 0, {}, keep={}, drop={})
