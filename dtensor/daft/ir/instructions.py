@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias, assert_never, get_args
 
 import torch
 
-from dtensor.numerics import DTYPE_NAMES, DTYPES, OPS, ReduceOp, are_triples
+from dtensor.numerics import DTYPE_NAMES, DTYPES, REDUCTIONS, ReduceOp
 
 Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 Op: TypeAlias = ReduceOp
@@ -152,13 +152,15 @@ class Collective:
         if self.kind not in KINDS:
             raise ValueError(f"A collective's kind is one of {KINDS}, got {self.kind!r}.")
         reduces = self.kind in ("all_reduce", "reduce_scatter")
-        if reduces != (self.op is not None) or (reduces and self.op not in OPS):
-            raise ValueError(
-                f"{self.kind} {'needs an op of ' + str(OPS) if reduces else 'takes no op'}, "
-                f"got {self.op!r}."
-            )
-        if self.op == "softmax":
-            self._check_triples()
+        reduction = REDUCTIONS.get(self.op or "")
+        if reduces != (self.op is not None) or reduces != (reduction is not None):
+            wanted = f"needs an op of {tuple(REDUCTIONS)}" if reduces else "takes no op"
+            raise ValueError(f"{self.kind} {wanted}, got {self.op!r}.")
+        for buffer in (*self.in_buffers, *self.out_buffers):
+            if reduction is not None and not reduction.takes(buffer.shape, buffer.dtype):
+                raise ValueError(
+                    f"{self.kind}.{self.op} needs buffers {reduction.wants}, got {buffer}."
+                )
         if len(self.inputs) != len(self.in_buffers) or len(self.outputs) != len(self.out_buffers):
             raise ValueError(
                 f"{self.kind} needs one buffer per value, got {len(self.inputs)} inputs with "
@@ -170,14 +172,6 @@ class Collective:
                 f"The members of {self.kind} must know its sizes before it runs, got "
                 f"{', '.join(map(str, (*self.in_buffers, *self.out_buffers)))}."
             )
-
-    def _check_triples(self) -> None:
-        for buffer in (*self.in_buffers, *self.out_buffers):
-            if not are_triples(buffer.shape, buffer.dtype):
-                raise ValueError(
-                    f"{self.kind}.softmax needs buffers with a last dim of size 3, of f32 or f64, "
-                    f"got {buffer}."
-                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from dtensor.daft.ir.instructions import (
     Vote,
     Wait,
 )
-from dtensor.numerics import DTYPES, OPS
+from dtensor.numerics import DTYPES, REDUCTIONS
 
 EXCERPT = 120
 
@@ -196,7 +196,7 @@ class _Parser:
             lent = word == "borrow"
             return Recv(value, rank, channel, *self._buffers(), lent=lent, **self._tail())
         kind, _, op = word.partition(".")
-        if kind not in KINDS or (op and op not in OPS):
+        if kind not in KINDS or (op and op not in REDUCTIONS):
             raise ValueError(f"There is no instruction {word!r}: {self.line!r}.")
         inputs = self._parenthesised()
         self._expect("over")

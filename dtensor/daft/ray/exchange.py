@@ -38,7 +38,7 @@ from dtensor.daft.run.transport import (
     contribution,
     copied,
 )
-from dtensor.numerics import fold, piece_unit
+from dtensor.numerics import REDUCTIONS, fold
 
 SMALL_BYTES = 1 << 16
 FRAME_BYTES = 1 << 12  # the first message of a value of unknown length
@@ -205,7 +205,7 @@ class ExchangeTransport(Transport):
         group, op = collective.group, collective.op
         assert op is not None
         # A piece of every tensor of the bucket for each member; the first ones are the larger.
-        unit = piece_unit(op)
+        unit = REDUCTIONS[op].unit
         pieces = {
             member: [
                 v.contiguous().reshape(-1, unit).tensor_split(len(group))[m].reshape(-1)

@@ -64,6 +64,7 @@ from dtensor.daft.verification.pairing import (
     starts_of_waits,
     wait_edges,
 )
+from dtensor.numerics import REDUCTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,9 +425,9 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
 def _reduced(ins: Sequence[Buffer], outs: Sequence[Buffer], op: Op | None) -> bool:
     """Whether a reduction gives these: of one shape each, and of one dtype, or a sum of narrow
     floats left in the float32 that it is accumulated in, or one of float32 rounded to such."""
+    widens = op is not None and REDUCTIONS[op].widens
     return len(ins) == len(outs) and all(
-        a.shape == b.shape
-        and (a.dtype == b.dtype or (op == "sum" and _accumulated(a.dtype, b.dtype)))
+        a.shape == b.shape and (a.dtype == b.dtype or (widens and _accumulated(a.dtype, b.dtype)))
         for a, b in zip(ins, outs, strict=True)
     )
 

@@ -38,6 +38,7 @@ from dtensor.sharding.spec.shards import (
     taken,
     write,
 )
+from dtensor.sharding.spec.spec import TensorSpec
 
 Shape = tuple[int, ...]
 Layout = tuple[tuple[Shape, tuple[tuple[Shape, Where], ...]], ...]
@@ -81,10 +82,8 @@ def _free_move(b: RankBuilder, step: Convert) -> None:
     if move.kind == "slice":
         where = given(move.src, move.dst, here, here)
         code.apply(block, operands, results, where, source=source)
-    elif move.dst.placement(move.axis) == Partial("sum"):
-        code.apply(torch.zeros_like, operands, results, source=source)
     else:
-        code.apply(rest_of, operands, results, "softmax", source=source)
+        code.apply(rest_of, operands, results, _op_of(move.dst, move.axis), source=source)
 
 
 def _start(b: RankBuilder, step: Convert) -> Started:
@@ -96,7 +95,7 @@ def _start(b: RankBuilder, step: Convert) -> Started:
     match move.kind:
         case "all_reduce" | "reduce_scatter":
             sent = whole if move.kind == "all_reduce" else _cut(b, step)
-            made, op = (b.held(result, move.dst),), _op_of(move)
+            made, op = (b.held(result, move.dst),), _op_of(move.src, move.axis)
         case "all_gather" | "all_to_all":
             sent = whole if move.kind == "all_gather" else _cut(b, step)
             pieces = (f"{b.value(result)}.{i}" for i in range(b.plan.mesh.axis_size(move.axis)))
@@ -144,9 +143,9 @@ def _peers(b: RankBuilder, axis: str) -> list[dict[str, int]]:
     return [{**b.here, axis: i} for i in range(b.plan.mesh.axis_size(axis))]
 
 
-def _op_of(move: Move) -> ReduceOp | None:
-    """How a reduction folds; None of a move that does not reduce."""
-    placement = move.src.placement(move.axis)
+def _op_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
+    """How what is pending over an axis folds; None of what is not."""
+    placement = spec.placement(axis)
     return placement.op if isinstance(placement, Partial) else None
 
 
@@ -295,7 +294,9 @@ def _send(
 ) -> Started:
     kind, what = step.kind, f"{step.name} over {step.axis}"
     assert kind in ("all_reduce", "reduce_scatter", "all_gather")
-    b.collective(kind, step.axis, sent, made, what, op=_op_of(step.moves[0]), wait=False)
+    b.collective(
+        kind, step.axis, sent, made, what, op=_op_of(step.moves[0].src, step.axis), wait=False
+    )
     return Started(step, tuple(name for name, _ in made), f"{b.label}: {kind} {what}")
 
 

@@ -10,8 +10,8 @@ global dim whatever the other axes do, any axis can be changed alone:
     Shard -> Shard'      all_to_all         Partial -> Shard       reduce_scatter
     Replicate -> Shard   slice (free)       Replicate -> Partial   fill (rank 0 keeps; free)
 
-A pending sum is filled with zeros, a softmax with (-inf, 0, 0); maxima and minima are not made of
-whole values. The last dim of what is pending under softmax is never split.
+A pending value is filled with its reduction's identity; one without, as a maximum, is not made of
+a whole value. The last dim of what is pending under a reduction with a unit is never split.
 
 `bytes_sent` is what the rank that sends most sends: (n-1)/n of the value for all_gather and
 reduce_scatter, twice that for all_reduce, and what changes hands for all_to_all. The path is found
@@ -35,6 +35,7 @@ from functools import lru_cache
 from typing import Literal
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import REDUCTIONS
 from dtensor.sharding.redistribute.topology import Topology, ring_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
@@ -48,7 +49,7 @@ from dtensor.sharding.spec.placements import (
     length,
     pieces,
     same,
-    splits_rows_of_softmax,
+    splits_rows,
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -121,7 +122,7 @@ def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
             return "reduce_scatter"
         case Replicate(), Shard():
             return "slice"
-        case Replicate(), Partial("sum" | "softmax"):
+        case Replicate(), Partial(op) if REDUCTIONS[op].identity is not None:
             return "fill"
         case _:
             return None
@@ -253,7 +254,7 @@ def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
         isinstance(p, Partial) and p.op != option.op for p in here.placements
     ):
         return None  # a value is not pending in two ways at once
-    if splits_rows_of_softmax(len(here.shape), (option, *here.placements)):
+    if splits_rows(len(here.shape), (option, *here.placements)):
         return None
     return Move(kind, axis, here, here.with_placements(**{axis: option}))
 

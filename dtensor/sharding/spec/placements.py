@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import cast
 
 from dtensor.errors import PlanningError
-from dtensor.numerics import OPS, ReduceOp
+from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -101,7 +101,8 @@ class Partial:
     all_reduce, which is done where something needs it. A mean is a sum / count.
 
     Args:
-        op: "sum", "max", "min" or "softmax"; PlanningError for another.
+        op: "sum", "max", "min" or "softmax", or the name of a registered `Reduction`;
+            PlanningError for another.
 
     "softmax" is of float32 or float64 values ``[..., 3]``, whose last dim stays whole: for rows of
     some x that is split over the axis, the maximum, the sum of exp(x - maximum), and a plain sum.
@@ -110,8 +111,8 @@ class Partial:
     op: ReduceOp = "sum"
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise PlanningError(f'Partial({self.op!r}): the op is "sum", "max", "min" or "softmax"')
+        if self.op not in REDUCTIONS:
+            raise PlanningError(f"Partial({self.op!r}): the op is {reductions_listed()}")
 
     def __repr__(self) -> str:
         return f'Partial("{self.op}")'
@@ -221,9 +222,9 @@ def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
     return False
 
 
-def splits_rows_of_softmax(num_dims: int, placements: Sequence[Placement]) -> bool:
-    """Whether the last dim is split of what is pending under softmax, which needs it whole."""
-    if not any(isinstance(p, Partial) and p.op == "softmax" for p in placements):
+def splits_rows(num_dims: int, placements: Sequence[Placement]) -> bool:
+    """Whether the last dim is split of what is pending under a reduction that needs it whole."""
+    if not any(isinstance(p, Partial) and REDUCTIONS[p.op].unit > 1 for p in placements):
         return False
     return any(isinstance(p, Shard) and p.dim == num_dims - 1 for p in placements)
 
