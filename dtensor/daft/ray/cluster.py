@@ -37,7 +37,7 @@ from dtensor.daft.errors import (
 from dtensor.daft.ir.instructions import Call, Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.crew import Crew
-from dtensor.daft.ray.joining import Join, check_groups, check_routes
+from dtensor.daft.ray.joining import Join, check_groups, check_routes, connect_of
 from dtensor.daft.ray.launch_folder import LaunchSeen
 from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload, Pickled
 from dtensor.daft.ray.operators import Known, Needed
@@ -157,14 +157,16 @@ class RayCluster(HostedCluster):
     def meeting(self, epoch: int) -> Join:
         """How hosts find each other, after so many times that some were replaced."""
         self._say_hosts()
+        hosts = tuple(process.index for process in self.crew.all)
         return Join(
             address=self._home.address,
             port=self._home.store.port,
             secret=self._home.secret,
             prefix=f"ranks {epoch}",
-            hosts=tuple(process.index for process in self.crew.all),
+            hosts=hosts,
             host_of=self._host_of,
             tags=self._tags,
+            connect=connect_of(hosts, self.device.type),
             patience_s=2 * (self.watch.deadline_s + self.watch.call_deadline_s) + 60,
         )
 
