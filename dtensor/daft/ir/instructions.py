@@ -24,16 +24,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import prod
-from typing import Literal, TypeAlias, assert_never, get_args
+from typing import Literal, TypeAlias, assert_never
 
 import torch
 
+from dtensor.collectives import COLLECTIVES, CollectiveKind
 from dtensor.numerics import DTYPE_NAMES, DTYPES, REDUCTIONS, ReduceOp
 
-Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+Kind: TypeAlias = str
+"""A name in `COLLECTIVES`."""
 Op: TypeAlias = ReduceOp
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +148,16 @@ class Collective:
     label: str = field(default="", kw_only=True)
     source: str | None = field(default=None, kw_only=True)
 
+    @property
+    def does(self) -> CollectiveKind:
+        """What its kind is."""
+        return COLLECTIVES[self.kind]
+
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"A collective's kind is one of {KINDS}, got {self.kind!r}.")
-        reduces = self.kind in ("all_reduce", "reduce_scatter")
+        if self.kind not in COLLECTIVES:
+            kinds = tuple(COLLECTIVES)
+            raise ValueError(f"A collective's kind is one of {kinds}, got {self.kind!r}.")
+        reduces = self.does.reduces
         reduction = REDUCTIONS.get(self.op or "")
         if reduces != (self.op is not None) or reduces != (reduction is not None):
             wanted = f"needs an op of {tuple(REDUCTIONS)}" if reduces else "takes no op"

@@ -29,7 +29,6 @@ from torch import Tensor
 
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.daft.run.transport import (
-    DIVIDED,
     Begin,
     LocalTransport,
     Pending,
@@ -141,7 +140,7 @@ class ExchangeTransport(Transport):
         self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
     ) -> Pending:
         me = collective.group.index(rank)
-        whole = None if collective.kind in DIVIDED else pack_bytes(values)
+        whole = None if collective.does.divided else pack_bytes(values)
         sends: dict[int, Tensor] = {}
         data: dict[int, Tensor] = {}
         for m, member in enumerate(collective.group):
@@ -249,17 +248,7 @@ class ExchangeTransport(Transport):
 
 def expected(collective: Collective, me: int, member: int) -> Sequence[Buffer]:
     """What one member of a group gets from another, both by their positions there."""
-    match collective.kind:
-        case "all_reduce":
-            return collective.in_buffers
-        case "reduce_scatter":  # what comes out may be wider
-            return collective.in_buffers[me : me + 1]
-        case "all_gather" | "all_to_all":
-            return collective.out_buffers[member : member + 1]
-        case "broadcast":
-            return collective.out_buffers if member == 0 else ()
-        case _:
-            assert_never(collective.kind)
+    return collective.does.got(collective.in_buffers, collective.out_buffers, me, member)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -34,9 +34,6 @@ from dtensor.daft.verification.pairing import Site, instruction_at
 from dtensor.numerics import fold
 from dtensor.private_torch import Store
 
-DIVIDED = ("reduce_scatter", "all_to_all")
-"""Collectives that have an input for each member; of the others every member gets all."""
-
 
 class Pending(ABC):
     """A start that is not complete yet."""
@@ -236,7 +233,7 @@ for _device in ("cpu", "cuda"):
 
 def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """Each member's results from each member's inputs, both in group order."""
-    if collective.kind == "all_reduce":  # one fold is all members' result
+    if collective.op is not None and not collective.does.divided:  # one fold is all's result
         first = combined(collective, parts)
         return [first, *(tuple(map(copied, first)) for _ in parts[1:])]
     results: list[tuple[Tensor, ...]] = []
@@ -249,7 +246,7 @@ def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[
 
 def contribution(collective: Collective, values: Sequence[Tensor], member: int) -> Sequence[Tensor]:
     """Which of a rank's inputs go to a member of the group, by its position there."""
-    return values[member : member + 1] if collective.kind in DIVIDED else values
+    return collective.does.given(values, member)
 
 
 def combined(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
