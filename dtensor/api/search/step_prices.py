@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dtensor.collectives import COLLECTIVES
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -177,7 +178,7 @@ class StepPrices:
             num = plan.inner.axis_size(move.axis)
             over_dp = move.axis == "dp"
             self.over_dp[at] = over_dp
-            self.starts[at] = 2 * (num - 1) if move.kind == "all_reduce" else num - 1
+            self.starts[at] = COLLECTIVES[move.kind].steps(num)
             self.latency[at] = plan.topology.latency_of(move.axis)
             self.bandwidth[at] = plan.topology.bandwidth_of(move.axis)
             whole = move.src if isinstance(move.dst.placement(move.axis), Shard) else move.dst

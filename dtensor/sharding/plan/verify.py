@@ -159,7 +159,7 @@ def _moved(move: Move) -> Iterator[str]:
         possible &= not splits_rows(len(src.shape), (before, after))
     others = (p == q for i, (p, q) in enumerate(zip(src.placements, dst.placements)) if i != at)
     dtypes = {src.dtype, dst.dtype}
-    if move.kind in ("all_reduce", "reduce_scatter"):
+    if move.reduces:
         if is_narrow(src.dtype):
             dtypes -= {torch.float32}
         elif src.dtype == torch.float32 and is_narrow(dst.dtype) and not is_part(dst):

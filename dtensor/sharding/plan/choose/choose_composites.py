@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.cost.seconds import cost_of
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
@@ -91,7 +92,7 @@ def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
     step = makers.get(name)
     match step:
         case Convert(move=move):
-            lost = move.kind in ("all_gather", "all_to_all")
+            lost = move.kind in COLLECTIVES and not move.reduces
             return lost or _is_gathered(step.operand, makers)
         case Compute() if step.is_view:
             return _is_gathered(step.operands[0], makers)
