@@ -31,7 +31,7 @@ from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
 from dtensor.sharding.ops.in_place import in_place, writes_of
 from dtensor.sharding.rules.rule import FactorSharding, Rule, Strategy
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, pieces
+from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -149,10 +149,7 @@ def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
     yield from itertools.combinations_with_replacement(rule.fixed_strategies[1:], 2)
     yield from itertools.permutations(plain, 2)
     for assignment in _assignments(rule):
-        finer = {
-            f: FactorSharding(pieces([(Shard(0, c.blocks, c.unit), 2)], rule.size[f]), c.unit)
-            for f, c in assignment.items()
-        }
+        finer = {f: c.cut_again(2) for f, c in assignment.items()}
         first, second = rule.apply(assignment, 2), rule.apply(finer, 2)
         if first is not None and second is not None:
             yield first, second
