@@ -3,25 +3,27 @@
     dtype_name(torch.bfloat16)                   # "bf16"
     fold([a0, a1, a2], "sum")                    # ((a0 + a1) + a2), in rank order
     fold([a0, a1], "softmax")                    # [n, 3]: what a softmax over both parts divides by
+    register_reduction(Reduction(name="xor", fold=torch.bitwise_xor, identity=torch.zeros_like))
 
 Invariants: a reduction is a left fold in the order given, whole or in pieces (cut at multiples of
-`piece_unit`), so every backend gives the same bits; floats narrower than 32 bits are summed in
-float32. It imports torch alone.
+`Reduction.unit`), so every backend gives the same bits; floats narrower than 32 bits are summed in
+float32. A name stands for one reduction as long as the process lives. It imports torch alone.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import Literal, assert_never, get_args
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-ReduceOp = Literal["sum", "max", "min", "softmax"]
-"""How parts combine. "softmax" takes the last dim, of size 3, together: see `fold`."""
-
-OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
+ReduceOp = str
+"""The name of a `Reduction`, which placements, rules, programs and texts have."""
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64,
@@ -62,62 +64,191 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
-def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None) -> Tensor:
-    """The left fold ((a0 + a1) + a2) + ...: same bits wherever it is done, whole or in pieces.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A way in which parts combine.
 
-    Sums of floats narrower than 32 bits accumulate in float32 and are rounded once, at the end; or
-    never, where the result is to be of ``dtype`` float32. Sums of float32 are rounded once where it
-    is to be narrower.
-
-    "softmax" folds rows (maximum, sum of exp(x - maximum), sum of picked x) over parts of the x, of
-    which (-inf, 0, 0) stands for none; the elements are triples end to end, whatever the shape.
+    Args:
+        name: a word, by which placements, rules and programs have it.
+        fold: one step, of what is folded so far and the next part: tensors of one shape and dtype,
+            of which it changes none. It acts on each element alone, and is given any shape.
+        identity: of a tensor, one like it that changes no fold. None where a value folded with
+            itself is that value (a maximum), so that all ranks may hold it.
+        unit: so many elements of the last dim, which has this size, are folded together, and no
+            placement splits them; ``fold`` is then given rows, ``[n, unit]``.
+        dtypes: those that it takes; () for all.
+        widens: floats narrower than 32 bits are folded in float32, and rounded once.
+        numbers: one step of two numbers of Python's; None: it folds tensors alone.
+        parts: so many random parts whose fold is a tensor, for `dt.testing`; None: the tensor, and
+            what changes nothing.
     """
-    first = parts[0]
-    made = first.dtype if dtype is None else dtype
-    if len(parts) == 1:
-        return first.to(made, copy=True, memory_format=torch.contiguous_format)
-    wide = op == "sum" and is_narrow(first.dtype)
-    total = first.float() if wide else first
-    for part in parts[1:]:
-        match op:
-            case "sum":
-                total = total + part.float() if wide else total + part
-            case "max":
-                total = torch.maximum(total, part)
-            case "min":
-                total = torch.minimum(total, part)
-            case "softmax":
-                total = _fold_softmax(total, part)
-            case _:
-                assert_never(op)
-    return total.to(made).contiguous()
+
+    name: str
+    fold: Callable[[Tensor, Tensor], Tensor]
+    identity: Callable[[Tensor], Tensor] | None = None
+    unit: int = 1
+    dtypes: tuple[torch.dtype, ...] = ()
+    widens: bool = False
+    numbers: Callable[[Any, Any], Any] | None = None
+    parts: Callable[[Tensor, int, torch.Generator], Sequence[Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or self.unit < 1:
+            raise ValueError(
+                f"Reduction(name={self.name!r}, unit={self.unit!r}): the name is a word, the unit "
+                f'at least 1.\nfix: Reduction(name="xor", fold=torch.bitwise_xor)'
+            )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """One of dtensor's goes to another process by its name."""
+        if self.name in BUILT_IN:
+            return _named, (self.name,)
+        return object.__reduce_ex__(self, protocol)
+
+    def takes(self, shape: Sequence[int], dtype: torch.dtype) -> bool:
+        fits = self.unit == 1 or (len(shape) > 0 and shape[-1] == self.unit)
+        return fits and (not self.dtypes or dtype in self.dtypes)
+
+    @property
+    def wants(self) -> str:
+        """What it takes, as messages have it: ``f32[...,3] or f64[...,3]``."""
+        sizes = "[...]" if self.unit == 1 else f"[...,{self.unit}]"
+        return " or ".join(f"{dtype_name(d)}{sizes}" for d in self.dtypes) or f"any dtype {sizes}"
+
+    def of(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """The left fold ((a0 + a1) + a2) + ...: same bits wherever it is done, whole or in pieces,
+        flat ones too.
+
+        One that widens accumulates floats narrower than 32 bits in float32 and rounds once, at the
+        end; or never, where the result is to be of ``dtype`` float32. A fold of float32 is rounded
+        once where it is to be narrower.
+        """
+        first = parts[0]
+        made = first.dtype if dtype is None else dtype
+        if len(parts) == 1:
+            return first.to(made, copy=True, memory_format=torch.contiguous_format)
+        wide = self.widens and is_narrow(first.dtype)
+        taken = (p.float() if wide else p for p in parts)
+        if self.unit > 1:
+            taken = (p.reshape(-1, self.unit) for p in taken)
+        return functools.reduce(self.fold, taken).to(made).reshape(first.shape).contiguous()
+
+    def parts_of(self, x: Tensor, num: int, generator: torch.Generator) -> Sequence[Tensor]:
+        """Random tensors whose fold is ``x``."""
+        if self.parts is None:
+            return [x, *(rest_of(x, self.name) for _ in range(num - 1))]
+        return self.parts(x, num, generator)
+
+
+REDUCTIONS: dict[str, Reduction] = {}
+"""By name."""
+
+
+def register_reduction(reduction: Reduction) -> Reduction:
+    """From now on placements, rules and programs may name it; ValueError where another has its
+    name. It goes to the actors with the programs that name it."""
+    if REDUCTIONS.setdefault(reduction.name, reduction) != reduction:
+        raise ValueError(
+            f"There is a reduction {reduction.name!r} already, which programs may have planned "
+            f"with.\nfix: register this one under another name"
+        )
+    return reduction
+
+
+def _named(name: str) -> Reduction:
+    return REDUCTIONS[name]
+
+
+def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None) -> Tensor:
+    """The fold of a reduction: see `Reduction.of`."""
+    return REDUCTIONS[op].of(parts, dtype)
 
 
 def rest_of(x: Tensor, op: ReduceOp) -> Tensor:
     """What ranks after the first hold of a pending value of which that one holds all."""
-    if op == "sum":
-        return torch.zeros_like(x)
-    if op == "softmax":
-        return x.new_tensor([-math.inf, 0, 0]).expand(x.shape).contiguous()
-    return x
+    identity = REDUCTIONS[op].identity
+    return x if identity is None else identity(x)
 
 
-def are_triples(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """Whether "softmax" folds such tensors: the last dim is of 3, of float32 or float64."""
-    return len(shape) > 0 and shape[-1] == 3 and dtype in (torch.float32, torch.float64)
+def reductions_listed() -> str:
+    """``"sum", "max", "min" or "softmax"``, and what users registered."""
+    *others, last = (f'"{name}"' for name in REDUCTIONS)
+    return f"{', '.join(others)} or {last}"
 
 
-def piece_unit(op: ReduceOp) -> int:
-    """At multiples of how many elements, from the first one, a reduction may be cut in pieces."""
-    return 3 if op == "softmax" else 1
+# -- dtensor's own ---------------------------------------------------------------------------------
+
+
+def _noise(x: Tensor, generator: torch.Generator) -> Tensor:
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        return torch.randn(x.shape, dtype=x.dtype, generator=generator)
+    return torch.randint(-3, 4, x.shape, dtype=torch.int64, generator=generator).to(x.dtype)
+
+
+def _parts_of_sum(x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
+    rest = [_noise(x, generator) for _ in range(num - 1)]
+    return [functools.reduce(operator.sub, rest, x), *rest]
+
+
+def _parts_of_extreme(sign: int, x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
+    """One rank has each element, the others what is below it, or above."""
+    owner = torch.randint(0, num, x.shape, generator=generator)
+    further = (x + sign * _noise(x, generator).abs() for _ in range(num))
+    return [torch.where(owner == i, x, other) for i, other in enumerate(further)]
 
 
 def _fold_softmax(total: Tensor, part: Tensor) -> Tensor:
-    """One step of `fold`'s "softmax", the elements taken as rows of 3."""
-    m0, s0, t0 = total.reshape(-1, 3).unbind(1)
-    m1, s1, t1 = part.reshape(-1, 3).unbind(1)
+    """Rows (maximum, sum of exp(x - maximum), sum of picked x) over parts of the x."""
+    m0, s0, t0 = total.unbind(1)
+    m1, s1, t1 = part.unbind(1)
     top = torch.maximum(m0, m1)
     # Where a part has the maximum its sum stays as it is: exact, and no inf - inf.
     s0 = torch.where(m0 == top, s0, s0 * (m0 - top).exp())
     s1 = torch.where(m1 == top, s1, s1 * (m1 - top).exp())
-    return torch.stack((top, s0 + s1, t0 + t1), 1).view(total.shape)
+    return torch.stack((top, s0 + s1, t0 + t1), 1)
+
+
+def _no_row(x: Tensor) -> Tensor:
+    return x.new_tensor([-math.inf, 0, 0]).expand(x.shape).contiguous()
+
+
+def _parts_of_softmax(x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
+    """Each part has a maximum of its own, one of them that of x, and a share of the sums."""
+    top, total, picked = x.unbind(-1)
+    owner = torch.randint(0, num, top.shape, generator=generator)
+    shares = torch.rand((num, *top.shape), dtype=x.dtype, generator=generator) + 0.1
+    shares /= shares.sum(0)
+    parts: list[Tensor] = []
+    for i, share in enumerate(shares):
+        below = torch.rand(top.shape, dtype=x.dtype, generator=generator).masked_fill(owner == i, 0)
+        parts.append(torch.stack((top - below, total * share * below.exp(), picked * share), -1))
+    return parts
+
+
+for _own in (
+    Reduction(
+        name="sum",
+        fold=torch.add,
+        identity=torch.zeros_like,
+        widens=True,
+        numbers=operator.add,
+        parts=_parts_of_sum,
+    ),
+    Reduction(
+        name="max", fold=torch.maximum, numbers=max, parts=functools.partial(_parts_of_extreme, -1)
+    ),
+    Reduction(
+        name="min", fold=torch.minimum, numbers=min, parts=functools.partial(_parts_of_extreme, 1)
+    ),
+    Reduction(
+        name="softmax",
+        fold=_fold_softmax,
+        identity=_no_row,
+        unit=3,
+        dtypes=(torch.float32, torch.float64),
+        parts=_parts_of_softmax,
+    ),
+):
+    register_reduction(_own)
+BUILT_IN = frozenset(REDUCTIONS)
+"""Those that every process has."""

@@ -38,10 +38,13 @@ from dtensor.sharding.spec.placements import (
     Partial,
     Shard,
     block_sizes,
+    blocks_of,
     counted,
-    index_sets,
+    fits,
     same,
     simplest,
+    units_of,
+    with_unit,
 )
 
 _SIZES = (7, 5, 3, 2)  # axes that a split must line up over: over one it may by accident
@@ -221,8 +224,7 @@ class _Derivation:
                 obstacle = obstacle or followed.obstacle
                 continue
             self.boundaries[alike] = shard, sizes[-1:], any_size
-            blocks = block_sizes(shard.blocks, self.flow.metas[value].shape[shard.dim])
-            units = min(blocks) // shard.unit
+            units = units_of(shard, self.flow.metas[value].shape[shard.dim])
             return _Split(
                 value=value, shard=shard, units=units, followed=followed, any_size=any_size
             )
@@ -409,13 +411,10 @@ class _Derivation:
         if value == split.value:
             found = split.shard
         elif split.any_size:
-            parts = block_sizes(found.blocks, shape[found.dim])
+            parts = blocks_of(found, shape[found.dim])
             unit = math.gcd(*parts) // split.units if len(set(parts)) == 1 else 1
-            trial = Shard(found.dim, found.blocks, max(1, unit))
-            num = _SIZES[-1]
-            if max(parts) % trial.unit == 0 and index_sets(
-                trial, shape[found.dim], num
-            ) == index_sets(found, shape[found.dim], num):
+            trial = with_unit(found, max(1, unit))
+            if fits(trial, shape[found.dim]) and same(trial, found, shape, _SIZES[-1]):
                 found = trial
         if self.size is not None:
             plain = simplest(found, shape, self.size)
@@ -430,7 +429,7 @@ class _Derivation:
             also = ", and the embedding reads it by its rows" if tied else ""
             return f"vocabulary: the loss is computed on its parts{also}"
         shard = split.followed.shards[value]
-        parts = block_sizes(shard.blocks, self.flow.metas[value].shape[shard.dim])
+        parts = blocks_of(shard, self.flow.metas[value].shape[shard.dim])
         fused = f"; {len(parts)} projections in one" if len(parts) > 1 else ""
         others = self._names([v for v in columns if v != value])
         beside = f" with {_list(others, own)}" if others else ""
@@ -501,11 +500,7 @@ class _Derivation:
 
 def _fits(shard: Shard, dim: int, size: int) -> bool:
     """Whether these boundaries can be drawn in a dim of this size: alike names may differ."""
-    blocks = shard.blocks
-    filled = size % blocks == 0 if isinstance(blocks, int) else sum(blocks) == size
-    if shard.dim != dim or not filled:
-        return False
-    return all(part % shard.unit == 0 for part in block_sizes(blocks, size))
+    return shard.dim == dim and fits(shard, size)
 
 
 def _list(labels: Iterable[str], own: str) -> str:

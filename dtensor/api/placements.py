@@ -28,7 +28,7 @@ from dtensor.frontend.graph import Graph
 from dtensor.private_torch import pytree
 from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.text.words import collapse
-from dtensor.sharding.spec.placements import Placement, Shard
+from dtensor.sharding.spec.placements import Placement, Shard, options_of
 
 
 class Placements(dict[str, dict[str, Placement]]):
@@ -154,8 +154,7 @@ def _matched(glob: str, names: Sequence[str]) -> set[str]:
 def _written(placement: Placement, matrix: bool) -> str:
     """As one writes it: ``dt.Row(unit=16)``; a Column is the last dim, in a matrix dim 1."""
     match placement:
-        case Shard(dim, blocks, unit) if dim == 0 or (dim == 1 and matrix):
-            options = [f"blocks={blocks}"] * (blocks != 1) + [f"unit={unit}"] * (unit != 1)
-            return f"dt.{'Row' if dim == 0 else 'Column'}({', '.join(options)})"
+        case Shard(dim) if dim == 0 or (dim == 1 and matrix):
+            return f"dt.{'Row' if dim == 0 else 'Column'}({', '.join(options_of(placement))})"
         case _:
             return f"dt.{placement!r}"

@@ -24,7 +24,7 @@ import torch
 
 from dtensor.api.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError, check_kind
-from dtensor.numerics import OPS, ReduceOp
+from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
 from dtensor.private_torch import OpOverload, dispatch_get_all_op_names
 from dtensor.sharding.ops.call import Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import make, with_dtypes
@@ -192,10 +192,10 @@ def _check(
             f"{op} changes its arguments: {schema}\n"
             f"fix: write it as an op that returns what it changes, and copy the result back"
         )
-    if reduce not in OPS:
+    if reduce not in REDUCTIONS:
         raise PlanningError(
             f'dt.rule("{schema.name}", reduce={reduce!r}): the parts of a contracted factor '
-            f'combine by "sum", "max", "min" or "softmax".\nfix: leave reduce out for a sum'
+            f"combine by {reductions_listed()}.\nfix: leave reduce out for a sum"
         )
     if dtypes not in ("promote", "same") and not callable(dtypes):
         raise PlanningError(
@@ -204,10 +204,11 @@ def _check(
             f'fix: "same", or a function of the tuple of dtypes that says whether they are taken'
         )
     operands, results = pattern_terms(pattern)
-    if reduce == "softmax" and not all(dims and dims[-1].endswith("!") for dims in results):
+    unit = REDUCTIONS[reduce].unit
+    if unit > 1 and not all(dims and dims[-1].endswith("!") for dims in results):
         raise PlanningError(
-            f'dt.rule("{schema.name}", "{pattern}", reduce="softmax"): the last dim of a result '
-            f"is a maximum, a sum of exponentials and a sum, which stay together.\n"
+            f'dt.rule("{schema.name}", "{pattern}", reduce="{reduce}"): the last dim of a result '
+            f"is of {unit} numbers, which stay together.\n"
             f'fix: mark it as whole, as in "n v -> n k!"'
         )
     tensors = [a for a in schema.arguments if _is_tensor(a.type)]

@@ -71,7 +71,7 @@ from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.finite import DetectNan, checked_detect
 from dtensor.runtime.lower.timetable import GridTimetable
-from dtensor.runtime.schedule import Costs, GPipe, Grid, Schedule
+from dtensor.runtime.schedule import Costs, GPipe, Grid, Published, Schedule, validate
 from dtensor.runtime.shard_optimizer import check_masters
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
@@ -678,7 +678,18 @@ def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
     """The schedule for the model's stages."""
     stages = model.stage_plan
     ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
-    return schedule.grid(stages.num_stages, ranks)
+    grid = schedule.grid(stages.num_stages, ranks)
+    if not isinstance(schedule, Published):
+        validate(grid)
+        wanted = stages.num_stages, ranks, schedule.microbatches
+        found = grid.num_stages, grid.num_ranks, grid.num_microbatches
+        if found != wanted:
+            raise PlanningError(
+                f"{type(schedule).__name__} gives a grid of {found} stages, ranks and "
+                f"microbatches, where {wanted} were asked for:\n{grid}\n"
+                f"fix: make the grid from the numbers that `grid` is given"
+            )
+    return grid
 
 
 def check_recompute(model: ParallelModule, again: tuple[str, ...]) -> None:

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from dtensor.frontend.graph import meta_of
-from dtensor.numerics import fold
+from dtensor.numerics import REDUCTIONS, fold
 from dtensor.private_torch import pytree
 from dtensor.sharding.ops.call import Local, Meta, OpCall, Operand
 from dtensor.sharding.ops.in_place import in_place, writes_of
 from dtensor.sharding.rules.rule import FactorSharding, Rule, Strategy
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, pieces
+from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -149,10 +149,7 @@ def two_axes(rule: Rule) -> Iterator[tuple[Strategy, Strategy]]:
     yield from itertools.combinations_with_replacement(rule.fixed_strategies[1:], 2)
     yield from itertools.permutations(plain, 2)
     for assignment in _assignments(rule):
-        finer = {
-            f: FactorSharding(pieces([(Shard(0, c.blocks, c.unit), 2)], rule.size[f]), c.unit)
-            for f, c in assignment.items()
-        }
+        finer = {f: c.cut_again(2) for f, c in assignment.items()}
         first, second = rule.apply(assignment, 2), rule.apply(finer, 2)
         if first is not None and second is not None:
             yield first, second
@@ -240,7 +237,7 @@ def cut(x: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> list[t
                 (*where, i): part
                 for where, value in values.items()
                 for i, part in enumerate(
-                    _parts(value, placement.op, mesh.axis_size(axis), generator)
+                    REDUCTIONS[placement.op].parts_of(value, mesh.axis_size(axis), generator)
                 )
             }
     shards: list[torch.Tensor] = []
@@ -248,40 +245,6 @@ def cut(x: torch.Tensor, spec: TensorSpec, generator: torch.Generator) -> list[t
         here = mesh.coordinates(rank)
         shards.append(shard_of(values[tuple(here[a] for a in pending)], kept, here))
     return shards
-
-
-def _parts(x: torch.Tensor, op: str, num: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Random tensors whose sum (max, min, softmax) is x."""
-
-    def noise() -> torch.Tensor:
-        if x.dtype.is_floating_point or x.dtype.is_complex:
-            return torch.randn(x.shape, dtype=x.dtype, generator=generator)
-        return torch.randint(-3, 4, x.shape, dtype=torch.int64, generator=generator).to(x.dtype)
-
-    if op == "sum":
-        rest = [noise() for _ in range(num - 1)]
-        total = x
-        for part in rest:
-            total = total - part
-        return [total, *rest]
-    if op == "softmax":
-        return _softmax_parts(x, num, generator)
-    owner = torch.randint(0, num, x.shape, generator=generator)
-    sign = -1 if op == "max" else 1
-    return [torch.where(owner == i, x, x + sign * noise().abs()) for i in range(num)]
-
-
-def _softmax_parts(x: torch.Tensor, num: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Each part has a maximum of its own, one of them that of x, and a share of the sums."""
-    top, total, picked = x.unbind(-1)
-    owner = torch.randint(0, num, top.shape, generator=generator)
-    shares = torch.rand((num, *top.shape), dtype=x.dtype, generator=generator) + 0.1
-    shares /= shares.sum(0)
-    parts: list[torch.Tensor] = []
-    for i, share in enumerate(shares):
-        below = torch.rand(top.shape, dtype=x.dtype, generator=generator).masked_fill(owner == i, 0)
-        parts.append(torch.stack((top - below, total * share * below.exp(), picked * share), -1))
-    return parts
 
 
 def compare(

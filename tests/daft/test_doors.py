@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from dtensor.daft.ray import starting
 from dtensor.daft.ray.gloo import gloo_group, join_gloo, prove
-from dtensor.daft.ray.joining import Join, Joined, lost_key
+from dtensor.daft.ray.joining import Join, Joined, connect_cpu, lost_key
 from dtensor.daft.ray.store import SignedStore
 from tests.chaos.watch import listening
 
@@ -212,6 +212,7 @@ def _join(port: int) -> Join:
         hosts=(0, 1),
         host_of=(0, 1),
         tags={},
+        connect=connect_cpu,
     )
 
 

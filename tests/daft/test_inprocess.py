@@ -27,7 +27,7 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.run.worker import is_on
-from dtensor.numerics import fold, piece_unit
+from dtensor.numerics import REDUCTIONS, fold
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits
 
 MODES: list[Mode] = ["compiled", "interpreted"]
@@ -121,7 +121,7 @@ def test_softmax_triples_keep_nan(bad: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pieces_of_a_softmax_fold_have_the_bits_of_the_whole(dtype: torch.dtype) -> None:
     parts = [torch.randn(67, 3, dtype=dtype) * 20 for _ in range(3)]
-    whole, unit = fold(parts, "softmax").reshape(-1), piece_unit("softmax")
+    whole, unit = fold(parts, "softmax").reshape(-1), REDUCTIONS["softmax"].unit
     for cut in range(0, 67 * 3 + 1, unit):
         low, high = (
             fold([p.reshape(-1)[s] for p in parts], "softmax")

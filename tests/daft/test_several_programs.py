@@ -36,7 +36,7 @@ from dtensor.daft import (
     interference,
     launch_cluster,
 )
-from dtensor.daft.ray.joining import Join, lost_key, meet
+from dtensor.daft.ray.joining import Join, connect_cpu, lost_key, meet
 from dtensor.daft.ray.store import SignedStore
 from tests.daft.actor_classes import Model, same
 from tests.daft.pairs import (
@@ -348,7 +348,14 @@ def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
     def join(prefix: str) -> None:
         own = SignedStore.join("127.0.0.1", store.port, b"secret", timedelta(seconds=60))
         both = Join(
-            address="", port=0, secret=b"", prefix=prefix, hosts=(3, 7), host_of=(0, 1), tags={}
+            address="",
+            port=0,
+            secret=b"",
+            prefix=prefix,
+            hosts=(3, 7),
+            host_of=(0, 1),
+            tags={},
+            connect=connect_cpu,
         )
         meet(own, PrefixStore(prefix, own), both, 0)
 

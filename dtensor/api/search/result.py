@@ -213,7 +213,7 @@ def python_text(value: Any) -> str:
             named = ((f.name, getattr(value, f.name), f.default) for f in fields(Topology))
             stated = ((n, now) for n, now, usual in named if n != "named" and now != usual)
             return f"dt.Topology({', '.join(f'{n}={python_text(now)}' for n, now in stated)})"
-        case Shard(dim=0, blocks=1, unit=1):
+        case Shard() if value == Shard(0):
             return "dt.Row()"
         case _:
             return f"dt.{value!r}"

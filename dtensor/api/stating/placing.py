@@ -37,7 +37,10 @@ from dtensor.sharding.spec.placements import (
     Replicate,
     Row,
     Shard,
-    block_sizes,
+    fits,
+    misfit,
+    on_dim,
+    one_block,
     same,
 )
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
@@ -333,26 +336,10 @@ def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
         last = len(shape) - 1
         offers = f"dt.Row() splits dim 0 of {shape[0]}, dt.Column() dim {last} of {shape[-1]}"
         return f"it has {len(shape)} dims, and dim {shard.dim} is not there", offers
-    size, blocks, unit = shape[shard.dim], shard.blocks, shard.unit
-    dim = f"dim {shard.dim % len(shape)} of {size}"
-    match blocks:
-        case tuple() if sum(blocks) != size:
-            rest = size - sum(blocks[:-1])
-            fixed: int | tuple[int, ...] = (*blocks[:-1], rest) if rest > 0 else 1
-            return f"blocks={blocks} add up to {sum(blocks)}, {dim}", f"blocks={fixed}"
-        case int() if size % blocks:
-            near = _nearest_divisor(size, blocks)
-            return f"{dim} is not {blocks} equal blocks", f"blocks={near}, or the sizes of each"
-    for block in block_sizes(blocks, size):
-        if block % unit:
-            near = _nearest_divisor(block, unit)
-            whole = "" if block == size else f", in blocks of {block},"
-            return f"{dim}{whole} is not a multiple of unit={unit}", f"unit={near}"
-    return None
-
-
-def _nearest_divisor(size: int, wanted: int) -> int:
-    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - wanted), d))
+    size = shape[shard.dim]
+    if fits(shard, size):
+        return None
+    return misfit(shard, size, f"dim {shard.dim % len(shape)} of {size}")
 
 
 def _check_together(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
@@ -383,9 +370,9 @@ def _lost_blocks(meta: Meta, stated: Stated, mesh: Mesh) -> str | None:
     spec = make_spec(meta.shape, meta.dtype, mesh, stated)
     for axis, placement in stated.items():
         got, num = spec.placement(axis), mesh.axis_size(axis)
-        if isinstance(placement, Shard) and isinstance(got, Shard) and placement.blocks != 1:
-            own = Shard(got.dim, placement.blocks, placement.unit)
-            if not same(own, got, meta.shape, num):
+        if isinstance(placement, Shard) and isinstance(got, Shard):
+            own = on_dim(placement, got.dim)
+            if own != one_block(own) and not same(own, got, meta.shape, num):
                 return axis
     return None
 

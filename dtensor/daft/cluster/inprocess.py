@@ -25,7 +25,7 @@ from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import interrupts
 from dtensor.daft.run.snapshots import Copies
-from dtensor.daft.run.transport import LocalTransport
+from dtensor.daft.run.transport import TRANSPORTS, Meeting
 from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts
@@ -62,7 +62,8 @@ class InProcessCluster(HostedCluster):
         self._diagnose = diagnose
         hosts_of(size, ranks_per_actor)  # checks them
         copies = None if snapshot_every is None else Copies()
-        self._worker = Worker(everyone, device, LocalTransport(), lent=True, snapshots=copies)
+        transport = TRANSPORTS[device.type, "process"](Meeting(ranks=everyone))
+        self._worker = Worker(everyone, device, transport, lent=True, snapshots=copies)
         super().__init__(size, device, (everyone,), seed)
         self.immediate = True
         self.number_changes(None if copies is None else 1)

@@ -28,17 +28,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import ClassVar, Literal, TypeAlias, assert_never, get_args
+from typing import ClassVar, Literal, TypeAlias, assert_never
 
 import torch
 
+from dtensor.collectives import COLLECTIVES, CollectiveKind
 from dtensor.daft.ir.label import Label
-from dtensor.numerics import DTYPE_NAMES, DTYPES, OPS, ReduceOp, are_triples
+from dtensor.numerics import DTYPE_NAMES, DTYPES, REDUCTIONS, ReduceOp
 
-Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+Kind: TypeAlias = str
+"""A name in `COLLECTIVES`."""
 Op: TypeAlias = ReduceOp
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,17 +177,25 @@ class Collective:
     source: str | None = field(default=None, kw_only=True)
     writes: ClassVar[tuple[str, ...]] = ()
 
+    @property
+    def does(self) -> CollectiveKind:
+        """What its kind is."""
+        return COLLECTIVES[self.kind]
+
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"A collective's kind is one of {KINDS}, got {self.kind!r}.")
-        reduces = self.kind in ("all_reduce", "reduce_scatter")
-        if reduces != (self.op is not None) or (reduces and self.op not in OPS):
-            raise ValueError(
-                f"{self.kind} {'needs an op of ' + str(OPS) if reduces else 'takes no op'}, "
-                f"got {self.op!r}."
-            )
-        if self.op == "softmax":
-            self._check_triples()
+        if self.kind not in COLLECTIVES:
+            kinds = tuple(COLLECTIVES)
+            raise ValueError(f"A collective's kind is one of {kinds}, got {self.kind!r}.")
+        reduces = self.does.reduces
+        reduction = REDUCTIONS.get(self.op or "")
+        if reduces != (self.op is not None) or reduces != (reduction is not None):
+            wanted = f"needs an op of {tuple(REDUCTIONS)}" if reduces else "takes no op"
+            raise ValueError(f"{self.kind} {wanted}, got {self.op!r}.")
+        for buffer in (*self.in_buffers, *self.out_buffers):
+            if reduction is not None and not reduction.takes(buffer.shape, buffer.dtype):
+                raise ValueError(
+                    f"{self.kind}.{self.op} needs buffers {reduction.wants}, got {buffer}."
+                )
         if len(self.inputs) != len(self.in_buffers) or len(self.outputs) != len(self.out_buffers):
             raise ValueError(
                 f"{self.kind} needs one buffer per value, got {len(self.inputs)} inputs with "
@@ -204,14 +212,6 @@ class Collective:
         inputs, outputs = _all(self.inputs, names), _all(self.outputs, names)
         group = tuple(ranks[rank] for rank in self.group)
         return replace(self, group=group, inputs=inputs, outputs=outputs)
-
-    def _check_triples(self) -> None:
-        for buffer in (*self.in_buffers, *self.out_buffers):
-            if not are_triples(buffer.shape, buffer.dtype):
-                raise ValueError(
-                    f"{self.kind}.softmax needs buffers with a last dim of size 3, of f32 or f64, "
-                    f"got {buffer}."
-                )
 
 
 @dataclass(frozen=True, slots=True)

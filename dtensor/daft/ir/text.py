@@ -24,8 +24,8 @@ import re
 from collections.abc import Sequence
 from typing import TypedDict, assert_never
 
+from dtensor.collectives import COLLECTIVES
 from dtensor.daft.ir.instructions import (
-    KINDS,
     Buffer,
     Call,
     Collective,
@@ -38,7 +38,7 @@ from dtensor.daft.ir.instructions import (
     Wait,
 )
 from dtensor.daft.ir.label import Label
-from dtensor.numerics import DTYPES, OPS
+from dtensor.numerics import DTYPES, REDUCTIONS
 
 EXCERPT = 120
 
@@ -197,7 +197,7 @@ class _Parser:
             lent = word == "borrow"
             return Recv(value, rank, channel, *self._buffers(), lent=lent, **self._tail())
         kind, _, op = word.partition(".")
-        if kind not in KINDS or (op and op not in OPS):
+        if kind not in COLLECTIVES or (op and op not in REDUCTIONS):
             raise ValueError(f"There is no instruction {word!r}: {self.line!r}.")
         inputs = self._parenthesised()
         self._expect("over")

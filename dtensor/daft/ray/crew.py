@@ -27,8 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dtensor.daft.ir.instructions import Key
-from dtensor.daft.ray.joining import Join
+from dtensor.daft.ray.joining import Join, connect_of
 from dtensor.daft.ray.messages import ASKED, TOLD, Kind, Payload
 from dtensor.daft.ray.processes import NO_OPTIONS, Home, HostProcess
 from dtensor.daft.ray.ranks import Ranks
@@ -130,14 +132,16 @@ class Crew:
         files = [process.counter.path.name for process in self.all]
         where = [self.home.named(process.machine) for process in self.all]
         self.home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), where)
+        hosts = tuple(process.index for process in self.all)
         return Join(
             address=self.home.address,
             port=self.home.store.port,
             secret=self.home.secret,
             prefix=prefix,
-            hosts=tuple(process.index for process in self.all),
+            hosts=hosts,
             host_of=self.host_of,
             tags=tags,
+            connect=connect_of(hosts, torch.device(self._device).type),
             patience_s=patience_s,
         )
 

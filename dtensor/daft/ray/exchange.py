@@ -29,7 +29,6 @@ from torch import Tensor
 
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.daft.run.transport import (
-    DIVIDED,
     Begin,
     LocalTransport,
     Pending,
@@ -38,7 +37,7 @@ from dtensor.daft.run.transport import (
     contribution,
     copied,
 )
-from dtensor.numerics import fold, piece_unit
+from dtensor.numerics import REDUCTIONS, fold
 
 SMALL_BYTES = 1 << 16
 FRAME_BYTES = 1 << 12  # the first message of a value of unknown length
@@ -141,7 +140,7 @@ class ExchangeTransport(Transport):
         self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
     ) -> Pending:
         me = collective.group.index(rank)
-        whole = None if collective.kind in DIVIDED else pack_bytes(values)
+        whole = None if collective.does.divided else pack_bytes(values)
         sends: dict[int, Tensor] = {}
         data: dict[int, Tensor] = {}
         for m, member in enumerate(collective.group):
@@ -205,7 +204,7 @@ class ExchangeTransport(Transport):
         group, op = collective.group, collective.op
         assert op is not None
         # A piece of every tensor of the bucket for each member; the first ones are the larger.
-        unit = piece_unit(op)
+        unit = REDUCTIONS[op].unit
         pieces = {
             member: [
                 v.contiguous().reshape(-1, unit).tensor_split(len(group))[m].reshape(-1)
@@ -249,17 +248,7 @@ class ExchangeTransport(Transport):
 
 def expected(collective: Collective, me: int, member: int) -> Sequence[Buffer]:
     """What one member of a group gets from another, both by their positions there."""
-    match collective.kind:
-        case "all_reduce":
-            return collective.in_buffers
-        case "reduce_scatter":  # what comes out may be wider
-            return collective.in_buffers[me : me + 1]
-        case "all_gather" | "all_to_all":
-            return collective.out_buffers[member : member + 1]
-        case "broadcast":
-            return collective.out_buffers if member == 0 else ()
-        case _:
-            assert_never(collective.kind)
+    return collective.does.got(collective.in_buffers, collective.out_buffers, me, member)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -39,10 +39,10 @@ from dtensor.daft.ray.gloo import join_gloo
 from dtensor.daft.ray.messages import HostFailed
 from dtensor.daft.ray.nccl import join_nccl
 from dtensor.daft.ray.neighbours import own_place
-from dtensor.daft.ray.same_host import SameHostTransport, join_same_host
+from dtensor.daft.ray.same_host import join_same_host
 from dtensor.daft.ray.starting import START_S, own_node, reached_at
 from dtensor.daft.ray.store import SignedStore
-from dtensor.daft.run.transport import LocalTransport, Transport
+from dtensor.daft.run.transport import TRANSPORTS, Connect, Locality, Meeting, Transport
 from dtensor.private_torch import PrefixStore, Store
 
 MAX_GROUPS = 24
@@ -54,7 +54,8 @@ SLICE_S = 0.02  # how often one that waits for others to join looks whether they
 class Join:
     """How hosts find each other, under `prefix` in a store at the controller. `hosts` are their
     numbers in the launch, `tags` those of the keys; `host_of`: by rank, which of `hosts` has it.
-    `secret`: the launch's, by which they know each other. `patience_s` is of NCCL's watchdog."""
+    `secret`: the launch's, by which they know each other. `connect` makes the transport;
+    `patience_s` is of NCCL's watchdog."""
 
     address: str
     port: int
@@ -63,6 +64,7 @@ class Join:
     hosts: tuple[int, ...]
     host_of: tuple[int, ...]
     tags: Mapping[Key, int]
+    connect: Connect
     patience_s: float = 60.0
 
 
@@ -86,35 +88,29 @@ class Joined:
     ) -> Joined:
         """As host `index` of these; blocks until all have come. Over gloo they connect here, over
         NCCL in `open`; those of one machine share memory. `tell`: the rank that it waits for."""
-        if len(join.hosts) == 1 and device.type == "cpu":
-            return Joined(LocalTransport(), join, ranks)
+        if locality_of(join.hosts, device.type) == "process":
+            return Joined(join.connect(Meeting(ranks=tuple(ranks))), join, ranks)
         start = timedelta(seconds=START_S)
         store = SignedStore.join(join.address, join.port, join.secret, start)
         prefixed = PrefixStore(join.prefix, store)
-        if device.type == "cuda":
-            meet(store, prefixed, join, index, tell=tell)
-            wire = join_nccl(prefixed, ranks, len(join.hosts), join.patience_s)
-            transport: ExchangeTransport | SameHostTransport = ExchangeTransport(wire, join.host_of)
-        else:
-            transport = join_same_host(
-                prefixed,
-                own_place(own_node()),
-                index,
-                join.host_of,
-                meet=lambda card: meet(store, prefixed, join, index, card, tell),
-                connect=lambda: join_gloo(
-                    prefixed, index, join.host_of, reached_at(join.address), join.secret
-                ),
-            )
-        joined = Joined(transport, join, ranks)
+        meeting = Meeting(
+            ranks=tuple(ranks),
+            index=index,
+            host_of=join.host_of,
+            store=prefixed,
+            meet=lambda card: meet(store, prefixed, join, index, card, tell),
+            address=join.address,
+            secret=join.secret,
+            patience_s=join.patience_s,
+        )
+        joined = Joined(join.connect(meeting), join, ranks)
         joined.store = store  # torch's do not hold it
         joined.open(join.tags)
         return joined
 
     def open(self, tags: Mapping[Key, int]) -> None:
         """Make ready for the keys of a program that is about to be loaded."""
-        if isinstance(self.transport, ExchangeTransport | SameHostTransport):
-            self.transport.open(tags)
+        self.transport.open(tags)
 
     def check(self) -> None:
         if self.failed is not None:
@@ -132,6 +128,42 @@ class Joined:
             self.failed = host_failed(error, self._hosts, rank=self._rank, step=step)
             self.transport.close()
             raise self.failed from None
+
+
+def locality_of(hosts: Sequence[int], device: str) -> Locality:
+    """A GPU is set up by its wire, which a single host has too."""
+    return "process" if len(hosts) == 1 and device == "cpu" else "hosts"
+
+
+def connect_of(hosts: Sequence[int], device: str) -> Connect:
+    """What the controller's registry has, which goes to the hosts."""
+    return TRANSPORTS[device, locality_of(hosts, device)]
+
+
+def connect_cpu(meeting: Meeting) -> Transport:
+    """Over gloo; hosts of one machine share memory."""
+    store, meet = meeting.of_hosts()
+    index, host_of, secret = meeting.index, meeting.host_of, meeting.secret
+    return join_same_host(
+        store,
+        own_place(own_node()),
+        index,
+        host_of,
+        meet=meet,
+        connect=lambda: join_gloo(store, index, host_of, reached_at(meeting.address), secret),
+    )
+
+
+def connect_cuda(meeting: Meeting) -> Transport:
+    """Over NCCL."""
+    store, meet = meeting.of_hosts()
+    meet("")
+    wire = join_nccl(store, meeting.ranks, max(meeting.host_of) + 1, meeting.patience_s)
+    return ExchangeTransport(wire, meeting.host_of)
+
+
+TRANSPORTS.setdefault(("cpu", "hosts"), connect_cpu)
+TRANSPORTS.setdefault(("cuda", "hosts"), connect_cuda)
 
 
 def check_routes(program: Program, host_of: Sequence[int]) -> list[Key]:

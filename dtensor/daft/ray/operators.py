@@ -1,4 +1,4 @@
-"""Operators of the user's, and functions that a program calls, on actors that do not know them.
+"""Operators, reductions and functions of the user's, on actors that do not know them.
 
     needed = Needed.of(program, device, known)  # on the controller: what each op is made from
     needed.provide()                            # in an actor, first: lacking ops -> why
@@ -9,7 +9,8 @@ an op of a module is had by importing that module; one of the user's script, or 
 its kernel, which is pickled by value, with what it refers to. So is one that the controller defined
 anew since the launch began, as `importlib.reload` of its module does. Shared libraries that the
 controller loaded (`torch.ops.load_library`) are loaded for ops without a kernel in Python. The
-controller's `sys.path` goes along. Fake kernels and gradients stay behind: a program's ops are its
+controller's `sys.path` goes along. So do all reductions that the controller registered: programs
+have them by name. Fake kernels and gradients stay behind: a program's ops are its
 own already.
 
 An op's kernel is found by calling it once on empty tensors, under a profiler that stops the call
@@ -49,6 +50,7 @@ import torch
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import interrupts, reason_of
+from dtensor.numerics import BUILT_IN, REDUCTIONS
 from dtensor.private_torch import (
     OPDEFS,
     CustomOpDef,
@@ -90,9 +92,10 @@ class Needed:
     paths: tuple[str, ...]
     libraries: tuple[str, ...]
     functions: bool
+    reductions: bytes | None
 
     def __bool__(self) -> bool:
-        return bool(self.origins) or self.functions
+        return bool(self.origins) or self.functions or self.reductions is not None
 
     @staticmethod
     def of(program: Program, device: torch.device, known: Known) -> Needed:
@@ -118,11 +121,14 @@ class Needed:
             paths=tuple(os.path.abspath(path) for path in sys.path),
             libraries=tuple(sorted(torch.ops.loaded_libraries)),
             functions=functions,
+            reductions=_reductions(known),
         )
 
     def provide(self) -> list[tuple[str, str]]:
         """Registers in this process what it lacks; those that it could not have, each with why."""
         sys.path += [p for p in self.paths if p not in sys.path and os.path.exists(p)]
+        for reduction in _cloudpickle.loads(self.reductions) if self.reductions else ():
+            REDUCTIONS[reduction.name] = reduction  # the controller has one of a name
         lacking, before = self._provide(self.origins), len(self.origins) + 1
         while 0 < len(lacking) < before:  # a kernel may need another op to be there
             before = len(lacking)
@@ -152,6 +158,16 @@ class Needed:
         if origin.module is None:
             for path in self.libraries:
                 torch.ops.load_library(path)
+
+
+def _reductions(known: Known) -> bytes | None:
+    """What users registered, and a program may name."""
+    found = [REDUCTIONS[name] for name in REDUCTIONS if name not in BUILT_IN]
+    if not found:
+        return None
+    known.learn()
+    with known.by_value():
+        return _cloudpickle.dumps(found)
 
 
 def is_registered(name: str) -> bool:

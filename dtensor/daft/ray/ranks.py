@@ -37,7 +37,6 @@ from dtensor.daft.ray.messages import HostFailed, Packed
 from dtensor.daft.ray.operators import Needed
 from dtensor.daft.ray.own_folder import elsewhere, shared
 from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.ray.same_host import SameHostTransport
 from dtensor.daft.ray.starting import reached_at
 from dtensor.daft.run.snapshot_file import SnapshotFile
 from dtensor.daft.run.snapshots import Store
@@ -178,8 +177,7 @@ class Ranks:
     def _connect(self, join: Join, index: int, ranks: tuple[int, ...]) -> Joined:
         told = self._counter.awaits
         joined = self._joined = Joined.by(join, index, ranks, self._device, told)
-        if isinstance(joined.transport, SameHostTransport):
-            joined.transport.tell_whom_it_awaits(told)
+        joined.transport.tell_whom_it_awaits(told)
         return joined
 
     def _made(self, joined: Joined) -> Worker:

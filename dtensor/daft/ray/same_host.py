@@ -44,7 +44,6 @@ from dtensor.daft.ray.neighbours import CLOSED, FLAG, Neighbours, whole_pages
 from dtensor.daft.ray.segments import Window, calls, take
 from dtensor.daft.ray.slots import LINE, Lane, lay_out, pieces_of, placed
 from dtensor.daft.run.transport import (
-    DIVIDED,
     Begin,
     Pending,
     Prepared,
@@ -422,7 +421,7 @@ class _Begin:
     def _look(self, at: int) -> _Views:
         """Slot `at` as this start sees it."""
         member, start = self._member, self._start
-        divided = isinstance(start, Collective) and start.kind in DIVIDED
+        divided = isinstance(start, Collective) and start.does.divided
         mine = member.tensors(member.me, at, self._given[member.me])
         own = [(i, to) for i, to in enumerate(mine) if not divided or i != member.me]
         cut = pieces_of(start)

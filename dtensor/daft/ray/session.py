@@ -27,7 +27,7 @@ from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Call, Instruction
 from dtensor.daft.ir.text import excerpt
-from dtensor.daft.ray.joining import Join, check_routes
+from dtensor.daft.ray.joining import Join, check_routes, connect_of
 from dtensor.daft.ray.objects import CloudPickler, Objects, message_of
 from dtensor.daft.ray.processes import Home, HostProcess, RayCalls
 from dtensor.daft.ray.progress import Progress
@@ -145,6 +145,7 @@ class RaySession(Session):
                 hosts=frozen.processes,
                 host_of=host_of,
                 tags={key: i for i, key in enumerate(check_routes(frozen.program, host_of))},
+                connect=connect_of(frozen.processes, "cpu"),
             )
             for h, (own, process) in enumerate(zip(parts, frozen.processes, strict=True)):
                 actors = {rank: frozen.actors[rank] for rank in own.ranks}

@@ -45,7 +45,7 @@ from dtensor.daft.ir.host_program import HostProgram, KeySlots, Meetings
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, Wait, key_of
 from dtensor.daft.ir.program import Program
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
-from dtensor.numerics import piece_unit
+from dtensor.numerics import REDUCTIONS
 
 LINE = 64
 """Of a cache, in bytes: tensors and semaphores begin at multiples."""
@@ -165,7 +165,7 @@ def pieces_of(start: Start) -> tuple[Piece, ...]:
     if len(start.group) == 2 or total <= TOGETHER_BYTES:
         return ()
     most = min(PIECE_BYTES, ceil(total / (2 * len(start.group))))
-    unit, most = piece_unit(start.op), max(most, ceil(total / MOST_PIECES))
+    unit, most = REDUCTIONS[start.op].unit, max(most, ceil(total / MOST_PIECES))
     pieces: list[Piece] = []
     piece: list[tuple[int, int, int]] = []
     room = most

@@ -6,6 +6,12 @@ values made (none for a send). `LocalTransport` serves ranks of one process, `Ex
 (`ray/same_host.py`) those of one host, through memory. A program's starts are `Prepared` when it is
 loaded, so that one that is made each step looks nothing up.
 
+`TRANSPORTS` says which connects ranks on a type of device, in one process or on several hosts:
+
+    register_transport("cpu", "hosts", connect)     # connect(Meeting(...)) -> a Transport
+
+Processes that connect after that use it; on Ray the function goes to the hosts.
+
 Invariants: a start never blocks; the tensors handed to it stay unchanged until its `wait` (the
 verifier sees to that); what `wait` returns is contiguous and shares no storage with anything.
 Reductions are `numerics.fold` in group order, so that every transport gives the same bits.
@@ -15,8 +21,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,9 +32,7 @@ from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.daft.verification.pairing import Site, instruction_at
 from dtensor.numerics import fold
-
-DIVIDED = ("reduce_scatter", "all_to_all")
-"""Collectives that have an input for each member; of the others every member gets all."""
+from dtensor.private_torch import Store
 
 
 class Pending(ABC):
@@ -63,6 +68,13 @@ class Transport(ABC):
                 begins[site] = self.begin(site[0], instruction)
         return Prepared(begins)
 
+    def open(self, tags: Mapping[Key, int]) -> None:  # noqa: B027 - most need nothing
+        """Make ready for the keys of a program that is about to be loaded and that cross hosts, by
+        the controller's numbers of them; all hosts do, in one order."""
+
+    def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:  # noqa: B027
+        """`told`: takes the rank that a wait begins to wait for, -1 when it does not wait."""
+
     @abstractmethod
     def begin(self, rank: int, start: Start) -> Begin:
         """What starts this instruction of a rank's, once for each run."""
@@ -70,6 +82,45 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Break all connections; waits of peers then fail instead of blocking."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What a process knows when it connects its `ranks` to those of the others.
+
+    Of several hosts: `index` is this one's number, `host_of` that of each rank's; `store` is at the
+    controller, of this meeting alone, and `meet` writes a text under `here<index>` in it and
+    returns when all hosts have. `address`: the controller's; `secret`: the launch's; `patience_s`:
+    after which none waits for one that is lost, if the controller is lost too.
+    """
+
+    ranks: tuple[int, ...]
+    index: int = 0
+    host_of: tuple[int, ...] = ()
+    store: Store | None = None
+    meet: Callable[[str], None] | None = None
+    address: str = ""
+    secret: bytes = field(default=b"", repr=False)
+    patience_s: float = 60.0
+
+    def of_hosts(self) -> tuple[Store, Callable[[str], None]]:
+        """Where hosts meet, and how."""
+        assert self.store is not None and self.meet is not None, "the ranks are in one process"
+        return self.store, self.meet
+
+
+Connect: TypeAlias = Callable[[Meeting], Transport]
+Locality: TypeAlias = Literal["process", "hosts"]
+"""Whether all ranks are in one process, or in those of several hosts."""
+
+TRANSPORTS: dict[tuple[str, Locality], Connect] = {}
+"""By the type of device and where the ranks are."""
+
+
+def register_transport(device: str, locality: Locality, connect: Connect) -> Connect:
+    """Use what ``connect`` gives, wherever ranks are connected from now on."""
+    TRANSPORTS[device, locality] = connect
+    return connect
 
 
 class Undeclared(ValueError):
@@ -171,9 +222,18 @@ class LocalTransport(Transport):
         return _Seat(meeting, at)
 
 
+def connect_process(meeting: Meeting) -> Transport:
+    """Among ranks of one process."""
+    return LocalTransport()
+
+
+for _device in ("cpu", "cuda"):
+    register_transport(_device, "process", connect_process)
+
+
 def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """Each member's results from each member's inputs, both in group order."""
-    if collective.kind == "all_reduce":  # one fold is all members' result
+    if collective.op is not None and not collective.does.divided:  # one fold is all's result
         first = combined(collective, parts)
         return [first, *(tuple(map(copied, first)) for _ in parts[1:])]
     results: list[tuple[Tensor, ...]] = []
@@ -186,7 +246,7 @@ def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[
 
 def contribution(collective: Collective, values: Sequence[Tensor], member: int) -> Sequence[Tensor]:
     """Which of a rank's inputs go to a member of the group, by its position there."""
-    return values[member : member + 1] if collective.kind in DIVIDED else values
+    return collective.does.given(values, member)
 
 
 def combined(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:

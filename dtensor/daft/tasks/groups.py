@@ -27,7 +27,7 @@ from dtensor.daft.tasks.actors import (
     recorder,
 )
 from dtensor.daft.tasks.futures import TaskFuture, user_line
-from dtensor.numerics import OPS
+from dtensor.numerics import REDUCTIONS
 
 
 class Scatter:
@@ -158,18 +158,20 @@ def all_reduce(futures: GroupFuture, op: Op = "sum") -> GroupFuture:
     Compiled, with more than 2 members, each folds a piece and sends it on, which moves
     2 (n-1)/n of the value per member instead of n-1 times the value.
     """
-    if op not in OPS:
-        raise ValueError(f"A reduction is one of {OPS}, got {op!r}.\n  at {user_line()}")
+    if op not in REDUCTIONS:
+        names = tuple(REDUCTIONS)
+        raise ValueError(f"A reduction is one of {names}, got {op!r}.\n  at {user_line()}")
+    reduction = REDUCTIONS[op]
     group, size = futures.group, len(futures)
     if recorder.get() is None or size == 2:
         parts = list(futures)
-        return GroupFuture(group, [operation(member, "fold", op, parts) for member in group])
+        return GroupFuture(group, [operation(member, "fold", reduction, parts) for member in group])
     pieces = [
-        [operation(member, "piece", op, future, i, size) for i in range(size)]
+        [operation(member, "piece", reduction, future, i, size) for i in range(size)]
         for member, future in zip(group, futures, strict=True)
     ]
     folded = [
-        operation(member, "fold_piece", op, [own[i] for own in pieces])
+        operation(member, "fold_piece", reduction, [own[i] for own in pieces])
         for i, member in enumerate(group)
     ]
     return GroupFuture(

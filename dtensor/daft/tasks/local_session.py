@@ -17,7 +17,7 @@ from torch import Tensor
 from dtensor.daft.errors import DaftError, TaskError
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.engine import Engine, Inputs, Table
-from dtensor.daft.run.transport import LocalTransport
+from dtensor.daft.run.transport import TRANSPORTS, Meeting
 from dtensor.daft.run.undone import Undone
 from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import SELF, Frozen, argument
@@ -73,7 +73,8 @@ class LocalSession(Session):
         table: Table = {
             (rank, SELF): self._subjects[actor] for rank, actor in enumerate(frozen.actors)
         }
-        return Engine(HostProgram.whole(frozen.program, sites), table, LocalTransport())
+        transport = TRANSPORTS["cpu", "process"](Meeting(ranks=everyone[0]))
+        return Engine(HostProgram.whole(frozen.program, sites), table, transport)
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
         frozen, engine = self._loaded[loaded]

@@ -11,7 +11,7 @@ caller's: the same bits in every backend and mode.
 
 A few tasks are not methods but `OPERATIONS`: what futures and groups need done where values are.
 
-    OPERATIONS["fold"]("sum", [grads0, grads1])      # leaf by leaf, a left fold in this order
+    OPERATIONS["fold"](REDUCTIONS["sum"], [grads0, grads1])      # leaf by leaf, in this order
 
 Values are pytrees. `piece` and `join` cut one into pieces and put them together again, so that a
 large all_reduce costs each member 2 (n-1)/n of the value instead of n-1 times; a fold acts on each
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.errors import Failure, TaskError
-from dtensor.daft.ir.instructions import Buffer, Op
+from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.raised import Raised, interrupts, reason_of, trace_of, traceback_of
 from dtensor.daft.run.engine import local_execution
 from dtensor.daft.tasks.values import (
@@ -41,8 +41,7 @@ from dtensor.daft.tasks.values import (
     encode_failure,
     is_failure,
 )
-from dtensor.numerics import are_triples, piece_unit
-from dtensor.numerics import fold as fold_tensors
+from dtensor.numerics import Reduction
 from dtensor.private_torch import pytree
 
 CREATE = "__init__"
@@ -218,7 +217,7 @@ def item(given: Any, key: object) -> object:
     return given[key]
 
 
-def fold(op: Op, parts: Sequence[object]) -> object:
+def fold(op: Reduction, parts: Sequence[object]) -> object:
     """The parts' leaves, folded; tensors as `numerics.fold` does, numbers in the same order."""
     leaves, specs = zip(*map(_flatten, parts), strict=True)
     if any(spec != specs[0] for spec in specs):
@@ -229,20 +228,20 @@ def fold(op: Op, parts: Sequence[object]) -> object:
     )
 
 
-def piece(op: Op, given: object, index: int, num: int) -> tuple[list[Any], object]:
+def piece(op: Reduction, given: object, index: int, num: int) -> tuple[list[Any], object]:
     """Piece `index` of `num`: of each tensor its elements, of anything else all on piece 0."""
     leaves, _ = _flatten(given)
     kept: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             _check_fold(op, leaf)
-            kept.append(leaf.detach().reshape(-1, piece_unit(op)).tensor_split(num)[index])
+            kept.append(leaf.detach().reshape(-1, op.unit).tensor_split(num)[index])
         else:
             kept.append(leaf if index == 0 else 0)
     return kept, _form(given)
 
 
-def fold_piece(op: Op, parts: Sequence[tuple[list[Any], object]]) -> list[Any]:
+def fold_piece(op: Reduction, parts: Sequence[tuple[list[Any], object]]) -> list[Any]:
     """The fold of everyone's piece; the forms tell whether the whole values fit together."""
     forms = [form for _, form in parts]
     if any(form != forms[0] for form in forms):
@@ -278,12 +277,9 @@ def _flatten(given: object) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(given)
 
 
-def _check_fold(op: Op, tensor: Tensor) -> None:
-    if op == "softmax" and not are_triples(tensor.shape, tensor.dtype):
-        raise ValueError(
-            f"{op!r} reduces tensors with a last dim of size 3, of float32 or float64, got "
-            f"{tensor.dtype}{list(tensor.shape)}."
-        )
+def _check_fold(op: Reduction, tensor: Tensor) -> None:
+    if not op.takes(tensor.shape, tensor.dtype):
+        raise ValueError(f"{op.name!r} reduces {op.wants}, got {tensor.dtype}{list(tensor.shape)}.")
 
 
 def _form(given: object) -> object:
@@ -294,7 +290,7 @@ def _form(given: object) -> object:
     ], str(spec)
 
 
-def _fold_leaf(op: Op, column: Sequence[Any]) -> object:
+def _fold_leaf(op: Reduction, column: Sequence[Any]) -> object:
     first = column[0]
     if all(isinstance(part, Tensor) for part in column):
         if any(part.shape != first.shape or part.dtype != first.dtype for part in column):
@@ -304,16 +300,11 @@ def _fold_leaf(op: Op, column: Sequence[Any]) -> object:
             )
         _check_fold(op, first)
         with torch.no_grad():
-            return fold_tensors(column, op)
+            return op.of(column)
     numbers = all(isinstance(part, int | float) and not isinstance(part, bool) for part in column)
-    if not numbers or op == "softmax":
+    if not numbers or op.numbers is None:
         raise TypeError(
-            f"Tensors {'alone' if op == 'softmax' else 'and numbers'} can be reduced by {op!r}, "
-            f"got {[type(part).__name__ for part in column]}."
+            f"Tensors {'alone' if op.numbers is None else 'and numbers'} can be reduced by "
+            f"{op.name!r}, got {[type(part).__name__ for part in column]}."
         )
-    total = first
-    for part in column[1:]:
-        total = (
-            total + part if op == "sum" else max(total, part) if op == "max" else min(total, part)
-        )
-    return total
+    return functools.reduce(op.numbers, column)

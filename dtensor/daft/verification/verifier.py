@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import assert_never
 
 import torch
@@ -62,6 +63,7 @@ from dtensor.daft.verification.pairing import (
     starts_of_waits,
     wait_edges,
 )
+from dtensor.numerics import REDUCTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,41 +392,42 @@ def _check_collective(program: Program, sites: Sequence[Site]) -> None:
         members.append(member)
     if len({(member.kind, member.op) for member in members}) != 1:
         raise _disagree(program, sites, "differ in kind or op")
-    first, size = members[0], len(members)
+    first = members[0]
     ins = [member.in_buffers for member in members]
     outs = [member.out_buffers for member in members]
-    match first.kind:
-        case "all_reduce":
-            fits = bool(ins[0]) and _reduced(ins[0], outs[0], first.op)
-            fits = fits and all(b == ins[0] for b in ins) and all(b == outs[0] for b in outs)
-        case "all_gather":
-            gathered = tuple(b[0] for b in ins if len(b) == 1)
-            fits = all(b == gathered for b in outs) and _one_dtype(gathered)
-        case "reduce_scatter":
-            fits = all(len(b) == size for b in ins) and all(
-                _reduced((ins[0][m],), outs[m], first.op) and all(b[m] == ins[0][m] for b in ins)
-                for m in range(size)
-            )
-            fits = fits and _one_dtype(ins[0]) and _one_dtype([b for row in outs for b in row])
-        case "all_to_all":
-            fits = all(len(b) == size for b in (*ins, *outs)) and all(
-                outs[to][source] == ins[source][to] for to in range(size) for source in range(size)
-            )
-            fits = fits and _one_dtype([b for row in ins for b in row])
-        case "broadcast":
-            fits = len(ins[0]) == 1 and all(b == ins[0] for b in outs) and not any(ins[1:])
-        case _:
-            assert_never(first.kind)
-    if not fits:
+    if not _fit(first, ins, outs):
         raise _disagree(program, sites, "do not fit together")
+
+
+def _fit(
+    collective: Collective, ins: Sequence[tuple[Buffer, ...]], outs: Sequence[tuple[Buffer, ...]]
+) -> bool:
+    """Whether what each member declares to get is what all declare to give it."""
+    does, size = collective.does, len(ins)
+    if not all(does.takes(len(own), at, size) for at, own in enumerate(ins)):
+        return False
+    if not does.bucket and not (_one_dtype(chain(*ins)) and _one_dtype(chain(*outs))):
+        return False
+    if not does.divided and any(own != outs[0] for own in outs):
+        return False
+    for to in range(size) if does.divided else (0,):
+        parts = [tuple(does.given(own, to)) for own in ins]
+        if not does.reduces:
+            fits = outs[to] == tuple(chain(*parts))
+        else:
+            fits = all(part == parts[0] for part in parts)
+            fits = fits and _reduced(parts[0], outs[to], collective.op)
+        if not fits:
+            return False
+    return True
 
 
 def _reduced(ins: Sequence[Buffer], outs: Sequence[Buffer], op: Op | None) -> bool:
     """Whether a reduction gives these: of one shape each, and of one dtype, or a sum of narrow
     floats left in the float32 that it is accumulated in, or one of float32 rounded to such."""
+    widens = op is not None and REDUCTIONS[op].widens
     return len(ins) == len(outs) and all(
-        a.shape == b.shape
-        and (a.dtype == b.dtype or (op == "sum" and _accumulated(a.dtype, b.dtype)))
+        a.shape == b.shape and (a.dtype == b.dtype or (widens and _accumulated(a.dtype, b.dtype)))
         for a, b in zip(ins, outs, strict=True)
     )
 
@@ -434,7 +437,7 @@ def _accumulated(given: torch.dtype, made: torch.dtype) -> bool:
     return len(others) == 1 and all(d.is_floating_point and d.itemsize < 4 for d in others)
 
 
-def _one_dtype(buffers: Sequence[Buffer]) -> bool:
+def _one_dtype(buffers: Iterable[Buffer]) -> bool:
     return len({buffer.dtype for buffer in buffers}) <= 1
 
 

@@ -41,7 +41,7 @@ from dtensor.sharding.plan.planner import rules_of
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import unused
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
-from dtensor.sharding.spec.placements import Shard, block_sizes, index_sets, length
+from dtensor.sharding.spec.placements import Shard, blocks_of, index_sets, length
 
 aten: Any = torch.ops.aten
 _FORWARD = aten._native_batch_norm_legit_functional.default
@@ -119,7 +119,7 @@ def _cuts(request: Request) -> dict[str, _Cut]:
 def _cut(request: Request, op: Op, shard: Shard) -> _Cut:
     meta, num = op.call.operands[0], request.num_microbatches
     size, *_ = meta.shape
-    ranks = len(block_sizes(shard.blocks, size))
+    ranks = len(blocks_of(shard, size))
     held = index_sets(shard, size, num)
     batch = request.flow.metas[request.batch[0]].shape[0]
     values = math.prod(meta.shape) // meta.shape[1]  # of a channel

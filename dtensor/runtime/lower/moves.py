@@ -38,6 +38,7 @@ from dtensor.sharding.spec.shards import (
     taken,
     write,
 )
+from dtensor.sharding.spec.spec import TensorSpec
 
 Shape = tuple[int, ...]
 Layout = tuple[tuple[Shape, tuple[tuple[Shape, Where], ...]], ...]
@@ -81,10 +82,8 @@ def _free_move(b: RankBuilder, step: Redistribute) -> None:
     if move.kind == "slice":
         where = given(move.src, move.dst, here, here)
         code.apply(block, operands, results, where, source=source)
-    elif move.dst.placement(move.axis) == Partial("sum"):
-        code.apply(torch.zeros_like, operands, results, source=source)
     else:
-        code.apply(rest_of, operands, results, "softmax", source=source)
+        code.apply(rest_of, operands, results, _op_of(move.dst, move.axis), source=source)
 
 
 def _start(b: RankBuilder, step: Redistribute) -> Started:
@@ -100,7 +99,7 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
             sent = _cut(b, step)
         case "slice" | "fill" | "relabel":
             raise AssertionError(f"{kind} does not communicate")
-    made, op = _made(b, step), _op_of(step.moves[0])
+    made, op = _made(b, step), _op_of(step.moves[0].src, step.axis)
     label = b.collective(
         kind, axis, sent, made, step.label, op=op, source=source, wait=False, of=step
     )
@@ -222,9 +221,9 @@ def _peers(b: RankBuilder, axis: str) -> list[dict[str, int]]:
     return [{**b.here, axis: i} for i in range(b.plan.mesh.axis_size(axis))]
 
 
-def _op_of(move: Move) -> ReduceOp | None:
-    """How a reduction folds; None of a move that does not reduce."""
-    placement = move.src.placement(move.axis)
+def _op_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
+    """How what is pending over an axis folds; None of what is not."""
+    placement = spec.placement(axis)
     return placement.op if isinstance(placement, Partial) else None
 
 

@@ -14,6 +14,8 @@ all that lowering reads. Communication is inserted from the grid, never written.
 - measure.py: time, bubble and what is in flight. clock.py: lists of several ranks on a clock.
 """
 
+from typing import Protocol, runtime_checkable
+
 from dtensor.runtime.schedule.custom import Custom, Ordered
 from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place, validate
 from dtensor.runtime.schedule.measure import Costs, bubble, in_flight, timeline, waits
@@ -38,6 +40,7 @@ __all__ = [
     "LoopedBFS",
     "OneFOneB",
     "Ordered",
+    "Published",
     "Schedule",
     "Searched",
     "bubble",
@@ -49,4 +52,14 @@ __all__ = [
 ]
 
 Published = GPipe | LoopedBFS | OneFOneB | Interleaved1F1B | ZBH1 | ZBH2 | ZBV | DualPipeV
-Schedule = Published | Searched | Custom | Ordered
+
+
+@runtime_checkable
+class Schedule(Protocol):
+    """What makes a grid: those of this package, and any value of the user's that compares equal to
+    its like."""
+
+    @property
+    def microbatches(self) -> int: ...
+
+    def grid(self, num_stages: int, num_ranks: int) -> Grid: ...

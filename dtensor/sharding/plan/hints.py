@@ -24,7 +24,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan, rules_of, trained
 from dtensor.sharding.plan.record import Hint
 from dtensor.sharding.plan.request import Request
-from dtensor.sharding.spec.placements import Shard
+from dtensor.sharding.spec.placements import Shard, on_dim, one_block
 
 _WORTH = 0.99  # of the stated plan's seconds; a smaller gain is not worth a line
 
@@ -58,8 +58,8 @@ def _compare(
     pinned: Mapping[str, tuple[Shard, int]],
 ) -> Hint | None:
     first, (stated, _) = next(iter(pinned.items()))
-    for unit in dict.fromkeys((1, stated.unit)):
-        turned = {value: Shard(dim, 1, unit) for value, (_, dim) in pinned.items()}
+    for cut in dict.fromkeys((Shard(0), one_block(on_dim(stated, 0)))):
+        turned = {value: on_dim(cut, dim) for value, (_, dim) in pinned.items()}
         pins = {
             value: {**placements, axis: turned[value]} if value in turned else placements
             for value, placements in request.pins.items()

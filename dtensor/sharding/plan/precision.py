@@ -92,8 +92,7 @@ def widened(path: Sequence[Move]) -> tuple[Move, ...]:
         src = found[-1].dst if found else move.src
         dst = replace(move.dst, dtype=src.dtype)
         before = src.placement(move.axis)
-        reduces = move.kind in ("all_reduce", "reduce_scatter")
-        if reduces and before == Partial("sum"):
+        if move.reduces and before == Partial("sum"):
             dst = accumulated(dst)
         found.append(replace(move, src=src, dst=dst))
     return tuple(found)

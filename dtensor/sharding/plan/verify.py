@@ -36,7 +36,7 @@ from dtensor.sharding.plan.steps import (
 from dtensor.sharding.redistribute.moves import Move, move_kind
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
-from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, same, splits_rows_of_softmax
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard, same, splits_rows
 from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
@@ -142,10 +142,10 @@ def _moved(move: Move) -> Iterator[str]:
         possible = same(before, after, src.shape, src.mesh.axis_size(axis))
     else:
         possible = move_kind(before, after) == move.kind
-        possible &= not splits_rows_of_softmax(len(src.shape), (before, after))
+        possible &= not splits_rows(len(src.shape), (before, after))
     others = (p == q for i, (p, q) in enumerate(zip(src.placements, dst.placements)) if i != at)
     dtypes = {src.dtype, dst.dtype}
-    if move.kind in ("all_reduce", "reduce_scatter"):
+    if move.reduces:
         if is_narrow(src.dtype):
             dtypes -= {torch.float32}
         elif src.dtype == torch.float32 and is_narrow(dst.dtype) and not is_part(dst):

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
+from dtensor.numerics import REDUCTIONS
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, intersect
@@ -214,7 +215,7 @@ def is_neutral(spec: TensorSpec, rank: int) -> bool:
     """Whether the rank holds what adds nothing to a pending value: away from coordinate 0."""
     here = spec.mesh.coordinates(rank)
     return any(
-        isinstance(p, Partial) and p.op in ("sum", "softmax") and here[axis] > 0
+        isinstance(p, Partial) and REDUCTIONS[p.op].identity is not None and here[axis] > 0
         for axis, p in spec.sharding.items()
     )
 

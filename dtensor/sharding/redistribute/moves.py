@@ -10,8 +10,8 @@ global dim whatever the other axes do, any axis can be changed alone:
     Shard -> Shard'      all_to_all         Partial -> Shard       reduce_scatter
     Replicate -> Shard   slice (free)       Replicate -> Partial   fill (rank 0 keeps; free)
 
-A pending sum is filled with zeros, a softmax with (-inf, 0, 0); maxima and minima are not made of
-whole values. The last dim of what is pending under softmax is never split.
+A pending value is filled with its reduction's identity; one without, as a maximum, is not made of
+a whole value. The last dim of what is pending under a reduction with a unit is never split.
 
 `bytes_sent` is what the rank that sends most sends: (n-1)/n of the value for all_gather and
 reduce_scatter, twice that for all_reduce, and what changes hands for all_to_all. The path is found
@@ -29,12 +29,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
+from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError
+from dtensor.numerics import REDUCTIONS
 from dtensor.sharding.redistribute.topology import Topology, ring_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
@@ -48,23 +49,12 @@ from dtensor.sharding.spec.placements import (
     length,
     pieces,
     same,
-    splits_rows_of_softmax,
+    splits_rows,
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
-MoveKind = Literal[
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "fill", "relabel"
-]
-_SUFFIXES: dict[MoveKind, str] = {
-    "all_reduce": "reduced",
-    "all_gather": "gathered",
-    "reduce_scatter": "scattered",
-    "all_to_all": "exchanged",
-    "slice": "sliced",
-    "fill": "pending",
-    "relabel": "same",
-}
-FREE_KINDS: tuple[MoveKind, ...] = ("slice", "fill", "relabel")
+MoveKind = str
+"""A name in `MOVES`: of a collective, or of what no rank sends anything for."""
 WORTH = 0.01
 """What part of the price a path through further shardings must save."""
 MAX_EXPANDED = 100
@@ -86,22 +76,28 @@ class Move:
     @property
     def suffix(self) -> str:
         """What the result's name says of the move: ``h_reduced``."""
-        return _SUFFIXES[self.kind]
+        return MOVES[self.kind].suffix
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it is a collective that folds."""
+        return self.kind in COLLECTIVES and COLLECTIVES[self.kind].reduces
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that the rank which sends most sends."""
-        if self.kind in FREE_KINDS:
+        sends = MOVES[self.kind].sends
+        if sends is None:
             return 0
         if _alike_on_all_ranks(self):
-            return _bytes_sent_at(self, dict.fromkeys(self.src.mesh.axes, 0))
-        return max(_bytes_sent_at(self, at) for at in _ranks_that_differ(self))
+            return sends(self, dict.fromkeys(self.src.mesh.axes, 0))
+        return max(sends(self, at) for at in _ranks_that_differ(self))
 
     def seconds(self, topology: Topology) -> float:
         num = self.src.mesh.axis_size(self.axis)
         if self.kind in FREE_KINDS:
             # not communication, but the copy is not nothing: it decides ties
-            moved = 0 if self.kind == "relabel" else self.dst.max_local_nbytes
+            moved = self.dst.max_local_nbytes if MOVES[self.kind].copies else 0
             return topology.compute_seconds(flops=0, bytes_moved=moved)
         return topology.collective_seconds(
             self.kind, self.axis, num=num, bytes_sent=self.bytes_sent
@@ -110,21 +106,9 @@ class Move:
 
 def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
     """The kind of the one-axis move, or None where there is no such move."""
-    match src, dst:
-        case Shard(), Replicate():
-            return "all_gather"
-        case Shard(), Shard():
-            return "all_to_all"
-        case Partial(), Replicate():
-            return "all_reduce"
-        case Partial(), Shard():
-            return "reduce_scatter"
-        case Replicate(), Shard():
-            return "slice"
-        case Replicate(), Partial("sum" | "softmax"):
-            return "fill"
-        case _:
-            return None
+    if isinstance(dst, Partial) and REDUCTIONS[dst.op].identity is None:
+        return None
+    return _BETWEEN.get((type(src), type(dst)))
 
 
 def moves(
@@ -174,9 +158,9 @@ def _least_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> floa
         num = src.mesh.axis_size(axis)
         if before == REPLICATE or same(before, after, src.shape, num):
             continue
-        kind = "all_gather" if isinstance(before, Shard) else "all_reduce"
-        if isinstance(before, Partial) and isinstance(after, Shard):
-            kind = "reduce_scatter"
+        scattered = isinstance(before, Partial) and isinstance(after, Shard)
+        kind = move_kind(before, after if scattered else REPLICATE)
+        assert kind is not None, "everything can be made whole"
         total += topology.collective_seconds(kind, axis, num=num, bytes_sent=0)
     return total
 
@@ -253,29 +237,71 @@ def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
         isinstance(p, Partial) and p.op != option.op for p in here.placements
     ):
         return None  # a value is not pending in two ways at once
-    if splits_rows_of_softmax(len(here.shape), (option, *here.placements)):
+    if splits_rows(len(here.shape), (option, *here.placements)):
         return None
     return Move(kind, axis, here, here.with_placements(**{axis: option}))
 
 
-def _bytes_sent_at(move: Move, here: Mapping[str, int]) -> int:
-    """Bytes that the rank at these coordinates sends."""
-    num = move.src.mesh.axis_size(move.axis)
-    held = [move.src.intervals(dim, here) for dim in range(len(move.src.shape))]
-    local = math.prod(length(i) for i in held) * move.src.dtype.itemsize
-    match move.kind:
-        case "all_gather":
-            return ring_bytes("all_gather", local, num)
-        case "all_reduce":  # what is added up may be gathered in a wider dtype
-            made = local // move.src.dtype.itemsize * move.dst.dtype.itemsize
-            return ring_bytes("reduce_scatter", local + made, num)
-        case "reduce_scatter" | "all_to_all":
-            kept = move.src.dtype.itemsize
-            for dim, intervals in enumerate(held):
-                kept *= length(intersect(intervals, move.dst.intervals(dim, here)))
-            return local - kept
-        case _:
-            return 0
+def _held(spec: TensorSpec, here: Mapping[str, int]) -> int:
+    """The elements of a rank's shard."""
+    return math.prod(length(spec.intervals(dim, here)) for dim in range(len(spec.shape)))
+
+
+def _sent_by_gather(move: Move, here: Mapping[str, int]) -> int:
+    nbytes = _held(move.src, here) * move.src.dtype.itemsize
+    return ring_bytes("all_gather", nbytes, move.src.mesh.axis_size(move.axis))
+
+
+def _sent_by_reduction(move: Move, here: Mapping[str, int]) -> int:
+    """What is added up may be gathered in a wider dtype."""
+    each = move.src.dtype.itemsize + move.dst.dtype.itemsize
+    return ring_bytes(
+        "reduce_scatter", _held(move.src, here) * each, move.src.mesh.axis_size(move.axis)
+    )
+
+
+def _sent_by_exchange(move: Move, here: Mapping[str, int]) -> int:
+    """What changes hands."""
+    held = kept = 1
+    for dim in range(len(move.src.shape)):
+        intervals = move.src.intervals(dim, here)
+        held *= length(intervals)
+        kept *= length(intersect(intervals, move.dst.intervals(dim, here)))
+    return (held - kept) * move.src.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveType:
+    """What one kind of move is.
+
+    ``between``: the placements on its axis before and after, None where these do not tell it.
+    ``suffix``: of the result's name. ``sends``: the bytes that the rank at some coordinates sends;
+    None: none sends any, as of what is no collective. ``copies``: whether a rank makes what it then
+    has, where it sends nothing.
+    """
+
+    suffix: str
+    between: tuple[type[Placement], type[Placement]] | None
+    sends: Callable[[Move, Mapping[str, int]], int] | None = None
+    copies: bool = True
+
+
+MOVES: dict[MoveKind, MoveType] = {
+    "all_reduce": MoveType(
+        suffix="reduced", between=(Partial, Replicate), sends=_sent_by_reduction
+    ),
+    "all_gather": MoveType(suffix="gathered", between=(Shard, Replicate), sends=_sent_by_gather),
+    "reduce_scatter": MoveType(
+        suffix="scattered", between=(Partial, Shard), sends=_sent_by_exchange
+    ),
+    "all_to_all": MoveType(suffix="exchanged", between=(Shard, Shard), sends=_sent_by_exchange),
+    "slice": MoveType(suffix="sliced", between=(Replicate, Shard)),
+    "fill": MoveType(suffix="pending", between=(Replicate, Partial)),
+    "relabel": MoveType(suffix="same", between=None, copies=False),
+}
+"""By name; that of one that sends is in `COLLECTIVES`."""
+FREE_KINDS = tuple(kind for kind, what in MOVES.items() if what.sends is None)
+_BETWEEN = {what.between: kind for kind, what in MOVES.items() if what.between is not None}
 
 
 def _alike_on_all_ranks(move: Move) -> bool:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import cast
 
+from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError, check_kind, check_number
 
 _MAY_BE_ZERO = ("latency", "op_latency", "step_latency")
@@ -133,7 +134,7 @@ class Topology:
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "transfer".
         """
-        steps = {"all_reduce": 2 * (num - 1), "transfer": 1}.get(kind, num - 1)
+        steps = 1 if kind == "transfer" else COLLECTIVES[kind].steps(num)
         return steps * self.latency_of(axis) + bytes_sent / self.bandwidth_of(axis)
 
     def compute_seconds(
@@ -162,15 +163,7 @@ def check_topology(value: object) -> None:
 
 def ring_bytes(kind: str, nbytes: int, num: int) -> int:
     """Bytes that each of ``num`` ranks sends in a ring, each of which gives ``nbytes``."""
-    match kind:
-        case "all_reduce":
-            return -(-2 * nbytes * (num - 1) // num)
-        case "all_gather":
-            return nbytes * (num - 1)
-        case "reduce_scatter" | "all_to_all":
-            return -(-nbytes * (num - 1) // num)
-        case _:
-            return nbytes
+    return COLLECTIVES[kind].bytes_sent(nbytes, num)
 
 
 class _Frozen(dict[str, float]):

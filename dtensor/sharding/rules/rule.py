@@ -34,6 +34,7 @@ from dtensor.sharding.spec.placements import (
     Shard,
     block_sizes,
     index_sets,
+    pieces,
     simplest,
 )
 from dtensor.sharding.spec.spec import TensorSpec
@@ -49,6 +50,15 @@ class FactorSharding:
 
     blocks: tuple[int, ...]  # sizes, adding up to the factor's
     unit: int = 1
+
+    def of_one_block(self, size: int) -> FactorSharding:
+        """That of a factor of another size, in one block, with the unit where that divides it."""
+        return FactorSharding((size,), self.unit if size % self.unit == 0 else 1)
+
+    def cut_again(self, num: int) -> FactorSharding:
+        """What it leaves of each coordinate of ``num``, as blocks of a further axis."""
+        major = Shard(0, self.blocks, self.unit), num
+        return FactorSharding(pieces([major], sum(self.blocks)), self.unit)
 
 
 Assignment = Mapping[str, FactorSharding]

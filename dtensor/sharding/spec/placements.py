@@ -25,7 +25,7 @@ from functools import lru_cache
 from typing import cast
 
 from dtensor.errors import PlanningError
-from dtensor.numerics import OPS, ReduceOp
+from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
 
 Intervals = tuple[tuple[int, int], ...]
 
@@ -90,9 +90,7 @@ class Shard:
         check_split(self, self.dim, blocks, self.unit)
 
     def __repr__(self) -> str:
-        extra = f", blocks={self.blocks!r}" if self.blocks != 1 else ""
-        extra += f", unit={self.unit!r}" if self.unit != 1 else ""
-        return f"Shard({self.dim!r}{extra})"
+        return f"Shard({', '.join((repr(self.dim), *options_of(self)))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,8 @@ class Partial:
     all_reduce, which is done where something needs it. A mean is a sum / count.
 
     Args:
-        op: "sum", "max", "min" or "softmax"; PlanningError for another.
+        op: "sum", "max", "min" or "softmax", or the name of a registered `Reduction`;
+            PlanningError for another.
 
     "softmax" is of float32 or float64 values ``[..., 3]``, whose last dim stays whole: for rows of
     some x that is split over the axis, the maximum, the sum of exp(x - maximum), and a plain sum.
@@ -110,8 +109,8 @@ class Partial:
     op: ReduceOp = "sum"
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise PlanningError(f'Partial({self.op!r}): the op is "sum", "max", "min" or "softmax"')
+        if self.op not in REDUCTIONS:
+            raise PlanningError(f"Partial({self.op!r}): the op is {reductions_listed()}")
 
     def __repr__(self) -> str:
         return f'Partial("{self.op}")'
@@ -159,6 +158,66 @@ def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
     if size % blocks:
         raise PlanningError(f"a dim of size {size} is not {blocks} equal blocks")
     return (size // blocks,) * blocks
+
+
+# -- what others ask of a cut; its blocks and unit are read here, in spec.py and rules/rule.py -----
+
+
+def options_of(shard: Shard) -> tuple[str, ...]:
+    """What one states of it besides the dim: ``("blocks=3", "unit=16")``."""
+    blocks = (f"blocks={shard.blocks!r}",) if shard.blocks != 1 else ()
+    return (*blocks, f"unit={shard.unit!r}") if shard.unit != 1 else blocks
+
+
+def blocks_of(shard: Shard, size: int) -> tuple[int, ...]:
+    """The sizes of its blocks in a dim of ``size``; PlanningError where they do not fill it."""
+    return block_sizes(shard.blocks, size)
+
+
+def units_of(shard: Shard, size: int) -> int:
+    """In how many pieces its smallest block can be cut."""
+    return min(blocks_of(shard, size)) // shard.unit
+
+
+def on_dim(shard: Shard, dim: int) -> Shard:
+    """The same cut of another dim."""
+    return Shard(dim, shard.blocks, shard.unit)
+
+
+def with_unit(shard: Shard, unit: int) -> Shard:
+    return Shard(shard.dim, shard.blocks, unit)
+
+
+def one_block(shard: Shard) -> Shard:
+    """A cut at the same units of a dim that is one block."""
+    return Shard(shard.dim, 1, shard.unit)
+
+
+def fits(shard: Shard, size: int) -> bool:
+    """Whether a dim of ``size`` can be cut so."""
+    blocks = shard.blocks
+    filled = sum(blocks) == size if isinstance(blocks, tuple) else size % blocks == 0
+    return filled and not any(block % shard.unit for block in block_sizes(blocks, size))
+
+
+def misfit(shard: Shard, size: int, dim: str) -> tuple[str, str]:
+    """Why a dim of ``size``, of that name, cannot be cut so, and what to state instead."""
+    blocks, unit = shard.blocks, shard.unit
+    if isinstance(blocks, tuple) and sum(blocks) != size:
+        rest = size - sum(blocks[:-1])
+        fixed: int | tuple[int, ...] = (*blocks[:-1], rest) if rest > 0 else 1
+        return f"blocks={blocks} add up to {sum(blocks)}, {dim}", f"blocks={fixed}"
+    if isinstance(blocks, int) and size % blocks:
+        near = _nearest_divisor(size, blocks)
+        return f"{dim} is not {blocks} equal blocks", f"blocks={near}, or the sizes of each"
+    block = next(block for block in block_sizes(blocks, size) if block % unit)
+    near = _nearest_divisor(block, unit)
+    whole = "" if block == size else f", in blocks of {block},"
+    return f"{dim}{whole} is not a multiple of unit={unit}", f"unit={near}"
+
+
+def _nearest_divisor(size: int, wanted: int) -> int:
+    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - wanted), d))
 
 
 @lru_cache(maxsize=65536)
@@ -221,9 +280,9 @@ def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
     return False
 
 
-def splits_rows_of_softmax(num_dims: int, placements: Sequence[Placement]) -> bool:
-    """Whether the last dim is split of what is pending under softmax, which needs it whole."""
-    if not any(isinstance(p, Partial) and p.op == "softmax" for p in placements):
+def splits_rows(num_dims: int, placements: Sequence[Placement]) -> bool:
+    """Whether the last dim is split of what is pending under a reduction that needs it whole."""
+    if not any(isinstance(p, Partial) and REDUCTIONS[p.op].unit > 1 for p in placements):
         return False
     return any(isinstance(p, Shard) and p.dim == num_dims - 1 for p in placements)
 

@@ -29,12 +29,11 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import torch
 
 from dtensor.errors import PlanningError
-from dtensor.numerics import DTYPES, ReduceOp, are_triples, dtype_name
+from dtensor.numerics import DTYPES, REDUCTIONS, Reduction, dtype_name
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -83,22 +82,24 @@ class TensorSpec:
         kinds = {p.op for p in normal if isinstance(p, Partial)}
         if len(kinds) > 1:
             raise PlanningError(f"a value cannot be pending under {sorted(kinds)} at once")
-        if Partial("softmax") in stated:
-            self._check_triples()
+        for op in {p.op for p in stated if isinstance(p, Partial)}:
+            self._check_pending(REDUCTIONS[op])
 
-    def _check_triples(self) -> None:
+    def _check_pending(self, reduction: Reduction) -> None:
+        if reduction.takes(self.shape, self.dtype) and reduction.unit == 1:
+            return
         text = f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
-        if not are_triples(self.shape, self.dtype):
+        if not reduction.takes(self.shape, self.dtype):
             raise PlanningError(
-                f'Partial("softmax") is of values f32[...,3] or f64[...,3], each row a maximum, a '
-                f"sum of exponentials and a sum; this one is {text}.\n"
+                f'Partial("{reduction.name}") is of values {reduction.wants}; this one is {text}.\n'
                 f'fix: use Partial("sum") for a sum, Partial("max") for a maximum'
             )
         last = len(self.shape) - 1
         for axis, placement in self.sharding.items():
             if isinstance(placement, Shard) and placement.dim == last:
                 raise PlanningError(
-                    f"the three numbers of a row that is pending under softmax stay together, but "
+                    f"the {reduction.unit} numbers of a row that is pending under "
+                    f"{reduction.name} stay together, but "
                     f"{axis}={placement!r} splits the last dim of {text}.\n"
                     f"fix: {axis}=Replicate()" + (f", or {axis}=Shard(0)" if last else "")
                 )
@@ -318,7 +319,7 @@ def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
         shape.append(_parse_dim(dim_text.strip(), dim, placements, text, mesh))
     for item in (pending or "").split(",") if pending else ():
         op, _, axis = item.strip().partition("@")
-        _claim(axis, Partial(cast(ReduceOp, op)), placements, text, mesh)
+        _claim(axis, Partial(op), placements, text, mesh)
     on: list[tuple[str, int]] = []
     for item in on_text.split(",") if on_text else ():
         axis, _, index = item.strip().partition("=")

@@ -8,10 +8,8 @@ not name stay free. Placements by keyword come as "tp=Shard(1), dp=Replicate()".
 from __future__ import annotations
 
 import re
-from typing import cast
 
 from dtensor.errors import PlanningError
-from dtensor.numerics import ReduceOp
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
@@ -62,7 +60,7 @@ def _keywords(text: str, where: str) -> dict[str, Placement]:
             case "Replicate":
                 stated[axis] = Replicate()
             case "Partial":
-                stated[axis] = Partial(cast(ReduceOp, arguments.strip("'\"") or "sum"))
+                stated[axis] = Partial(arguments.strip("'\"") or "sum")
             case _:
                 stated[axis] = _shard(arguments)
     return stated

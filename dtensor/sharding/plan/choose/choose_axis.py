@@ -42,7 +42,7 @@ from dtensor.sharding.spec.placements import (
     index_sets,
     same,
     simplest,
-    splits_rows_of_softmax,
+    splits_rows,
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -336,7 +336,7 @@ class Prices:
         dst: Placement,
     ) -> float:
         mesh = self.question.mesh
-        if splits_rows_of_softmax(len(shape), (src, dst, *others.values())):
+        if splits_rows(len(shape), (src, dst, *others.values())):
             others = {}  # the other axes are changed first
 
         def spec(placement: Placement) -> TensorSpec:

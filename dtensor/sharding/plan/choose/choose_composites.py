@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
+from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Expansion, Op
@@ -89,7 +90,7 @@ def _is_gathered(name: str, makers: dict[str, Step]) -> bool:
     step = makers.get(name)
     if step is None:
         return False
-    lost = any(move.kind in ("all_gather", "all_to_all") for move in step.moves)
+    lost = any(move.kind in COLLECTIVES and not move.reduces for move in step.moves)
     before = step.reads[0] if step.moves else step.viewed
     return lost or (before is not None and _is_gathered(before, makers))
 

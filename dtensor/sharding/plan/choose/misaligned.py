@@ -20,7 +20,15 @@ from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.record import Misaligned
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.rules.rule import Dim, Rule
-from dtensor.sharding.spec.placements import Shard, block_sizes, counted, index_sets
+from dtensor.sharding.spec.placements import (
+    Shard,
+    counted,
+    fits,
+    index_sets,
+    on_dim,
+    one_block,
+    with_unit,
+)
 
 LinesUp = Callable[[Shard, int], bool]  # whether a shard over so many ranks goes through
 Crooked = tuple[Op, str, Shard]  # the op where it shows, the value as it reads or writes it
@@ -119,35 +127,27 @@ def _proposal(
 ) -> Shard | None:
     """What to state of the same dim so that it lines up over ``num`` ranks and each has a part."""
     assert isinstance(pin.placement, Shard)
-    at, given = pin.placement.dim, pin.placement.blocks
+    at, given = pin.placement.dim, with_unit(pin.placement, 1)
     size = flow.metas[pin.value].shape[at]
-    minor = pin.stated is not None and pin.stated.blocks != given
+    minor = pin.stated is not None and with_unit(on_dim(pin.stated, at), 1) != given
     # The blocks of a minor axis are the pieces of the major one, whatever is stated.
-    blocks: list[int | tuple[int, ...]] = [given] if minor else [1, given]
+    cuts = [given] if minor else [Shard(at), given]
     first = dim[0]
     if len(dim) > 1 and not minor:
-        blocks.append(tuple(math.prod(rule.size[f] for f in product) for product in dim))
+        parts = tuple(math.prod(rule.size[f] for f in product) for product in dim)
+        cuts.append(Shard(at, parts))
     elif len(first) > 2 and not minor:
-        blocks.append(rule.size[first[0]])  # fused projections, as in (three heads width)
-    trials = [
-        counted(Shard(at, block, unit), size)
-        for block in dict.fromkeys(blocks)
-        if _fills(block, size)
-        for unit in _units(rules)
-        if not any(b % unit for b in block_sizes(block, size))
-    ]
+        cuts.append(Shard(at, rule.size[first[0]]))  # fused projections: (three heads width)
+    every = (with_unit(cut, unit) for cut in dict.fromkeys(cuts) for unit in _units(rules))
+    trials = [counted(trial, size) for trial in every if fits(trial, size)]
     for trial in sorted(trials, key=lambda trial: not _is_even(trial, size, num)):
         if all(index_sets(trial, size, num)) and lines_up(trial, num):
-            return Shard(at, 1, trial.unit) if minor else trial
+            return one_block(trial) if minor else trial
     return None
 
 
 def _is_even(shard: Shard, size: int, num: int) -> bool:
     return len({sum(hi - lo for lo, hi in held) for held in index_sets(shard, size, num)}) == 1
-
-
-def _fills(blocks: int | tuple[int, ...], size: int) -> bool:
-    return sum(blocks) == size if isinstance(blocks, tuple) else size % blocks == 0
 
 
 def _units(rules: Mapping[str, Rule]) -> list[int]:

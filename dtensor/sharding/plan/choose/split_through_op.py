@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Literal
 
 from dtensor.sharding.plan.dataflow import Dataflow, Op
-from dtensor.sharding.rules.rule import Assignment, FactorSharding, Rule, Strategy
+from dtensor.sharding.rules.rule import Assignment, Rule, Strategy
 from dtensor.sharding.spec.placements import Shard
 
 CROOKED: Literal["crooked"] = "crooked"
@@ -88,6 +88,5 @@ def _complete(rule: Rule, assignment: Assignment) -> Assignment:
             if size == rule.size[model]:
                 done[other] = sharding
             else:
-                unit = sharding.unit if size % sharding.unit == 0 else 1
-                done[other] = FactorSharding((size,), unit)
+                done[other] = sharding.of_one_block(size)
     return done

@@ -192,8 +192,7 @@ class Outputs:
             if not item.path:
                 continue
             move = item.path[0]
-            reduces = move.kind in ("all_reduce", "reduce_scatter")
-            if item.output.kind == "gradient" and reduces and self._trains():
+            if item.output.kind == "gradient" and move.reduces and self._trains():
                 key = (move.axis, item.output.stage, item.spec.dtype, move.kind)
                 buckets.setdefault(key, []).append(item)
             else:

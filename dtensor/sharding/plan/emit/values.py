@@ -171,7 +171,6 @@ class Emitter:
         result = self.fresh(f"{base}_{move.suffix}")
         # the user's line behind a move: what left a sum pending, else what needs the value
         producer = self.request.flow.producers.get(value)
-        reduces = move.kind in ("all_reduce", "reduce_scatter")
         self.steps.append(
             Redistribute(
                 results=(result,),
@@ -180,7 +179,7 @@ class Emitter:
                 phase=by.phase,
                 stage=by.stage,
                 once=once and self.request.num_microbatches > 1,
-                source=producer.source if reduces and producer is not None else by.source,
+                source=producer.source if move.reduces and producer is not None else by.source,
                 why=by.why,
             )
         )
