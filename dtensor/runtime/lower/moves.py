@@ -135,6 +135,7 @@ def _cut(b: RankBuilder, step: Convert) -> tuple[tuple[str, Buffer], ...]:
         segment.code.apply(block, [step.operand], [name], where)
         segment.table[name] = f"{b.value(step.result)}.to{i}"
         segment.views[name] = step.operand
+        b.shares(segment.table[name], b.value(step.operand))
         found.append((segment.table[name], Buffer(shape_of(where), move.src.dtype)))
         b.nbytes[segment.table[name]] = found[-1][1].nbytes
     return tuple(found)
@@ -267,6 +268,8 @@ def finish(b: RankBuilder, started: Started) -> None:
             whole = [[f"{step.name}_total"]]
             segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
             _record(b, step)
+            for name in step.results:
+                b.shares(b.value(name), pieces[0])
         case Bucket():
             _record(b, step)
 

@@ -10,12 +10,17 @@ alpha-beta model says, in the background, after those before it on its channel; 
 messages are complete. A message begins when all its members have started it; those that no rank
 here stands for start when ours does. The controller's call stands before it all, as one `CALL`.
 
+What a rank holds: values by their storage, of which a view has none of its own, the optimizer's
+state, and what a call makes for itself while it runs. So it is what `plan.memory` predicts, but for
+gradients that are not made yet, which a plan without microbatches counts from the start.
+
 Not modelled: contention between channels; what `Free` and an empty `Wait` take.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -62,9 +67,8 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
     for rank in ranks:
         builder = RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
         program = lower_rank(builder)
-        seconds = [i.seconds for i in builder.instructions if isinstance(i, LocalCode)]
-        held = _state_bytes(plan, builder.stages) if trains else 0
-        lists.append(_SimulatedRank(rank, program, seconds, held))
+        calls, held = _calls(builder, program), _state_bytes(plan, builder.stages)
+        lists.append(_SimulatedRank(rank, program, calls, builder.storage, held))
     clock = _Clock(plan, {one.rank: one for one in lists})
     clock.run()
     return Trace(
@@ -89,22 +93,64 @@ def representatives(plan: Plan) -> tuple[int, ...]:
 
 
 def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
-    """The optimizer's state, which the program's values do not show."""
-    return sum(plan.memory[s].optimizer + plan.memory[s].masters for s in stages)
+    """What stands beside the program's values: the optimizer's state, and copies to undo a step."""
+    own = [plan.memory[stage] for stage in stages]
+    return sum(memory.optimizer + memory.masters + memory.snapshots for memory in own)
+
+
+def _calls(b: RankBuilder, program: RankProgram) -> list[_SimulatedCall]:
+    calls = (item for item in program.instructions if isinstance(item, Call))
+    segments = (item for item in b.instructions if isinstance(item, LocalCode))
+    return [
+        _SimulatedCall(segment.seconds, _held_within(b, segment, call.outputs))
+        for segment, call in zip(segments, calls, strict=True)
+    ]
+
+
+def _held_within(b: RankBuilder, segment: LocalCode, outputs: Sequence[str]) -> int:
+    """Bytes, at most, of what a call makes, while it runs: values die at their last use."""
+    last: dict[str, int] = {}  # by storage
+    for line, (_, reads, _) in enumerate(segment.code.lines):
+        for name in reads:
+            value = b.place(segment, name)
+            last[b.storage.get(value, value)] = line
+    stay = {b.storage.get(value, value) for value in outputs}
+    live: list[tuple[int, int]] = []  # last line, bytes
+    held = most = 0
+    for line, value in segment.made:
+        if value in b.storage:
+            continue
+        held -= sum(nbytes for end, nbytes in live if end < line)
+        live = [(end, nbytes) for end, nbytes in live if end >= line]
+        end = len(segment.code.lines) if value in stay else last.get(value, line)
+        live.append((end, b.nbytes[value]))
+        held += b.nbytes[value]
+        most = max(most, held)
+    return most
+
+
+@dataclass(frozen=True, slots=True)
+class _SimulatedCall:
+    """``held``: bytes, at most, of what it makes while it runs."""
+
+    seconds: float
+    held: int
 
 
 @dataclass(slots=True)
 class _SimulatedRank:
-    """One rank's list and how far it is."""
+    """One rank's list and how far it is. ``storage``: of values that are views, whose they are;
+    ``users``: by storage, how many values of the table lie in it."""
 
     rank: int
     program: RankProgram
-    seconds: list[float]  # of its calls, in order
-    state_bytes: int
+    calls: list[_SimulatedCall]  # in order
+    storage: dict[str, str]
+    held: int
     at: int = 0
-    calls: int = 0
+    called: int = 0
     now: float = 0.0
-    held: int = 0
+    users: dict[str, int] = field(default_factory=lambda: defaultdict[str, int](int))
     changes: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
     sizes: dict[str, int] = field(default_factory=dict[str, int])
     waits: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -136,9 +182,8 @@ class _Clock:
         for rank in self.ranks.values():
             rank.sizes = dict(rank.program.nbytes)
             rank.waits = starts_of_waits(rank.program.instructions)
-            fed = (*rank.program.inputs, *rank.program.state)
-            rank.held = rank.state_bytes + sum(rank.sizes.get(name, 0) for name in fed)
             rank.changes.append((0.0, rank.held))
+            self._hold(rank, (*rank.program.inputs, *rank.program.state))
             rank.now = self.plan.topology.step_latency
             if rank.now:
                 span = Span(rank=rank.rank, track="wait", name=CALL, begin=0.0, end=rank.now)
@@ -158,10 +203,12 @@ class _Clock:
         item = rank.program.instructions[rank.at]
         match item:
             case Call():
-                seconds = rank.seconds[rank.calls]
-                rank.calls += 1
-                self._span(rank.rank, "compute", item, rank.now, rank.now + seconds)
-                rank.now += seconds
+                call = rank.calls[rank.called]
+                rank.called += 1
+                self._span(rank.rank, "compute", item, rank.now, rank.now + call.seconds)
+                if call.held:
+                    rank.changes.append((rank.now, rank.held + call.held))
+                rank.now += call.seconds
                 self._hold(rank, item.outputs)
             case Send() | Recv() | Collective():
                 self._start(rank, item)
@@ -179,8 +226,15 @@ class _Clock:
         return True
 
     def _hold(self, rank: _SimulatedRank, values: tuple[str, ...], sign: int = 1) -> None:
-        if change := sum(rank.sizes.get(value, 0) for value in values):
-            rank.held += sign * change
+        """Values come into the table, or leave it: a storage is held while one lies in it."""
+        held = rank.held
+        for value in values:
+            storage = rank.storage.get(value, value)
+            before = rank.users[storage] > 0
+            rank.users[storage] += sign
+            if before != (rank.users[storage] > 0):
+                rank.held += sign * rank.sizes.get(storage, 0)
+        if held != rank.held:
             rank.changes.append((rank.now, rank.held))
 
     def _start(self, rank: _SimulatedRank, item: Start) -> None:
@@ -197,6 +251,13 @@ class _Clock:
         message.started[rank.rank] = rank.now
         message.items[rank.rank] = item
         rank.messages[rank.at] = message
+        match item:
+            case Recv(value=value, buffer=buffer):
+                rank.sizes[value] = buffer.nbytes
+            case Collective(outputs=made, out_buffers=buffers):
+                rank.sizes.update((v, buffer.nbytes) for v, buffer in zip(made, buffers))
+            case Send():
+                pass
         self._hold(rank, outputs_of(item))
         if len(message.started) < message.members:
             return
