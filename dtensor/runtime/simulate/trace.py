@@ -129,7 +129,18 @@ class Trace:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the ranks' time in which they do not compute."""
+        """Of a pipeline, the fraction of its ranks' time in which they wait for other stages: from
+        the first action of all to the last, as a plan's; 0 without a pipeline."""
+        actions = [span for span in self.spans if span.track != "communication" and _stage(span)[1]]
+        if len({_stage(span)[1] for span in actions}) < 2:
+            return 0.0
+        first, last = min(span.begin for span in actions), max(span.end for span in actions)
+        busy = sum(span.seconds for span in actions if not _waits_for_a_stage(span))
+        return 1.0 - busy / ((last - first) * len(self.ranks))
+
+    @property
+    def idle(self) -> float:
+        """The fraction of the ranks' time in which they do not compute, whatever they wait for."""
         total = self.seconds * len(self.ranks)
         busy = sum(span.seconds for span in self.spans if span.track == "compute")
         return 1.0 - busy / total if total else 0.0
@@ -149,7 +160,7 @@ class Trace:
     def _head(self) -> str:
         many = f", each like {self.alike - 1} more" if self.alike > 1 else ""
         head = f"trace {self.name}    {seconds_text(self.seconds)} a step, "
-        return head + f"{100 * self.bubble:.1f}% not computing; {len(self.ranks)} ranks{many}"
+        return head + f"{100 * self.idle:.1f}% not computing; {len(self.ranks)} ranks{many}"
 
     def _table(self) -> Iterator[list[str]]:
         """By rank: its name, seconds of each track and of what is hidden, bytes."""
@@ -288,6 +299,13 @@ def _stage(span: Span) -> tuple[str, str]:
     """("F0", "1") of `F0 stage 1: ...`, ("update", "") of `update`."""
     action, _, stage = span.name.partition(":")[0].partition(" stage ")
     return action, stage
+
+
+def _waits_for_a_stage(span: Span) -> bool:
+    """Of an action, whether it waits for what another stage sends or takes, and not in a
+    collective."""
+    verb = span.name.partition(": ")[2].partition(" ")[0]
+    return span.track == "wait" and verb in ("receive", "sent")
 
 
 def _title(name: str, spans: Sequence[Span], source: str) -> str:

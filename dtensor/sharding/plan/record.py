@@ -190,7 +190,7 @@ class PlanRecord:
     opened: tuple[tuple[str, tuple[Opened, ...]], ...]
     topology: Topology
     pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, what the user wrote it for)
-    bubble: float = 0.0  # of the schedule, with this plan's stages
+    bubble: float = 0.0  # of the schedule, with this plan's stages; see `Cost`
     waiting: tuple[float, ...] = ()  # seconds of a step, by rank of the stage axis; from these
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
     by_microbatch: tuple[str, ...] = ()  # modules whose statistics are of one microbatch

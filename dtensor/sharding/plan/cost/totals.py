@@ -34,11 +34,15 @@ A = TypeVar("A", "Work", "Sent")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Predicted seconds of one step on the slowest rank, all its stages, without overlap."""
+    """Predicted seconds of one step on the slowest rank, all its stages, without overlap.
+
+    bubble: of a pipeline, the fraction of its ranks' time, from the first action of all to the
+    last, in which they wait for other stages. A rank in a collective doesn't.
+    """
 
     compute_seconds: float
     communication_seconds: float
-    bubble: float  # of the pipeline: the fraction of its ranks' time in which they wait
+    bubble: float
     waiting_seconds: float = 0.0  # of the slowest rank
 
     @property
