@@ -111,7 +111,7 @@ class Compared:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the step in which the ranks of a pipeline wait."""
+        """Of a pipeline, the fraction of its ranks' time in which they wait for other stages."""
         return self.plan.cost.bubble
 
 

@@ -77,12 +77,9 @@ class _Contents:
         self.plan = plan
         self.reasons = Reasons(plan)
         self.sources, self.specs = _Numbered(), _Numbered()
-        self.makers = {name: s for s in plan.steps for name in s.gives}
+        self.makers = plan.index.makers
         self.labels = {item.name: item.label for item in plan.inputs}
-        self.readers: dict[str, Step] = {}
-        for step in plan.steps:
-            for name in step.reads:
-                self.readers.setdefault(name, step)
+        self.readers = {name: steps[0] for name, steps in plan.index.readers.items()}
         self.sections: dict[tuple[int, str], list[Step]] = {
             (stage, name): steps
             for stage in range(plan.num_stages)

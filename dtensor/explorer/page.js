@@ -921,7 +921,7 @@ function timeRows(plan) {
     ...plan.mesh.filter(([axis]) => plan.comm.some((row) => row.a[0] === axis))
       .map(([axis]) => [axisColor(plan, axis).slice(4, -1), `messages over ${axis}`])],
     note: (own) => `${percent(own.computes / (time.seconds || 1))} computing`,
-    head: () => `${seconds(time.seconds)} a step by simulation, ${percent(time.bubble)} not computing`
+    head: () => `${seconds(time.seconds)} a step by simulation, ${percent(time.idle)} not computing`
       + (time.alike > 1 ? `; each rank is like ${time.alike - 1} more` : "")
       + (time.grain ? `; spans shorter than ${seconds(time.grain)} are drawn together` : ""),
     tell: (own, y, when) => {

@@ -6,21 +6,15 @@
     reasons.met(step)                 # ("*.down.weight",): of parameters beside what it moves
     reasons.hints(step)               # numbers of plan.hints about those pins
 
-A plan's `explain` looks at all steps for one name; here each name is asked of a plan that has only
-the steps and pins that concern it, so that a page can ask all names.
-
 Invariant: what would remove a collective is only what `plan.hints` has planned and priced. Not
 here: the words, which are those of plan/text/explain.py.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.record import Opened
 from dtensor.sharding.plan.steps import (
     Norm,
     Redistribute,
@@ -38,42 +32,20 @@ class Reasons:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._steps: dict[str, list[Step]] = defaultdict(list)  # by each value that they concern
-        self._made: dict[str, Step] = {}
-        for step in plan.steps:
-            self._made.update(dict.fromkeys(step.gives, step))
-            for name in _names(step):
-                self._steps[name].append(step)
-        self._pinned = {(axis, value): by for axis, value, by in plan.pinned}
-        self._opened: dict[str, list[tuple[str, Opened]]] = defaultdict(list)
-        for axis, found in plan.opened:
-            for opened in found:
-                for name in opened.reached:
-                    self._opened[name].append((axis, opened))
+        self.index = plan.index
 
     def why(self, name: str) -> str:
         """What plan.explain says of a value after its type."""
-        steps = self._steps[name]
-        concerned = {name}.union(*(_names(step) for step in steps))
-        opened: dict[str, dict[int, Opened]] = {axis: {} for axis, _ in self.plan.opened}
-        for value in concerned:
-            for axis, one in self._opened.get(value, ()):
-                opened[axis][id(one)] = one
-        small = replace(
-            self.plan,
-            steps=tuple(steps),
-            opened=tuple((axis, tuple(found.values())) for axis, found in opened.items()),
-        )
-        return "\n".join(line.strip() for line in small.explain(name).splitlines()[1:])
+        return "\n".join(self.index.reasons(name))
 
     def cause(self, step: Step) -> str:
         """Of a conversion: why what it reads lies as it does on the conversion's axis."""
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ""
         operand, start = step.operands[0], f"on {step.axis}: "
-        if operand not in self._made:
+        if operand not in self.index.makers:
             return ""
-        lines = [line for line in self.why(operand).splitlines() if line.startswith(start)]
+        lines = [line for line in self.index.reasons(operand) if line.startswith(start)]
         return f"{operand} {lines[0]}" if lines else ""
 
     def pins(self, step: Step) -> tuple[str, ...]:
@@ -90,15 +62,14 @@ class Reasons:
         and where it is used."""
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ()
-        near = [self._made.get(step.operands[0])]
-        near += [s for s in self._steps[step.name] if s is not step]
+        near = [self.index.makers.get(step.operands[0]), *self.index.readers.get(step.name, ())]
         found: list[str] = []
         for one in near:
             for name in one.reads if one is not None and one.op is not None else ():
                 value = name
-                while (maker := self._made.get(value)) and (base := maker.viewed):
+                while (maker := self.index.makers.get(value)) and (base := maker.viewed):
                     value = base
-                found.append(self._pinned.get((step.axis, value), ""))
+                found.append(self.index.pinned.get((step.axis, value), ""))
         return tuple(dict.fromkeys(filter(None, found)))
 
     def states(self, step: Step) -> str:
@@ -145,9 +116,7 @@ class Reasons:
         """The pins nearest to a value, going back from it through the ops that make it."""
         level, seen = [name], {name}
         for _ in range(_DEEPEST):
-            found = [
-                opened.by for n in level for on, opened in self._opened.get(n, ()) if on == axis
-            ]
+            found = [by for n in level for by in self.index.opened.get((axis, n), {}).values()]
             if found or not level:
                 return list(dict.fromkeys(found))
             level = [n for n in self._read_by_makers(level) if n not in seen]
@@ -156,9 +125,5 @@ class Reasons:
 
     def _read_by_makers(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
-            if (step := self._made.get(name)) is not None:
+            if (step := self.index.makers.get(name)) is not None:
                 yield from dict.fromkeys(step.reads)
-
-
-def _names(step: Step) -> set[str]:
-    return {*step.reads, *step.gives}

@@ -53,7 +53,7 @@ def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:
     step = trace.seconds / max(1, _MOST_HELD // max(1, len(trace.ranks)))
     return {
         "seconds": trace.seconds,
-        "bubble": trace.bubble,
+        "idle": trace.idle,
         "alike": trace.alike,
         "grain": grain,
         "words": list(words.numbers),

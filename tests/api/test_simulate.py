@@ -66,6 +66,33 @@ def test_a_schedules_bubble(schedule: Callable[[int], dt.Schedule], v: int, p: i
     found = 1 - busy / (lasting * p)
     # an action sends before it ends: gradients are added up after
     assert bubble(step.grid, costs) - 2e-3 < found <= bubble(step.grid, costs)
+    # messages take no time: all waits are for stages
+    assert trace.bubble == pytest.approx(found, rel=1e-3)
+
+
+def test_a_plans_bubble_is_the_simulations() -> None:
+    """Where messages between stages take no time, which overlap in a simulation alone."""
+    for schedule in (dt.GPipe(6), dt.OneFOneB(6), dt.ZBH1(6)):
+        step = step_of(3, dt.Mesh(pp=3), schedule, topology=COMPUTE)
+        plan = step.plan(*data())
+        assert dt.simulate(step).bubble == pytest.approx(plan.cost.bubble, abs=5e-3)
+
+
+def test_a_wait_for_a_collective_is_no_bubble() -> None:
+    """A rank that waits for others of its stage is busy with the stage's action."""
+    within = dt.Topology(latency={"pp": 0.0, "tp": 1e-3}, bandwidth=1e9, flops=1e30)
+    module = Chain(2)
+    pins = {"layers.*.1.weight": dict(tp=dt.Row())}
+    for mesh, stages in (
+        (dt.Mesh(pp=2, tp=2), {"pp": [["layers.0.*"], ["layers.1.*"]]}),
+        (dt.Mesh(tp=2), None),
+    ):
+        model = dt.parallelize(module, mesh, pins, stages=stages)
+        optimizer, schedule = torch.optim.SGD(module.parameters(), lr=0.1), dt.GPipe(2)
+        step = dt.train_step(model, loss_fn, optimizer, schedule=schedule, topology=within)
+        plan, trace = step.plan(*data()), dt.simulate(step)
+        assert trace.bubble == pytest.approx(plan.cost.bubble, abs=0.02)
+        assert trace.idle > 0.9 and (trace.bubble > 0.2) == (stages is not None)
 
 
 def test_the_last_batch_and_a_topology() -> None:
@@ -240,8 +267,8 @@ def check_picture(trace: dt.Trace) -> str:
             assert begin >= end - 0.1 * pixel  # widths have four digits
         assert lane[-1][1] <= trace.seconds + 0.1 * pixel
         assert f">{100 * trace.spent(rank, 'compute') / trace.seconds:.1f}%</text>" in drawing
-    assert f"{100 * trace.bubble:.1f}% not computing" in drawing
-    assert f"{100 * trace.bubble:.1f}% not computing" in str(trace)
+    assert f"{100 * trace.idle:.1f}% not computing" in drawing
+    assert f"{100 * trace.idle:.1f}% not computing" in str(trace)
     return drawing
 
 
@@ -259,7 +286,7 @@ def test_a_picture_of_a_pipeline() -> None:
 def test_a_picture_of_little_work_and_long_messages() -> None:
     step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
     trace = dt.simulate(step, *data(), topology=MESSAGES)
-    assert trace.bubble > 0.999
+    assert trace.idle > 0.999
     check_picture(trace)
 
 

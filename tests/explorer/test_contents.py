@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 import dtensor as dt
 from dtensor.explorer import save_pages
@@ -14,6 +15,7 @@ from dtensor.explorer.contents import contents
 from dtensor.explorer.times import simulated
 from dtensor.sharding.spec.placements import intersect, length
 from tests.explorer.pages import DOWN, UP, gpt_plan, mlp_plan
+from tests.models import GPT, loss_fn
 
 pytestmark = pytest.mark.slow
 
@@ -158,3 +160,21 @@ def test_only_plans_with_names_are_saved(tmp_path: Path):
         with pytest.raises(dt.PlanningError, match="fix: save_pages"):
             save_pages(path, given)  # type: ignore[arg-type]
     assert not path.exists()
+
+
+def test_a_page_explains_as_the_plan_does():
+    """What runs again follows the pins that its first run follows."""
+    model = GPT(layers=2, tied=False)
+    parallel = dt.parallelize(model, dt.Mesh(dp=2), {}, recompute=["blocks.*"])
+    optimizer = torch.optim.SGD(model.parameters())
+    step = dt.train_step(parallel, loss_fn, optimizer, inputs=dict(dp=dt.Row()))
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+    plan = step.plan(tokens, tokens)
+    reasons = {
+        row["n"].partition(",")[0]: row["e"] for row in contents(plan)["steps"] if row.get("e")
+    }
+    values = [name for name in plan.value_specs() if name in reasons]
+    assert any(name.endswith("_again") for name in values)
+    for name in values:
+        lines = plan.explain(name).splitlines()[1:]
+        assert reasons[name] == "\n".join(line.strip() for line in lines), name

@@ -212,6 +212,7 @@ class LocalCode:
     writes: tuple[str, ...] = ()
     views: dict[str, str] = field(default_factory=dict[str, str])
     seconds: float = 0.0  # predicted, where the lowering is priced
+    made: list[tuple[int, str]] = field(default_factory=list)  # likewise: line, value of the table
 
 
 @dataclass(slots=True, kw_only=True)
@@ -227,6 +228,7 @@ class RankBuilder:
     microbatch: int | None = None
     instructions: list[Instruction | LocalCode] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)
+    storage: dict[str, str] = field(default_factory=dict)  # a view's, where lowering is priced
     accumulated: dict[str, str] = field(default_factory=dict)
     prices: dict[int, float] = field(default_factory=dict)  # of messages, by the id of their start
     began: int = 0  # where the action under way begins
@@ -296,9 +298,14 @@ class RankBuilder:
         """The table's name of a plan value, and what the rank has of it."""
         return self.value(name), Buffer(spec.local_shape(self.here), spec.dtype)
 
-    def record(self, name: str, spec: TensorSpec) -> None:
-        """Note how many bytes a value has here."""
-        self.nbytes[self.value(name)] = self.shared.nbytes(spec, self.here)
+    def record(self, name: str, spec: TensorSpec, base: str | None = None) -> None:
+        """Note how many bytes a value has here; ``base``: the value whose storage it shares."""
+        value = self.value(name)
+        self.nbytes[value] = self.shared.nbytes(spec, self.here)
+        if base is not None:
+            self.shares(value, self.value(base))
+        if self.shared.priced and self._open is not None:
+            self._open.made.append((len(self._open.code.lines) - 1, value))
 
     # -- local code ----------------------------------------------------------------------------
 
@@ -324,7 +331,14 @@ class RankBuilder:
 
     def renamed(self, source: str, target: str, line: str | None = None) -> None:
         """One value under another name."""
-        self.segment().code.line(f"{target} = {source}", [source], [target], line)
+        segment = self.segment()
+        segment.code.line(f"{target} = {source}", [source], [target], line)
+        self.shares(self.place(segment, target), self.place(segment, source))
+
+    def shares(self, value: str, base: str) -> None:
+        """A value of the table lies in the storage of another."""
+        if self.shared.priced:
+            self.storage[value] = self.storage.get(base, base)
 
     def price(self, step: Step) -> None:
         """Count the step's own work as the open segment's."""

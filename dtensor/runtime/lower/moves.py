@@ -152,6 +152,8 @@ def _cut(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
         shapes = [shape_of(where) for where in wheres[0]]
     flat = [f"{b.value(step.name)}.to{i}" for i in range(len(peers))]
     segment.table.update(zip(local, flat, strict=True))
+    for name in flat if not step.bucket else ():
+        b.shares(name, b.value(step.operands[0]))
     buffers = [Buffer(shape, step.moves[0].src.dtype) for shape in shapes]
     sent = tuple(zip(flat, buffers, strict=True))
     b.nbytes.update((name, buffer.nbytes) for name, buffer in sent)
@@ -170,6 +172,8 @@ def finish(b: RankBuilder, started: Started) -> None:
             segment.table[f"{step.name}_total"] = pieces[0]
             whole = [[f"{step.name}_total"]]
             segment.code.apply(unpacked, whole, step.results, layout=shapes, is_list=True)
+            for name in step.results:
+                b.shares(b.value(name), pieces[0])
         case _:
             pass
     _record(b, step)

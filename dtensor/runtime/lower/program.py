@@ -43,6 +43,7 @@ from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.schedule import Action, Grid
+from dtensor.sharding.plan.cost.memory import base_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.plan.steps import (
@@ -267,7 +268,7 @@ class _Walk:
         if state is not None:
             state.apart(step, operands)
         for name, spec in results:
-            b.record(name, spec)
+            b.record(name, spec, base_of(b.plan, name, step))
 
     def _finish(self, values: Sequence[str]) -> None:
         """Complete what has been started and makes these plan values."""

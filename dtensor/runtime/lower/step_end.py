@@ -85,11 +85,15 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
         text, op = f"{step.result} = {step.operand}", ""
         if step.src.dtype != step.dst.dtype:
             text, op = f"{text}.to({segment.code.literal(step.dst.dtype, ())})", COPIES
+        else:
+            b.shares(total, b.value(step.operand))
         segment.code.line(text, [step.operand], [step.result], op=op)
     else:  # float32 and bf16 are added in float32
         before = f"{step.result}_before"
         segment.table[before] = previous
         own = step.result in owned
+        if own:
+            b.shares(total, previous)
         added = f"{before}.add_({step.operand})" if own else f"{before} + {step.operand}"
         owned.add(step.result)
         text = f"{step.result} = {added}"
@@ -401,6 +405,7 @@ def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
         segment.table[result] = name
         segment.views[result] = read
         b.nbytes[name] = b.nbytes.get(value, 0)
+        b.shares(name, value)
         segment.code.line(f"{result} = {read}", [read], [result])
     b.close()
 

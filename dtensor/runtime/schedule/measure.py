@@ -69,7 +69,8 @@ def timeline(grid: Grid, costs: Costs = EQUAL) -> Mapping[Action, tuple[float, f
 
 
 def bubble(grid: Grid, costs: Costs = EQUAL) -> float:
-    """The fraction of the ranks' time that is idle, from the first action of all to the last."""
+    """The fraction of the ranks' time in which they wait for other stages, from the first action of
+    all to the last."""
     span, waited = waits(grid, costs)
     return sum(waited) / (span * grid.num_ranks) if span else 0.0
 

@@ -10,12 +10,17 @@ alpha-beta model says, in the background, after those before it on its channel; 
 messages are complete. A message begins when all its members have started it; those that no rank
 here stands for start when ours does. The controller's call stands before it all, as one `CALL`.
 
+What a rank holds: values by their storage, of which a view has none of its own, the optimizer's
+state, and what a call makes for itself while it runs. So it is what `plan.memory` predicts, but for
+gradients that are not made yet, which a plan without microbatches counts from the start.
+
 Invariant: it ends when `plan.cost` says, which replays one action of each kind. Not modelled:
 contention between channels; what `Free` and an empty `Wait` take.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -62,12 +67,12 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
     functions = Functions()
     programs: dict[int, RankProgram] = {}
     lists: dict[int, list[Item]] = {}
-    held: dict[int, int] = {}
+    builders: dict[int, RankBuilder] = {}
     for rank in ranks:
         builder = RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
         programs[rank] = lower_rank(builder)
         lists[rank] = _items(builder, programs[rank])
-        held[rank] = _state_bytes(plan, builder.stages) if trains else 0
+        builders[rank] = builder
     call = plan.topology.step_latency
     times = run(lists, call)
     spans: list[Span] = []
@@ -76,7 +81,7 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
         if call:
             spans.append(Span(rank=rank, track="wait", name=CALL, begin=0.0, end=call))
         spans += _spans(rank, program, times[rank])
-        changes.append(tuple(_held(program, times[rank], held[rank], call)))
+        changes.append(tuple(_held(builders[rank], program, times[rank], call)))
     return Trace(
         name=plan.name,
         ranks=ranks,
@@ -99,8 +104,9 @@ def representatives(plan: Plan) -> tuple[int, ...]:
 
 
 def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
-    """The optimizer's state, which the program's values do not show."""
-    return sum(plan.memory[s].optimizer + plan.memory[s].masters for s in stages)
+    """What stands beside the program's values: the optimizer's state, and copies to undo a step."""
+    own = [plan.memory[stage] for stage in stages]
+    return sum(memory.optimizer + memory.masters + memory.snapshots for memory in own)
 
 
 # -- a rank's list ---------------------------------------------------------------------------------
@@ -176,18 +182,65 @@ def _track(item: Instruction) -> Track:
 
 
 def _held(
-    program: RankProgram, times: Sequence[Interval], state_bytes: int, begin: float
+    b: RankBuilder, program: RankProgram, times: Sequence[Interval], begin: float
 ) -> Iterator[tuple[float, int]]:
-    """(From when on, bytes held); what a message makes is held when it is started."""
-    sizes = dict(program.nbytes)
-    held = state_bytes + sum(sizes.get(name, 0) for name in (*program.inputs, *program.state))
+    """(From when on, bytes held); what a message makes is held when it is started, a storage while
+    a value of the table lies in it, and besides, what a call makes while it runs."""
+    held = _state_bytes(b.plan, b.stages)
+    sizes, users = dict(program.nbytes), Counter[str]()
+    segments = (item for item in b.instructions if isinstance(item, LocalCode))
+
+    def change(values: Sequence[str], sign: int) -> int:
+        found = 0
+        for value in values:
+            storage = b.storage.get(value, value)
+            before = users[storage] > 0
+            users[storage] += sign
+            if before != (users[storage] > 0):
+                found += sign * sizes.get(storage, 0)
+        return found
+
+    held += change((*program.inputs, *program.state), 1)
     yield 0.0, held
     now = begin
     for item, interval in _timed(program, times):
+        if isinstance(item, Call):
+            if within := _held_within(b, next(segments), item.outputs):
+                yield now, held + within
         if isinstance(item, Call | Wait) and interval is not None:
             now = interval[1]
-        come = sum(sizes.get(name, 0) for name in item.outputs)
-        gone = sum(sizes.get(name, 0) for name in item.values) if isinstance(item, Free) else 0
-        if come != gone:
-            held += come - gone
+        match item:
+            case Recv(value=value, buffer=buffer):
+                sizes[value] = buffer.nbytes
+            case Collective(outputs=made, out_buffers=buffers):
+                sizes.update((v, buffer.nbytes) for v, buffer in zip(made, buffers, strict=True))
+            case _:
+                pass
+        changed = change(item.outputs, 1)
+        if isinstance(item, Free):
+            changed += change(item.values, -1)
+        if changed:
+            held += changed
             yield now, held
+
+
+def _held_within(b: RankBuilder, segment: LocalCode, outputs: Sequence[str]) -> int:
+    """Bytes, at most, of what a call makes, while it runs: values die at their last use."""
+    last: dict[str, int] = {}  # by storage
+    for number, line in enumerate(segment.code.lines):
+        for name in line.reads:
+            value = b.place(segment, name)
+            last[b.storage.get(value, value)] = number
+    stay = {b.storage.get(value, value) for value in outputs}
+    live: list[tuple[int, int]] = []  # last line, bytes
+    held = most = 0
+    for line, value in segment.made:
+        if value in b.storage:
+            continue
+        held -= sum(nbytes for end, nbytes in live if end < line)
+        live = [(end, nbytes) for end, nbytes in live if end >= line]
+        end = len(segment.code.lines) if value in stay else last.get(value, line)
+        live.append((end, b.nbytes[value]))
+        held += b.nbytes[value]
+        most = max(most, held)
+    return most

@@ -148,7 +148,22 @@ class Trace:
 
     @property
     def bubble(self) -> float:
-        """The fraction of the ranks' time in which they do not compute."""
+        """Of a pipeline, the fraction of its ranks' time in which they wait for other stages: from
+        the first action of all to the last, as a plan's; 0 without a pipeline."""
+        actions = [
+            span
+            for span in self.spans
+            if span.track != "communication" and span.label.stage is not None
+        ]
+        if len({span.label.stage for span in actions}) < 2:
+            return 0.0
+        first, last = min(span.begin for span in actions), max(span.end for span in actions)
+        busy = sum(span.seconds for span in actions if not _waits_for_a_stage(span))
+        return 1.0 - busy / ((last - first) * len(self.ranks))
+
+    @property
+    def idle(self) -> float:
+        """The fraction of the ranks' time in which they do not compute, whatever they wait for."""
         total = self.seconds * len(self.ranks)
         busy = sum(span.seconds for span in self.spans if span.track == "compute")
         return 1.0 - busy / total if total else 0.0
@@ -168,7 +183,7 @@ class Trace:
     def _head(self) -> str:
         many = f", each like {self.alike - 1} more" if self.alike > 1 else ""
         head = f"trace {self.name}    {seconds_text(self.seconds)} a step, "
-        return head + f"{100 * self.bubble:.1f}% not computing; {len(self.ranks)} ranks{many}"
+        return head + f"{100 * self.idle:.1f}% not computing; {len(self.ranks)} ranks{many}"
 
     def _table(self) -> Iterator[list[str]]:
         """By rank: its name, seconds of each track and of what is hidden, bytes."""
@@ -307,6 +322,12 @@ def _action(span: Span, several: bool) -> str:
     """`F0`; where a rank has several stages, its stage before it."""
     stage = "" if span.label.stage is None or not several else str(span.label.stage)
     return stage + span.label.numbered
+
+
+def _waits_for_a_stage(span: Span) -> bool:
+    """Of an action, whether it waits for what another stage sends or takes, and not in a
+    collective."""
+    return span.track == "wait" and span.label.verb in ("receive", "sent")
 
 
 def _title(name: str, spans: Sequence[Span], source: str) -> str:

@@ -28,7 +28,7 @@ from dtensor.sharding.plan.cost.seconds import PlannedCollective, all_collective
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import without_numbers
 from dtensor.sharding.plan.record import Cost, PlanRecord
-from dtensor.sharding.plan.text.explain import explain
+from dtensor.sharding.plan.text.explain import PlanIndex
 from dtensor.sharding.plan.text.folded import render_folded
 from dtensor.sharding.plan.text.render import render
 from dtensor.sharding.plan.text.rounding import rounding_text
@@ -72,6 +72,11 @@ class Plan(PlanRecord):
         """What it comes to: whatever prints or compares plans has its figures from here."""
         return PlanTotals(self)
 
+    @cached_property
+    def index(self) -> PlanIndex:
+        """The plan by the names of its values, of which `explain` tells."""
+        return PlanIndex(self)
+
     @property
     def memory(self) -> tuple[Memory, ...]:
         """By stage, bytes of its fullest rank: ``parameters``, ``gradients``, ``optimizer``,
@@ -82,8 +87,8 @@ class Plan(PlanRecord):
     def cost(self) -> Cost:
         """Predicted ``seconds`` of a step, as `simulate` finds them. Of the slowest rank: its
         ``compute_seconds``, ``communication_seconds``, in which it waits for messages under way,
-        and ``waiting_seconds`` besides; ``bubble``: the fraction of the ranks' time in which those
-        of a pipeline wait for others."""
+        and ``waiting_seconds`` besides; of a pipeline, ``bubble`` is the fraction in which its
+        ranks wait for other stages."""
         return self.totals.cost
 
     @property
@@ -98,7 +103,7 @@ class Plan(PlanRecord):
 
         PlanningError, with near names, where there is no such value or parameter.
         """
-        return explain(self, name)
+        return self.index.explain(name)
 
     def rounding(self) -> str:
         """A bound on what the order of each reduction can change."""

@@ -13,12 +13,13 @@ opened the factor, the conversions. Prices of what was not chosen are not kept, 
 from __future__ import annotations
 
 import difflib
+from collections import defaultdict
 from collections.abc import Sequence
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.dataflow import Op
-from dtensor.sharding.plan.record import Opened, PlannedInput, PlanRecord
+from dtensor.sharding.plan.record import PlannedInput, PlanRecord, Region
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Compute,
@@ -34,32 +35,90 @@ from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shard
 
 
-def explain(plan: PlanRecord, name: str) -> str:
-    """The reasons as lines. PlanningError, with near names, where there is no such value."""
-    by_label = {item.label: item.name for item in plan.inputs}
-    name = by_label.get(name, name)
-    specs = plan.value_specs()
-    if name not in specs:
-        near = difflib.get_close_matches(name, specs, 3)
-        raise PlanningError(
-            f"the plan has no value {name!r}" + (f"; near: {', '.join(near)}" if near else "")
-        )
-    lines = [f"{name}: {specs[name]}"]
-    item = next((i for i in plan.inputs if i.name == name), None)
-    if item is not None:
-        lines += _input(plan, item)
-    for step in plan.steps:
-        if name in step.gives:
-            lines += _made_by(plan, step, name)
-    lines += _repeated(plan, name)
-    lines += _users(plan, name)
-    return "\n".join(f"  {line}" if index else line for index, line in enumerate(lines))
+class PlanIndex:
+    """A plan by the names of its values, so that all of them can be explained: made once.
+
+    makers: the step that makes a value; readers: those that read it, in order; pinned: (axis,
+    value) to what the user wrote; opened: (axis, value) to the pins that reach it, by the order in
+    which they stand.
+    """
+
+    def __init__(self, plan: PlanRecord) -> None:
+        self.plan = plan
+        self.specs = plan.value_specs()
+        self.inputs = {item.name: item for item in plan.inputs}
+        self.names = {item.label: item.name for item in plan.inputs}
+        self.pinned = {(axis, value): by for axis, value, by in plan.pinned}
+        self.makers: dict[str, Step] = {}
+        self.readers: dict[str, list[Step]] = defaultdict(list)
+        for step in plan.steps:
+            self.makers.update(dict.fromkeys(step.gives, step))
+            for name in dict.fromkeys(step.reads):
+                self.readers[name].append(step)
+        self.opened: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+        for axis, found in plan.opened:
+            for number, each in enumerate(found):
+                for name in each.reached:
+                    self.opened[axis, name][number] = each.by
+        self._more: dict[str, list[str]] = defaultdict(list)  # why it runs again, or is saved
+        for region in plan.regions:
+            self._of_region(region)
+        self._outputs: dict[str, list[str]] = defaultdict(list)
+        for output in plan.outputs:
+            of = "" if output.kind == "result" else "of "
+            for value in dict.fromkeys(value for _, value in output.values):
+                self._outputs[value].append(f"{output.kind} {of}{output.of}")
+
+    def explain(self, name: str) -> str:
+        """The reasons as lines. PlanningError, with near names, where there is no such value."""
+        name = self.names.get(name, name)
+        if name not in self.specs:
+            near = difflib.get_close_matches(name, self.specs, 3)
+            raise PlanningError(
+                f"the plan has no value {name!r}" + (f"; near: {', '.join(near)}" if near else "")
+            )
+        return "\n  ".join([f"{name}: {self.specs[name]}", *self.reasons(name)])
+
+    def reasons(self, name: str) -> list[str]:
+        """Of a value: where it comes from, why it lies as it does, where it goes."""
+        item, maker = self.inputs.get(name), self.makers.get(name)
+        return [
+            *([] if item is None else _input(self, item)),
+            *([] if maker is None else _made_by(self, maker, name)),
+            *self._more.get(name, ()),
+            *_users(self, name),
+            *self._outputs.get(name, ()),
+        ]
+
+    def openers(self, axis: str, values: Sequence[str]) -> list[str]:
+        """The pins on the axis that reach one of the values, as the user wrote them."""
+        found: dict[int, str] = {}
+        for value in values:
+            found |= self.opened.get((axis, value), {})
+        return list(dict.fromkeys(found[number] for number in sorted(found)))
+
+    def _of_region(self, region: Region) -> None:
+        """Which values run again, or are there because others do."""
+        name = region.name
+        for value, again in region.repeated:
+            self._more[value].append(f"not kept for the backward of {name}: see {again}")
+        for _, again in region.repeated:
+            self._more[again].append(
+                f"recomputed in the backward of {name}, whose values are not kept"
+            )
+        for value in region.communicated:
+            text = f"saved for {name}: to compute it again it would be communicated"
+            self._more[value].append(text)
+        for value in region.saved:
+            if value not in region.communicated:
+                self._more[value].append(f"saved for {name}, which is computed again from it")
 
 
 # -- where a value comes from --------------------------------------------------------------------
 
 
-def _input(plan: PlanRecord, item: PlannedInput) -> list[str]:
+def _input(index: PlanIndex, item: PlannedInput) -> list[str]:
+    plan = index.plan
     where = f"    held by stage {' and '.join(map(str, item.stages))}"
     where = where if plan.num_stages > 1 else ""
     lines = [f"{item.kind} {item.label}{where}"]
@@ -67,7 +126,6 @@ def _input(plan: PlanRecord, item: PlannedInput) -> list[str]:
         what = {1: "its optimizer state", 2: "its gradient and optimizer state"}
         kept = what.get(item.zero, "it, its gradient and optimizer state")
         lines.append(f"zero {item.zero}: stores {kept} as {item.stored}")
-    pinned = {axis: by for axis, value, by in plan.pinned if value == item.name}
     crooked = {pin.axis: pin for pin in item.misaligned}
     for axis, placement in item.spec.sharding.items():
         if pin := crooked.get(axis):
@@ -75,31 +133,32 @@ def _input(plan: PlanRecord, item: PlannedInput) -> list[str]:
                 f"on {axis}: stored as {pin.placement!r}, pinned by {pin.by}, which does not line "
                 f"up: {pin.why}; gathered before use{_from(pin.source)}"
             )
-        elif axis in pinned:
-            lines.append(f"on {axis}: {placement!r}, pinned by {pinned[axis]}")
+        elif by := index.pinned.get((axis, item.name)):
+            lines.append(f"on {axis}: {placement!r}, pinned by {by}")
         elif axis == MICROBATCH_AXIS:
             continue
         elif isinstance(placement, Shard):
-            by = _openers(plan, axis, [item.name])
+            by = ", ".join(index.openers(axis, [item.name]))
             lines.append(
                 f"on {axis}: {placement!r}, no pin; chosen as cheapest: its uses are split, "
                 f"opened by {by}"
             )
         else:
-            reached = _openers(plan, axis, [item.name])
+            reached = index.openers(axis, [item.name])
             why = "chosen as cheapest" if reached else "no pin on the axis reaches it"
             lines.append(f"on {axis}: {placement!r}, no pin; {why}")
     return lines
 
 
-def _made_by(plan: PlanRecord, step: Step, name: str) -> list[str]:
+def _made_by(index: PlanIndex, step: Step, name: str) -> list[str]:
+    plan = index.plan
     match step:
         case Compute(op=op):
             source = f"    {op.source}: {op.source_text}" if op.source else ""
             once = "    once a step" if step.once else ""
             text = f"{', '.join(step.gives)} = {call_text(op.call, step.operands)}"
             lines = [f"{text}    {_at(plan, step.stage)}{step.phase}{once}{source}"]
-            return [*lines, *_per_axis(plan, step, name)]
+            return [*lines, *_per_axis(index, step, name)]
         case Redistribute() if step.bucket:
             at = step.results.index(name)
             move = step.moves[at]
@@ -123,26 +182,26 @@ def _made_by(plan: PlanRecord, step: Step, name: str) -> list[str]:
             return []
 
 
-def _per_axis(plan: PlanRecord, step: Compute, name: str) -> list[str]:
+def _per_axis(index: PlanIndex, step: Compute, name: str) -> list[str]:
+    inner = index.plan.inner
     strategies = dict(step.strategies)
-    index = step.results.index(name)
-    spec = step.result_specs[index]
+    spec = step.result_specs[step.results.index(name)]
     assert spec is not None
     return [
-        f"on {axis}: {_reason(plan, step, axis, spec.placement(axis), strategies.get(axis))}"
-        for axis in plan.inner.axes
-        if plan.inner.axis_size(axis) > 1
+        f"on {axis}: {_reason(index, step, axis, spec.placement(axis), strategies.get(axis))}"
+        for axis in inner.axes
+        if inner.axis_size(axis) > 1
     ]
 
 
 def _reason(
-    plan: PlanRecord, step: Compute, axis: str, placement: Placement, strategy: Strategy | None
+    index: PlanIndex, step: Compute, axis: str, placement: Placement, strategy: Strategy | None
 ) -> str:
     op = step.op
     kind = "replicate" if strategy is None else strategy.kind
     label = "+".join(strategy.factors) if strategy and strategy.factors else kind
-    num = plan.inner.axis_size(axis)
-    follows = _follows(plan, axis, op)
+    num = index.plan.inner.axis_size(axis)
+    follows = _follows(index, axis, op)
     ranks = f"{num} microbatches" if axis == MICROBATCH_AXIS else f"{num} ranks"
     match placement:
         case _ if kind == "stated":
@@ -167,46 +226,21 @@ def _reason(
             return f"replicated; {follows}"
 
 
-def _follows(plan: PlanRecord, axis: str, op: Op) -> str:
+def _follows(index: PlanIndex, axis: str, op: Op) -> str:
     if axis == MICROBATCH_AXIS:
         return "the batch is cut into microbatches"
     values = [*op.operands, *(name for name in op.results if name is not None)]
-    by = _openers(plan, axis, values)
-    return f"follows the pins, opened by {by}" if by else "no pin on the axis reaches it"
-
-
-def _openers(plan: PlanRecord, axis: str, values: Sequence[str]) -> str:
-    """The pins on the axis that reach one of the values, as the user wrote them."""
-    opened: dict[str, tuple[Opened, ...]] = dict(plan.opened)
-    found = [o.by for o in opened.get(axis, ()) if not set(values).isdisjoint(o.reached)]
-    return ", ".join(dict.fromkeys(found))
-
-
-def _repeated(plan: PlanRecord, name: str) -> list[str]:
-    """Whether the value runs again, or is there because another does."""
-    lines: list[str] = []
-    for region in plan.regions:
-        again = dict(region.repeated)
-        if name in again:
-            lines.append(f"not kept for the backward of {region.name}: see {again[name]}")
-        if name in again.values():
-            lines.append(f"recomputed in the backward of {region.name}, whose values are not kept")
-        if name in region.communicated:
-            lines.append(f"saved for {region.name}: to compute it again it would be communicated")
-        elif name in region.saved:
-            lines.append(f"saved for {region.name}, which is computed again from it")
-    return lines
+    by = index.openers(axis, values)
+    return f"follows the pins, opened by {', '.join(by)}" if by else "no pin on the axis reaches it"
 
 
 # -- where a value goes ----------------------------------------------------------------------------
 
 
-def _users(plan: PlanRecord, name: str) -> list[str]:
+def _users(index: PlanIndex, name: str) -> list[str]:
     """Who reads the value, and the conversions of it."""
-    lines: list[str] = []
-    for step in plan.steps:
-        if name not in step.reads:
-            continue
+    plan, lines = index.plan, list[str]()
+    for step in index.readers.get(name, ()):
         match step:
             case Compute():
                 text = call_text(step.op.call, step.operands)
@@ -231,10 +265,6 @@ def _users(plan: PlanRecord, name: str) -> list[str]:
                 lines.append(f"counted in {step.result}")
             case Update():
                 lines.append(f"read by the update of {step.parameter} ({step.optimizer})")
-    for output in plan.outputs:
-        if name in (value for _, value in output.values):
-            of = "" if output.kind == "result" else "of "
-            lines.append(f"{output.kind} {of}{output.of}")
     return lines
 
 
