@@ -35,6 +35,7 @@ from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost, partition
 from dtensor.sharding.plan.stages.unit_costs import SECOND, UnitPricing, Units
 from dtensor.sharding.plan.steps import updates_of
+from dtensor.sharding.redistribute.topology import ring_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 
 KINDS = ("F", "I", "W", "end")
@@ -210,7 +211,7 @@ class Costing:
         if point.pp == 1:
             seconds = sum(self.prices.seconds(scale)) @ self.prices.times(scale)
             memory = self._memory(scale, ((0, self.num_units),), (0,), (1,))
-            return Estimate(float(seconds), *memory)
+            return Estimate(float(seconds) + self._votes(point), *memory)
         grid = _grid(point)
         cut = self._cut(point, scale)
         if cut is None:
@@ -226,7 +227,17 @@ class Costing:
         for stage, rank in enumerate(homes):
             ends[rank] += float(table[stage, 3])
         memory = self._memory(scale, bounds, homes, in_flight(grid))
-        return Estimate(span + max(ends), *memory)
+        return Estimate(span + max(ends) + self._votes(point), *memory)
+
+    def _votes(self, point: SearchPoint) -> float:
+        """Of the commit point, which is no step of a plan: a word is added up over each axis."""
+        return sum(
+            self.plan.topology.collective_seconds(
+                "all_reduce", axis, num=num, bytes_sent=ring_bytes("all_reduce", 4, num)
+            )
+            for axis, num in point.mesh.shape.items()
+            if num > 1
+        )
 
     def _by_group(self, scale: Scale, *, for_cut: bool = False) -> Floats:
         """Seconds by group of units and kind; of actions, for one microbatch. ``for_cut``: a

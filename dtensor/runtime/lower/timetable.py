@@ -24,7 +24,7 @@ from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Roles, Shared
 from dtensor.runtime.schedule import Grid, Kind, in_flight
-from dtensor.runtime.schedule.clock import Begin, Interval, Item, Until, Work, folded, run
+from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Cost, PlanRecord
 from dtensor.sharding.plan.steps import (
@@ -74,7 +74,7 @@ class _Prediction:
         self.shared = Shared(plan, Actions(plan, grid), torch.device("cpu"))
         trains = bool(updates_of(plan.steps))
         self.agrees = self.shared.agrees(Roles(optimizer="optimizer" if trains else None))
-        self._actions: dict[tuple[Kind, int], _List] = {}
+        self._actions: dict[tuple[Kind, int], _RankItems] = {}
 
     def cost(self) -> Cost:
         """Of the slowest rank: what it computes, waits for messages under way, and else waits."""
@@ -90,7 +90,7 @@ class _Prediction:
 
     def _rank(self, rank: int) -> list[Item]:
         """All that it does in a step, with the actions folded."""
-        own = _List(self, rank)
+        own = _RankItems(self, rank)
         own.steps([s for s in self.plan.steps if s.once and own.concerns(s)])
         own.finish(own.under_way)
         sends = [(-1, send) for send in own.sends]  # with the step of its receive
@@ -111,11 +111,11 @@ class _Prediction:
         own.end(begun)
         return own.items
 
-    def _action(self, kind: Kind, stage: int) -> _List:
+    def _action(self, kind: Kind, stage: int) -> _RankItems:
         """What an action of the kind does, whatever the microbatch."""
         key = kind, stage
         if key not in self._actions:
-            own = _List(self, self.plan.stage_ranks[stage])
+            own = _RankItems(self, self.plan.stage_ranks[stage])
             steps, late = self.shared.overlapped(kind, stage)
             own.steps(steps, stage, late)
             own.finish(own.under_way)
@@ -137,7 +137,7 @@ class _Send:
         return self.step.operand, self.microbatch
 
 
-class _List:
+class _RankItems:
     """What one rank of the stage axis does, while it is put together; `_Walk` of program.py makes
     instructions of the same steps."""
 
@@ -199,7 +199,7 @@ class _List:
 
     def work(self, step: Step) -> None:
         seconds, _ = self.of.shared.seconds(step)
-        self.items.append(Work(seconds, seconds))
+        self.items.append(Stretch(seconds, seconds))
 
     def finish(self, values: Iterable[str]) -> None:
         """Wait for the messages that make these."""
@@ -274,7 +274,7 @@ class _List:
 def _of(item: Item, microbatch: int) -> Item:
     """The item of an action of the microbatch."""
     match item:
-        case Work():
+        case Stretch():
             return item
         case Begin():
             return replace(item, name=(item.name, microbatch))
@@ -292,7 +292,7 @@ def _spent(
     waits = last - times[-1][1] if times else 0.0
     for item, (begin, end) in zip(items, times, strict=True):
         match item:
-            case Work():
+            case Stretch():
                 computes += item.computes
                 communicates += item.seconds - item.computes
             case Begin():

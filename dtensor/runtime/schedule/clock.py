@@ -1,8 +1,8 @@
 """A virtual clock: lists of what ranks compute, send and wait for, and when each of it is.
 
     lists = {
-        0: [Work(2.0), Begin("x", (0, 1), "0->1", 0.5), Until(("x",))],
-        1: [Begin("x", (0, 1), "0->1", 0.5), Until(("x",)), Work(1.0)],
+        0: [Stretch(2.0), Begin("x", (0, 1), "0->1", 0.5), Until(("x",))],
+        1: [Begin("x", (0, 1), "0->1", 0.5), Until(("x",)), Stretch(1.0)],
     }
     run(lists)[1]       # [(2.0, 2.5), (0.0, 2.5), (2.5, 3.5)]
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Stretch:
     """A stretch of ``seconds``, of which the rank computes in ``computes``; it waits for messages
     of its own in the rest."""
 
@@ -46,7 +46,7 @@ class Until:
     names: tuple[Hashable, ...]
 
 
-Item = Work | Begin | Until
+Item = Stretch | Begin | Until
 Interval = tuple[float, float]
 
 
@@ -94,7 +94,7 @@ def run(lists: Mapping[int, Sequence[Item]], begin: float = 0.0) -> dict[int, li
             own, at = times[rank], now[rank]
             while len(own) < len(items):
                 match items[len(own)]:
-                    case Work(seconds=seconds):
+                    case Stretch(seconds=seconds):
                         own.append((at, at + seconds))
                         at += seconds
                     case Begin() as item:
@@ -127,11 +127,11 @@ def _interval(times: Interval | _Message) -> Interval:
 
 def folded(rank: int, items: Sequence[Item]) -> list[Item]:
     """The rank's list in fewer items that last as long: all that concerns no other rank, between
-    moments at which no message of its own is under way, is one `Work`."""
+    moments at which no message of its own is under way, is one `Stretch`."""
     found: list[Item] = []
     alone: list[Item] = []
     for part in _parts(items):
-        if all(isinstance(item, Work) or _is_own(item, part) for item in part):
+        if all(isinstance(item, Stretch) or _is_own(item, part) for item in part):
             alone += part
         else:
             found += [*_together(rank, alone), *part]
@@ -170,4 +170,4 @@ def _together(rank: int, items: Sequence[Item]) -> list[Item]:
     if not items:
         return []
     end = run({rank: items})[rank][-1][1]
-    return [Work(end, sum(item.computes for item in items if isinstance(item, Work)))]
+    return [Stretch(end, sum(item.computes for item in items if isinstance(item, Stretch)))]

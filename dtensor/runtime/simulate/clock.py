@@ -45,7 +45,7 @@ from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.program import lower_rank
 from dtensor.runtime.schedule import Grid
-from dtensor.runtime.schedule.clock import Begin, Interval, Item, Until, Work, run
+from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, run
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import updates_of
@@ -121,7 +121,7 @@ def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
         match item:
             case Call():
                 seconds = next(calls)
-                items.append(Work(seconds, seconds))
+                items.append(Stretch(seconds, seconds))
             case Send() | Recv() | Collective():
                 members, *channel = key_of(builder.rank, item)
                 seconds = _seconds(builder, item)
