@@ -49,10 +49,7 @@ from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.runtime.checkpoint import Checkpoint, latest
-from dtensor.runtime.saving import (
-    Held,
-    load_program,
-)
+from dtensor.runtime.saving import load_program
 
 _ONE_SAVE = threading.RLock()
 _LAST: list[Saved] = []
@@ -250,13 +247,11 @@ def _fill_ranks(
     """Each rank reads its shards of all values."""
     resident = session.resident(model)
     resident.settle()
-    tensors, keeping = model.seen.tensors, kept(model, resident)
-    held = {
-        stored.name: Held(resident.name(label), *keeping[label]) for label, stored in values.items()
-    }
+    tensors, homes = model.seen.tensors, kept(model, session.ranks, resident)
+    wanted = {stored.name: homes[label] for label, stored in values.items()}
     cluster = session.cluster
     folder = os.path.abspath(checkpoint.path)
-    handle = cluster.load(load_program(folder, held, cluster.size, cluster.device))
+    handle = cluster.load(load_program(folder, wanted, cluster.size, cluster.device))
     try:
         cluster.run(handle, [{}] * cluster.size).get()
     except DaftError as error:
@@ -268,12 +263,12 @@ def _fill_ranks(
             cluster.unload(handle)
     for label in values:
         _leave_other_holder(tensors[label], resident)
-        resident.specs[label], resident.ranks[label] = keeping[label]
+        resident.stored[label] = homes[label]
     model.initial.leave_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})
     resident.keep({label: tensors[label] for label in values})
     resident.stale |= values.keys() & resident.own.keys()
     resident.changed = any(
-        tensors[label].is_meta for label in resident.specs.keys() - values.keys()
+        tensors[label].is_meta for label in resident.stored.keys() - values.keys()
     )
     resident.unsaved = False
 

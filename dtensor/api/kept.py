@@ -1,6 +1,6 @@
 """How a module's values are kept on a mesh, each of them, before a program has said and after.
 
-    kept(model, resident)          # {"up.weight": (f32[64@tp,16], (0, 1)), ...}
+    kept(model, session.ranks, resident)    # {"up.weight": StoredTensor(... f32[64@tp,16] ...)}
 
 A program keeps what it uses as its plan says. A sync moves all values, and may come before any
 program: then a value is kept as other programs of the model have settled it, or as stated; whole
@@ -15,7 +15,7 @@ Not here: putting values there (session.py), moving them to another mesh (replic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,61 +24,65 @@ from torch import nn
 from dtensor.api.away import as_it_is
 from dtensor.api.on_disk import OnDisk
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.resident import Named, OptimizerHome, Resident
+from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.errors import PlanningError
 from dtensor.runtime.between_meshes import bucket_bytes, sync_program
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.storage import stored_spec
-from dtensor.sharding.redistribute.named_values import Side, plan_sync
+from dtensor.sharding.redistribute.named_values import plan_sync
 from dtensor.sharding.spec.placements import Placement
-from dtensor.sharding.spec.shards import held
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
-
-Keeping = Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
-"""By label: the spec under which a value is kept, and the ranks of its mesh that keep it."""
+from dtensor.sharding.spec.stored import StoredTensor
 
 
-def kept(model: ParallelModule, resident: Resident | None) -> Keeping:
-    """Every parameter and buffer, by label, as it is on a cluster, or would be put there now."""
-    found: dict[str, tuple[TensorSpec, tuple[int, ...]]] = {}
+def kept(
+    model: ParallelModule, numbers: Sequence[int], resident: Resident | None
+) -> dict[str, StoredTensor]:
+    """Every parameter and buffer, by label, as it is on a cluster, or would be put there now;
+    ``numbers``: what each rank of the mesh is in the launch."""
+    found: dict[str, StoredTensor] = {}
     for label, tensor in model.seen.tensors.items():
-        if resident is not None and label in resident.specs:
-            found[label] = resident.specs[label], resident.ranks[label]
+        if resident is not None and label in resident.stored:
+            found[label] = resident.stored[label]
         elif resident is not None and label in resident.planned:
             found[label] = resident.planned[label]
         else:
-            found[label] = _as_stated(model, label, tensor)
+            name = label if resident is None else resident.name(label)
+            found[label] = StoredTensor.of(name, *_as_stated(model, label, tensor), numbers)
     return found
 
 
-def keep_as_planned(resident: Resident, planned: Keeping) -> None:
+def keep_as_planned(resident: Resident, planned: Mapping[str, StoredTensor]) -> None:
     """Values that are on the mesh as no program has said yet are kept as this one says."""
     wanted = {
         label: now
         for label, now in planned.items()
-        if label in resident.specs
+        if label in resident.stored
         and label not in resident.planned
-        and now != (resident.specs[label], resident.ranks[label])
+        and now != resident.stored[label]
     }
     if not wanted:
         return
     cluster = resident.cluster
-    numbers = tuple(range(cluster.size))
-    homes = {
-        label: (Side(resident.specs[label], resident.ranks[label], numbers), Side(*now, numbers))
-        for label, now in wanted.items()
-    }
+    every = tuple(range(cluster.size))
+    homes: dict[str, tuple[StoredTensor, StoredTensor]] = {}
+    for label, now in wanted.items():
+        here, there = (
+            StoredTensor.of(one.label, one.spec, one.at, every)
+            for one in (resident.stored[label], now)
+        )
+        homes[label] = here, there
     name, most = type(resident.model.module).__name__, bucket_bytes(cluster.device)
     plan = plan_sync(name, homes, bucket_bytes=most)
-    names = {label: (resident.name(label), resident.name(label)) for label in wanted}
+    names = {label: (now.label, now.label) for label, now in wanted.items()}
     handle = cluster.load(sync_program(plan, cluster.size, cluster.device, names))
-    cluster.run(handle, [{} for _ in numbers]).get()
+    cluster.run(handle, [{} for _ in every]).get()
     cluster.unload(handle)
-    left: list[list[str]] = [[] for _ in numbers]
-    for label, (spec, ranks) in wanted.items():
-        for rank in set(resident.ranks[label]) - set(ranks):
-            left[rank].append(resident.name(label))
-        resident.specs[label], resident.ranks[label] = spec, ranks
+    left: list[list[str]] = [[] for _ in every]
+    for label, now in wanted.items():
+        for rank in set(resident.stored[label].at) - set(now.at):
+            left[rank].append(now.label)
+        resident.stored[label] = now
     if any(left):
         cluster.delete(left)
 
@@ -105,14 +109,14 @@ def _as_stated(
 
 def shards_on_disk(
     home: OptimizerHome,
-    new: dict[tuple[str, str], Named],
+    new: dict[tuple[str, str], StoredTensor],
 ) -> list[dict[str, tuple[OnDisk, Pieces]]]:
     """By rank, the shards that it is to read of an optimizer's state, by their names in its table:
     of ``new`` values those that are in files. They are noted as made."""
     mesh = home.resident.mesh
     read: list[dict[str, tuple[OnDisk, Pieces]]] = [{} for _ in range(mesh.size)]
-    for (label, key), (name, spec, ranks) in list(new.items()):
-        stored = home.rest.get(home.parameters[label], {}).get(key)
+    for (label, key), wanted in list(new.items()):
+        stored, spec = home.rest.get(home.parameters[label], {}).get(key), wanted.spec
         if not isinstance(stored, OnDisk):
             continue
         if stored.shape != spec.shape:
@@ -122,8 +126,8 @@ def shards_on_disk(
             )
         if stored.dtype.is_floating_point and not home.rule.entry(key).number:
             stored = replace(stored, dtype=spec.dtype)
-        new[label, key] = name, replace(spec, dtype=stored.dtype), ranks
+        new[label, key] = replace(wanted, spec=replace(spec, dtype=stored.dtype))
         home.made |= {(label, key)}
-        for rank in ranks:
-            read[rank][name] = stored, held(spec, mesh.coordinates(rank))
+        for rank in wanted.at:
+            read[rank][wanted.label] = stored, wanted.where(rank)
     return read

@@ -37,9 +37,11 @@ from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
+from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act
 
 RETURNED_BYTES = 2**16
@@ -138,7 +140,7 @@ class LoadedProgram:
         made = {item.label for item in plan.flow.inputs if item.constant is not None}
         for item in plan.inputs:
             if item.kind == "constant" and (item.label in made or item.label in self._put):
-                self.session.forget(self._state[item.name], holders(plan, item))
+                self.session.forget(_constant(self.session, plan, self._state, item))
 
     def feed(
         self,
@@ -349,6 +351,12 @@ def _written(planned: Planned, training: bool) -> frozenset[str]:
     return frozenset(found)
 
 
+def _constant(
+    session: MeshSession, plan: Plan, state: Mapping[str, str], item: PlannedInput
+) -> StoredTensor:
+    return session.stored(state[item.name], on_mesh(plan, item.held), holders(plan, item))
+
+
 def _put_constants(
     session: MeshSession, plan: Plan, state: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
 ) -> None:
@@ -365,10 +373,11 @@ def _put_constants(
 def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
     """Plan input to the name of its value in the actors' tables."""
     found: dict[str, str] = {}
-    session.num_programs += 1
+    launch = session.launch
+    launch.num_programs += 1
     for item in planned.plan.inputs:
         if item.kind == "constant":
-            found[item.name] = f"constant {session.num_programs}: {item.label}"
+            found[item.name] = f"constant {launch.num_programs}: {item.label}"
         elif item.kind in ("parameter", "buffer"):
             owner = planned.models.owner(item.label)
             if owner is None:

@@ -1,8 +1,9 @@
 """An optimizer's state, from the controller to the tables of a session's ranks.
 
     home = place_optimizer(session, model, adamw, groups, plan, stages, models, masters=False)
-    name, spec, ranks = home.named["up.weight", "exp_avg"]
-    # "model 0: optimizer 0: exp_avg of up.weight"; f32[64@dp,16], [16,16] on each; (0, 1, 2, 3)
+    stored = home.stored["up.weight", "exp_avg"]
+    stored.label         # "model 0: optimizer 0: exp_avg of up.weight"
+    stored.spec          # f32[64@dp,16]: [16,16] on each of ranks 0, 1, 2, 3
 
 Each value that the plan's update reads has a name there and is cut as the plan says; a `step` is a
 number on all ranks. One that an earlier program has put there, and nobody has looked at since,
@@ -21,7 +22,7 @@ import torch
 
 from dtensor.api.away import AwayState, Entries
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.resident import Named, OptimizerHome
+from dtensor.api.resident import OptimizerHome
 from dtensor.api.session import MeshSession
 from dtensor.api.stating.stages import StagePlan
 from dtensor.api.together import Models
@@ -34,6 +35,7 @@ from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
+from dtensor.sharding.spec.stored import StoredTensor
 
 if TYPE_CHECKING:
     from dtensor.runtime.elementwise.ghost import Ghost
@@ -74,11 +76,11 @@ def place_optimizer(
     if home is not None and known_so and home.current and home.placed is plan:
         return home
     name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
-    updated = updated_by(plan, groups, keys, name, models.labels, rule)
-    known = {} if home is None else home.named
+    updated = updated_by(session.ranks, plan, groups, keys, name, models.labels, rule)
+    known = {} if home is None else home.stored
     if known:
         _check_as_before(known, updated)
-    elsewhere = any(w in known and not set(updated[w][2]) <= set(known[w][2]) for w in updated)
+    elsewhere = any(w in known and not set(updated[w].at) <= set(known[w].at) for w in updated)
     if home is None or not home.current or elsewhere:
         held: object = optimizer.state
         entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
@@ -99,7 +101,7 @@ def place_optimizer(
         new = {which: updated[which] for which in updated if which not in known}
     home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
     _put_state(session, home, new)
-    home.named |= new
+    home.stored |= new
     home.keys, home.placed = keys, plan
     home.updated = frozenset(updated)
     labels = models.labels
@@ -128,11 +130,11 @@ def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghos
 def _put_state(
     session: MeshSession,
     home: OptimizerHome,
-    new: dict[tuple[str, str], Named],
+    new: dict[tuple[str, str], StoredTensor],
 ) -> None:
     """Put values of the state, those that there are out of ``home.rest``."""
     parameters = home.parameters
-    sent: list[tuple[torch.Tensor | None, Named]] = []
+    sent: list[tuple[torch.Tensor | None, StoredTensor]] = []
     read = frozenset[tuple[str, str]]()
     if home.on_disk:
         from dtensor.api.kept import shards_on_disk
@@ -140,7 +142,7 @@ def _put_state(
         own = shards_on_disk(home, new)
         session.make(own, {name: name for wanted in own for name in wanted})
         read = home.made & new.keys()
-    for (label, key), (name, spec, ranks) in list(new.items()):
+    for (label, key), stored in list(new.items()):
         if (label, key) in read:
             continue
         entries = home.rest.get(parameters[label], {})
@@ -152,38 +154,41 @@ def _put_state(
                 _check_made(home, label, key, entries, parameters[label])
         else:
             home.made |= {(label, key)}
-            value = _as_stored(value, spec, key, label, home.rule)
-            spec = replace(spec, dtype=value.dtype)
-            new[label, key] = name, spec, ranks
-        sent.append((value, (name, spec, ranks)))
+            value = _as_stored(value, stored.spec, key, label, home.rule)
+            stored = replace(stored, spec=replace(stored.spec, dtype=value.dtype))
+            new[label, key] = stored
+        sent.append((value, stored))
     session.put_each(_shards(session, sent))
     if home.rest:
         home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
 
 
 def _shards(
-    session: MeshSession, values: Sequence[tuple[torch.Tensor | None, Named]]
+    session: MeshSession, values: Sequence[tuple[torch.Tensor | None, StoredTensor]]
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
     nothing = absent("cpu")
-    for value, (name, spec, ranks) in values:
-        for rank in ranks:
+    for value, stored in values:
+        for rank in stored.at:
             here = session.mesh.coordinates(rank)
-            yield rank, name, nothing if value is None else lent_shard(value, spec, here)
+            shard = nothing if value is None else lent_shard(value, stored.spec, here)
+            yield rank, stored.label, shard
 
 
 def updated_by(
+    numbers: Sequence[int],
     plan: Plan,
     groups: Sequence[Sequence[str]],
     keys: Sequence[tuple[str, ...]],
     optimizer: str,
     labels: Mapping[str, str],
     rule: OptimizerRule,
-) -> dict[tuple[str, str], Named]:
+) -> dict[tuple[str, str], StoredTensor]:
     """The values of the state that the plan's update has, by label and key; ``groups``: the names
-    of their parameters, ``keys``: of the state in each, ``labels``: by name."""
+    of their parameters, ``keys``: of the state in each, ``labels``: by name, ``numbers``: of
+    the mesh's ranks in the launch."""
     keys_by_name = {n: own for group, own in zip(groups, keys, strict=True) for n in group}
     items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
-    found: dict[tuple[str, str], Named] = {}
+    found: dict[tuple[str, str], StoredTensor] = {}
     for step in plan.steps:
         if not isinstance(step, Update):
             continue
@@ -199,16 +204,19 @@ def updated_by(
                 spec = TensorSpec(entry.shape, dtype, state.mesh, whole)
             else:
                 spec = replace(wide, dtype=entry.dtype(wide.dtype)) if key != MASTER else wide
-            found[label, key] = name, spec, holders(plan, item)
+            found[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
     return found
 
 
-def _check_as_before(known: Mapping[Any, Named], updated: Mapping[Any, Named]) -> None:
-    for (label, key), (_, spec, _) in updated.items():
-        _, before, _ = known.get((label, key), ("", spec, ()))
-        if not alike(before, spec):
+def _check_as_before(
+    known: Mapping[tuple[str, str], StoredTensor], updated: Mapping[tuple[str, str], StoredTensor]
+) -> None:
+    for (label, key), now in updated.items():
+        before = known.get((label, key), now)
+        if not alike(before.spec, now.spec):
             raise PlanningError(
-                f"{key} of {label} is stored as {before}, this program wants it stored as {spec}"
+                f"{key} of {label} is stored as {before.spec}, this program wants it stored as "
+                f"{now.spec}"
             )
 
 

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from dtensor.api.away import as_it_is
-from dtensor.api.kept import Keeping, kept
+from dtensor.api.kept import kept
 from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.parallel import ParallelModule, check_parallel, parallelize
 from dtensor.api.session import MeshSession, launched, session_for
@@ -45,10 +45,13 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.runtime.between_meshes import bucket_bytes, sync_program
-from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
+
+_Stored = Mapping[str, StoredTensor]
 
 MOST_UNREAD = 2
 """Syncs of an actor that may be under way; the next waits for the oldest."""
@@ -128,18 +131,17 @@ def _plan_of(
     if launched() is None:
         places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
         numbers = places[policy.mesh], places[actor.mesh]
-        source, target, cpu = kept(policy, None), kept(actor, None), torch.device("cpu")
-        return _planned(policy, actor, source, target, numbers, cpu, topology)
+        source, target = kept(policy, numbers[0], None), kept(actor, numbers[1], None)
+        return _planned(policy, actor, source, target, torch.device("cpu"), topology)
     if ranks is not None:
         raise PlanningError(
             "ranks= says where the meshes would be, and a launch is running, which has them.\n"
             "fix: leave ranks out"
         )
     here, there = session_for(policy.mesh), session_for(actor.mesh)
-    numbers = here.ranks, there.ranks
-    source = kept(policy, here.residents.get(id(policy)))
-    target = kept(actor, there.residents.get(id(actor)))
-    return _planned(policy, actor, source, target, numbers, here.cluster.device, topology)
+    source = kept(policy, here.ranks, here.residents.get(id(policy)))
+    target = kept(actor, there.ranks, there.residents.get(id(actor)))
+    return _planned(policy, actor, source, target, here.cluster.device, topology)
 
 
 def sync(policy: ParallelModule, actor: ParallelModule) -> int:
@@ -183,7 +185,7 @@ class _Pair:
         self.actor, self.there, self.target = actor, there, there.resident(actor)
         self.cluster = here.launch.cluster
         self.unread: list[Future] = []
-        self.made: tuple[Keeping, Keeping] = {}, {}
+        self.made: tuple[_Stored, _Stored] = {}, {}
         self.handle: Handle | None = None
         there.settling.append(self._settle)
 
@@ -206,7 +208,8 @@ class _Pair:
 
     def run(self) -> None:
         self.source.settle()
-        here, where = kept(self.policy, self.source), kept(self.actor, self.target)
+        here = kept(self.policy, self.here.ranks, self.source)
+        where = kept(self.actor, self.there.ranks, self.target)
         if self.handle is None or self.made != (here, where):
             self.handle = self._loaded(here, where)
         self.here.hold(self.policy, here)
@@ -217,23 +220,21 @@ class _Pair:
         else:
             self.unread.append(future)
         target = self.target
-        target.specs.update({label: spec for label, (spec, _) in where.items()})
-        target.ranks.update({label: ranks for label, (_, ranks) in where.items()})
+        target.stored.update(where)
         target.keep(dict(self.actor.seen.tensors))
         target.changed = target.unsaved = False
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
-    def _loaded(self, here: Keeping, there: Keeping) -> Handle:
+    def _loaded(self, here: _Stored, there: _Stored) -> Handle:
         """The program for values that are kept so."""
-        numbers, device = (self.here.ranks, self.there.ranks), self.cluster.device
-        plan = _planned(self.policy, self.actor, here, there, numbers, device)
-        mine, theirs = self.policy.seen.labels, self.actor.seen.labels
+        device = self.cluster.device
+        plan = _planned(self.policy, self.actor, here, there, device)
         names = {
             name: (
-                inner_name(self.here, self.source.name(mine[name])),
-                inner_name(self.there, self.target.name(theirs[name])),
+                inner_name(self.here, transfer.here.label),
+                inner_name(self.there, transfer.there.label),
             )
-            for name in plan.transfers
+            for name, transfer in plan.transfers.items()
         }
         program = sync_program(plan, self.cluster.size, device, names)
         found = load_across(self.cluster, program)
@@ -266,9 +267,8 @@ class _Pair:
 def _planned(
     policy: ParallelModule,
     actor: ParallelModule,
-    here: Keeping,
-    there: Keeping,
-    numbers: tuple[tuple[int, ...], tuple[int, ...]],
+    here: _Stored,
+    there: _Stored,
     device: torch.device,
     topology: Topology | None = None,
 ) -> SyncPlan:
@@ -276,18 +276,15 @@ def _planned(
     _check_same(here, there)
     return plan_sync(
         type(policy.module).__name__,
-        {
-            label: (Side(*here[label], numbers[0]), Side(*there[label], numbers[1]))
-            for label in there
-        },
+        {name: (here[name], there[name]) for name in there},
         topology=topology,
         bucket_bytes=bucket_bytes(device),
     )
 
 
-def _by_name(model: ParallelModule, keeping: Keeping) -> Keeping:
+def _by_name(model: ParallelModule, stored: _Stored) -> _Stored:
     """What two modules have alike is their names."""
-    return {model.seen.names[label]: how for label, how in keeping.items()}
+    return {model.seen.names[label]: own for label, own in stored.items()}
 
 
 def _definition(module: nn.Module) -> nn.Module:
@@ -338,14 +335,14 @@ def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
         )
 
 
-def _check_same(here: Keeping, there: Keeping) -> None:
+def _check_same(here: _Stored, there: _Stored) -> None:
     """That both modules still have the same parameters and buffers."""
     for mine, other, whose in ((here, there, "policy"), (there, here, "actor")):
         missing = sorted(mine.keys() - other.keys())
         if missing:
             raise _differ(f"the {whose} alone has {', '.join(missing[:4])}")
-    for label, (spec, _) in here.items():
-        target = there[label][0]
+    for label, own in here.items():
+        spec, target = own.spec, there[label].spec
         if (spec.shape, spec.dtype) != (target.shape, target.dtype):
             raise _differ(f"{label} is {_type(spec)} in the policy, {_type(target)} in the actor")
 

@@ -27,7 +27,7 @@ from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -50,9 +50,8 @@ from dtensor.runtime.elementwise.rule import OptimizerRule
 from dtensor.runtime.shard_optimizer import is_absent
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Partial
-from dtensor.sharding.spec.shards import Where, assemble_at, held
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.shards import assemble_at
+from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act
 
 if TYPE_CHECKING:
@@ -63,10 +62,7 @@ BUCKET_BYTES = 2**26
 """What comes home at a time: the controller holds no more than this twice."""
 
 _version = attrgetter("_version")
-
-
-Named = tuple[str, TensorSpec, tuple[int, ...]]
-"""A value of the ranks' tables: its name, the spec, who has it."""
+_Key = TypeVar("_Key")
 
 
 @dataclass(slots=True, repr=False)
@@ -77,10 +73,10 @@ class OptimizerHome:
     ``parameters``: by label, those of which there is state on the ranks;
     ``keys``: of the state, by group; ``rule``: what is known of its class; ``ghost``: what advances
     numbers on the optimizer itself; ``groups``: of labels, and ``trained``: those that the last
-    plan updates; ``named``: by parameter and key, the table's name of each value, how it is cut and
-    which ranks have it, before its first step as well; ``updated``: those that the last plan
-    updates; ``made``: those that are there, but for steps under way; ``rest``: entries that no
-    program here has used, perhaps ``on_disk``; ``placed``: the last plan.
+    plan updates; ``stored``: by parameter and key, each value, before its first step as well;
+    ``updated``: those that the last plan updates; ``made``: those that are there, but for steps
+    under way; ``rest``: entries that no program here has used, perhaps ``on_disk``; ``placed``: the
+    last plan.
     """
 
     optimizer: torch.optim.Optimizer
@@ -93,7 +89,7 @@ class OptimizerHome:
     rest: Entries
     placed: Plan | None = None
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    named: dict[tuple[str, str], Named] = field(default_factory=dict[tuple[str, str], Named])
+    stored: dict[tuple[str, str], StoredTensor] = field(default_factory=dict[Any, StoredTensor])
     updated: frozenset[tuple[str, str]] = frozenset()
     made: frozenset[tuple[str, str]] = frozenset()
     on_disk: bool = False
@@ -113,13 +109,13 @@ class OptimizerHome:
         held: object = self.optimizer.state
         return held is self.state and not self.state.touched
 
-    def values(self) -> dict[tuple[str, str], Named]:
-        """By parameter and key, what there is of the state on the ranks: the table's name, how it
-        is cut, and who has it. A parameter's is there from its first step on. Waits for running
-        steps. What no program has updated is in ``rest``, whole."""
+    def values(self) -> dict[tuple[str, str], StoredTensor]:
+        """By parameter and key, what there is of the state on the ranks. A parameter's is there
+        from its first step on. Waits for running steps. What no program has updated is in ``rest``,
+        whole."""
         for wait in self.resident.settling:
             wait()
-        return {which: named for which, named in self.named.items() if which in self.made}
+        return {which: stored for which, stored in self.stored.items() if which in self.made}
 
     def ended(self, updated: frozenset[tuple[str, str]]) -> None:
         """A step has ended well that updated these."""
@@ -146,20 +142,19 @@ class OptimizerHome:
         if self.current:
             self.optimizer.state = self.state.plain()
 
-    def let_go(self, labels: Set[str]) -> dict[str, tuple[int, ...]]:
-        """The state of these comes home, for it is put no more; the names of its values, and the
-        ranks that have them."""
-        left = {which: named for which, named in self.named.items() if which[0] in labels}
+    def let_go(self, labels: Set[str]) -> list[StoredTensor]:
+        """The state of these comes home, for it is put no more; its values, which stay there."""
+        left = {which: stored for which, stored in self.stored.items() if which[0] in labels}
         if self.current:
             for parameter, entries in self.resident.gather_values(self, left).items():
                 self.rest.setdefault(parameter, {}).update(entries)
         for which in left:
-            del self.named[which]
+            del self.stored[which]
         for label in labels & self.parameters.keys():
             del self.parameters[label]
         self.made, self.updated = self.made - left.keys(), self.updated - left.keys()
         self.placed, self._ended = None, frozenset()
-        return {name: ranks for name, _, ranks in left.values()}
+        return list(left.values())
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -167,9 +162,9 @@ class Resident:
     """A model's state on a cluster: table names begin with ``prefix``.
 
     ``own``: label to the module's tensor whose shards were put, those on meta left out;
-    ``stale``: labels whose shards are newer than the module's memory; ``touched``: label to a copy
-    of what the user was shown; ``planned``: how programs that ran keep values, and where, which
-    holds for those too that are put anew.
+    ``stored``: by label, what ranks have; ``stale``: labels whose shards are newer than the
+    module's memory; ``touched``: label to a copy of what the user was shown; ``planned``: how
+    programs that ran keep values, and where, which holds for those too that are put anew.
     """
 
     model: ParallelModule
@@ -177,10 +172,9 @@ class Resident:
     mesh: Mesh
     cluster: Cluster
     loads: int
-    specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
-    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    stored: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
-    planned: dict[str, tuple[TensorSpec, tuple[int, ...]]] = field(default_factory=dict[str, Any])
+    planned: dict[str, StoredTensor] = field(default_factory=dict[str, StoredTensor])
     placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
     own: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     stale: set[str] = field(default_factory=set[str])
@@ -210,7 +204,7 @@ class Resident:
     @property
     def on_meta(self) -> bool:
         """Whether tensors of the model have no memory here."""
-        return len(self.own) < len(self.specs)
+        return len(self.own) < len(self.stored)
 
     # -- the user's side --------------------------------------------------------------------------
 
@@ -235,7 +229,7 @@ class Resident:
         """Stale labels after this one, as many as a touch fetches, and one bucket at most."""
         order = list(self.own)
         rest = [n for n in order[order.index(label) + 1 :] if n in self.stale][: self._ahead - 1]
-        return next(_buckets(rest, self.specs), [])
+        return next(_buckets(rest, self.stored), [])
 
     def refresh(self, labels: Iterable[str]) -> None:
         """Their memory becomes current, in place, a bucket at a time; no touch."""
@@ -246,7 +240,7 @@ class Resident:
             self._fetch(wanted)
 
     def _fetch(self, wanted: Sequence[str]) -> None:
-        for bucket in _buckets(wanted, self.specs):
+        for bucket in _buckets(wanted, self.stored):
             with plainly():
                 for label, value in self.gather(bucket).items():
                     own = self.own[label]
@@ -267,7 +261,7 @@ class Resident:
             self._settle_written()
         if self.on_meta:  # another may have that now
             holders = self.model.initial.holders
-            self.forget([n for n in self.specs if holders.get(n, self) is not self])
+            self.forget([n for n in self.stored if holders.get(n, self) is not self])
 
     def _settle_touched(self) -> None:
         touched, self.touched = self.touched, {}
@@ -289,14 +283,14 @@ class Resident:
         there = self.model.seen.tensors
         gone = [label for label in self.own if label not in there]
         self.refresh(gone)
-        left = {self.name(label): self.ranks[label] for label in gone}
+        left = [self.stored[label] for label in gone]
         for home in self.optimizers.values():
-            left |= home.let_go(set(gone))
+            left += home.let_go(set(gone))
         for label in gone:
             if holder_of(self.own[label]) is self:
                 bring_back(self.own[label])
         self.forget(gone)
-        by_rank = [[n for n, ranks in left.items() if r in ranks] for r in range(self.mesh.size)]
+        by_rank = [[one.label for one in left if r in one.at] for r in range(self.mesh.size)]
         if left:
             self.cluster.delete(by_rank)
         known = self.model.labels.known
@@ -331,7 +325,7 @@ class Resident:
         """Their shards count no longer; `MeshSession.place` puts the module's values."""
         if labels:
             for label in labels:
-                for known in (self.specs, self.ranks, self.own, self._versions):
+                for known in (self.stored, self.own, self._versions):
                     known.pop(label, None)
             self.stale.difference_update(labels)
             self.placed = None
@@ -367,9 +361,9 @@ class Resident:
         """The whole values, on the CPU. Waits for running steps."""
         if self.lost:
             raise RuntimeError(f"{self.model.seen.name(labels[0])} {self.lost}")
-        asked = {self.name(n): covering(self.specs[n], self.ranks[n]) for n in labels}
-        found = self.fetch(asked)
-        return {n: assemble_at(found[self.name(n)], self.specs[n]) for n in labels}
+        wanted = {label: self.stored[label] for label in labels}
+        found = self.fetch(wanted.values())
+        return {n: assemble_at(found[one.label], one.spec) for n, one in wanted.items()}
 
     def gather_optimizer(self, home: OptimizerHome) -> Entries:
         """Parameter to its state entries, whole, where the parameter is."""
@@ -381,33 +375,33 @@ class Resident:
 
             rest = {parameter: read_whole(entries) for parameter, entries in rest.items()}
         gathered |= {parameter: dict(entries) for parameter, entries in rest.items()}
-        for parameter, entries in self.gather_values(home, home.named).items():
+        for parameter, entries in self.gather_values(home, home.stored).items():
             gathered.setdefault(parameter, {}).update(entries)
         return {parameter: entries for parameter, entries in gathered.items() if entries}
 
-    def gather_values(self, home: OptimizerHome, named: Mapping[tuple[str, str], Named]) -> Entries:
-        """Parameter to those of its state entries that are ``named`` and there, whole."""
+    def gather_values(
+        self, home: OptimizerHome, wanted: Mapping[tuple[str, str], StoredTensor]
+    ) -> Entries:
+        """Parameter to those of its state entries that are ``wanted`` and there, whole."""
         gathered: Entries = {}
-        which = {name: key for key, (name, _, _) in named.items()}
-        specs = {name: spec for name, spec, _ in named.values()}
-        asked = {name: covering(spec, ranks) for name, spec, ranks in named.values()}
-        for bucket in _buckets(list(which), specs):
-            found = self.fetch({name: asked[name] for name in bucket})
-            for name, parts in found.items():
-                label, key = which[name]
-                parameter = home.parameters[label]
+        for bucket in _buckets(list(wanted), wanted):
+            found = self.fetch([wanted[which] for which in bucket])
+            for label, key in bucket:
+                stored, parameter = wanted[label, key], home.parameters[label]
+                parts = found[stored.label]
                 if not any(map(is_absent, parts.values())):
                     entry = home.rule.entry(key)
                     if entry.number:
                         whole = entry.given(next(iter(parts.values())).clone())
                     else:
-                        whole = assemble_at(parts, specs[name])
+                        whole = assemble_at(parts, stored.spec)
                         whole = whole if parameter.is_meta else whole.to(parameter.device)
                     gathered.setdefault(parameter, {})[key] = whole
         return gathered
 
-    def fetch(self, asked: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Tensor]]:
-        """Values of the ranks' tables, by name: what the ranks that are asked have, on the CPU."""
+    def fetch(self, values: Iterable[StoredTensor]) -> dict[str, dict[int, Tensor]]:
+        """By label, the shards by rank that the whole value is of, on the CPU."""
+        asked = {stored.label: stored.covering() for stored in values}
         wanted = [[n for n, ranks in asked.items() if r in ranks] for r in range(self.mesh.size)]
         found = self.cluster.get(wanted).get()
         tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
@@ -522,16 +516,15 @@ def _same(tensor: Tensor, shown: Tensor) -> bool:
     return alike and tensor.device == shown.device and torch.equal(tensor, shown)
 
 
-def _buckets(labels: Sequence[str], specs: dict[str, TensorSpec]) -> Iterator[list[str]]:
-    bucket: list[str] = []
+def _buckets(keys: Sequence[_Key], stored: Mapping[_Key, StoredTensor]) -> Iterator[list[_Key]]:
+    bucket: list[_Key] = []
     nbytes = 0
-    for label in labels:
-        spec = specs[label]
-        size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
+    for key in keys:
+        size = stored[key].spec.nbytes
         if bucket and nbytes + size > BUCKET_BYTES:
             yield bucket
             bucket, nbytes = [], 0
-        bucket.append(label)
+        bucket.append(key)
         nbytes += size
     if bucket:
         yield bucket
@@ -539,13 +532,3 @@ def _buckets(labels: Sequence[str], specs: dict[str, TensorSpec]) -> Iterator[li
 
 def _nothing() -> None:
     pass
-
-
-def covering(spec: TensorSpec, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Of the ranks that hold a value, one for each different shard; all, where it is pending."""
-    if any(isinstance(p, Partial) for p in spec.placements):
-        return tuple(ranks)
-    first: dict[Where, int] = {}
-    for rank in ranks:
-        first.setdefault(held(spec, spec.mesh.coordinates(rank)), rank)
-    return tuple(first.values())

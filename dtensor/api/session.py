@@ -50,10 +50,12 @@ from dtensor.runtime.simulate.trace import Noted
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.shards import held as held_at
 from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act, when_forced
 
 if TYPE_CHECKING:
@@ -88,12 +90,10 @@ class MeshSession:
         self.loaded: dict[object, Any] = {}
         # from here, with the last run of each; the last used last
         self.transfers: OrderedDict[object, tuple[Handle, Future]] = OrderedDict()
-        self.garbage: list[tuple[str, tuple[int, ...]]] = []
+        self.garbage: list[StoredTensor] = []
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
         self.left: set[int] = set()  # models that a switch took away, by id
-        self._num_models = 0  # that were ever here
-        self.num_programs = 0  # with constants of their own
 
     @property
     def closed(self) -> bool:
@@ -114,6 +114,11 @@ class MeshSession:
         """The numbers that the launch has for the mesh's ranks."""
         cluster = self.cluster
         return cluster.ranks if isinstance(cluster, Part) else tuple(range(cluster.size))
+
+    def stored(self, label: str, spec: TensorSpec, at: Sequence[int] | None = None) -> StoredTensor:
+        """A value that is here, or is to be, on these ranks of the mesh; by default on those that
+        the spec says."""
+        return StoredTensor.of(label, spec, holders_of(spec) if at is None else at, self.ranks)
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -183,10 +188,10 @@ class MeshSession:
             error.add_note("; ".join(parts))
         return error.with_traceback(None)  # of where it was raised before: no news to the user
 
-    def forget(self, name: str, ranks: tuple[int, ...]) -> None:
+    def forget(self, stored: StoredTensor) -> None:
         """Called when a value is garbage: its shards are dropped with the next put or run."""
         if not self.closed:
-            self.garbage.append((name, ranks))
+            self.garbage.append(stored)
 
     def drop(self) -> None:
         """What nobody refers to, now."""
@@ -199,9 +204,9 @@ class MeshSession:
         names: dict[int, list[str]] = {}
         if self.garbage:
             garbage, self.garbage = self.garbage, []
-            for name, ranks in garbage:
-                for rank in ranks:
-                    names.setdefault(rank, []).append(name)
+            for stored in garbage:
+                for rank in stored.at:
+                    names.setdefault(rank, []).append(stored.label)
         return names
 
     def run(
@@ -272,14 +277,14 @@ class MeshSession:
         if found.loads != model.loads:  # other values were loaded for what is on meta
             found.loads = model.loads
             brought = model.initial.loaded.keys() | model.initial.on_disk
-            found.forget([label for label in found.specs if label in brought])
+            found.forget([label for label in found.stored if label in brought])
             found.saved = "the controller has what was loaded", model.steps.present()
         return found
 
     def new_prefix(self) -> str:
-        """What the names of one more model's values begin with."""
-        self._num_models += 1
-        return f"model {self._num_models - 1}: "
+        """What the labels of one more model's values begin with."""
+        self.launch.num_models += 1
+        return f"model {self.launch.num_models - 1}: "
 
     def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
@@ -294,9 +299,10 @@ class MeshSession:
             for i in plan.inputs
             if i.kind in ("parameter", "buffer")
         }
-        for model, own in models.by_part(wanted):
+        for model, lying in models.by_part(wanted):
             resident = self.resident(model)
-            if resident.specs.keys() - resident.planned:  # put before a program had said how
+            own = {n: self.stored(resident.name(n), *how) for n, how in lying.items()}
+            if resident.stored.keys() - resident.planned:  # put before a program had said how
                 from dtensor.api.kept import keep_as_planned
 
                 keep_as_planned(resident, own)
@@ -317,24 +323,22 @@ class MeshSession:
             if labels or home is not None:
                 resident.wrote(labels, home)
 
-    def hold(
-        self, model: ParallelModule, wanted: Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
-    ) -> None:
-        """Put what is missing of these: by label, how which ranks keep them."""
+    def hold(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
+        """Put what is missing of these, by label."""
         resident = self.resident(model)
         tensors = model.seen.tensors
         sent: dict[str, tuple[torch.Tensor, list[int]]] = {}
         made: list[dict[str, tuple[Any, Pieces]]] = [{} for _ in range(self.mesh.size)]
-        put: dict[str, TensorSpec] = {}
-        everyone: dict[str, tuple[int, ...]] = {}
-        for label, (spec, ranks) in wanted.items():
-            known = resident.specs.get(label)
-            if known is not None and known != spec:
+        put: dict[str, StoredTensor] = {}
+        for label, now in wanted.items():
+            spec, known = now.spec, resident.stored.get(label)
+            if known is not None and known.spec != spec:
                 raise PlanningError(
-                    f"{model.seen.name(label)} is stored as {known}, this program wants it stored "
-                    f"as {spec}"
+                    f"{model.seen.name(label)} is stored as {known.spec}, this program wants it "
+                    f"stored as {spec}"
                 )
-            missing = set(ranks) - set(resident.ranks.get(label, ()) if known else ())
+            had = set(known.at) if known is not None else set[int]()
+            missing = set(now.at) - had
             if not missing:
                 continue
             source = model.initial.source(label)
@@ -346,30 +350,28 @@ class MeshSession:
             else:
                 for rank in missing:
                     made[rank][label] = source, held_at(spec, self.mesh.coordinates(rank))
-            had = set(resident.ranks.get(label, ())) if known else set[int]()
-            everyone[label] = tuple(sorted(had | set(ranks)))
-            put[label] = spec
+            put[label] = self.stored(now.label, spec, sorted(had | set(now.at)))
         with waits_may_act():  # of signals: what is put and not noted is put anew
             self.put_each(self._shards(resident, sent, put))
         if any(made):
             self.make(made, {label: resident.name(label) for own in made for label in own})
-        resident.specs.update(put)
-        resident.ranks.update(everyone)
+        resident.stored.update(put)
         resident.keep({label: tensors[label] for label in put})
 
     def _shards(
         self,
         resident: Resident,
         sent: Mapping[str, tuple[torch.Tensor, Sequence[int]]],
-        specs: Mapping[str, TensorSpec],
+        put: Mapping[str, StoredTensor],
     ) -> Iterator[tuple[int, str, torch.Tensor]]:
         """The shards of values that are here, one after the other."""
         for label, (own, ranks) in sent.items():
             whole = resident.model.initial.value(label, own)
-            _check_as_planned(resident.model.seen.name(label), whole, specs[label])
+            spec = put[label].spec
+            _check_as_planned(resident.model.seen.name(label), whole, spec)
             for rank in ranks:
-                shard = lent_shard(whole, specs[label], self.mesh.coordinates(rank))
-                yield rank, resident.name(label), shard
+                shard = lent_shard(whole, spec, self.mesh.coordinates(rank))
+                yield rank, put[label].label, shard
 
     def make(
         self, made: Sequence[Mapping[str, tuple[Any, Pieces]]], names: Mapping[str, str]
@@ -395,6 +397,8 @@ class Launch:
         self.mode: Mode = mode
         self.local: LocalKind = local
         self.sessions: dict[Mesh, MeshSession] = {}
+        self.num_models = 0  # that were ever here
+        self.num_programs = 0  # with constants of their own
         self.saves: list[Any] = []  # `Saved`s (checkpoint.py), for whose end the launch waits
         self.closed: bool = False
         self.failure_was_read = False
