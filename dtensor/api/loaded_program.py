@@ -28,6 +28,7 @@ from dtensor.api.eager.values import Layout, contiguous_layout
 from dtensor.api.plan_call import MOST_PLANS, BoundCall, Planned
 from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
+from dtensor.api.store import Owner
 from dtensor.daft import Buffer, Future, Program, Stored
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
@@ -37,7 +38,6 @@ from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
@@ -79,6 +79,7 @@ class LoadedProgram:
         self._whole = frozenset(
             name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
         )
+        self.owner = Owner[str]()  # of its constants in the store
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
@@ -102,6 +103,18 @@ class LoadedProgram:
                 room -= nbytes
         return frozenset(found)
 
+    def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors, by the labels of the program's constants, or others in their place."""
+        plan, store = self.planned.plan, self.session.launch.store
+        given: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
+        for item in plan.inputs:
+            if item.kind == "constant" and item.label in tensors:
+                name, spec = self._state[item.name], on_mesh(plan, item.held)
+                stored = self.session.stored(name, spec, holders(plan, item))
+                given[item.name] = tensors[item.label], stored
+        store.forget(self.owner, given)
+        store.put(self.owner, given)
+
     def put_caught(self) -> None:
         """Put what the tensors hold now that the program caught, where that is not there yet."""
         reads = self.planned.graph.reads
@@ -111,7 +124,7 @@ class LoadedProgram:
         changed = [c for c in reads.caught if self._put.get(c.name) != c.number]
         if changed:
             tensors = {caught.name: caught.kept for caught in changed}
-            _put_constants(self.session, self.planned.plan, self._state, tensors)
+            self.put_constants(tensors)
             self._put.update((caught.name, caught.number) for caught in changed)
 
     def run(
@@ -136,11 +149,7 @@ class LoadedProgram:
     def unload(self) -> None:
         """The ranks forget it; its constants are nobody's."""
         self.session.cluster.unload(self.handle)
-        plan = self.planned.plan
-        made = {item.label for item in plan.flow.inputs if item.constant is not None}
-        for item in plan.inputs:
-            if item.kind == "constant" and (item.label in made or item.label in self._put):
-                self.session.forget(_constant(self.session, plan, self._state, item))
+        self.session.launch.store.forget(self.owner, self.owner.stored, delete=True)
 
     def feed(
         self,
@@ -291,9 +300,9 @@ def load(
             lowered = _fused(session, planned, lowered, roles, state)
         plan = planned.plan
         made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
-        _put_constants(session, plan, state, made)
         training = roles.optimizer is not None
         loaded = LoadedProgram(session, planned, lowered, state, training=training)
+        loaded.put_constants(made)
         if planned.models:
             check_apart(named_tensors(planned.models.module), loaded.writes)
         programs[key] = loaded
@@ -349,25 +358,6 @@ def _written(planned: Planned, training: bool) -> frozenset[str]:
     if training and planned.request.training is not None:
         found |= planned.request.training.trained & known
     return frozenset(found)
-
-
-def _constant(
-    session: MeshSession, plan: Plan, state: Mapping[str, str], item: PlannedInput
-) -> StoredTensor:
-    return session.stored(state[item.name], on_mesh(plan, item.held), holders(plan, item))
-
-
-def _put_constants(
-    session: MeshSession, plan: Plan, state: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Put tensors, by the labels of the program's constants, on the ranks that hold these."""
-    values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
-    for item in plan.inputs:
-        if item.kind == "constant" and item.label in tensors:
-            for rank in holders(plan, item):
-                values[rank][state[item.name]] = tensors[item.label]
-    if any(values):
-        session.put(values)
 
 
 def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:

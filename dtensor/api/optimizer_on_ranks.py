@@ -1,7 +1,7 @@
 """An optimizer's state, from the controller to the tables of a session's ranks.
 
     home = place_optimizer(session, model, adamw, groups, plan, stages, models, masters=False)
-    stored = home.stored["up.weight", "exp_avg"]
+    stored = home.owner.stored["up.weight", "exp_avg"]
     stored.label         # "model 0: optimizer 0: exp_avg of up.weight"
     stored.spec          # f32[64@dp,16]: [16,16] on each of ranks 0, 1, 2, 3
 
@@ -14,26 +14,28 @@ Not here: how it comes back (resident.py), how it is named and updated (runtime/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dtensor.api.away import AwayState, Entries
+from dtensor.api.on_disk import OnDisk
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.resident import OptimizerHome
 from dtensor.api.session import MeshSession
 from dtensor.api.stating.stages import StagePlan
+from dtensor.api.store import Source
 from dtensor.api.together import Models
 from dtensor.errors import PlanningError
 from dtensor.runtime.elementwise.rule import OptimizerRule, rule_of
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.shard_optimizer import MASTER, absent, value_name
+from dtensor.runtime.shard_optimizer import MASTER, value_name
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.placements import REPLICATE
-from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
 from dtensor.sharding.spec.stored import StoredTensor
 
@@ -77,7 +79,7 @@ def place_optimizer(
         return home
     name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
     updated = updated_by(session.ranks, plan, groups, keys, name, models.labels, rule)
-    known = {} if home is None else home.stored
+    known = {} if home is None else home.owner.stored
     if known:
         _check_as_before(known, updated)
     elsewhere = any(w in known and not set(updated[w].at) <= set(known[w].at) for w in updated)
@@ -101,7 +103,6 @@ def place_optimizer(
         new = {which: updated[which] for which in updated if which not in known}
     home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
     _put_state(session, home, new)
-    home.stored |= new
     home.keys, home.placed = keys, plan
     home.updated = frozenset(updated)
     labels = models.labels
@@ -117,7 +118,7 @@ def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghos
     }
     ghost = rule.ghost({})
     if ghost is not None and found:
-        from dtensor.api.on_disk import OnDisk, read_whole
+        from dtensor.api.on_disk import read_whole
 
         numbers = rule.numbers()
         for label, own in found.items():
@@ -128,50 +129,28 @@ def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghos
 
 
 def _put_state(
-    session: MeshSession,
-    home: OptimizerHome,
-    new: dict[tuple[str, str], StoredTensor],
+    session: MeshSession, home: OptimizerHome, new: Mapping[tuple[str, str], StoredTensor]
 ) -> None:
-    """Put values of the state, those that there are out of ``home.rest``."""
+    """Put values of the state: those that there are out of ``home.rest``, on disk or here."""
     parameters = home.parameters
-    sent: list[tuple[torch.Tensor | None, StoredTensor]] = []
-    read = frozenset[tuple[str, str]]()
-    if home.on_disk:
-        from dtensor.api.kept import shards_on_disk
-
-        own = shards_on_disk(home, new)
-        session.make(own, {name: name for wanted in own for name in wanted})
-        read = home.made & new.keys()
-    for (label, key), stored in list(new.items()):
-        if (label, key) in read:
-            continue
-        entries = home.rest.get(parameters[label], {})
-        if entries:
-            entries = _with_memory(entries, label, home.optimizer)
+    there: defaultdict[str, set[str]] = defaultdict(set)
+    for label, key in home.values(wait=False):
+        there[label].add(key)
+    given: dict[tuple[str, str], tuple[Source, StoredTensor]] = {}
+    for (label, key), stored in new.items():
+        entries = _with_memory(home.rest.get(parameters[label], {}), label, home.optimizer)
         value = entries.get(key)
         if value is None:
-            if entries or home.made:
-                _check_made(home, label, key, entries, parameters[label])
+            known = there[label] | {k for k, entry in entries.items() if entry is not None}
+            _check_made(home, label, key, known - {MASTER}, parameters[label])
         else:
-            home.made |= {(label, key)}
             value = _as_stored(value, stored.spec, key, label, home.rule)
             stored = replace(stored, spec=replace(stored.spec, dtype=value.dtype))
-            new[label, key] = stored
-        sent.append((value, stored))
-    session.put_each(_shards(session, sent))
+            there[label].add(key)
+        given[label, key] = value, stored
+    session.launch.store.put(home.owner, given)
     if home.rest:
         home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
-
-
-def _shards(
-    session: MeshSession, values: Sequence[tuple[torch.Tensor | None, StoredTensor]]
-) -> Iterator[tuple[int, str, torch.Tensor]]:
-    nothing = absent("cpu")
-    for value, stored in values:
-        for rank in stored.at:
-            here = session.mesh.coordinates(rank)
-            shard = nothing if value is None else lent_shard(value, stored.spec, here)
-            yield rank, stored.label, shard
 
 
 def updated_by(
@@ -249,11 +228,9 @@ def _with_memory(
 
 
 def _check_made(
-    home: OptimizerHome, label: str, key: str, entries: Mapping[str, Any], of: torch.Tensor
+    home: OptimizerHome, label: str, key: str, there: Set[str], of: torch.Tensor
 ) -> None:
     """PlanningError where a parameter has a state, and not this value of it: torch finds none."""
-    there = {k for known, k in home.made if known == label} | set(entries)
-    there = {k for k in there - {MASTER} if entries.get(k) is not None or (label, k) in home.made}
     if key == MASTER or home.rule.entry(key).late or not there:
         return
     groups = home.optimizer.param_groups
@@ -269,17 +246,19 @@ def _check_made(
 
 def _as_stored(
     value: Any, spec: TensorSpec, key: str, label: str, rule: OptimizerRule
-) -> torch.Tensor:
+) -> torch.Tensor | OnDisk:
     """A given value of a state, of the spec's shape and, but for a number, its dtype."""
     entry = rule.entry(key)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | OnDisk):
         value = torch.tensor(value, dtype=spec.dtype if entry.python is not None else None)
-    elif entry.python is not None:
+    elif entry.python is not None and not isinstance(value, OnDisk):
         value = value.reshape(spec.shape).to(spec.dtype)
     if tuple(value.shape) != spec.shape:
         raise PlanningError(
             f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
             f"fix: load the state of the same optimizer and model"
         )
-    keeps = entry.number or not value.is_floating_point()
+    keeps = entry.number or not value.dtype.is_floating_point
+    if isinstance(value, OnDisk):
+        return value if keeps else replace(value, dtype=spec.dtype)
     return value.detach() if keeps else value.detach().to(spec.dtype)

@@ -34,17 +34,16 @@ from torch import nn
 
 from dtensor.api.away import as_it_is
 from dtensor.api.kept import kept
-from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.parallel import ParallelModule, check_parallel, parallelize
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.api.several_meshes import ranks_of_meshes
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
-from dtensor.daft import DaftError, Future, Handle
+from dtensor.api.store import Moving
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors, type_text
-from dtensor.runtime.between_meshes import bucket_bytes, sync_program
+from dtensor.runtime.between_meshes import bucket_bytes
 from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -175,19 +174,19 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
 
 
 class _Pair:
-    """A policy and an actor in a launch: the program between them, made anew where one of them is
-    kept otherwise than it was made for."""
+    """A policy and an actor in a launch: the plan between them, made anew where one of them is
+    stored otherwise than it was made for."""
 
     def __init__(
         self, here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
     ) -> None:
         self.policy, self.here, self.source = policy, here, here.resident(policy)
         self.actor, self.there, self.target = actor, there, there.resident(actor)
-        self.cluster = here.launch.cluster
-        self.unread: list[Future] = []
+        self.unread: list[Moving] = []
         self.made: tuple[_Stored, _Stored] = {}, {}
-        self.handle: Handle | None = None
+        self.plan: SyncPlan | None = None
         there.settling.append(self._settle)
+        self.target.settling.append(lambda: here.launch.store.look(wait=True))
 
     @staticmethod
     def of(
@@ -197,68 +196,55 @@ class _Pair:
         known: _Pair | None = there.loaded.get(key)
         if known is None or known.here is not here:  # the policy was switched
             there.loaded[key] = _Pair(here, policy, there, actor)
-            if known is not None and known.handle is not None:
-                known.cluster.unload(known.handle)
         return there.loaded[key]
 
-    def oldest(self) -> Future | None:
+    def oldest(self) -> Moving | None:
         """What has to be read before another one runs."""
-        has = self.unread and (self.unread[0].done() or len(self.unread) >= MOST_UNREAD)
+        has = self.unread and (self.unread[0].run.done() or len(self.unread) >= MOST_UNREAD)
         return self.unread[0] if has else None
 
     def run(self) -> None:
         self.source.settle()
+        self.target.store.look()
         here = kept(self.policy, self.here.ranks, self.source)
         where = kept(self.actor, self.there.ranks, self.target)
-        if self.handle is None or self.made != (here, where):
-            self.handle = self._loaded(here, where)
+        if self.plan is None or self.made != (here, where):
+            device = self.here.cluster.device
+            self.plan = _planned(self.policy, self.actor, here, where, device)
+            self.made = here, where
         self.here.hold(self.policy, here)
-        empty: list[Mapping[str, object]] = [{}] * self.cluster.size
-        future = self.cluster.run(self.handle, empty, mode=self.there.mode)
+        target, labels = self.target, self.actor.seen.labels
+        moving = target.store.move(
+            self.plan,
+            {name: (target.owner, labels[name]) for name in self.plan.transfers},
+            key=("sync", id(self.policy), id(self.actor)),
+            note="it was a sync, which changed nothing: the actor has what it had.",
+            undone=self._let_go,
+        )
         if self.there.at_once:
-            self.read(future)
+            self.read(moving)
         else:
-            self.unread.append(future)
-        target = self.target
-        target.stored.update(where)
+            self.unread.append(moving)
         target.keep(dict(self.actor.seen.tensors))
         target.changed = target.unsaved = False
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
-    def _loaded(self, here: _Stored, there: _Stored) -> Handle:
-        """The program for values that are kept so."""
-        device = self.cluster.device
-        plan = _planned(self.policy, self.actor, here, there, device)
-        names = {
-            name: (
-                inner_name(self.here, transfer.here.label),
-                inner_name(self.there, transfer.there.label),
-            )
-            for name, transfer in plan.transfers.items()
-        }
-        program = sync_program(plan, self.cluster.size, device, names)
-        found = load_across(self.cluster, program)
-        if self.handle is not None:
-            self.cluster.unload(self.handle)
-        self.made = here, there
-        return found
+    def _let_go(self) -> None:
+        """What the ranks of the actor do not have after all, nobody has."""
+        holders = self.actor.initial.holders
+        for label in [n for n in self.actor.seen.tensors if n not in self.target.stored]:
+            if holders.get(label) is self.target:
+                del holders[label]
 
     def _settle(self) -> None:
         while self.unread:
             self.read(self.unread[0])
 
-    def read(self, future: Future) -> None:
+    def read(self, moving: Moving) -> None:
         try:
-            future.check()
-        except DaftError as error:
-            self._forget(future)
-            if self.cluster.failure is None:
-                error.add_note("it was a sync, which changed nothing: the actor has what it had.")
-            raise self.there.told(error) from error.__cause__
-        self._forget(future)
-
-    def _forget(self, future: Future) -> None:
-        self.unread = [each for each in self.unread if each is not future]
+            moving.check()
+        finally:
+            self.unread = [each for each in self.unread if each is not moving]
 
 
 # -- the plan --------------------------------------------------------------------------------------

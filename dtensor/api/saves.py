@@ -69,7 +69,6 @@ from dtensor.runtime.saving import (
     error_of,
     hand_over,
     own_copy,
-    save_program,
     state_of,
 )
 from dtensor.sharding.ops.call import STEP
@@ -344,7 +343,7 @@ def _locate_optimizer(
     ]
     home = resident.optimizers.get(id(optimizer)) if resident is not None else None
     if home is not None and home.current:
-        for (label, key), stored in home.stored.items():
+        for (label, key), stored in home.owner.stored.items():
             name = keys[id(home.parameters[label])]
             state.on_ranks["optimizer", "state", name, key] = stored
         entries = {p: read_whole(own) for p, own in home.rest.items()}
@@ -382,17 +381,10 @@ def _copied_by_ranks(
     saving: Saving, session: MeshSession, resident: Resident, values: Mapping[Names, StoredTensor]
 ) -> Future:
     """The run in which each rank copies its share; it gives the number of the next step."""
-    model, cluster = resident.model, session.cluster
-    key = "save", id(model), saving["format"]
-    known, handle = session.loaded.get(key, (None, None))
-    if known != values:
-        if handle is not None:
-            cluster.unload(handle)
-        handle = cluster.load(save_program(values, cluster.size))
-        session.loaded[key] = dict(values), handle
+    model = resident.model
     counted = session.counted(f"{resident.prefix}steps", model.steps, takes=False)
-    fed = {STEP: model.steps.present(), SAVING: saving}
-    return session.run(handle, [fed] * cluster.size, {}, counted)
+    fed: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
+    return resident.store.save(("save", id(model), saving["format"]), values, fed, counted)
 
 
 @dataclass(frozen=True, slots=True)

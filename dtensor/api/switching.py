@@ -38,35 +38,31 @@ import torch
 from dtensor.api.away import Entries
 from dtensor.api.kept import kept
 from dtensor.api.loaded_program import programs_of
-from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.optimizer_on_ranks import updated_by
 from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
 from dtensor.api.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
 from dtensor.api.resident import OptimizerHome, Resident
-from dtensor.api.session import Launch, MeshSession, launched
+from dtensor.api.session import Launch, MeshSession, homes_in, launched
 from dtensor.api.several_meshes import not_launched
 from dtensor.api.stating.roles_of_weights import StatedRoles
+from dtensor.api.store import Owner
 from dtensor.api.switched import restate
 from dtensor.api.together import Models
 from dtensor.api.training import (
     StepOptions,
     TrainStep,
     check_recompute,
-    gradient_specs,
     grid_of,
 )
 from dtensor.api.wrapped_optimizers import torchs_own
-from dtensor.daft import DaftError
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
-from dtensor.runtime.between_meshes import bucket_bytes, values_program
+from dtensor.runtime.between_meshes import bucket_bytes
 from dtensor.runtime.elementwise.rule import rule_of
-from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
-from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -155,16 +151,12 @@ class _PlannedStep:
             raise
         return _PlannedStep(step, other, planned, options)
 
-    def homes(self) -> dict[str, tuple[TensorSpec, tuple[int, ...]]]:
-        """How it has the parameters and buffers of the module kept, by label."""
+    def homes(self, prefix: str, numbers: Sequence[int]) -> dict[str, StoredTensor]:
+        """By label, where it has the parameters and buffers of the module."""
         plan = self.planned.plan
-        wanted = {
-            i.label: (on_mesh(plan, i.held), holders(plan, i))
-            for i in plan.inputs
-            if i.kind in ("parameter", "buffer")
-        }
-        found = self.planned.models.by_part(wanted)
-        return next(own for part, own in found if part is self.other)
+        items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
+        read = next(r for part, r in self.planned.models.by_part(items) if part is self.other)
+        return homes_in(plan, read, prefix, numbers)
 
     def updated(
         self, optimizer: str, numbers: Sequence[int]
@@ -182,15 +174,6 @@ class _PlannedStep:
         for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
             if part is self.other:
                 part.settle(chosen, planned.plan.stage_ranks, stages)
-
-    def kept_gradients(self, here: MeshSession) -> list[StoredTensor]:
-        """Those that the step keeps there."""
-        step, last = self.step, self.step.last
-        if not step.options.keep_gradients or last is None or step._session is not here:
-            return []
-        names = step._kept(here, last)
-        specs = gradient_specs(last)
-        return [here.stored(names[f"gradient {n}"], spec) for n, spec in specs.items()]
 
     def go_on(self) -> None:
         """The step is of the model as it is placed now."""
@@ -265,21 +248,22 @@ class _Switch:
         self.states: list[_MovedState] = []
         self.moves: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         """By what a plan calls it, each value that is on ranks, as it is stored and is to be."""
+        self.into: dict[str, tuple[Owner[Any], Any]] = {}
         if resident is not None:
             stated = kept(other, numbers, None)
             _check_here(resident, stated)
-            for label, (spec, at) in ((n, how) for s in steps for n, how in s.homes().items()):
-                own = StoredTensor.of(resident.name(label), spec, at, numbers)
-                self.by_steps[label] = own
+            for step in steps:
+                self.by_steps |= step.homes(resident.prefix, numbers)
             for label, before in resident.stored.items():
                 own = self.by_steps.get(label) or replace(stated[label], label=before.label)
                 self.now[label] = own
-                self.moves[label] = before, own
+                self.moves[label], self.into[label] = (before, own), (resident.owner, label)
             for home in resident.optimizers.values():
                 self.states.append(_MovedState.of(home, steps, numbers))
                 for which, own in self.states[-1].now.items():
                     called = own.label.removeprefix(resident.prefix)
-                    self.moves[called] = home.stored[which], own
+                    self.moves[called] = home.owner.stored[which], own
+                    self.into[called] = home.owner, which
         self.plan: SyncPlan = self._plan(topology)
 
     def _plan(self, topology: Topology | None) -> SyncPlan:
@@ -310,7 +294,8 @@ class _Switch:
         for one in self.steps:
             one.go_on()
         if resident is not None:
-            self._settle_in(resident, there)
+            resident.session, resident.placed = there, None
+            self.launch.store.settle_anew(resident.owner, self.by_steps)
             for state, own in zip(self.states, rest, strict=True):
                 _settle_state(state, own, there)
             del self.here.residents[id(self.model)]
@@ -319,53 +304,32 @@ class _Switch:
 
     def _move(self, there: MeshSession) -> None:
         """The values go to the ranks that are to have them, beside the old ones."""
-        cluster = self.launch.cluster
-        names = {
-            called: (inner_name(self.here, before.label), inner_name(there, now.label))
-            for called, (before, now) in self.moves.items()
-            if before != now
-        }
-        if not names:
-            return
-        plan = replace(self.plan, transfers={n: self.plan.transfers[n] for n in names})
-        everyone = {*self.here.ranks, *self.numbers}
-        size, device = cluster.size, cluster.device
-        program = values_program(plan, size, device, names, state=True, also=everyone)
-        handle = load_across(cluster, program)
-        try:
-            empty: list[Mapping[str, object]] = [{} for _ in range(size)]
-            cluster.run(handle, empty, mode=there.mode).get()
-        except DaftError as error:
-            if cluster.failure is None:
-                error.add_note(
-                    f"it was a switch, which changed nothing: all is on {self.here.mesh}."
-                )
-            raise self.here.told(error) from error.__cause__
-        finally:
-            if cluster.failure is None:
-                cluster.unload(handle)
-
-    def _settle_in(self, resident: Resident, there: MeshSession) -> None:
-        """The values are there now: the module's tensors stay as they are."""
-        resident.mesh, resident.cluster, resident.stored = there.mesh, there.cluster, self.now
-        resident.planned, resident.placed = dict(self.by_steps), None
+        moves = {called: self.into[called] for called, (a, b) in self.moves.items() if a != b}
+        if moves:
+            moving = self.launch.store.move(
+                replace(self.plan, transfers={name: self.plan.transfers[name] for name in moves}),
+                moves,
+                also={*self.here.ranks, *self.numbers},
+                note=f"it was a switch, which changed nothing: all is on {self.here.mesh}.",
+            )
+            try:
+                moving.check()
+            finally:
+                self.launch.store.undo(moving)  # as by a signal; one that ended is known no more
 
     def _forget(self, there: MeshSession) -> None:
         """What of the model is where it no longer is to be: values, and programs over it."""
-        here, same = self.here, there is self.here
+        here, store = self.here, self.launch.store
         for program in programs_of(here).of_model(self.model):
             program.unload()
-        for before, now in self.moves.values():
-            here.forget(before.on(r for r in before.at if not (same and r in now.at)))
         for state in self.states:
-            for which, stored in state.home.stored.items():
-                if which not in state.now:
-                    here.forget(stored)
-        for one in self.steps:
-            for gradient in one.kept_gradients(here):
-                here.forget(gradient)
+            gone = [which for which in state.home.owner.stored if which not in state.now]
+            store.forget(state.home.owner, gone, delete=True)
+        if self.resident is not None:
+            gradients = self.resident.gradients
+            store.forget(gradients, gradients.stored, delete=True)
         here.drop()
-        names = [] if same else [state.home.name for state in self.states]
+        names = [] if there is here else [state.home.name for state in self.states]
         if names:
             here.cluster.delete([names] * here.mesh.size)
 
@@ -376,7 +340,7 @@ def _gathered(state: _MovedState) -> Entries:
     if not home.current:
         return {}
     found = {parameter: dict(entries) for parameter, entries in home.rest.items()}
-    left = {which: home.stored[which] for which in state.left}
+    left = {which: home.owner.stored[which] for which in state.left}
     for parameter, entries in home.resident.gather_values(home, left).items():
         found.setdefault(parameter, {}).update(entries)
     return found
@@ -385,9 +349,7 @@ def _gathered(state: _MovedState) -> Entries:
 def _settle_state(state: _MovedState, rest: Entries, there: MeshSession) -> None:
     """The state is there now; the next step puts what it lacks."""
     home = state.home
-    home.stored = dict(state.now)
-    home.made, home.updated, home.placed = frozenset(home.stored), frozenset(), None
-    home.rest = rest
+    home.updated, home.placed, home.rest = frozenset(), None, rest
     there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
 
 
@@ -509,8 +471,6 @@ def _grow(launch: Launch, size: int) -> None:
     for mesh, session in launch.sessions.items():
         if session.cluster is whole:  # the only mesh so far: its names stay as they are
             session.cluster = Part(whole, range(mesh.size), "", str(mesh))
-            for resident in session.residents.values():
-                resident.cluster = session.cluster
 
 
 def _check_running(launch: Launch) -> None:

@@ -79,8 +79,7 @@ def test_values_have_names_and_specs_and_may_be_put(variant: str, masters: bool)
             values = run.home(session).values()
             for (label, key), stored in values.items() if put else ():
                 assert stored.label == f"model 0: optimizer 0: {key} of {label}"
-                found = session.fetch(stored.label, stored.at)
-                shards = dict(zip(stored.at, found, strict=True))
+                shards = session.launch.store.fetch([stored])[stored.label]
                 for rank, shard in shards.items():
                     assert shard.shape == stored.spec.local_shape(MESH.coordinates(rank))
                     assert shard.dtype == stored.spec.dtype

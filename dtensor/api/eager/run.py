@@ -430,6 +430,7 @@ def fetch(value: Value) -> list[torch.Tensor]:
             run.check()
         if value.returned is not None:
             return value.session.returned(value.returned, value.stored.at)
-        return value.session.fetch(value.stored.label, value.stored.at)
+        found = value.session.launch.store.fetch([value.stored])[value.stored.label]
+        return [found[rank] for rank in value.stored.at]
     except DaftError as error:
         raise located(value.session, error) from error.__cause__

@@ -29,14 +29,15 @@ def sent_to_actor(x: CellTensor) -> torch.Tensor:
     """The global value, on the CPU. PlanningError where policy refuses to gather it."""
     x.session.check()
     value = own_value(x)
-    spec, ranks = value.stored.spec, value.stored.covering()
+    asked = value.stored.on(value.stored.covering())
+    spec, ranks = asked.spec, asked.at
     if set(spec.placements) - {REPLICATE}:
         whole = spec.with_placements(**dict.fromkeys(spec.mesh.axes, REPLICATE))
         sent = f"{spec} -> {whole}: {len(ranks)} shards gathered by the controller, "
         sent += size_text(spec.max_local_nbytes * len(ranks))
         check_sent("an argument of an actor", [sent], "call")
     try:
-        shards = value.session.fetch(value.stored.label, ranks)
+        shards = value.session.launch.store.fetch([asked])[asked.label]
     except DaftError as error:
         raise located(value.session, error) from error.__cause__
-    return assemble_at(dict(zip(ranks, shards, strict=True)), spec)
+    return assemble_at(shards, spec)

@@ -49,10 +49,10 @@ from dtensor.api.generation.programs import (
 )
 from dtensor.api.generation.requests import TextRequest
 from dtensor.api.kept import kept
-from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.api.several_meshes import listed, ranks_of_meshes
+from dtensor.api.store import across, inner_name
 from dtensor.daft import DaftError, Future, Handle, Stored
 from dtensor.errors import PlanningError, check_number
 from dtensor.frontend.alone import ONE_AT_A_TIME
@@ -314,7 +314,7 @@ class Apart:
         )
         while len(self._programs) >= MOST_LOADED:
             cluster.unload(self._programs.popitem(last=False)[1])
-        self._programs[key] = load_across(cluster, program)
+        self._programs[key] = cluster.load(across(cluster, program))
         return self._programs[key]
 
     def _planned(
