@@ -112,7 +112,10 @@ class MeshSession:
     def stored(self, label: str, spec: TensorSpec, at: Sequence[int] | None = None) -> StoredTensor:
         """A value that is here, or is to be, on these ranks of the mesh; by default on those that
         the spec says."""
-        return StoredTensor.of(label, spec, holders_of(spec) if at is None else at, self.ranks)
+        ranks = self.ranks
+        if at is None and not spec.on:  # each result of an eager op is such
+            return StoredTensor(label, spec, tuple(range(len(ranks))), ranks)
+        return StoredTensor.of(label, spec, holders_of(spec) if at is None else at, ranks)
 
     # -- values -----------------------------------------------------------------------------------
 
