@@ -44,7 +44,7 @@ from dtensor.api.away import (
     send_away,
 )
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.store import Owner, Place, TensorStore, buckets
+from dtensor.api.store import MeshRanks, Owner, TensorStore, buckets
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
 from dtensor.runtime.elementwise.rule import OptimizerRule
@@ -157,7 +157,7 @@ class Resident:
 
     model: ParallelModule
     prefix: str
-    session: Place
+    session: MeshRanks
     loads: int
     owner: Owner[str] = field(default_factory=Owner[str])
     gradients: Owner[str] = field(default_factory=Owner[str])

@@ -70,7 +70,7 @@ Source = Tensor | Callable[[], Tensor] | Recipe | OnDisk | None
 shards; None: absent until a step makes it."""
 
 
-class Place(Protocol):
+class MeshRanks(Protocol):
     """A mesh on ranks of a launch: of session.py."""
 
     @property
@@ -78,7 +78,7 @@ class Place(Protocol):
     @property
     def cluster(self) -> Cluster: ...
     @property
-    def launch(self) -> Places: ...
+    def launch(self) -> LaunchRanks: ...
     def check(self) -> None: ...
     def put(self, values: Sequence[Mapping[str, object]], *, wait: bool = False) -> None: ...
     def run(
@@ -93,7 +93,7 @@ class Place(Protocol):
     def drop(self) -> None: ...
 
 
-class Places(Protocol):
+class LaunchRanks(Protocol):
     """A launch."""
 
     @property
@@ -101,7 +101,7 @@ class Places(Protocol):
     @property
     def mode(self) -> Mode: ...
     @property
-    def sessions(self) -> Mapping[Mesh, Place]: ...
+    def sessions(self) -> Mapping[Mesh, MeshRanks]: ...
     @property
     def store(self) -> TensorStore: ...
 
@@ -136,7 +136,7 @@ class Moving:
 
     store: TensorStore
     run: Future
-    session: Place
+    session: MeshRanks
     note: str
     undone: Callable[[], None]
     before: dict[tuple[Owner[Any], Any], StoredTensor | None] = field(repr=False)
@@ -157,12 +157,12 @@ class Moving:
 class TensorStore:
     """One of each launch."""
 
-    def __init__(self, launch: Places) -> None:
+    def __init__(self, launch: LaunchRanks) -> None:
         self._launch = launch
-        self._programs: OrderedDict[Hashable, _Loaded] = OrderedDict()
+        self._programs: OrderedDict[Hashable, _LoadedMove] = OrderedDict()
         self._moving: list[Moving] = []
 
-    def _session(self, values: Iterable[StoredTensor]) -> Place:
+    def _session(self, values: Iterable[StoredTensor]) -> MeshRanks:
         """Where they are, which is one mesh."""
         return self._launch.sessions[next(iter(values)).spec.mesh]
 
@@ -198,7 +198,7 @@ class TensorStore:
         owner._absent.difference_update(put)
         owner._absent.update(key for key, (source, _) in given.items() if source is None)
 
-    def _put_each(self, session: Place, values: Iterable[tuple[int, str, Tensor]]) -> None:
+    def _put_each(self, session: MeshRanks, values: Iterable[tuple[int, str, Tensor]]) -> None:
         """Shards of ranks, in pieces: more than one is never on its way, and what makes them may
         so make them of what the controller has."""
         piece: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
@@ -214,7 +214,7 @@ class TensorStore:
 
     def _make(
         self,
-        session: Place,
+        session: MeshRanks,
         made: Mapping[int, Mapping[str, tuple[Any, Pieces]]],
         names: Mapping[str, str],
     ) -> None:
@@ -445,7 +445,7 @@ class TensorStore:
 
     def _loaded(
         self, key: Hashable, of: object, cluster: Cluster, program: Callable[[], Program]
-    ) -> _Loaded:
+    ) -> _LoadedMove:
         """The program of a move, a transfer or a save; it stays where it has a key."""
         known = self._programs.get(key)
         if known is not None and (known.of is of or known.of == of):
@@ -454,7 +454,7 @@ class TensorStore:
         if known is not None:
             del self._programs[key]
             known.cluster.unload(known.handle)
-        found = _Loaded(of, cluster, cluster.load(program()))
+        found = _LoadedMove(of, cluster, cluster.load(program()))
         if key is not None:
             for old, own in [*self._programs.items()][: len(self._programs) - MOST_LOADED + 1]:
                 if own.last is None or own.last.done():
@@ -465,7 +465,7 @@ class TensorStore:
 
 
 @dataclass(slots=True)
-class _Loaded:
+class _LoadedMove:
     """``of``: what it was made for; ``last``: the last run of it."""
 
     of: object
@@ -503,7 +503,7 @@ def across(cluster: Cluster, program: Program) -> Program:
     return replace(program, known_as=known_as)
 
 
-def inner_name(session: Place, name: str) -> str:
+def inner_name(session: MeshRanks, name: str) -> str:
     """What the tables of the launch's ranks have under a name of the mesh's."""
     cluster = session.cluster
     return cluster.inner(name) if isinstance(cluster, Part) else name
