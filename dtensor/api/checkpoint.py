@@ -45,14 +45,9 @@ from dtensor.api.resident import Resident
 from dtensor.api.saves import Saved, SaveOptions, submitted
 from dtensor.api.session import MeshSession, launched, session_at_hand
 from dtensor.api.state import checked_optional
-from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.runtime.checkpoint import Checkpoint, latest
-from dtensor.runtime.saving import (
-    Held,
-    load_program,
-)
 
 _ONE_SAVE = threading.RLock()
 _LAST: list[Saved] = []
@@ -250,30 +245,16 @@ def _fill_ranks(
     """Each rank reads its shards of all values."""
     resident = session.resident(model)
     resident.settle()
-    tensors, keeping = model.seen.tensors, kept(model, resident)
-    held = {
-        stored.name: Held(resident.name(label), *keeping[label]) for label, stored in values.items()
-    }
-    cluster = session.cluster
-    folder = os.path.abspath(checkpoint.path)
-    handle = cluster.load(load_program(folder, held, cluster.size, cluster.device))
-    try:
-        cluster.run(handle, [{}] * cluster.size).get()
-    except DaftError as error:
-        if cluster.failure is None:
-            error.add_note("nothing was loaded: the model has what it had.")
-        raise session.told(error) from error.__cause__
-    finally:
-        if cluster.failure is None:
-            cluster.unload(handle)
+    tensors, homes = model.seen.tensors, kept(model, session.ranks, resident)
+    given = {label: (stored, homes[label]) for label, stored in values.items()}
+    resident.store.load(resident.owner, os.path.abspath(checkpoint.path), given)
     for label in values:
         _leave_other_holder(tensors[label], resident)
-        resident.specs[label], resident.ranks[label] = keeping[label]
     model.initial.leave_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})
     resident.keep({label: tensors[label] for label in values})
     resident.stale |= values.keys() & resident.own.keys()
     resident.changed = any(
-        tensors[label].is_meta for label in resident.specs.keys() - values.keys()
+        tensors[label].is_meta for label in resident.stored.keys() - values.keys()
     )
     resident.unsaved = False
 

@@ -138,7 +138,7 @@ class CompiledFunction:
         results: list[DTensor] = []
         for output, layout in program.results.items():
             returned = Returned(future, output) if output in program.returned else None
-            value = Value(session, names[output], layout.spec, returned)
+            value = Value(session, session.stored(names[output], layout.spec), returned)
             results.append(DTensor.of(Cell(session, layout, value)))
         for index, leaf in sorted(planned.returned.items()):
             results.insert(index, call.leaves[leaf])

@@ -18,7 +18,7 @@ Not here: recording and making (frontend.initial).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -43,6 +43,7 @@ class MetaHolder(Protocol):
 
     changed: bool
     unsaved: bool
+    settling: list[Callable[[], None]]
 
     def gather(self, labels: Sequence[str]) -> dict[str, torch.Tensor]: ...
 

@@ -27,6 +27,7 @@ from dtensor.api.handle import Layout, TensorHandle, contiguous_layout
 from dtensor.api.plan_call import MOST_PLANS, BoundCall, Planned
 from dtensor.api.resident import check_apart
 from dtensor.api.session import MeshSession
+from dtensor.api.store import Owner
 from dtensor.daft import Buffer, Future, Program, Stored
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
@@ -39,6 +40,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
+from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act
 
 RETURNED_BYTES = 2**16
@@ -76,6 +78,7 @@ class LoadedProgram:
         self._whole = frozenset(
             name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
         )
+        self.owner = Owner[str]()  # of its constants in the store
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
@@ -99,6 +102,18 @@ class LoadedProgram:
                 room -= nbytes
         return frozenset(found)
 
+    def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors, by the labels of the program's constants, or others in their place."""
+        plan, store = self.planned.plan, self.session.launch.store
+        given: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
+        for item in plan.inputs:
+            if item.kind == "constant" and item.label in tensors:
+                name, spec = self._state[item.name], on_mesh(plan, item.held)
+                stored = self.session.stored(name, spec, holders(plan, item))
+                given[item.name] = tensors[item.label], stored
+        store.forget(self.owner, given)
+        store.put(self.owner, given)
+
     def put_caught(self) -> None:
         """Put what the tensors hold now that the program caught, where that is not there yet."""
         reads = self.planned.graph.reads
@@ -108,7 +123,7 @@ class LoadedProgram:
         changed = [c for c in reads.caught if self._put.get(c.name) != c.number]
         if changed:
             tensors = {caught.name: caught.kept for caught in changed}
-            _put_constants(self.session, self.planned.plan, self._state, tensors)
+            self.put_constants(tensors)
             self._put.update((caught.name, caught.number) for caught in changed)
 
     def run(
@@ -133,11 +148,7 @@ class LoadedProgram:
     def unload(self) -> None:
         """The ranks forget it; its constants are nobody's."""
         self.session.cluster.unload(self.handle)
-        plan = self.planned.plan
-        made = {item.label for item in plan.flow.inputs if item.constant is not None}
-        for item in plan.inputs:
-            if item.kind == "constant" and (item.label in made or item.label in self._put):
-                self.session.forget(self._state[item.name], holders(plan, item))
+        self.session.launch.store.forget(self.owner, self.owner.stored, delete=True)
 
     def feed(
         self,
@@ -288,9 +299,9 @@ def load(
             lowered = _fused(session, planned, lowered, roles, state)
         plan = planned.plan
         made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
-        _put_constants(session, plan, state, made)
         training = roles.optimizer is not None
         loaded = LoadedProgram(session, planned, lowered, state, training=training)
+        loaded.put_constants(made)
         if planned.models:
             check_apart(named_tensors(planned.models.module), loaded.writes)
         programs[key] = loaded
@@ -348,26 +359,14 @@ def _written(planned: Planned, training: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def _put_constants(
-    session: MeshSession, plan: Plan, state: Mapping[str, str], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Put tensors, by the labels of the program's constants, on the ranks that hold these."""
-    values: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
-    for item in plan.inputs:
-        if item.kind == "constant" and item.label in tensors:
-            for rank in holders(plan, item):
-                values[rank][state[item.name]] = tensors[item.label]
-    if any(values):
-        session.put(values)
-
-
 def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
     """Plan input to the name of its value in the actors' tables."""
     found: dict[str, str] = {}
-    session.num_programs += 1
+    launch = session.launch
+    launch.num_programs += 1
     for item in planned.plan.inputs:
         if item.kind == "constant":
-            found[item.name] = f"constant {session.num_programs}: {item.label}"
+            found[item.name] = f"constant {launch.num_programs}: {item.label}"
         elif item.kind in ("parameter", "buffer"):
             owner = planned.models.owner(item.label)
             if owner is None:

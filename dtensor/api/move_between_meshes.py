@@ -20,20 +20,17 @@ replicated where the sum was pending.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dtensor.api.eager.tensor import DTensor, check_placements
-from dtensor.api.eager.values import Value, fresh_name
+from dtensor.api.eager.values import fresh_name
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.api.several_meshes import listed
-from dtensor.daft import Cluster, Handle, Program, Stored
-from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.alone import ONE_AT_A_TIME
-from dtensor.runtime.between_meshes import pieces_of, shard_from, transfer_program
+from dtensor.runtime.between_meshes import pieces_of, shard_from
 from dtensor.sharding.redistribute.between_meshes import (
     Piece,
     TransferPlan,
@@ -42,10 +39,7 @@ from dtensor.sharding.redistribute.between_meshes import (
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
-
-MOST_LOADED = 64
-"""Programs of transfers that a session keeps, by how values are before and after: those used
-last."""
+from dtensor.sharding.spec.stored import StoredTensor
 
 
 def transfer(
@@ -78,7 +72,8 @@ def transfer_plan(
     raises. A pending value is planned as it is after its reduction.
     """
     target, spec = _target(x, mesh, ranks, placements)
-    return _plan(x.spec, x.session, target, spec)
+    before = x.session.stored("", x.spec.with_placements(**_pending(x.spec)))
+    return _plan(x.session, before, target, target.stored("", spec))
 
 
 class _Transfer(torch.autograd.Function):
@@ -97,25 +92,21 @@ def _moved(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
         pending = _pending(x.spec)
         x = x.redistribute(**pending) if pending else x
         value = x.value()
-        plan = _plan(value.spec, x.session, target, spec)
-        name = fresh_name()
+        now = target.stored(fresh_name(), spec)
+        plan = _plan(x.session, value.stored, target, now)
         if plan.distinct:
-            _through_controller(value, target, plan, name)
+            _through_controller(x.session, target, plan)
         else:
-            _among_actors(value, target, plan, name)
-    return DTensor(spec, target, name)
+            future = target.launch.store.transfer(plan)
+            if target.at_once:
+                future.check()
+    return DTensor(spec, target, now.label)
 
 
 def _plan(
-    source_spec: TensorSpec, session: MeshSession, target: MeshSession, spec: TensorSpec
+    session: MeshSession, before: StoredTensor, target: MeshSession, now: StoredTensor
 ) -> TransferPlan:
-    return plan_transfer(
-        source_spec.with_placements(**_pending(source_spec)),
-        spec,
-        source_ranks=session.ranks,
-        target_ranks=target.ranks,
-        distinct=session.launch is not target.launch,
-    )
+    return plan_transfer(before, now, distinct=session.launch is not target.launch)
 
 
 def _target(
@@ -167,51 +158,17 @@ def _pending(spec: TensorSpec) -> dict[str, Placement]:
     return {axis: REPLICATE for axis, p in spec.sharding.items() if isinstance(p, Partial)}
 
 
-def load_across(cluster: Cluster, program: Program) -> Handle:
-    """Load a program between meshes of a launch: its errors name a rank as each of them does."""
-    known_as = tuple(cluster.known_as.get(rank, "") for rank in range(cluster.size))
-    return cluster.load(replace(program, known_as=known_as))
-
-
-def inner_name(session: MeshSession, name: str) -> str:
-    cluster = session.cluster
-    return cluster.inner(name) if isinstance(cluster, Part) else name
-
-
-def _among_actors(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
-    cluster = target.launch.cluster
-    key = ("transfer", plan.source, plan.target, plan.source_ranks, plan.target_ranks)
-    loaded = x.session.transfers
-    if key not in loaded:
-        for old, (handle, last) in list(loaded.items())[: len(loaded) - MOST_LOADED + 1]:
-            if last.done():
-                del loaded[old]
-                cluster.unload(handle)
-        handle = load_across(cluster, transfer_program(plan, cluster.size, cluster.device))
-    else:
-        handle, _ = loaded[key]
-    stored = Stored(inner_name(x.session, x.name))
-    fed: list[dict[str, object]] = [{} for _ in range(cluster.size)]
-    for index in plan.sources:
-        fed[plan.source_ranks[index]]["x"] = stored
-    future = cluster.run(handle, fed, mode=target.mode, keep={"y": inner_name(target, name)})
-    loaded[key] = handle, future
-    loaded.move_to_end(key)
-    if target.at_once:
-        future.check()
-
-
-def _through_controller(x: Value, target: MeshSession, plan: TransferPlan, name: str) -> None:
+def _through_controller(source: MeshSession, target: MeshSession, plan: TransferPlan) -> None:
     """Fetched from the ranks that are to send, cut and joined here, put on the target's ranks."""
     needed = {piece.source_rank for piece in plan.pieces}
-    asked = tuple(index for index in plan.sources if plan.source_ranks[index] in needed)
+    asked = plan.here.on(index for index, rank in plan.here.numbers.items() if rank in needed)
     blocks: dict[Piece, torch.Tensor] = {}
-    for index, shard in zip(asked, x.session.fetch(x.name, asked), strict=True):
-        mine = [p for p in plan.pieces if p.source_rank == plan.source_ranks[index]]
+    for index, shard in source.launch.store.fetch([asked])[asked.label].items():
+        mine = [p for p in plan.pieces if p.source_rank == plan.here.numbers[index]]
         blocks.update(zip(mine, pieces_of(plan, index, shard), strict=True))
     cpu = torch.device("cpu")
     values: list[dict[str, object]] = []
-    for index, rank in enumerate(plan.target_ranks):
+    for index, rank in plan.there.numbers.items():
         own = [blocks[piece] for piece in plan.pieces if piece.target_rank == rank]
-        values.append({name: shard_from(plan, index, own, cpu)})
+        values.append({plan.there.label: shard_from(plan, index, own, cpu)})
     target.put(values)

@@ -1,8 +1,9 @@
 """An optimizer's state, from the controller to the tables of a session's ranks.
 
     home = place_optimizer(session, model, adamw, groups, plan, stages, models, masters=False)
-    name, spec, ranks = home.named["up.weight", "exp_avg"]
-    # "model 0: optimizer 0: exp_avg of up.weight"; f32[64@dp,16], [16,16] on each; (0, 1, 2, 3)
+    stored = home.owner.stored["up.weight", "exp_avg"]
+    stored.label         # "model 0: optimizer 0: exp_avg of up.weight"
+    stored.spec          # f32[64@dp,16]: [16,16] on each of ranks 0, 1, 2, 3
 
 Each value that the plan's update reads has a name there and is cut as the plan says; a `step` is a
 number on all ranks. One that an earlier program has put there, and nobody has looked at since,
@@ -13,27 +14,30 @@ Not here: how it comes back (resident.py), how it is named and updated (runtime/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dtensor.api.away import AwayState, Entries
+from dtensor.api.on_disk import OnDisk
 from dtensor.api.parallel import ParallelModule
-from dtensor.api.resident import Named, OptimizerHome
+from dtensor.api.resident import OptimizerHome
 from dtensor.api.session import MeshSession
 from dtensor.api.stating.stages import StagePlan
+from dtensor.api.store import Source
 from dtensor.api.together import Models
 from dtensor.errors import PlanningError
 from dtensor.runtime.elementwise.rule import OptimizerRule, rule_of
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.shard_optimizer import MASTER, absent, value_name
+from dtensor.runtime.shard_optimizer import MASTER, value_name
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.spec.placements import REPLICATE
-from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec, alike
+from dtensor.sharding.spec.stored import StoredTensor
 
 if TYPE_CHECKING:
     from dtensor.runtime.elementwise.ghost import Ghost
@@ -74,11 +78,11 @@ def place_optimizer(
     if home is not None and known_so and home.current and home.placed is plan:
         return home
     name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
-    updated = updated_by(plan, groups, keys, name, models.labels, rule)
-    known = {} if home is None else home.named
+    updated = updated_by(session.ranks, plan, groups, keys, name, models.labels, rule)
+    known = {} if home is None else home.owner.stored
     if known:
         _check_as_before(known, updated)
-    elsewhere = any(w in known and not set(updated[w][2]) <= set(known[w][2]) for w in updated)
+    elsewhere = any(w in known and not set(updated[w].at) <= set(known[w].at) for w in updated)
     if home is None or not home.current or elsewhere:
         held: object = optimizer.state
         entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
@@ -99,7 +103,6 @@ def place_optimizer(
         new = {which: updated[which] for which in updated if which not in known}
     home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
     _put_state(session, home, new)
-    home.named |= new
     home.keys, home.placed = keys, plan
     home.updated = frozenset(updated)
     labels = models.labels
@@ -115,7 +118,7 @@ def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghos
     }
     ghost = rule.ghost({})
     if ghost is not None and found:
-        from dtensor.api.on_disk import OnDisk, read_whole
+        from dtensor.api.on_disk import read_whole
 
         numbers = rule.numbers()
         for label, own in found.items():
@@ -126,64 +129,45 @@ def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghos
 
 
 def _put_state(
-    session: MeshSession,
-    home: OptimizerHome,
-    new: dict[tuple[str, str], Named],
+    session: MeshSession, home: OptimizerHome, new: Mapping[tuple[str, str], StoredTensor]
 ) -> None:
-    """Put values of the state, those that there are out of ``home.rest``."""
+    """Put values of the state: those that there are out of ``home.rest``, on disk or here."""
     parameters = home.parameters
-    sent: list[tuple[torch.Tensor | None, Named]] = []
-    read = frozenset[tuple[str, str]]()
-    if home.on_disk:
-        from dtensor.api.kept import shards_on_disk
-
-        own = shards_on_disk(home, new)
-        session.make(own, {name: name for wanted in own for name in wanted})
-        read = home.made & new.keys()
-    for (label, key), (name, spec, ranks) in list(new.items()):
-        if (label, key) in read:
-            continue
-        entries = home.rest.get(parameters[label], {})
-        if entries:
-            entries = _with_memory(entries, label, home.optimizer)
+    there: defaultdict[str, set[str]] = defaultdict(set)
+    for label, key in home.values(wait=False):
+        there[label].add(key)
+    given: dict[tuple[str, str], tuple[Source, StoredTensor]] = {}
+    for (label, key), stored in new.items():
+        entries = _with_memory(home.rest.get(parameters[label], {}), label, home.optimizer)
         value = entries.get(key)
         if value is None:
-            if entries or home.made:
-                _check_made(home, label, key, entries, parameters[label])
+            known = there[label] | {k for k, entry in entries.items() if entry is not None}
+            _check_made(home, label, key, known - {MASTER}, parameters[label])
         else:
-            home.made |= {(label, key)}
-            value = _as_stored(value, spec, key, label, home.rule)
-            spec = replace(spec, dtype=value.dtype)
-            new[label, key] = name, spec, ranks
-        sent.append((value, (name, spec, ranks)))
-    session.put_each(_shards(session, sent))
+            value = _as_stored(value, stored.spec, key, label, home.rule)
+            stored = replace(stored, spec=replace(stored.spec, dtype=value.dtype))
+            there[label].add(key)
+        given[label, key] = value, stored
+    session.launch.store.put(home.owner, given)
     if home.rest:
         home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
 
 
-def _shards(
-    session: MeshSession, values: Sequence[tuple[torch.Tensor | None, Named]]
-) -> Iterator[tuple[int, str, torch.Tensor]]:
-    nothing = absent("cpu")
-    for value, (name, spec, ranks) in values:
-        for rank in ranks:
-            here = session.mesh.coordinates(rank)
-            yield rank, name, nothing if value is None else lent_shard(value, spec, here)
-
-
 def updated_by(
+    numbers: Sequence[int],
     plan: Plan,
     groups: Sequence[Sequence[str]],
     keys: Sequence[tuple[str, ...]],
     optimizer: str,
     labels: Mapping[str, str],
     rule: OptimizerRule,
-) -> dict[tuple[str, str], Named]:
+) -> dict[tuple[str, str], StoredTensor]:
     """The values of the state that the plan's update has, by label and key; ``groups``: the names
-    of their parameters, ``keys``: of the state in each, ``labels``: by name."""
+    of their parameters, ``keys``: of the state in each, ``labels``: by name, ``numbers``: of
+    the mesh's ranks in the launch."""
     keys_by_name = {n: own for group, own in zip(groups, keys, strict=True) for n in group}
     items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
-    found: dict[tuple[str, str], Named] = {}
+    found: dict[tuple[str, str], StoredTensor] = {}
     for step in updates_of(plan.steps):
         item, masters = items[step.parameter], bool(step.master_bytes)
         label = labels[step.parameter]
@@ -197,16 +181,19 @@ def updated_by(
                 spec = TensorSpec(entry.shape, dtype, state.mesh, whole)
             else:
                 spec = replace(wide, dtype=entry.dtype(wide.dtype)) if key != MASTER else wide
-            found[label, key] = name, spec, holders(plan, item)
+            found[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
     return found
 
 
-def _check_as_before(known: Mapping[Any, Named], updated: Mapping[Any, Named]) -> None:
-    for (label, key), (_, spec, _) in updated.items():
-        _, before, _ = known.get((label, key), ("", spec, ()))
-        if not alike(before, spec):
+def _check_as_before(
+    known: Mapping[tuple[str, str], StoredTensor], updated: Mapping[tuple[str, str], StoredTensor]
+) -> None:
+    for (label, key), now in updated.items():
+        before = known.get((label, key), now)
+        if not alike(before.spec, now.spec):
             raise PlanningError(
-                f"{key} of {label} is stored as {before}, this program wants it stored as {spec}"
+                f"{key} of {label} is stored as {before.spec}, this program wants it stored as "
+                f"{now.spec}"
             )
 
 
@@ -239,11 +226,9 @@ def _with_memory(
 
 
 def _check_made(
-    home: OptimizerHome, label: str, key: str, entries: Mapping[str, Any], of: torch.Tensor
+    home: OptimizerHome, label: str, key: str, there: Set[str], of: torch.Tensor
 ) -> None:
     """PlanningError where a parameter has a state, and not this value of it: torch finds none."""
-    there = {k for known, k in home.made if known == label} | set(entries)
-    there = {k for k in there - {MASTER} if entries.get(k) is not None or (label, k) in home.made}
     if key == MASTER or home.rule.entry(key).late or not there:
         return
     groups = home.optimizer.param_groups
@@ -259,17 +244,19 @@ def _check_made(
 
 def _as_stored(
     value: Any, spec: TensorSpec, key: str, label: str, rule: OptimizerRule
-) -> torch.Tensor:
+) -> torch.Tensor | OnDisk:
     """A given value of a state, of the spec's shape and, but for a number, its dtype."""
     entry = rule.entry(key)
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor | OnDisk):
         value = torch.tensor(value, dtype=spec.dtype if entry.python is not None else None)
-    elif entry.python is not None:
+    elif entry.python is not None and not isinstance(value, OnDisk):
         value = value.reshape(spec.shape).to(spec.dtype)
     if tuple(value.shape) != spec.shape:
         raise PlanningError(
             f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
             f"fix: load the state of the same optimizer and model"
         )
-    keeps = entry.number or not value.is_floating_point()
+    keeps = entry.number or not value.dtype.is_floating_point
+    if isinstance(value, OnDisk):
+        return value if keeps else replace(value, dtype=spec.dtype)
     return value.detach() if keeps else value.detach().to(spec.dtype)

@@ -33,22 +33,24 @@ import torch
 from torch import nn
 
 from dtensor.api.away import as_it_is
-from dtensor.api.kept import Keeping, kept
-from dtensor.api.move_between_meshes import inner_name, load_across
+from dtensor.api.kept import kept
 from dtensor.api.parallel import ParallelModule, check_parallel, parallelize
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.api.several_meshes import ranks_of_meshes
 from dtensor.api.stating.roles_of_weights import StatedRoles
 from dtensor.api.stating.stages import Stages
-from dtensor.daft import DaftError, Future, Handle
+from dtensor.api.store import Moving
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import named_tensors, type_text
-from dtensor.runtime.between_meshes import bucket_bytes, sync_program
-from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.runtime.between_meshes import bucket_bytes
+from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
+
+_Stored = Mapping[str, StoredTensor]
 
 MOST_UNREAD = 2
 """Syncs of an actor that may be under way; the next waits for the oldest."""
@@ -128,18 +130,17 @@ def _plan_of(
     if launched() is None:
         places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
         numbers = places[policy.mesh], places[actor.mesh]
-        source, target, cpu = kept(policy, None), kept(actor, None), torch.device("cpu")
-        return _planned(policy, actor, source, target, numbers, cpu, topology)
+        source, target = kept(policy, numbers[0], None), kept(actor, numbers[1], None)
+        return _planned(policy, actor, source, target, torch.device("cpu"), topology)
     if ranks is not None:
         raise PlanningError(
             "ranks= says where the meshes would be, and a launch is running, which has them.\n"
             "fix: leave ranks out"
         )
     here, there = session_for(policy.mesh), session_for(actor.mesh)
-    numbers = here.ranks, there.ranks
-    source = kept(policy, here.residents.get(id(policy)))
-    target = kept(actor, there.residents.get(id(actor)))
-    return _planned(policy, actor, source, target, numbers, here.cluster.device, topology)
+    source = kept(policy, here.ranks, here.residents.get(id(policy)))
+    target = kept(actor, there.ranks, there.residents.get(id(actor)))
+    return _planned(policy, actor, source, target, here.cluster.device, topology)
 
 
 def sync(policy: ParallelModule, actor: ParallelModule) -> int:
@@ -173,19 +174,19 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
 
 
 class _Pair:
-    """A policy and an actor in a launch: the program between them, made anew where one of them is
-    kept otherwise than it was made for."""
+    """A policy and an actor in a launch: the plan between them, made anew where one of them is
+    stored otherwise than it was made for."""
 
     def __init__(
         self, here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
     ) -> None:
         self.policy, self.here, self.source = policy, here, here.resident(policy)
         self.actor, self.there, self.target = actor, there, there.resident(actor)
-        self.cluster = here.launch.cluster
-        self.unread: list[Future] = []
-        self.made: tuple[Keeping, Keeping] = {}, {}
-        self.handle: Handle | None = None
+        self.unread: list[Moving] = []
+        self.made: tuple[_Stored, _Stored] = {}, {}
+        self.plan: SyncPlan | None = None
         there.settling.append(self._settle)
+        self.target.settling.append(lambda: here.launch.store.look(wait=True))
 
     @staticmethod
     def of(
@@ -195,69 +196,55 @@ class _Pair:
         known: _Pair | None = there.loaded.get(key)
         if known is None or known.here is not here:  # the policy was switched
             there.loaded[key] = _Pair(here, policy, there, actor)
-            if known is not None and known.handle is not None:
-                known.cluster.unload(known.handle)
         return there.loaded[key]
 
-    def oldest(self) -> Future | None:
+    def oldest(self) -> Moving | None:
         """What has to be read before another one runs."""
-        has = self.unread and (self.unread[0].done() or len(self.unread) >= MOST_UNREAD)
+        has = self.unread and (self.unread[0].run.done() or len(self.unread) >= MOST_UNREAD)
         return self.unread[0] if has else None
 
     def run(self) -> None:
         self.source.settle()
-        here, where = kept(self.policy, self.source), kept(self.actor, self.target)
-        if self.handle is None or self.made != (here, where):
-            self.handle = self._loaded(here, where)
+        self.target.store.look()
+        here = kept(self.policy, self.here.ranks, self.source)
+        where = kept(self.actor, self.there.ranks, self.target)
+        if self.plan is None or self.made != (here, where):
+            device = self.here.cluster.device
+            self.plan = _planned(self.policy, self.actor, here, where, device)
+            self.made = here, where
         self.here.hold(self.policy, here)
-        empty: list[Mapping[str, object]] = [{}] * self.cluster.size
-        future = self.cluster.run(self.handle, empty, mode=self.there.mode)
+        target, labels = self.target, self.actor.seen.labels
+        moving = target.store.move(
+            self.plan,
+            {name: (target.owner, labels[name]) for name in self.plan.transfers},
+            key=("sync", id(self.policy), id(self.actor)),
+            note="it was a sync, which changed nothing: the actor has what it had.",
+            undone=self._let_go,
+        )
         if self.there.at_once:
-            self.read(future)
+            self.read(moving)
         else:
-            self.unread.append(future)
-        target = self.target
-        target.specs.update({label: spec for label, (spec, _) in where.items()})
-        target.ranks.update({label: ranks for label, (_, ranks) in where.items()})
+            self.unread.append(moving)
         target.keep(dict(self.actor.seen.tensors))
         target.changed = target.unsaved = False
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
-    def _loaded(self, here: Keeping, there: Keeping) -> Handle:
-        """The program for values that are kept so."""
-        numbers, device = (self.here.ranks, self.there.ranks), self.cluster.device
-        plan = _planned(self.policy, self.actor, here, there, numbers, device)
-        mine, theirs = self.policy.seen.labels, self.actor.seen.labels
-        names = {
-            name: (
-                inner_name(self.here, self.source.name(mine[name])),
-                inner_name(self.there, self.target.name(theirs[name])),
-            )
-            for name in plan.transfers
-        }
-        program = sync_program(plan, self.cluster.size, device, names)
-        found = load_across(self.cluster, program)
-        if self.handle is not None:
-            self.cluster.unload(self.handle)
-        self.made = here, there
-        return found
+    def _let_go(self) -> None:
+        """What the ranks of the actor do not have after all, nobody has."""
+        holders = self.actor.initial.holders
+        for label in [n for n in self.actor.seen.tensors if n not in self.target.stored]:
+            if holders.get(label) is self.target:
+                del holders[label]
 
     def _settle(self) -> None:
         while self.unread:
             self.read(self.unread[0])
 
-    def read(self, future: Future) -> None:
+    def read(self, moving: Moving) -> None:
         try:
-            future.check()
-        except DaftError as error:
-            self._forget(future)
-            if self.cluster.failure is None:
-                error.add_note("it was a sync, which changed nothing: the actor has what it had.")
-            raise self.there.told(error) from error.__cause__
-        self._forget(future)
-
-    def _forget(self, future: Future) -> None:
-        self.unread = [each for each in self.unread if each is not future]
+            moving.check()
+        finally:
+            self.unread = [each for each in self.unread if each is not moving]
 
 
 # -- the plan --------------------------------------------------------------------------------------
@@ -266,9 +253,8 @@ class _Pair:
 def _planned(
     policy: ParallelModule,
     actor: ParallelModule,
-    here: Keeping,
-    there: Keeping,
-    numbers: tuple[tuple[int, ...], tuple[int, ...]],
+    here: _Stored,
+    there: _Stored,
     device: torch.device,
     topology: Topology | None = None,
 ) -> SyncPlan:
@@ -276,18 +262,15 @@ def _planned(
     _check_same(here, there)
     return plan_sync(
         type(policy.module).__name__,
-        {
-            label: (Side(*here[label], numbers[0]), Side(*there[label], numbers[1]))
-            for label in there
-        },
+        {name: (here[name], there[name]) for name in there},
         topology=topology,
         bucket_bytes=bucket_bytes(device),
     )
 
 
-def _by_name(model: ParallelModule, keeping: Keeping) -> Keeping:
+def _by_name(model: ParallelModule, stored: _Stored) -> _Stored:
     """What two modules have alike is their names."""
-    return {model.seen.names[label]: how for label, how in keeping.items()}
+    return {model.seen.names[label]: own for label, own in stored.items()}
 
 
 def _definition(module: nn.Module) -> nn.Module:
@@ -338,14 +321,14 @@ def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
         )
 
 
-def _check_same(here: Keeping, there: Keeping) -> None:
+def _check_same(here: _Stored, there: _Stored) -> None:
     """That both modules still have the same parameters and buffers."""
     for mine, other, whose in ((here, there, "policy"), (there, here, "actor")):
         missing = sorted(mine.keys() - other.keys())
         if missing:
             raise _differ(f"the {whose} alone has {', '.join(missing[:4])}")
-    for label, (spec, _) in here.items():
-        target = there[label][0]
+    for label, own in here.items():
+        spec, target = own.spec, there[label].spec
         if (spec.shape, spec.dtype) != (target.shape, target.dtype):
             raise _differ(f"{label} is {_type(spec)} in the policy, {_type(target)} in the actor")
 

@@ -22,7 +22,7 @@ Not here: what is put where (session.py, optimizer_on_ranks.py), whole states in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from itertools import pairwise
@@ -44,29 +44,20 @@ from dtensor.api.away import (
     send_away,
 )
 from dtensor.api.parallel import ParallelModule
+from dtensor.api.store import MeshRanks, Owner, TensorStore, buckets
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
 from dtensor.runtime.elementwise.rule import OptimizerRule
-from dtensor.runtime.shard_optimizer import is_absent
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Partial
-from dtensor.sharding.spec.shards import Where, assemble_at, held
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act
 
 if TYPE_CHECKING:
     from dtensor.runtime.elementwise.ghost import Ghost
 
 LOAD = "dt.load_state_dict(model, opt, state)"
-BUCKET_BYTES = 2**26
-"""What comes home at a time: the controller holds no more than this twice."""
-
 _version = attrgetter("_version")
-
-
-Named = tuple[str, TensorSpec, tuple[int, ...]]
-"""A value of the ranks' tables: its name, the spec, who has it."""
 
 
 @dataclass(slots=True, repr=False)
@@ -77,10 +68,9 @@ class OptimizerHome:
     ``parameters``: by label, those of which there is state on the ranks;
     ``keys``: of the state, by group; ``rule``: what is known of its class; ``ghost``: what advances
     numbers on the optimizer itself; ``groups``: of labels, and ``trained``: those that the last
-    plan updates; ``named``: by parameter and key, the table's name of each value, how it is cut and
-    which ranks have it, before its first step as well; ``updated``: those that the last plan
-    updates; ``made``: those that are there, but for steps under way; ``rest``: entries that no
-    program here has used, perhaps ``on_disk``; ``placed``: the last plan.
+    plan updates; ``owner``: of its values in the store, by parameter and key, of those too that are
+    absent until a first step; ``updated``: those that the last plan updates; ``rest``: entries that
+    no program here has used, perhaps ``on_disk``; ``placed``: the last plan.
     """
 
     optimizer: torch.optim.Optimizer
@@ -93,15 +83,13 @@ class OptimizerHome:
     rest: Entries
     placed: Plan | None = None
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    named: dict[tuple[str, str], Named] = field(default_factory=dict[tuple[str, str], Named])
+    owner: Owner[tuple[str, str]] = field(default_factory=Owner[tuple[str, str]])
     updated: frozenset[tuple[str, str]] = frozenset()
-    made: frozenset[tuple[str, str]] = frozenset()
     on_disk: bool = False
     groups: tuple[tuple[str, ...], ...] = ()
     trained: frozenset[str] = frozenset()
     ghost: Ghost | None = None
     state: AwayState = field(init=False)
-    _ended: frozenset[tuple[str, str]] = frozenset()
 
     def __post_init__(self, given: Entries) -> None:
         self.state = AwayState(given, lambda: self.resident.gather_optimizer(self))
@@ -113,18 +101,17 @@ class OptimizerHome:
         held: object = self.optimizer.state
         return held is self.state and not self.state.touched
 
-    def values(self) -> dict[tuple[str, str], Named]:
-        """By parameter and key, what there is of the state on the ranks: the table's name, how it
-        is cut, and who has it. A parameter's is there from its first step on. Waits for running
-        steps. What no program has updated is in ``rest``, whole."""
-        for wait in self.resident.settling:
-            wait()
-        return {which: named for which, named in self.named.items() if which in self.made}
+    def values(self, *, wait: bool = True) -> dict[tuple[str, str], StoredTensor]:
+        """By parameter and key, what there is of the state on the ranks. A parameter's is there
+        from its first step on. Waits for running steps. What no program has updated is in ``rest``,
+        whole."""
+        for settle in self.resident.settling if wait else ():
+            settle()
+        return {k: one for k, one in self.owner.stored.items() if self.owner.is_there(k)}
 
     def ended(self, updated: frozenset[tuple[str, str]]) -> None:
         """A step has ended well that updated these."""
-        if updated is not self._ended:
-            self.made, self._ended = self.made | updated, updated
+        self.resident.store.written(self.owner, updated)
 
     def take_rule(self, rule: OptimizerRule) -> None:
         """Its options are of another kind from now on."""
@@ -146,41 +133,35 @@ class OptimizerHome:
         if self.current:
             self.optimizer.state = self.state.plain()
 
-    def let_go(self, labels: Set[str]) -> dict[str, tuple[int, ...]]:
-        """The state of these comes home, for it is put no more; the names of its values, and the
-        ranks that have them."""
-        left = {which: named for which, named in self.named.items() if which[0] in labels}
+    def let_go(self, labels: Set[str]) -> None:
+        """The state of these comes home, for it is put no more, and leaves the ranks."""
+        left = {which: one for which, one in self.owner.stored.items() if which[0] in labels}
         if self.current:
             for parameter, entries in self.resident.gather_values(self, left).items():
                 self.rest.setdefault(parameter, {}).update(entries)
-        for which in left:
-            del self.named[which]
+        self.resident.store.forget(self.owner, left, delete=True)
         for label in labels & self.parameters.keys():
             del self.parameters[label]
-        self.made, self.updated = self.made - left.keys(), self.updated - left.keys()
-        self.placed, self._ended = None, frozenset()
-        return {name: ranks for name, _, ranks in left.values()}
+        self.updated, self.placed = self.updated - left.keys(), None
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Resident:
-    """A model's state on a cluster: table names begin with ``prefix``.
+    """A model's state on the ranks of a session's mesh: labels begin with ``prefix``.
 
     ``own``: label to the module's tensor whose shards were put, those on meta left out;
-    ``stale``: labels whose shards are newer than the module's memory; ``touched``: label to a copy
-    of what the user was shown; ``planned``: how programs that ran keep values, and where, which
-    holds for those too that are put anew.
+    ``owner``: of parameters and buffers in the store, by label; ``gradients``: of those that a step
+    keeps, by name; ``stale``: labels whose shards are newer than the module's memory; ``touched``:
+    label to a copy of what the user was shown.
     """
 
     model: ParallelModule
     prefix: str
-    mesh: Mesh
-    cluster: Cluster
+    session: MeshRanks
     loads: int
-    specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
-    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    owner: Owner[str] = field(default_factory=Owner[str])
+    gradients: Owner[str] = field(default_factory=Owner[str])
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
-    planned: dict[str, tuple[TensorSpec, tuple[int, ...]]] = field(default_factory=dict[str, Any])
     placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
     own: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     stale: set[str] = field(default_factory=set[str])
@@ -197,6 +178,23 @@ class Resident:
     _counts: list[int] = field(default_factory=list[int])
     _ahead: int = 1  # how many the next touch fetches
 
+    @property
+    def mesh(self) -> Mesh:
+        return self.session.mesh
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.session.cluster
+
+    @property
+    def store(self) -> TensorStore:
+        return self.session.launch.store
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """By label, what ranks have."""
+        return self.owner.stored
+
     def name(self, label: str) -> str:
         return f"{self.prefix}{label}"
 
@@ -210,7 +208,7 @@ class Resident:
     @property
     def on_meta(self) -> bool:
         """Whether tensors of the model have no memory here."""
-        return len(self.own) < len(self.specs)
+        return len(self.own) < len(self.stored)
 
     # -- the user's side --------------------------------------------------------------------------
 
@@ -235,7 +233,7 @@ class Resident:
         """Stale labels after this one, as many as a touch fetches, and one bucket at most."""
         order = list(self.own)
         rest = [n for n in order[order.index(label) + 1 :] if n in self.stale][: self._ahead - 1]
-        return next(_buckets(rest, self.specs), [])
+        return list(next(buckets({label: self.stored[label] for label in rest}), {}))
 
     def refresh(self, labels: Iterable[str]) -> None:
         """Their memory becomes current, in place, a bucket at a time; no touch."""
@@ -246,9 +244,9 @@ class Resident:
             self._fetch(wanted)
 
     def _fetch(self, wanted: Sequence[str]) -> None:
-        for bucket in _buckets(wanted, self.specs):
+        for bucket in buckets({label: self.stored[label] for label in wanted}):
             with plainly():
-                for label, value in self.gather(bucket).items():
+                for label, value in self.gather([*bucket]).items():
                     own = self.own[label]
                     with torch.inference_mode() if own.is_inference() else nullcontext():
                         own.copy_(value)
@@ -267,7 +265,7 @@ class Resident:
             self._settle_written()
         if self.on_meta:  # another may have that now
             holders = self.model.initial.holders
-            self.forget([n for n in self.specs if holders.get(n, self) is not self])
+            self.forget([n for n in self.stored if holders.get(n, self) is not self])
 
     def _settle_touched(self) -> None:
         touched, self.touched = self.touched, {}
@@ -289,18 +287,14 @@ class Resident:
         there = self.model.seen.tensors
         gone = [label for label in self.own if label not in there]
         self.refresh(gone)
-        left = {self.name(label): self.ranks[label] for label in gone}
         for home in self.optimizers.values():
-            left |= home.let_go(set(gone))
+            home.let_go(set(gone))
         for label in gone:
             if holder_of(self.own[label]) is self:
                 bring_back(self.own[label])
-        self.forget(gone)
-        by_rank = [[n for n, ranks in left.items() if r in ranks] for r in range(self.mesh.size)]
-        if left:
-            self.cluster.delete(by_rank)
-        known = self.model.labels.known
-        self.planned = {label: own for label, own in self.planned.items() if label in known}
+        self.forget(gone, delete=True)
+        self.session.drop()
+        self.store.unsettle(self.owner, self.owner.settled.keys() - self.model.labels.known)
         self.looked, self.placed = self.model.seen.number, None
 
     def _settle_written(self) -> None:
@@ -327,11 +321,12 @@ class Resident:
                 f"or take the view anew after each step"
             )
 
-    def forget(self, labels: Sequence[str]) -> None:
+    def forget(self, labels: Sequence[str], *, delete: bool = False) -> None:
         """Their shards count no longer; `MeshSession.place` puts the module's values."""
         if labels:
+            self.store.forget(self.owner, labels, delete=delete)
             for label in labels:
-                for known in (self.specs, self.ranks, self.own, self._versions):
+                for known in (self.own, self._versions):
                     known.pop(label, None)
             self.stale.difference_update(labels)
             self.placed = None
@@ -367,9 +362,8 @@ class Resident:
         """The whole values, on the CPU. Waits for running steps."""
         if self.lost:
             raise RuntimeError(f"{self.model.seen.name(labels[0])} {self.lost}")
-        asked = {self.name(n): covering(self.specs[n], self.ranks[n]) for n in labels}
-        found = self.fetch(asked)
-        return {n: assemble_at(found[self.name(n)], self.specs[n]) for n in labels}
+        found = self.store.get({label: self.stored[label] for label in labels})
+        return {label: value for label, value in found if value is not None}
 
     def gather_optimizer(self, home: OptimizerHome) -> Entries:
         """Parameter to its state entries, whole, where the parameter is."""
@@ -381,37 +375,24 @@ class Resident:
 
             rest = {parameter: read_whole(entries) for parameter, entries in rest.items()}
         gathered |= {parameter: dict(entries) for parameter, entries in rest.items()}
-        for parameter, entries in self.gather_values(home, home.named).items():
+        for parameter, entries in self.gather_values(home, home.owner.stored).items():
             gathered.setdefault(parameter, {}).update(entries)
         return {parameter: entries for parameter, entries in gathered.items() if entries}
 
-    def gather_values(self, home: OptimizerHome, named: Mapping[tuple[str, str], Named]) -> Entries:
-        """Parameter to those of its state entries that are ``named`` and there, whole."""
+    def gather_values(
+        self, home: OptimizerHome, wanted: Mapping[tuple[str, str], StoredTensor]
+    ) -> Entries:
+        """Parameter to those of its state entries that are ``wanted`` and there, whole."""
         gathered: Entries = {}
-        which = {name: key for key, (name, _, _) in named.items()}
-        specs = {name: spec for name, spec, _ in named.values()}
-        asked = {name: covering(spec, ranks) for name, spec, ranks in named.values()}
-        for bucket in _buckets(list(which), specs):
-            found = self.fetch({name: asked[name] for name in bucket})
-            for name, parts in found.items():
-                label, key = which[name]
-                parameter = home.parameters[label]
-                if not any(map(is_absent, parts.values())):
-                    entry = home.rule.entry(key)
-                    if entry.number:
-                        whole = entry.given(next(iter(parts.values())).clone())
-                    else:
-                        whole = assemble_at(parts, specs[name])
-                        whole = whole if parameter.is_meta else whole.to(parameter.device)
-                    gathered.setdefault(parameter, {})[key] = whole
+        for (label, key), whole in self.store.get(wanted):
+            if whole is not None:
+                entry, parameter = home.rule.entry(key), home.parameters[label]
+                if entry.number:
+                    whole = entry.given(whole)
+                elif not parameter.is_meta:
+                    whole = whole.to(parameter.device)
+                gathered.setdefault(parameter, {})[key] = whole
         return gathered
-
-    def fetch(self, asked: Mapping[str, Sequence[int]]) -> dict[str, dict[int, Tensor]]:
-        """Values of the ranks' tables, by name: what the ranks that are asked have, on the CPU."""
-        wanted = [[n for n, ranks in asked.items() if r in ranks] for r in range(self.mesh.size)]
-        found = self.cluster.get(wanted).get()
-        tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
-        return {name: {r: tables[r][name] for r in ranks} for name, ranks in asked.items()}
 
     # -- the end ----------------------------------------------------------------------------------
 
@@ -522,30 +503,5 @@ def _same(tensor: Tensor, shown: Tensor) -> bool:
     return alike and tensor.device == shown.device and torch.equal(tensor, shown)
 
 
-def _buckets(labels: Sequence[str], specs: dict[str, TensorSpec]) -> Iterator[list[str]]:
-    bucket: list[str] = []
-    nbytes = 0
-    for label in labels:
-        spec = specs[label]
-        size = torch.Size(spec.shape).numel() * spec.dtype.itemsize
-        if bucket and nbytes + size > BUCKET_BYTES:
-            yield bucket
-            bucket, nbytes = [], 0
-        bucket.append(label)
-        nbytes += size
-    if bucket:
-        yield bucket
-
-
 def _nothing() -> None:
     pass
-
-
-def covering(spec: TensorSpec, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Of the ranks that hold a value, one for each different shard; all, where it is pending."""
-    if any(isinstance(p, Partial) for p in spec.placements):
-        return tuple(ranks)
-    first: dict[Where, int] = {}
-    for rank in ranks:
-        first.setdefault(held(spec, spec.mesh.coordinates(rank)), rank)
-    return tuple(first.values())

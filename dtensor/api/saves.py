@@ -63,18 +63,16 @@ from dtensor.runtime.saving import (
     SAVING,
     WRITING,
     WRITTEN,
-    Held,
     Names,
     Saving,
     ask_program,
     error_of,
     hand_over,
     own_copy,
-    save_program,
     state_of,
 )
 from dtensor.sharding.ops.call import STEP
-from dtensor.sharding.spec.placements import Partial
+from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import held_back, wait
 
 LOOK_S = 0.02  # how often a save looks for the parts of ranks
@@ -230,7 +228,7 @@ class _Located:
     """Where what a checkpoint takes is: on ranks, or here. ``aliases``: further names of tensors,
     to their first ones."""
 
-    on_ranks: dict[Names, Held] = field(default_factory=dict[Names, Held])
+    on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
     here: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
     aliases: dict[Names, Names] = field(default_factory=dict[Names, Names])
     small: dict[Names, Any] = field(default_factory=dict[Names, Any])
@@ -288,7 +286,7 @@ def _begun(stated: SaveOptions, model: ParallelModule, state: _Located) -> Writi
     if stated.format == "dcp":
         return Writing.begin(stated.path, step=stated.step, extra=stated.extra, small=state.small)
     tensors = {
-        ".".join(path): (held.spec.dtype, held.spec.shape) for path, held in state.on_ranks.items()
+        ".".join(path): (one.spec.dtype, one.spec.shape) for path, one in state.on_ranks.items()
     } | {".".join(path): (own.dtype, tuple(own.shape)) for path, own in state.here.items()}
     tied = {".".join(path): ".".join(first) for path, first in state.aliases.items()}
     return Writing.begin_hf(
@@ -302,8 +300,8 @@ def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
     labels = set(labels_in_state(model.module, model.seen).values()) & tensors.keys()
     missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
     if missing:
-        keeping = kept(model, session.residents.get(id(model)))
-        session.hold(model, {label: keeping[label] for label in missing})
+        homes = kept(model, session.ranks, session.residents.get(id(model)))
+        session.hold(model, {label: homes[label] for label in missing})
 
 
 def _locate_model(
@@ -326,11 +324,10 @@ def _locate_model(
         holder = model.initial.holders.get(label) if tensor.is_meta else holder_of(tensor)
         if resident is None or holder is not resident:
             state.here[path] = model.initial.value(label, tensor).detach()
-        elif any(isinstance(p, Partial) for p in resident.specs[label].placements):
+        elif resident.stored[label].is_pending:
             state.here[path] = resident.gather([label])[label]
         else:
-            name = resident.name(label)
-            state.on_ranks[path] = Held(name, resident.specs[label], resident.ranks[label])
+            state.on_ranks[path] = resident.stored[label]
 
 
 def _locate_optimizer(
@@ -346,9 +343,9 @@ def _locate_optimizer(
     ]
     home = resident.optimizers.get(id(optimizer)) if resident is not None else None
     if home is not None and home.current:
-        for (label, key), named in home.named.items():
+        for (label, key), stored in home.owner.stored.items():
             name = keys[id(home.parameters[label])]
-            state.on_ranks["optimizer", "state", name, key] = Held(*named)
+            state.on_ranks["optimizer", "state", name, key] = stored
         entries = {p: read_whole(own) for p, own in home.rest.items()}
     else:
         held: object = optimizer.state
@@ -381,20 +378,13 @@ def _whole(path: Names, tensor: Tensor) -> TensorPiece:
 
 
 def _copied_by_ranks(
-    saving: Saving, session: MeshSession, resident: Resident, values: Mapping[Names, Held]
+    saving: Saving, session: MeshSession, resident: Resident, values: Mapping[Names, StoredTensor]
 ) -> Future:
     """The run in which each rank copies its share; it gives the number of the next step."""
-    model, cluster = resident.model, session.cluster
-    key = "save", id(model), saving["format"]
-    known, handle = session.loaded.get(key, (None, None))
-    if known != values:
-        if handle is not None:
-            cluster.unload(handle)
-        handle = cluster.load(save_program(values, cluster.size))
-        session.loaded[key] = dict(values), handle
+    model = resident.model
     counted = session.counted(f"{resident.prefix}steps", model.steps, takes=False)
-    fed = {STEP: model.steps.present(), SAVING: saving}
-    return session.run(handle, [fed] * cluster.size, {}, counted)
+    fed: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
+    return resident.store.save(("save", id(model), saving["format"]), values, fed, counted)
 
 
 @dataclass(frozen=True, slots=True)

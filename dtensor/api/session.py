@@ -3,7 +3,7 @@
     session = session_for(mesh)              # of the running launch, else in-process
     session.place(models, plan, stages)      # f32[64@tp,16] at tp=2: [32,16] to each rank
     session.run(handle, inputs, keep={"output 0": "value 3"})
-    session.fetch("value 3", ranks=(0, 1))
+    session.launch.store.fetch([session.stored("value 3", spec)])
 
 A `Launch` has a session for each mesh that it was started with, and for each that a transfer has
 put values on. Outside a launch there is an implicit in-process one per mesh, but for while a launch
@@ -23,7 +23,6 @@ import sys
 import time
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,14 +30,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from dtensor.api.initial import init_program
+from dtensor.api.kept import keep_as_planned
 from dtensor.api.parallel import ParallelModule
 from dtensor.api.randomness import Counter
 from dtensor.api.resident import OptimizerHome, Resident
 from dtensor.api.stating.stages import StagePlan
+from dtensor.api.store import Source as TensorSource
+from dtensor.api.store import TensorStore
 from dtensor.api.together import Models
-from dtensor.daft import Cluster, DaftError, Future, Mode, launch_cluster
-from dtensor.daft.cluster.cluster import Handle
+from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.part import Part
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
@@ -47,13 +47,13 @@ from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import Source, caller_level, lines_text, source_here
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.sharding.ops.call import STEP
-from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlannedInput
+from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.shards import held as held_at
-from dtensor.sharding.spec.shards import lent_shard
 from dtensor.sharding.spec.spec import TensorSpec
-from dtensor.signals import waits_may_act, when_forced
+from dtensor.sharding.spec.stored import StoredTensor
+from dtensor.signals import when_forced
 
 if TYPE_CHECKING:
     from dtensor.daft.cluster.log import Recovered
@@ -68,8 +68,6 @@ class Returned:
 
 
 LocalKind = Literal["generated", "inductor"]
-PIECE_BYTES = 2**26
-"""What is put at a time, of all ranks together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +95,10 @@ class MeshSession:
         self._noting = False
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
-        # from here, with the last run of each; the last used last
-        self.transfers: OrderedDict[object, tuple[Handle, Future]] = OrderedDict()
-        self.garbage: list[tuple[str, tuple[int, ...]]] = []
+        self.garbage: list[StoredTensor] = []
         self.settling: list[Callable[[], None]] = []  # wait for what is under way
         self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
         self.left: set[int] = set()  # models that a switch took away, by id
-        self._num_models = 0  # that were ever here
-        self.num_programs = 0  # with constants of their own
 
     @property
     def closed(self) -> bool:
@@ -126,6 +120,14 @@ class MeshSession:
         cluster = self.cluster
         return cluster.ranks if isinstance(cluster, Part) else tuple(range(cluster.size))
 
+    def stored(self, label: str, spec: TensorSpec, at: Sequence[int] | None = None) -> StoredTensor:
+        """A value that is here, or is to be, on these ranks of the mesh; by default on those that
+        the spec says."""
+        ranks = self.ranks
+        if at is None and not spec.on:  # each result of an eager op is such
+            return StoredTensor(label, spec, tuple(range(len(ranks))), ranks)
+        return StoredTensor.of(label, spec, holders_of(spec) if at is None else at, ranks)
+
     # -- values -----------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -141,29 +143,6 @@ class MeshSession:
             self.cluster.put(values, drop=self._garbage(), wait=wait)
         except DaftError as error:
             raise self.told(error) from error.__cause__
-
-    def put_each(self, values: Iterable[tuple[int, str, object]]) -> None:
-        """Put values of ranks by their names, in pieces: more than one is never on its way, and
-        what makes them may so make them of what the controller has."""
-        piece: list[dict[str, object]] = [{} for _ in range(self.mesh.size)]
-        nbytes = 0
-        for rank, name, value in values:
-            piece[rank][name] = value
-            nbytes += value.nbytes if isinstance(value, torch.Tensor) else 0
-            if nbytes >= PIECE_BYTES:
-                self.put(piece, wait=True)
-                piece, nbytes = [{} for _ in range(self.mesh.size)], 0
-        if any(piece):
-            self.put(piece)
-
-    def fetch(self, name: str, ranks: Sequence[int]) -> list[Any]:
-        self.check()
-        wanted = [[name] if r in ranks else [] for r in range(self.mesh.size)]
-        try:
-            found = self.cluster.get(wanted).get()
-        except DaftError as error:
-            raise self.told(error) from error.__cause__
-        return [found[r][0] for r in ranks]
 
     def returned(self, of: Returned, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Shards of a run that came back with it, copies of them. Waits for that run alone."""
@@ -194,10 +173,10 @@ class MeshSession:
             error.add_note("; ".join(parts))
         return error.with_traceback(None)  # of where it was raised before: no news to the user
 
-    def forget(self, name: str, ranks: tuple[int, ...]) -> None:
+    def forget(self, stored: StoredTensor) -> None:
         """Called when a value is garbage: its shards are dropped with the next put or run."""
         if not self.closed:
-            self.garbage.append((name, ranks))
+            self.garbage.append(stored)
 
     def drop(self) -> None:
         """What nobody refers to, now."""
@@ -210,9 +189,9 @@ class MeshSession:
         names: dict[int, list[str]] = {}
         if self.garbage:
             garbage, self.garbage = self.garbage, []
-            for name, ranks in garbage:
-                for rank in ranks:
-                    names.setdefault(rank, []).append(name)
+            for stored in garbage:
+                for rank in stored.at:
+                    names.setdefault(rank, []).append(stored.label)
         return names
 
     def run(
@@ -277,21 +256,21 @@ class MeshSession:
     def resident(self, model: ParallelModule) -> Resident:
         found = self.residents.get(id(model))
         if found is None:
-            found = Resident(model, self.new_prefix(), self.mesh, self.cluster, model.loads)
+            found = Resident(model, self.new_prefix(), self, model.loads)
             self.residents[id(model)] = found
             found.saved = "the controller has what was put there", model.steps.present()
             found.looked = model.seen.number
         if found.loads != model.loads:  # other values were loaded for what is on meta
             found.loads = model.loads
             brought = model.initial.loaded.keys() | model.initial.on_disk
-            found.forget([label for label in found.specs if label in brought])
+            found.forget([label for label in found.stored if label in brought])
             found.saved = "the controller has what was loaded", model.steps.present()
         return found
 
     def new_prefix(self) -> str:
-        """What the names of one more model's values begin with."""
-        self._num_models += 1
-        return f"model {self._num_models - 1}: "
+        """What the labels of one more model's values begin with."""
+        self.launch.num_models += 1
+        return f"model {self.launch.num_models - 1}: "
 
     def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
@@ -301,19 +280,12 @@ class MeshSession:
         if all(resident.placed is plan for resident in residents):
             return
         models.settle(plan, stages)
-        wanted = {
-            i.label: (on_mesh(plan, i.held), holders(plan, i))
-            for i in plan.inputs
-            if i.kind in ("parameter", "buffer")
-        }
-        for model, own in models.by_part(wanted):
+        items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
+        for model, read in models.by_part(items):
             resident = self.resident(model)
-            if resident.specs.keys() - resident.planned:  # put before a program had said how
-                from dtensor.api.kept import keep_as_planned
-
-                keep_as_planned(resident, own)
+            own = homes_in(plan, read, resident.prefix, self.ranks)
+            keep_as_planned(resident, own)
             self.hold(model, own)
-            resident.planned.update(own)
             resident.placed = plan
 
     def wrote(
@@ -329,70 +301,21 @@ class MeshSession:
             if labels or home is not None:
                 resident.wrote(labels, home)
 
-    def hold(
-        self, model: ParallelModule, wanted: Mapping[str, tuple[TensorSpec, tuple[int, ...]]]
-    ) -> None:
-        """Put what is missing of these: by label, how which ranks keep them."""
+    def hold(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
+        """Put what is missing of these, by label."""
         resident = self.resident(model)
-        tensors = model.seen.tensors
-        sent: dict[str, tuple[torch.Tensor, list[int]]] = {}
-        made: list[dict[str, tuple[Any, Pieces]]] = [{} for _ in range(self.mesh.size)]
-        put: dict[str, TensorSpec] = {}
-        everyone: dict[str, tuple[int, ...]] = {}
-        for label, (spec, ranks) in wanted.items():
-            known = resident.specs.get(label)
-            if known is not None and known != spec:
+        given: dict[str, tuple[TensorSource, StoredTensor]] = {}
+        for label, home in wanted.items():
+            known = resident.stored.get(label)
+            if known is not None and known.spec != home.spec:
                 raise PlanningError(
-                    f"{model.seen.name(label)} is stored as {known}, this program wants it stored "
-                    f"as {spec}"
+                    f"{model.seen.name(label)} is stored as {known.spec}, this program wants it "
+                    f"stored as {home.spec}"
                 )
-            missing = set(ranks) - set(resident.ranks.get(label, ()) if known else ())
-            if not missing:
-                continue
-            source = model.initial.source(label)
-            if source is None:
-                own = tensors[label].detach()
-                sent[label] = own, sorted(missing)
-                if not own.is_meta:
-                    _check_as_planned(model.seen.name(label), own, spec)
-            else:
-                for rank in missing:
-                    made[rank][label] = source, held_at(spec, self.mesh.coordinates(rank))
-            had = set(resident.ranks.get(label, ())) if known else set[int]()
-            everyone[label] = tuple(sorted(had | set(ranks)))
-            put[label] = spec
-        with waits_may_act():  # of signals: what is put and not noted is put anew
-            self.put_each(self._shards(resident, sent, put))
-        if any(made):
-            self.make(made, {label: resident.name(label) for own in made for label in own})
-        resident.specs.update(put)
-        resident.ranks.update(everyone)
-        resident.keep({label: tensors[label] for label in put})
-
-    def _shards(
-        self,
-        resident: Resident,
-        sent: Mapping[str, tuple[torch.Tensor, Sequence[int]]],
-        specs: Mapping[str, TensorSpec],
-    ) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """The shards of values that are here, one after the other."""
-        for label, (own, ranks) in sent.items():
-            whole = resident.model.initial.value(label, own)
-            _check_as_planned(resident.model.seen.name(label), whole, specs[label])
-            for rank in ranks:
-                shard = lent_shard(whole, specs[label], self.mesh.coordinates(rank))
-                yield rank, resident.name(label), shard
-
-    def make(
-        self, made: Sequence[Mapping[str, tuple[Any, Pieces]]], names: Mapping[str, str]
-    ) -> None:
-        """The ranks make their own shards, or read them, and keep them under these names."""
-        handle = self.cluster.load(init_program(made, self.cluster.device))
-        try:
-            self.run(handle, [{} for _ in made], names).get()
-        finally:
-            if self.cluster.failure is None:
-                self.cluster.unload(handle)
+            if known is None or not set(home.at) <= set(known.at):
+                given[label] = _source(model, label, home.spec), home
+        self.launch.store.put(resident.owner, given)
+        resident.keep({label: model.seen.tensors[label] for label in given})
 
 
 class Launch:
@@ -407,6 +330,9 @@ class Launch:
         self.mode: Mode = mode
         self.local: LocalKind = local
         self.sessions: dict[Mesh, MeshSession] = {}
+        self.store = TensorStore(self)
+        self.num_models = 0  # that were ever here
+        self.num_programs = 0  # with constants of their own
         self.saves: list[Any] = []  # `Saved`s (checkpoint.py), for whose end the launch waits
         self.closed: bool = False
         self.failure_was_read = False
@@ -488,6 +414,33 @@ class Launch:
                 f"inside the launch",
                 stacklevel=caller_level(),
             )
+
+
+def homes_in(
+    plan: Plan, read: Mapping[str, PlannedInput], prefix: str, numbers: Sequence[int]
+) -> dict[str, StoredTensor]:
+    """By label, where a plan has parameters and buffers that it reads."""
+    return {
+        label: StoredTensor.of(f"{prefix}{label}", on_mesh(plan, i.held), holders(plan, i), numbers)
+        for label, i in read.items()
+    }
+
+
+def _source(model: ParallelModule, label: str, spec: TensorSpec) -> TensorSource:
+    """How a parameter or buffer comes to the ranks; checked as soon as it is here."""
+    own, name = model.seen.tensors[label].detach(), model.seen.name(label)
+    source = model.initial.source(label)
+    if source is not None:
+        return source
+    if not own.is_meta:
+        _check_as_planned(name, own, spec)
+
+    def whole() -> torch.Tensor:
+        value = model.initial.value(label, own)
+        _check_as_planned(name, value, spec)
+        return value
+
+    return whole
 
 
 def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None:

@@ -86,6 +86,9 @@ def _gathered_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, to
     tensors, holders = model.seen.tensors, model.initial.holders
     found: dict[str, torch.Tensor] = {}
     for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
+        for wait in holder.settling:  # a sync that failed brought nothing
+            wait()
+    for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
         found |= holder.gather(sorted(n for n in labels if holders.get(n) is holder))
         holder.unsaved = False
     rest = {n: model.initial.value(n, tensors[n]) for n in sorted(labels - found.keys())}

@@ -29,45 +29,41 @@ DTensors, which stay on their mesh; generators, which are made anew.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from dtensor.api.away import Entries
-from dtensor.api.kept import Keeping, kept
+from dtensor.api.kept import kept
 from dtensor.api.loaded_program import programs_of
-from dtensor.api.move_between_meshes import inner_name, load_across
 from dtensor.api.optimizer_on_ranks import updated_by
 from dtensor.api.parallel import ParallelModule, check_parallel, chosen_by, parallelize
 from dtensor.api.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
-from dtensor.api.resident import Named, OptimizerHome, Resident
-from dtensor.api.session import Launch, MeshSession, launched
+from dtensor.api.resident import OptimizerHome, Resident
+from dtensor.api.session import Launch, MeshSession, homes_in, launched
 from dtensor.api.several_meshes import not_launched
 from dtensor.api.stating.roles_of_weights import StatedRoles
+from dtensor.api.store import Owner
 from dtensor.api.switched import restate
 from dtensor.api.together import Models
 from dtensor.api.training import (
     StepOptions,
     TrainStep,
     check_recompute,
-    gradient_specs,
     grid_of,
 )
 from dtensor.api.wrapped_optimizers import torchs_own
-from dtensor.daft import DaftError
 from dtensor.daft.cluster.part import Part
 from dtensor.errors import PlanningError, check_kind
-from dtensor.runtime.between_meshes import bucket_bytes, values_program
+from dtensor.runtime.between_meshes import bucket_bytes
 from dtensor.runtime.elementwise.rule import rule_of
-from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.schedule import Schedule
-from dtensor.sharding.redistribute.between_meshes import holders_of
-from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -158,24 +154,21 @@ class _PlannedStep:
             raise
         return _PlannedStep(step, other, planned, options)
 
-    def keeping(self) -> Keeping:
-        """How it has the parameters and buffers of the module kept."""
+    def homes(self, prefix: str, numbers: Sequence[int]) -> dict[str, StoredTensor]:
+        """By label, where it has the parameters and buffers of the module."""
         plan = self.planned.plan
-        wanted = {
-            i.label: (on_mesh(plan, i.held), holders(plan, i))
-            for i in plan.inputs
-            if i.kind in ("parameter", "buffer")
-        }
-        found = self.planned.models.by_part(wanted)
-        return next(own for part, own in found if part is self.other)
+        items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
+        read = next(r for part, r in self.planned.models.by_part(items) if part is self.other)
+        return homes_in(plan, read, prefix, numbers)
 
-    def updated(self, optimizer: str) -> dict[tuple[str, str], Named]:
+    def updated(
+        self, optimizer: str, numbers: Sequence[int]
+    ) -> dict[tuple[str, str], StoredTensor]:
         """The values of the optimizer's state that it reads and writes, by parameter and key."""
         rule, options = rule_of(self.step.optimizer), self.step.optimizer.param_groups
         keys, groups = tuple(map(rule.keys, options)), self.step._groups()
-        return updated_by(
-            self.planned.plan, groups, keys, optimizer, self.planned.models.labels, rule
-        )
+        labels = self.planned.models.labels
+        return updated_by(numbers, self.planned.plan, groups, keys, optimizer, labels, rule)
 
     def settle(self) -> None:
         """``other`` is as the plan has chosen, as by a program that ran."""
@@ -184,14 +177,6 @@ class _PlannedStep:
         for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
             if part is self.other:
                 part.settle(chosen, planned.plan.stage_ranks, stages)
-
-    def kept_gradients(self, here: MeshSession) -> dict[str, tuple[int, ...]]:
-        """The names of those that the step keeps there, and the ranks that have them."""
-        step, last = self.step, self.step.last
-        if not step.options.keep_gradients or last is None or step._session is not here:
-            return {}
-        names = step._kept(here, last)
-        return {names[f"gradient {n}"]: holders_of(s) for n, s in gradient_specs(last).items()}
 
     def go_on(self) -> None:
         """The step is of the model as it is placed now."""
@@ -215,27 +200,28 @@ def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) ->
 
 @dataclass(frozen=True, slots=True)
 class _MovedState:
-    """An optimizer's state that is on ranks: by parameter and key how it is to be kept, with its
-    name behind the prefix. ``left``: what no step that goes on updates."""
+    """An optimizer's state that is on ranks: by parameter and key how it is to be kept; ``left``:
+    what no step that goes on updates."""
 
     home: OptimizerHome
-    now: Mapping[tuple[str, str], Named]
+    now: Mapping[tuple[str, str], StoredTensor]
     left: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def of(home: OptimizerHome, steps: Sequence[_PlannedStep]) -> _MovedState:
+    def of(
+        home: OptimizerHome, steps: Sequence[_PlannedStep], numbers: Sequence[int]
+    ) -> _MovedState:
         if not home.current:  # somebody has looked, and may have written: it is put anew
             return _MovedState(home, {}, ())
-        own = home.name.removeprefix(home.resident.prefix)
-        updated: dict[tuple[str, str], Named] = {}
+        updated: dict[tuple[str, str], StoredTensor] = {}
         for one in steps:
             if one.step.optimizer is home.optimizer:
-                updated |= one.updated(own)
-        now: dict[tuple[str, str], Named] = {}
-        for which, (_, before, _) in home.values().items():
+                updated |= one.updated(home.name, numbers)
+        now: dict[tuple[str, str], StoredTensor] = {}
+        for which, before in home.values().items():
             if which in updated:
-                name, spec, ranks = updated[which]
-                now[which] = name, replace(spec, dtype=before.dtype), ranks
+                spec = replace(updated[which].spec, dtype=before.spec.dtype)
+                now[which] = replace(updated[which], spec=spec)
         return _MovedState(home, now, tuple(which for which in home.values() if which not in now))
 
 
@@ -260,36 +246,33 @@ class _Switch:
         self.numbers: tuple[int, ...] = numbers
         self.resident: Resident | None = resident
         self.steps: Sequence[_PlannedStep] = steps
-        self.by_steps: Keeping = {n: k for s in steps for n, k in s.keeping().items()}
-        self.now: Keeping = {}
+        self.by_steps: dict[str, StoredTensor] = {}
+        self.now: dict[str, StoredTensor] = {}
         self.states: list[_MovedState] = []
+        self.moves: dict[str, tuple[StoredTensor, StoredTensor]] = {}
+        """By what a plan calls it, each value that is on ranks, as it is stored and is to be."""
+        self.into: dict[str, tuple[Owner[Any], Any]] = {}
         if resident is not None:
-            stated = kept(other, None)
+            stated = kept(other, numbers, None)
             _check_here(resident, stated)
-            self.now = {n: self.by_steps.get(n) or stated[n] for n in resident.specs}
-            self.states = [_MovedState.of(home, steps) for home in resident.optimizers.values()]
+            for step in steps:
+                self.by_steps |= step.homes(resident.prefix, numbers)
+            for label, before in resident.stored.items():
+                own = self.by_steps.get(label) or replace(stated[label], label=before.label)
+                self.now[label] = own
+                self.moves[label], self.into[label] = (before, own), (resident.owner, label)
+            for home in resident.optimizers.values():
+                self.states.append(_MovedState.of(home, steps, numbers))
+                for which, own in self.states[-1].now.items():
+                    called = own.label.removeprefix(resident.prefix)
+                    self.moves[called] = home.owner.stored[which], own
+                    self.into[called] = home.owner, which
         self.plan: SyncPlan = self._plan(topology)
 
-    def _values(self) -> Iterator[tuple[str, Named, TensorSpec, tuple[int, ...], str]]:
-        """Of each value that moves: what it is called; its name, spec and ranks here; its spec and
-        ranks there; its name there behind the prefix."""
-        resident = self.resident
-        for label, (spec, ranks) in self.now.items():
-            assert resident is not None
-            before = resident.name(label), resident.specs[label], resident.ranks[label]
-            yield label, before, spec, ranks, label
-        for state in self.states:
-            for which, (name, spec, ranks) in state.now.items():
-                yield name, state.home.named[which], spec, ranks, name
-
     def _plan(self, topology: Topology | None) -> SyncPlan:
-        homes = {
-            called: (Side(*before[1:], self.here.ranks), Side(spec, ranks, self.numbers))
-            for called, before, spec, ranks, _ in self._values()
-        }
         name = type(self.model.module).__name__
         most = bucket_bytes(self.launch.cluster.device)
-        found = plan_sync(name, homes, topology=topology, bucket_bytes=most)
+        found = plan_sync(name, self.moves, topology=topology, bucket_bytes=most)
         return replace(found, what="switch")
 
     # -- carrying it out --------------------------------------------------------------------------
@@ -303,7 +286,7 @@ class _Switch:
         resident = self.resident
         try:
             rest = [_gathered(state) for state in self.states]
-            prefix = self._move(there)
+            self._move(there)
         except BaseException:
             if not known:
                 del launch.sessions[self.other.mesh]
@@ -314,72 +297,44 @@ class _Switch:
         for one in self.steps:
             one.go_on()
         if resident is not None:
-            before = resident.prefix
-            self._settle_in(resident, there, prefix)
+            resident.session, resident.placed = there, None
+            self.launch.store.settle_anew(resident.owner, self.by_steps)
             for state, own in zip(self.states, rest, strict=True):
-                _settle_state(state, own, there, before)
+                _settle_state(state, own, there)
             del self.here.residents[id(self.model)]
             there.residents[id(self.model)] = resident
         self.here.left.add(id(self.model))
 
-    def _move(self, there: MeshSession) -> str:
-        """The values go to the ranks that are to have them, beside the old ones; what their names
-        begin with there."""
-        resident, cluster = self.resident, self.launch.cluster
-        if resident is None:
-            return ""
-        prefix = resident.prefix if there is self.here else there.new_prefix()
-        names = {
-            called: (inner_name(self.here, before[0]), inner_name(there, f"{prefix}{name}"))
-            for called, before, spec, ranks, name in self._values()
-            if there is not self.here or before[1:] != (spec, ranks)
-        }
-        if not names:
-            return prefix
-        plan = replace(self.plan, transfers={n: self.plan.transfers[n] for n in names})
-        everyone = {*self.here.ranks, *self.numbers}
-        size, device = cluster.size, cluster.device
-        program = values_program(plan, size, device, names, state=True, also=everyone)
-        handle = load_across(cluster, program)
-        try:
-            empty: list[Mapping[str, object]] = [{} for _ in range(size)]
-            cluster.run(handle, empty, mode=there.mode).get()
-        except DaftError as error:
-            if cluster.failure is None:
-                error.add_note(
-                    f"it was a switch, which changed nothing: all is on {self.here.mesh}."
-                )
-            raise self.here.told(error) from error.__cause__
-        finally:
-            if cluster.failure is None:
-                cluster.unload(handle)
-        return prefix
-
-    def _settle_in(self, resident: Resident, there: MeshSession, prefix: str) -> None:
-        """The values are there now, under such names: the module's tensors stay as they are."""
-        resident.mesh, resident.cluster, resident.prefix = there.mesh, there.cluster, prefix
-        resident.specs = {label: spec for label, (spec, _) in self.now.items()}
-        resident.ranks = {label: ranks for label, (_, ranks) in self.now.items()}
-        resident.planned, resident.placed = dict(self.by_steps), None
+    def _move(self, there: MeshSession) -> None:
+        """The values go to the ranks that are to have them, beside the old ones."""
+        moves = {called: self.into[called] for called, (a, b) in self.moves.items() if a != b}
+        if moves:
+            moving = self.launch.store.move(
+                replace(self.plan, transfers={name: self.plan.transfers[name] for name in moves}),
+                moves,
+                also={*self.here.ranks, *self.numbers},
+                note=f"it was a switch, which changed nothing: all is on {self.here.mesh}.",
+            )
+            try:
+                moving.check()
+            finally:
+                self.launch.store.undo(moving)  # as by a signal; one that ended is known no more
 
     def _forget(self, there: MeshSession) -> None:
         """What of the model is where it no longer is to be: values, and programs over it."""
-        here, same = self.here, there is self.here
+        here, store = self.here, self.launch.store
         for program in programs_of(here).of_model(self.model):
             program.unload()
-        moved = {before[0]: (before[2], ranks) for _, before, _, ranks, _ in self._values()}
-        for name, (ranks, now) in moved.items():
-            here.forget(name, tuple(r for r in ranks if not (same and r in now)))
         for state in self.states:
-            for name, _, ranks in state.home.named.values():
-                if name not in moved:
-                    here.forget(name, ranks)
-            if not same:
-                here.forget(state.home.name, tuple(range(here.mesh.size)))
-        for one in self.steps:
-            for name, ranks in one.kept_gradients(here).items():
-                here.forget(name, ranks)
+            gone = [which for which in state.home.owner.stored if which not in state.now]
+            store.forget(state.home.owner, gone, delete=True)
+        if self.resident is not None:
+            gradients = self.resident.gradients
+            store.forget(gradients, gradients.stored, delete=True)
         here.drop()
+        names = [] if there is here else [state.home.name for state in self.states]
+        if names:
+            here.cluster.delete([names] * here.mesh.size)
 
 
 def _gathered(state: _MovedState) -> Entries:
@@ -388,25 +343,22 @@ def _gathered(state: _MovedState) -> Entries:
     if not home.current:
         return {}
     found = {parameter: dict(entries) for parameter, entries in home.rest.items()}
-    left = {which: home.named[which] for which in state.left}
+    left = {which: home.owner.stored[which] for which in state.left}
     for parameter, entries in home.resident.gather_values(home, left).items():
         found.setdefault(parameter, {}).update(entries)
     return found
 
 
-def _settle_state(state: _MovedState, rest: Entries, there: MeshSession, prefix: str) -> None:
+def _settle_state(state: _MovedState, rest: Entries, there: MeshSession) -> None:
     """The state is there now; the next step puts what it lacks."""
-    home, now = state.home, state.home.resident.prefix
-    home.name = f"{now}{home.name.removeprefix(prefix)}"
-    home.named = {w: (f"{now}{name}", spec, ranks) for w, (name, spec, ranks) in state.now.items()}
-    home.made, home.updated, home.placed = frozenset(home.named), frozenset(), None
-    home.rest = rest
+    home = state.home
+    home.updated, home.placed, home.rest = frozenset(), None, rest
     there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
 
 
-def _check_here(resident: Resident, stated: Keeping) -> None:
+def _check_here(resident: Resident, stated: Mapping[str, StoredTensor]) -> None:
     """PlanningError for what has no memory here, and stands in the module no more."""
-    for label in resident.specs.keys() - stated.keys():
+    for label in resident.stored.keys() - stated.keys():
         raise PlanningError(
             f"{label} is on the meta device and stands in the module no more, so no placement is "
             f"stated of it, and its value on the ranks would be lost.\n"
@@ -522,8 +474,6 @@ def _grow(launch: Launch, size: int) -> None:
     for mesh, session in launch.sessions.items():
         if session.cluster is whole:  # the only mesh so far: its names stay as they are
             session.cluster = Part(whole, range(mesh.size), "", str(mesh))
-            for resident in session.residents.values():
-                resident.cluster = session.cluster
 
 
 def _check_running(launch: Launch) -> None:

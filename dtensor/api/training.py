@@ -80,6 +80,7 @@ from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.showing import html_text, screen
 from dtensor.signals import standing_in
 
@@ -405,7 +406,8 @@ class TrainStep:
         )
         program = load(session, planned, roles, planned.grid, owner=self)
         options = {"options": home.rule.told(self.optimizer)}
-        kept = self._kept(session, planned) if self.options.keep_gradients else {}
+        gradients = self._gradients(session, planned) if self.options.keep_gradients else {}
+        kept = {f"gradient {name}": stored.label for name, stored in gradients.items()}
         steps, resident = self.model.steps, session.resident(self.model)
         counted = session.counted(f"{resident.prefix}steps", steps, takes=True)
         resets = steps.resets
@@ -414,6 +416,7 @@ class TrainStep:
         future = program.run(fed, kept, counted)
         self.last = planned
         session.wrote(program.written, home)
+        session.launch.store.keep(resident.gradients, gradients)
         updated = home.updated
         undo = home.advance()
 
@@ -492,20 +495,18 @@ class TrainStep:
                     "pass a batch: step.gradients(*batch)"
                 )
             planned = self.last
-            names = self._kept(session, planned)
-            for label, spec in gradient_specs(planned).items():
-                ranks = holders_of(spec)
-                held = session.fetch(names[f"gradient {label}"], ranks)
-                gradients[label] = assemble_at(dict(zip(ranks, held, strict=True)), spec)
+            wanted = self._gradients(session, planned)
+            found = session.launch.store.get(wanted)
+            gradients = {name: value for name, value in found if value is not None}
         if self.options.master_weights:
             return {n: g.float() if is_narrow(g.dtype) else g for n, g in gradients.items()}
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
         return {n: g.to(dtypes[n]) for n, g in gradients.items()}
 
-    def _kept(self, session: MeshSession, planned: Planned) -> dict[str, str]:
-        """Program output to the table's name of a gradient that stays on the actors."""
-        prefix = session.resident(self.model).prefix
-        return {f"gradient {n}": f"{prefix}gradient {n}" for n in gradient_specs(planned)}
+    def _gradients(self, session: MeshSession, planned: Planned) -> dict[str, StoredTensor]:
+        """By name, those that stay on the ranks."""
+        prefix, specs = session.resident(self.model).prefix, gradient_specs(planned)
+        return {n: session.stored(f"{prefix}gradient {n}", spec) for n, spec in specs.items()}
 
     def _raise_unread(self) -> None:
         for loss in list(self._running):

@@ -88,7 +88,7 @@ def values_program(
     that agree besides those that send or are to have something, with what the caller adds."""
     functions: dict[str, Function] = {}
     active = {message.source_rank for message in plan.messages}.union(also)
-    active |= {t.target_ranks[i] for t in plan.transfers.values() for i in t.targets}
+    active |= {rank for t in plan.transfers.values() for rank in t.there.ranks}
     group = tuple(sorted(active)) if plan.messages or also else ()
     ranks = tuple(
         _Lines(plan, rank, device, names, functions, group, state).program() for rank in range(size)
@@ -108,7 +108,7 @@ def bucket_bytes(device: torch.device) -> int:
 
 def pieces_of(plan: TransferPlan, index: int, shard: torch.Tensor) -> list[torch.Tensor]:
     """The blocks that rank ``index`` of the source's mesh gives, in the plan's order of pieces."""
-    rank = plan.source_ranks[index]
+    rank = plan.here.numbers[index]
     return [
         block(shard, positions(box_of(plan.source, index), piece.ranges))
         for piece in plan.pieces
@@ -121,7 +121,7 @@ def shard_from(
 ) -> torch.Tensor:
     """The shard of rank ``index`` of the target's mesh, from its pieces in the plan's order."""
     box = box_of(plan.target, index)
-    mine = [p for p in plan.pieces if p.target_rank == plan.target_ranks[index]]
+    mine = [p for p in plan.pieces if p.target_rank == plan.there.numbers[index]]
     if not blocks:
         empty = torch.zeros(shape_of(box), dtype=plan.target.dtype, device=device)
         return rest_of(empty, _pending_op(plan))
@@ -220,12 +220,9 @@ class _Lines:
 
     def program(self) -> RankProgram:
         for label, plan in self.plan.transfers.items():
-            source = {plan.source_ranks[i]: i for i in plan.sources}
-            target = {plan.target_ranks[i]: i for i in plan.targets}
-            if self.rank in source:
-                self.given[label] = box_of(plan.source, source[self.rank])
-            if self.rank in target:
-                self.taken[label] = box_of(plan.target, target[self.rank])
+            for boxes, stored in ((self.given, plan.here), (self.taken, plan.there)):
+                if self.rank in stored.ranks:
+                    boxes[label] = stored.where(stored.at[stored.ranks.index(self.rank)])
         self._make()
         self._copy()
         self._exchange()

@@ -1,6 +1,6 @@
 """A row of caches on one mesh becomes a row of those on another, as far as it is live: a program.
 
-    plan = plan_sync("13 positions", {"k0": (Side(f32[1,2@tp,13,16]...), Side(...)), ...})
+    plan = plan_sync("13 positions", {"k0": (StoredTensor(...), StoredTensor(...)), ...})
     program = row_program(plan, 4, device, names, length=13, tables={2: tables, 3: tables})
     cluster.run(cluster.load(program), fed)       # FROM: row 0 of [2,1,64,16], TO: row 5 of [8,...]
 
@@ -26,7 +26,7 @@ import torch
 
 from dtensor.daft import Call, Free, Function, Instruction, Label, Program, RankProgram
 from dtensor.runtime.between_meshes import Names, values_program
-from dtensor.sharding.redistribute.between_meshes import TransferPlan, box_of
+from dtensor.sharding.redistribute.between_meshes import TransferPlan
 from dtensor.sharding.redistribute.named_values import SyncPlan
 from dtensor.sharding.spec.shards import shape_of
 
@@ -137,10 +137,11 @@ def _called(
 
 def _nbytes(plan: TransferPlan, rank: int) -> int:
     """Of what the cluster's rank has of the source; 0 where it has nothing."""
-    if rank not in plan.source_ranks:
+    here = plan.here
+    if rank not in here.ranks:
         return 0
-    box = box_of(plan.source, plan.source_ranks.index(rank))
-    return math.prod(shape_of(box)) * plan.source.dtype.itemsize
+    box = here.where(here.at[here.ranks.index(rank)])
+    return math.prod(shape_of(box)) * here.spec.dtype.itemsize
 
 
 def _is_read(name: str, own: RankProgram) -> bool:

@@ -1,10 +1,10 @@
 """Values that go from ranks to files and back as programs: what ranks copy, write and read.
 
-    held = {("model", "w"): Held("model 0: w", spec, ranks=(0, 1))}
-    handle = cluster.load(save_program(held, 2))
+    stored = {("model", "w"): StoredTensor("model 0: w", spec, (0, 1), (0, 1))}
+    handle = cluster.load(save_program(stored, 2))
     fed = {STEP: 7, SAVING: Saving(folder="ckpt/.tmp-100-1f0c", ...)}
     cluster.run(handle, [fed] * 2)                   # ranks copy, and threads of theirs write
-    handle = cluster.load(load_program("ckpt/100", {"model.w": Held(...)}, 2, device))
+    handle = cluster.load(load_program("ckpt/100", {"model.w": StoredTensor(...)}, 2, device))
     cluster.run(handle, [{}] * 2)                    # state "model 0: w" is as the files have it
 
 A save copies on each rank the blocks that it is to write, and hands them to a thread of the rank's
@@ -49,8 +49,8 @@ from dtensor.runtime.checkpoint import (
 from dtensor.runtime.checkpoint.folders import write_synced
 from dtensor.runtime.shard_optimizer import is_absent
 from dtensor.sharding.ops.call import STEP
-from dtensor.sharding.spec.shards import Where, held, shape_of
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.shards import Where, shape_of
+from dtensor.sharding.spec.stored import StoredTensor
 
 SAVING = "saving"
 """The input of a save that says where to."""
@@ -68,15 +68,6 @@ class Saving(TypedDict):
     folder: str
     previous: str | None
     format: str
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A value on ranks: its name in their tables, its spec, and which of them have it."""
-
-    name: str
-    spec: TensorSpec
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +105,7 @@ def blocks_of(where: Where) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], 
         yield offsets, sizes, at
 
 
-def shares(values: Mapping[Names, Held], size: int) -> list[list[Share]]:
+def shares(values: Mapping[Names, StoredTensor], size: int) -> list[list[Share]]:
     """By rank, what it writes: every element of every value once."""
     own: list[list[Share]] = [[] for _ in range(size)]
     load = [0] * size
@@ -122,8 +113,8 @@ def shares(values: Mapping[Names, Held], size: int) -> list[list[Share]]:
     for path, value in values.items():
         spec = value.spec
         alike: dict[Where, list[int]] = {}
-        for rank in value.ranks:
-            alike.setdefault(held(spec, spec.mesh.coordinates(rank)), []).append(rank)
+        for rank in value.at:
+            alike.setdefault(value.where(rank), []).append(rank)
         for where, holders in alike.items():
             for offsets, sizes, at in blocks_of(where):
                 share = Share(path=path, shape=spec.shape, offsets=offsets, sizes=sizes, at=at)
@@ -171,14 +162,14 @@ def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
 # -- the programs ----------------------------------------------------------------------------------
 
 
-def save_program(values: Mapping[Names, Held], size: int) -> Program:
+def save_program(values: Mapping[Names, StoredTensor], size: int) -> Program:
     """Each rank copies its shares and hands them to a writer; it is fed STEP, the number of the
     next training step, and gives it back: the one that is right if a step before was undone."""
     ranks: list[RankProgram] = []
     functions: list[tuple[str, Function]] = []
     for rank, mine in enumerate(shares(values, size)):
-        names = tuple(dict.fromkeys(values[share.path].name for share in mine))
-        fn = partial(copy_and_write, rank, mine, [names.index(values[s.path].name) for s in mine])
+        names = tuple(dict.fromkeys(values[share.path].label for share in mine))
+        fn = partial(copy_and_write, rank, mine, [names.index(values[s.path].label) for s in mine])
         functions.append((f"save on {rank}", Function.of(fn, f"save on {rank}")))
         call = Call(f"save on {rank}", (STEP, SAVING, *names), ("number",), label=Label("save"))
         ranks.append(
@@ -192,15 +183,14 @@ def save_program(values: Mapping[Names, Held], size: int) -> Program:
 
 
 def load_program(
-    folder: str, values: Mapping[str, Held], size: int, device: torch.device
+    folder: str, values: Mapping[str, StoredTensor], size: int, device: torch.device
 ) -> Program:
     """By name in the files: each rank reads its own blocks; all of all ranks take the place of what
     was there, or none."""
     wanted: list[dict[str, tuple[str, Where, torch.dtype]]] = [{} for _ in range(size)]
-    for stored, value in values.items():
-        for rank in value.ranks:
-            where = held(value.spec, value.spec.mesh.coordinates(rank))
-            wanted[rank][value.name] = stored, where, value.spec.dtype
+    for in_files, value in values.items():
+        for rank in value.at:
+            wanted[rank][value.label] = in_files, value.where(rank), value.spec.dtype
     group = tuple(rank for rank, own in enumerate(wanted) if own)
     functions: list[tuple[str, Function]] = [("place", Function.of(placed, "place"))]
     ranks: list[RankProgram] = []

@@ -19,6 +19,7 @@ from dtensor.api.saves import Saved, WriterLost
 from dtensor.api.session import session_for
 from dtensor.runtime import saving
 from dtensor.runtime.checkpoint import Checkpoint, CheckpointError
+from dtensor.sharding.spec.stored import StoredTensor
 from tests.api import tied
 from tests.api.tied import batch, loss_fn
 
@@ -316,8 +317,8 @@ def test_each_element_is_written_once_and_each_rank_reads_its_own(
         monkeypatch.setattr(Checkpoint, "read", counted)
         dt.load(tmp_path / "1", run.model)
         resident = session_for(run.mesh).resident(run.model)
-        for label, spec in resident.specs.items():
-            shards = (spec.local_nbytes(run.mesh.coordinates(r)) for r in resident.ranks[label])
+        for label, own in resident.stored.items():
+            shards = (own.spec.local_nbytes(run.mesh.coordinates(r)) for r in own.at)
             assert read[f"model.{label}"] == sum(shards)
     checkpoint = Checkpoint.open(tmp_path / "1")
     unique = {id(t): t for t in run.module.state_dict(keep_vars=True).values()}.values()
@@ -333,8 +334,8 @@ def test_each_element_is_written_once_and_each_rank_reads_its_own(
 def test_replicas_share_the_work() -> None:
     spec = dt.spec("f32[1024,1024]", dt.Mesh(dp=4))
     small = dt.spec("f32[64]", dt.Mesh(dp=4))
-    values = {("w",): saving.Held("w", spec, (0, 1, 2, 3))} | {
-        (f"b{i}",): saving.Held(f"b{i}", small, (0, 1, 2, 3)) for i in range(8)
+    values = {("w",): StoredTensor.of("w", spec, range(4), range(4))} | {
+        (f"b{i}",): StoredTensor.of(f"b{i}", small, range(4), range(4)) for i in range(8)
     }
     own = saving.shares(values, 4)
     assert [sum(torch.Size(share.sizes).numel() for share in mine) for mine in own] == [

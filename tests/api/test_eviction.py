@@ -201,7 +201,7 @@ def test_models_on_the_meta_device_leave_no_program() -> None:
 
 
 def test_transfers_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor.api.move_between_meshes.MOST_LOADED", 3)
+    monkeypatch.setattr("dtensor.api.store.MOST_LOADED", 3)
     other = dt.Mesh(tp=2, name="other")
     with dt.launch(MESH, other) as run:
         for length in [*range(2, 9), 2]:

@@ -240,7 +240,8 @@ def test_ranks_hold_what_the_plan_counts(zero: int) -> None:
     with dt.launch(run.mesh) as session:
         float(run.step(*one))
         (home,) = session.resident(run.model).optimizers.values()
-        shards = [session.fetch(name, (0, 1)) for name, _, _ in home.values().values()]
+        found = session.launch.store.fetch(list(home.values().values()))
+        shards = [(own[0], own[1]) for own in found.values()]
         run.state()
     steps = 4 * len(list(run.module.parameters()))  # AdamW's step counts
     nbytes = [sum(t.nbytes for t in own) - steps for own in zip(*shards, strict=True)]

@@ -77,13 +77,13 @@ def test_values_have_names_and_specs_and_may_be_put(variant: str, masters: bool)
         with dt.launch(MESH) as session:
             losses = [float(run.step(*one)) for one in run.data[:2]]
             values = run.home(session).values()
-            for (label, key), (name, spec, ranks) in values.items() if put else ():
-                assert name == f"model 0: optimizer 0: {key} of {label}"
-                shards = dict(zip(ranks, session.fetch(name, ranks), strict=True))
+            for (label, key), stored in values.items() if put else ():
+                assert stored.label == f"model 0: optimizer 0: {key} of {label}"
+                shards = session.launch.store.fetch([stored])[stored.label]
                 for rank, shard in shards.items():
-                    assert shard.shape == spec.local_shape(MESH.coordinates(rank))
-                    assert shard.dtype == spec.dtype
-                session.put([{name: shards[rank]} for rank in range(2)])
+                    assert shard.shape == stored.spec.local_shape(MESH.coordinates(rank))
+                    assert shard.dtype == stored.spec.dtype
+                session.put([{stored.label: shards[rank]} for rank in range(2)])
             losses += [float(run.step(*one)) for one in run.data[2:]]
             state = run.state()
         entries = {key for entry in state["optimizer"]["state"].values() for key in entry}
@@ -97,9 +97,9 @@ def test_one_value_that_is_put_counts() -> None:
     run = Trained(O.SGD, dict(lr=1.0, momentum=0.5))
     with dt.launch(MESH) as session:
         float(run.step(*run.data[0]))
-        name, spec, ranks = run.home(session).values()["b.bias", "momentum_buffer"]
-        assert ranks == (0, 1) and spec.local_shape({"tp": 0}) == (4,)
-        session.put([{name: torch.full((4,), 100.0)}] * 2)
+        stored = run.home(session).values()["b.bias", "momentum_buffer"]
+        assert stored.at == (0, 1) and stored.spec.local_shape({"tp": 0}) == (4,)
+        session.put([{stored.label: torch.full((4,), 100.0)}] * 2)
         before = run.module.b.bias.detach().clone()
         others = run.module.a.bias.detach().clone()
         float(run.step(*run.data[0]))

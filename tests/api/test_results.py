@@ -32,7 +32,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 def stored(x: dt.DTensor) -> list[Tensor]:
     """The shards as the ranks have them."""
-    return x.session.fetch(x.name, range(x.mesh.size))
+    found = x.session.launch.store.fetch([x.value().stored])[x.name]
+    return [found[rank] for rank in range(x.mesh.size)]
 
 
 # -- what comes back -------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ def test_what_came_back_is_dropped_with_the_tensor() -> None:
         y.full_tensor()
         value = y._cell.value
         assert value is not None and value.returned is not None
-        run, name = weakref.ref(value.returned.run), value.name
+        run, name = weakref.ref(value.returned.run), value.stored.label
         del y, value
         gc.collect()
         assert run() is None

@@ -176,13 +176,14 @@ def test_the_controller_gets_one_copy_of_each_shard(monkeypatch: pytest.MonkeyPa
     asked: list[Any] = []
     with dt.launch(mesh) as session, dt.implicit_redistribution("allow"):
         reward = daft.spawn(Reward)
-        fetch = session.fetch
+        store = session.launch.store
+        fetch = store.fetch
 
-        def noted(name: str, ranks: Any) -> Any:
-            asked.append(tuple(ranks))
-            return fetch(name, ranks)
+        def noted(values: Any) -> Any:
+            asked.extend(one.at for one in values)
+            return fetch(values)
 
-        monkeypatch.setattr(session, "fetch", noted)
+        monkeypatch.setattr(store, "fetch", noted)
         reward.score(dt.distribute(torch.ones(4, 4), mesh)).get()
         reward.score(dt.distribute(torch.ones(4, 4), mesh, tp=dt.Row())).get()
     assert asked == [(0,), (0, 1)]

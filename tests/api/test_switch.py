@@ -24,7 +24,7 @@ from dtensor.daft import Cluster, DaftError, Program, Send
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.runtime import between_meshes, shard_optimizer
 from dtensor.sharding.spec.shards import shard_of
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 from tests.api.training import MEGATRON, TWO_STAGES, assert_same_bits, batches, make_model
 from tests.models import GPT, DropoutGPT, loss_fn
 
@@ -139,21 +139,19 @@ def homes(model: dt.ParallelModule, run: LaunchSession) -> Resident:
 def elements(resident: Resident, run: LaunchSession) -> dict[tuple[str, int], set[int]]:
     """Label and rank of the launch to the elements that the rank has, by cutting numbers."""
     found: dict[tuple[str, int], set[int]] = {}
-    numbers = run.launch.sessions[resident.mesh].ranks
-    for label, (spec, ranks) in named(resident).items():
-        whole = torch.arange(math.prod(spec.shape)).reshape(spec.shape)
-        for rank in ranks:
-            own = shard_of(whole, spec, resident.mesh.coordinates(rank))
-            found[label, numbers[rank]] = set(own.flatten().tolist())
+    for label, stored in named(resident).items():
+        whole = torch.arange(math.prod(stored.spec.shape)).reshape(stored.spec.shape)
+        for rank, number in stored.numbers.items():
+            own = shard_of(whole, stored.spec, resident.mesh.coordinates(rank))
+            found[label, number] = set(own.flatten().tolist())
     return found
 
 
-def named(resident: Resident) -> dict[str, tuple[TensorSpec, tuple[int, ...]]]:
+def named(resident: Resident) -> dict[str, StoredTensor]:
     """All values on ranks, the optimizer's too."""
-    found = {n: (spec, resident.ranks[n]) for n, spec in resident.specs.items()}
+    found = dict(resident.stored)
     for home in resident.optimizers.values():
-        for (label, key), (_, spec, ranks) in home.values().items():
-            found[f"{key} of {label}"] = spec, ranks
+        found |= {f"{key} of {label}": own for (label, key), own in home.values().items()}
     return found
 
 
@@ -199,7 +197,7 @@ def test_there_and_back(here: str, there: str, monkeypatch: pytest.MonkeyPatch) 
         resident = homes(trained.model, run)
         after = elements(resident, run)
         specs = named(resident)
-        assert len(specs) == 4 * len(resident.specs)  # the optimizer's step and two moments
+        assert len(specs) == 4 * len(resident.stored)  # the optimizer's step and two moments
         assert {n for n, _ in before} == specs.keys() and len(plan.transfers) == len(specs)
         lacking = sum(
             len(wanted - before.get(key, set())) * specs[key[0]][0].dtype.itemsize

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.api.session import session_for
-from dtensor.sharding.redistribute.between_meshes import TransferPlan, box_of
+from dtensor.sharding.redistribute.between_meshes import TransferPlan
 from dtensor.sharding.spec.placements import intersect
 from dtensor.sharding.spec.shards import shape_of
 from tests.api import tied
@@ -81,12 +81,11 @@ PAIRS: dict[str, tuple[dt.Mesh, dict[str, Any], dt.Mesh, dict[str, Any]]] = {
 def lacking(plan: TransferPlan) -> int:
     """Bytes of the targets' shards that these ranks do not have as the source's."""
     total = 0
-    for index in plan.targets:
-        rank, wanted = plan.target_ranks[index], box_of(plan.target, index)
-        held = 0
-        for other in plan.sources:
-            if plan.source_ranks[other] == rank:
-                both = tuple(map(intersect, wanted, box_of(plan.source, other)))
+    for index, rank in plan.there.numbers.items():
+        wanted, held = plan.there.where(index), 0
+        for other, number in plan.here.numbers.items():
+            if number == rank:
+                both = tuple(map(intersect, wanted, plan.here.where(other)))
                 held = math.prod(shape_of(both))
         total += (math.prod(shape_of(wanted)) - held) * plan.source.dtype.itemsize
     return total
@@ -299,7 +298,7 @@ def test_bf16_and_dtypes_beside_one_another() -> None:
         # every pair's values are in one message, of all dtypes
         assert len(plan.messages) == len(plan.bytes_by_pair) == 6
         there = session_for(actor.mesh).residents[id(actor)]
-        found = there.gather(list(there.specs))
+        found = there.gather(list(there.stored))
         expected = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in found)

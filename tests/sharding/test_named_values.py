@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from dtensor.daft import TaskError, launch_cluster
 from dtensor.errors import PlanningError
 from dtensor.runtime.between_meshes import sync_program
-from dtensor.sharding.redistribute.between_meshes import box_of
-from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard
 from dtensor.sharding.spec.shards import Where, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
+from dtensor.sharding.spec.stored import StoredTensor
 
 MESHES = (Mesh(), Mesh(a=2), Mesh(b=3), Mesh(c=2, d=2))
 KINDS: tuple[Placement, ...] = (
@@ -40,14 +40,14 @@ def specs(draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], dtype: torch.dtyp
 
 
 @st.composite
-def syncs(draw: st.DrawFn) -> tuple[dict[str, tuple[Side, Side]], int, int]:
+def syncs(draw: st.DrawFn) -> tuple[dict[str, tuple[StoredTensor, StoredTensor]], int, int]:
     meshes = draw(st.sampled_from(MESHES)), draw(st.sampled_from(MESHES))
     size = draw(st.integers(max(mesh.size for mesh in meshes), 6))
     numbers = [tuple(draw(st.permutations(range(size)))[: mesh.size]) for mesh in meshes]
-    values: dict[str, tuple[Side, Side]] = {}
+    values: dict[str, tuple[StoredTensor, StoredTensor]] = {}
     for number in range(draw(st.integers(1, 5))):
         shape, dtype = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(DTYPES))
-        sides: list[Side] = []
+        sides: list[StoredTensor] = []
         for mesh, own in zip(meshes, numbers, strict=True):
             spec, ranks = draw(specs(mesh, shape, dtype)), tuple(range(mesh.size))
             if mesh.axes and draw(st.booleans()):  # one stage, along the first axis
@@ -55,7 +55,7 @@ def syncs(draw: st.DrawFn) -> tuple[dict[str, tuple[Side, Side]], int, int]:
                 spec = spec.with_placements(**{axis: REPLICATE})
                 stage = draw(st.integers(0, mesh.axis_size(axis) - 1))
                 ranks = tuple(r for r in ranks if mesh.coordinates(r)[axis] == stage)
-            sides.append(Side(spec, ranks, own))
+            sides.append(StoredTensor.of("", spec, ranks, own))
         values[f"value {number}"] = sides[0], sides[1]
     return values, size, draw(st.sampled_from((1, 16, 100, 1 << 20)))
 
@@ -68,15 +68,14 @@ def elements(where: Where) -> set[tuple[int, ...]]:
     return found
 
 
-def check_sent(plan: SyncPlan, values: dict[str, tuple[Side, Side]]) -> None:
+def check_sent(plan: SyncPlan, values: dict[str, tuple[StoredTensor, StoredTensor]]) -> None:
     """Each target's rank is sent each element that it lacks once, by a rank that has it."""
     wanted: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
     nbytes = 0
     for label, (here, there) in values.items():
-        has = {here.numbers[r]: elements(box_of(here.spec, r)) for r in here.ranks}
-        for rank in there.ranks:
-            number = there.numbers[rank]
-            lacking = elements(box_of(there.spec, rank)) - has.get(number, set())
+        has = {number: elements(here.where(r)) for r, number in here.numbers.items()}
+        for rank, number in there.numbers.items():
+            lacking = elements(there.where(rank)) - has.get(number, set())
             wanted.update((number, label, index) for index in lacking)
             nbytes += len(lacking) * here.spec.dtype.itemsize
         for message in plan.messages:
@@ -103,7 +102,7 @@ def content(label: str, spec: TensorSpec) -> torch.Tensor:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(syncs())
 def test_any_values_between_any_placements(
-    case: tuple[dict[str, tuple[Side, Side]], int, int],
+    case: tuple[dict[str, tuple[StoredTensor, StoredTensor]], int, int],
 ) -> None:
     values, size, most = case
     plan = plan_sync("any", values, bucket_bytes=most)
@@ -113,11 +112,11 @@ def test_any_values_between_any_placements(
     str(plan)
     state: list[dict[str, object]] = [{} for _ in range(size)]
     for label, (here, there) in values.items():
-        for r in there.ranks:
-            state[there.numbers[r]][f"actor {label}"] = torch.zeros(0)
-        for r in here.ranks:
+        for number in there.ranks:
+            state[number][f"actor {label}"] = torch.zeros(0)
+        for r, number in here.numbers.items():
             shard = shard_of(content(label, here.spec), here.spec, here.spec.mesh.coordinates(r))
-            state[here.numbers[r]][f"old {label}"] = shard
+            state[number][f"old {label}"] = shard
     names = {label: (f"old {label}", f"actor {label}") for label in values}
     with launch_cluster(size) as cluster:
         cluster.put(state)
@@ -129,8 +128,8 @@ def test_any_values_between_any_placements(
     for label, (here, there) in values.items():
         x = content(label, here.spec)
         for side, name in ((here, f"old {label}"), (there, f"actor {label}")):
-            for r in side.ranks:
-                shard = state[side.numbers[r]][name]
+            for r, number in side.numbers.items():
+                shard = state[number][name]
                 assert isinstance(shard, torch.Tensor)
                 assert torch.equal(shard, shard_of(x, side.spec, side.spec.mesh.coordinates(r)))
 
@@ -141,8 +140,8 @@ def test_replicas_share_the_work_of_many_values() -> None:
     sizes = (40, 10, 10, 20)
     values = {
         f"v{i}": (
-            Side(make_spec((n,), torch.float32, two, {}), (0, 1), (0, 1)),
-            Side(make_spec((n,), torch.float32, one, {}), (0,), (2,)),
+            StoredTensor("", make_spec((n,), torch.float32, two, {}), (0, 1), (0, 1)),
+            StoredTensor("", make_spec((n,), torch.float32, one, {}), (0,), (2,)),
         )
         for i, n in enumerate(sizes)
     }
@@ -152,11 +151,11 @@ def test_replicas_share_the_work_of_many_values() -> None:
 def test_messages_are_few_and_bounded() -> None:
     here, there = Mesh(a=1), Mesh(b=1)
 
-    def value(rows: int, dtype: torch.dtype) -> tuple[Side, Side]:
+    def value(rows: int, dtype: torch.dtype) -> tuple[StoredTensor, StoredTensor]:
         shape = (rows, 16)
         return (
-            Side(make_spec(shape, dtype, here, {}), (0,), (0,)),
-            Side(make_spec(shape, dtype, there, {}), (0,), (1,)),
+            StoredTensor("", make_spec(shape, dtype, here, {}), (0,), (0,)),
+            StoredTensor("", make_spec(shape, dtype, there, {}), (0,), (1,)),
         )
 
     values = {"large": value(100, torch.float32), "half": value(3, torch.bfloat16)}
@@ -173,8 +172,8 @@ def test_messages_are_few_and_bounded() -> None:
 
 def test_a_run_that_fails_leaves_all_values_as_they_were() -> None:
     mesh, other = Mesh(a=2), Mesh(b=2)
-    side = Side(make_spec((4,), torch.float32, mesh, {"a": Shard(0)}), (0, 1), (0, 1))
-    whole = Side(make_spec((4,), torch.float32, other, {}), (0, 1), (1, 2))
+    side = StoredTensor("", make_spec((4,), torch.float32, mesh, {"a": Shard(0)}), (0, 1), (0, 1))
+    whole = StoredTensor("", make_spec((4,), torch.float32, other, {}), (0, 1), (1, 2))
     plan = plan_sync("v", {"x": (side, whole), "y": (side, whole)})
     names = {label: (f"old {label}", f"actor {label}") for label in "xy"}
     ones, wrong = torch.ones(2), torch.ones(1)

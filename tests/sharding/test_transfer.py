@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from dtensor.runtime.between_meshes import transfer_program
 from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
+    holders_of,
     is_neutral,
     plan_transfer,
 )
@@ -30,6 +32,7 @@ from dtensor.sharding.spec.placements import (
 )
 from dtensor.sharding.spec.shards import assemble, shape_of, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
+from dtensor.sharding.spec.stored import StoredTensor
 
 SHAPE = (7, 6)
 KINDS: tuple[Placement, ...] = (
@@ -65,18 +68,31 @@ def pairs(count: int) -> Iterator[tuple[TensorSpec, TensorSpec]]:
             yield rng.choice(sources), rng.choice(targets)
 
 
+def planned(
+    source: TensorSpec,
+    target: TensorSpec,
+    source_ranks: Sequence[int] = range(9),
+    target_ranks: Sequence[int] = range(9),
+    **given: Any,
+) -> TransferPlan:
+    """Between ranks of a launch: rank i is rank i on both sides, if nothing else is said."""
+    here = StoredTensor.of("x", source, holders_of(source), source_ranks)
+    there = StoredTensor.of("y", target, holders_of(target), target_ranks)
+    return plan_transfer(here, there, **given)
+
+
 def lacking(plan: TransferPlan, index: int) -> int:
     """Elements that a target's rank wants and does not hold as a rank of the source."""
     wanted = box_of(plan.target, index)
     total = 1
     for n in shape_of(wanted):
         total *= n
-    rank = plan.target_ranks[index]
+    rank = plan.there.numbers[index]
     if is_neutral(plan.target, index):
         return 0
-    if plan.distinct or rank not in plan.source_ranks:
+    if plan.distinct or rank not in plan.here.ranks:
         return total
-    held = box_of(plan.source, plan.source_ranks.index(rank))
+    held = plan.here.where(plan.here.ranks.index(rank))
     common = 1
     for a, b in zip(wanted, held, strict=True):
         common *= length(intersect(a, b))
@@ -87,7 +103,7 @@ def lacking(plan: TransferPlan, index: int) -> int:
 def test_each_rank_receives_only_what_it_lacks_and_values_are_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     for source, target in pairs(8):
-        plan = plan_transfer(source, target)
+        plan = planned(source, target)
         size = max(source.mesh.size, target.mesh.size)
         for index in range(target.mesh.size):
             received = sum(p.bytes_sent for p in plan.pieces if p.target_rank == index)
@@ -111,7 +127,7 @@ def test_each_rank_receives_only_what_it_lacks_and_values_are_exact() -> None:
 
 def test_other_ranks_of_the_cluster() -> None:
     source, target = parse("f64[7@a,6]", Mesh(a=2)), parse("f64[7,6@b]", Mesh(b=3))
-    plan = plan_transfer(source, target, source_ranks=(3, 1), target_ranks=(4, 3, 0))
+    plan = planned(source, target, (3, 1), (4, 3, 0))
     x = torch.randn(7, 6, dtype=torch.float64)
     fed: list[dict[str, object]] = [{} for _ in range(5)]
     for index, rank in enumerate((3, 1)):
@@ -126,7 +142,7 @@ def test_other_ranks_of_the_cluster() -> None:
 
 
 def test_the_text() -> None:
-    plan = plan_transfer(parse("f32[8@tp,4]", Mesh(tp=2)), parse("f32[8@x,4]", Mesh(x=4)))
+    plan = planned(parse("f32[8@tp,4]", Mesh(tp=2)), parse("f32[8@x,4]", Mesh(x=4)))
     assert (
         str(plan)
         == """\
@@ -141,23 +157,23 @@ transfer f32[8@tp,4] on mesh(tp=2) -> f32[8@x,4] on mesh(x=4)
 
 
 def test_replicas_share_the_work() -> None:
-    plan = plan_transfer(parse("f32[8]", Mesh(a=2)), parse("f32[8@b]", Mesh(b=4)), distinct=True)
+    plan = planned(parse("f32[8]", Mesh(a=2)), parse("f32[8@b]", Mesh(b=4)), distinct=True)
     assert sorted(plan.bytes_by_pair) == [(0, 0), (0, 2), (1, 1), (1, 3)]
     assert plan.bytes_sent == 32
 
 
 def test_the_price_is_the_busiest_ranks() -> None:
-    plan = plan_transfer(parse("f32[8@tp,4]", Mesh(tp=2)), parse("f32[8@x,4]", Mesh(x=4)))
+    plan = planned(parse("f32[8@tp,4]", Mesh(tp=2)), parse("f32[8@x,4]", Mesh(x=4)))
     assert plan.seconds(Topology(latency=1.0, bandwidth=32.0)) == 2 * (1.0 + 1.0)
     slow = Topology(latency={"tp": 1.0, "x": 3.0}, bandwidth={"tp": 32.0, "x": 64.0})
     assert plan.seconds(slow) == 2 * (3.0 + 1.0)
-    assert plan_transfer(plan.source, plan.source).seconds(Topology()) == 0
+    assert planned(plan.source, plan.source).seconds(Topology()) == 0
 
 
 def test_only_the_part_that_holds_the_value_sends() -> None:
     mesh = Mesh(pp=2, tp=2)
     source = parse("f32[8@tp] on pp=1", mesh)
-    pieces = plan_transfer(source, parse("f32[8]", Mesh(x=1))).pieces
+    pieces = planned(source, parse("f32[8]", Mesh(x=1))).pieces
     assert [(p.source_rank, p.ranges, p.bytes_sent) for p in pieces] == [
         (2, (((0, 4),),), 16),
         (3, (((4, 8),),), 16),
@@ -166,16 +182,16 @@ def test_only_the_part_that_holds_the_value_sends() -> None:
 
 def test_scalars_and_empty_tensors() -> None:
     scalar = parse("f32[]", Mesh(a=2))
-    assert plan_transfer(scalar, parse("f32[]", Mesh(b=3))).bytes_by_pair == {(0, 2): 4}
+    assert planned(scalar, parse("f32[]", Mesh(b=3))).bytes_by_pair == {(0, 2): 4}
     empty = parse("f32[0@a,4]", Mesh(a=2))
-    assert plan_transfer(empty, parse("f32[0,4]", Mesh(b=3))).pieces == ()
+    assert planned(empty, parse("f32[0,4]", Mesh(b=3))).pieces == ()
 
 
 def test_what_is_refused() -> None:
     a, b = Mesh(a=2), Mesh(b=2)
     with pytest.raises(PlanningError, match=r"pending over a.*redistribute\(a=dt.Replicate\(\)\)"):
-        plan_transfer(parse("f32[8]{sum@a}", a), parse("f32[8]", b))
+        planned(parse("f32[8]{sum@a}", a), parse("f32[8]", b))
     with pytest.raises(PlanningError, match="not two placements of one value"):
-        plan_transfer(parse("f32[8]", a), parse("f64[8]", b))
+        planned(parse("f32[8]", a), parse("f64[8]", b))
     with pytest.raises(PlanningError, match="state 2 different ranks"):
-        plan_transfer(parse("f32[8]", a), parse("f32[8]", b), target_ranks=(1, 1))
+        planned(parse("f32[8]", a), parse("f32[8]", b), target_ranks=(1, 1))

@@ -205,7 +205,7 @@ def _clone(target: Any, args: Args, kwargs: Kwargs) -> Any:
     with fakes():
         new = target(fake(tuple(x.shape), x.stride(), x.dtype), *args[1:], **kwargs)
     value = own_value(x)
-    return Cell(value.session, layout_of(value.spec, tuple(new.stride())), value)
+    return Cell(value.session, layout_of(value.stored.spec, tuple(new.stride())), value)
 
 
 def _to_copy(target: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -232,7 +232,7 @@ def _copy_(target: Any, args: Args, kwargs: Kwargs) -> Any:
     alike = alike and (source.shape, source.dtype, source.mesh) == (x.shape, x.dtype, x.mesh)
     if alike and x._view is None:
         value = own_value(source)
-        if cell.value is None or value.spec == cell.layout.spec:
+        if cell.value is None or value.stored.spec == cell.layout.spec:
             cell.set(value)
             return x
     return _in_place(target, args, kwargs)

@@ -35,7 +35,6 @@ from dtensor.kernels.registry import current
 from dtensor.private_torch import current_graph_task_id
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.ops.call import STEP
-from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import PARTIAL, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
@@ -233,7 +232,7 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
     for name, read in zip(planned.inputs, reads, strict=True):
         if name is not None:
             value = read.value
-            feed[name] = Stored(value.name) if isinstance(value, Value) else value
+            feed[name] = Stored(value.stored.label) if isinstance(value, Value) else value
     for index, number in enumerate(call.numbers):
         if f"number_{index}" in planned.numbers:
             feed[f"number_{index}"] = number
@@ -250,11 +249,11 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
         raise located(session, error) from error.__cause__
     made = iter(names)
     values = tuple(
-        None if layout is None else Value(session, next(made), layout.spec)
+        None if layout is None else Value(session, session.stored(next(made), layout.spec))
         for layout in planned.results
     )
     for extra in planned.reduced:
-        kept = Value(session, names[extra.index], extra.spec)
+        kept = Value(session, session.stored(names[extra.index], extra.spec))
         x = call.operands[extra.operand]
         if isinstance(x, CellTensor) and x._cell.value is reads[extra.operand].value:
             x._cell.reduced = kept
@@ -306,11 +305,13 @@ def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
         fill(cell, 0)
         assert cell.value is not None
     value = cell.reduced or cell.value
-    layout = cell.layout if value is cell.value else layout_of(value.spec, cell.layout.strides)
+    layout = (
+        cell.layout if value is cell.value else layout_of(value.stored.spec, cell.layout.strides)
+    )
     if view is None or whole or not _seen(layout, view).moves:
         return ReadValue(value, layout, view)
     made = own_value(x)
-    return ReadValue(made, layout_of(made.spec, x.stride()), None)
+    return ReadValue(made, layout_of(made.stored.spec, x.stride()), None)
 
 
 def own_value(x: CellTensor, *, told: bool = False) -> Value:
@@ -339,7 +340,7 @@ def spec_of(x: CellTensor) -> TensorSpec:
     if x._view is None:
         return layout.spec
     if x._made is not None and x._made.of is x._cell.value:
-        return x._made.value.spec
+        return x._made.value.stored.spec
     result = _seen(layout, x._view).results[0]
     assert result is not None
     return result.spec
@@ -418,7 +419,8 @@ def fetch(value: Value) -> list[torch.Tensor]:
             run, value.run = value.run, None  # a failure is raised once
             run.check()
         if value.returned is not None:
-            return value.session.returned(value.returned, holders_of(value.spec))
-        return value.session.fetch(value.name, holders_of(value.spec))
+            return value.session.returned(value.returned, value.stored.at)
+        found = value.session.launch.store.fetch([value.stored])[value.stored.label]
+        return [found[rank] for rank in value.stored.at]
     except DaftError as error:
         raise located(value.session, error) from error.__cause__

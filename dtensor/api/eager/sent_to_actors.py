@@ -19,10 +19,8 @@ from dtensor.api.eager.errors import located
 from dtensor.api.eager.policy import check_sent
 from dtensor.api.eager.run import own_value
 from dtensor.api.eager.values import CellTensor
-from dtensor.api.resident import covering
 from dtensor.daft import DaftError
 from dtensor.sharding.plan.text.words import size_text
-from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import assemble_at
 
@@ -31,15 +29,15 @@ def sent_to_actor(x: CellTensor) -> torch.Tensor:
     """The global value, on the CPU. PlanningError where policy refuses to gather it."""
     x.session.check()
     value = own_value(x)
-    spec = value.spec
-    ranks = covering(spec, holders_of(spec))
+    asked = value.stored.on(value.stored.covering())
+    spec, ranks = asked.spec, asked.at
     if set(spec.placements) - {REPLICATE}:
         whole = spec.with_placements(**dict.fromkeys(spec.mesh.axes, REPLICATE))
         sent = f"{spec} -> {whole}: {len(ranks)} shards gathered by the controller, "
         sent += size_text(spec.max_local_nbytes * len(ranks))
         check_sent("an argument of an actor", [sent], "call")
     try:
-        shards = value.session.fetch(value.name, ranks)
+        shards = value.session.launch.store.fetch([asked])[asked.label]
     except DaftError as error:
         raise located(value.session, error) from error.__cause__
-    return assemble_at(dict(zip(ranks, shards, strict=True)), spec)
+    return assemble_at(shards, spec)

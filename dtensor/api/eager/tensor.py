@@ -49,7 +49,8 @@ class DTensor(CellTensor):
 
     def __new__(cls, spec: TensorSpec, session: MeshSession, name: str) -> DTensor:
         """The tensor whose shards are stored under ``name``, which it drops with itself."""
-        return cls.of(Cell(session, contiguous_layout(spec), Value(session, name, spec)))
+        value = Value(session, session.stored(name, spec))
+        return cls.of(Cell(session, contiguous_layout(spec), value))
 
     def __init__(self, spec: TensorSpec, session: MeshSession, name: str) -> None:
         pass
@@ -92,7 +93,7 @@ class DTensor(CellTensor):
     @property
     def name(self) -> str:
         """Under which its shards stand in the ranks' tables, as long as nothing writes to it."""
-        return self.value().name
+        return self.value().stored.label
 
     # -- values -----------------------------------------------------------------------------------
 
@@ -112,8 +113,8 @@ class DTensor(CellTensor):
     def full_value(self) -> torch.Tensor:
         """The global value, without history."""
         value = self.value(told=True)
-        shards = dict(zip(holders_of(value.spec), fetch(value), strict=True))
-        return assemble_at(shards, value.spec)
+        shards = dict(zip(value.stored.at, fetch(value), strict=True))
+        return assemble_at(shards, value.stored.spec)
 
     def redistribute(self, **placements: Placement) -> DTensor:
         """The same value under other placements; the collectives run on the actors.
@@ -257,7 +258,7 @@ class _Redistribute(torch.autograd.Function):
         ctx.back = like_spec(before)
         if before == target:
             value = x.value()
-            return DTensor.of(Cell(value.session, contiguous_layout(value.spec), value))
+            return DTensor.of(Cell(value.session, contiguous_layout(value.stored.spec), value))
         ran = execute(None, (x,), {}, pinned=target.sharding, told=True)
         return _as_tensors(ran.cells()[0])
 

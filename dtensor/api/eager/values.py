@@ -27,9 +27,8 @@ import torch
 
 from dtensor.api.handle import Layout, TensorHandle, layout_of
 from dtensor.api.session import MeshSession, Returned
-from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 
 _names = itertools.count()
 
@@ -39,33 +38,33 @@ def fresh_name() -> str:
 
 
 class Value:
-    """Shards on the ranks of a session, under one name; dropped there with this object.
+    """What is stored on the ranks of a session, and dropped there with this object.
 
-    ``returned``: where they come back with the run that makes them, besides.
+    ``returned``: where its shards come back with the run that makes them, besides.
     """
 
-    __slots__ = ("cells", "name", "returned", "run", "session", "spec")
+    __slots__ = ("cells", "is_own", "returned", "run", "session", "stored")
 
     def __init__(
-        self, session: MeshSession, name: str, spec: TensorSpec, returned: Returned | None = None
+        self, session: MeshSession, stored: StoredTensor, returned: Returned | None = None
     ) -> None:
         self.session: MeshSession = session
-        self.name: str = name
-        self.spec: TensorSpec = spec
+        self.stored: StoredTensor = stored
+        self.is_own: bool = True  # and not that of another one since
         self.returned: Returned | None = returned
         self.cells: int = 0  # that have held it
         self.run: Any = None  # the future of the run that has changed it in place
 
     def written(self, run: Any) -> Value:
         """What its shards are from now on, for a run writes to them; this one is no more."""
-        new = Value(self.session, self.name, self.spec)
+        new = Value(self.session, self.stored)
         new.run = run
-        self.name = ""
+        self.is_own = False
         return new
 
     def __del__(self) -> None:
-        if self.name:
-            self.session.forget(self.name, holders_of(self.spec))
+        if self.is_own:
+            self.session.forget(self.stored)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +109,7 @@ class Cell:
         self.value = value
         self.reduced = None
         value.cells += 1
-        self.layout = layout_of(value.spec, self.layout.strides)
+        self.layout = layout_of(value.stored.spec, self.layout.strides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,22 +48,23 @@ from dtensor.api.generation.programs import (
     settle_caches,
 )
 from dtensor.api.generation.requests import TextRequest
-from dtensor.api.kept import Keeping, kept
-from dtensor.api.move_between_meshes import inner_name, load_across
+from dtensor.api.kept import kept
 from dtensor.api.parallel import ParallelModule, check_parallel
 from dtensor.api.session import MeshSession, launched, session_for
 from dtensor.api.several_meshes import listed, ranks_of_meshes
+from dtensor.api.store import across, inner_name
 from dtensor.daft import DaftError, Future, Handle, Stored
 from dtensor.errors import PlanningError, check_number
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.runtime.between_meshes import bucket_bytes
 from dtensor.runtime.cache_rows import FROM, TO, RowTables, row_program
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.redistribute.named_values import Side, SyncPlan, plan_sync
+from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Shard
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 
 ROWS = 2
 """Of the caches on the mesh of prefill: one is filled while another waits for a slot."""
@@ -139,19 +140,16 @@ class Apart:
             self._settle()
         if launched() is None:
             places = ranks_of_meshes((self.other.mesh, self.model.mesh), ranks)
-            numbers, cpu = (places[self.other.mesh], places[self.model.mesh]), torch.device("cpu")
-            return self._planned(length, 0, slot, (kept(self.own, None), kept(self.caches, None)),
-                                 numbers, cpu)  # fmt: skip
+            source = kept(self.own, places[self.other.mesh], None)
+            target = kept(self.caches, places[self.model.mesh], None)
+            return self._planned(length, 0, slot, source, target, torch.device("cpu"))
         if ranks is not None:
             raise PlanningError(
                 "ranks= says where the meshes would be, and a launch is running, which has them.\n"
                 "fix: leave ranks out"
             )
         here, there = self._sessions()
-        device = here.cluster.device
-        return self._planned(
-            length, 0, slot, self._kept(here, there), (here.ranks, there.ranks), device
-        )
+        return self._planned(length, 0, slot, *self._kept(here, there), here.cluster.device)
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -271,7 +269,7 @@ class Apart:
         with ONE_AT_A_TIME:
             resident = there.resident(self.caches)
             resident.settle()
-            there.hold(self.caches, kept(self.caches, resident))
+            there.hold(self.caches, kept(self.caches, there.ranks, resident))
             lend([live], (0,))
             fed["live"] = Stored(inner_name(there, live.name))
             handle = self._program(length, at.row, slot)
@@ -301,26 +299,22 @@ class Apart:
         if key in self._programs:
             self._programs.move_to_end(key)
             return self._programs[key]
-        numbers, cluster = (here.ranks, there.ranks), there.launch.cluster
-        keeping = self._kept(here, there)
-        plan = self._planned(length, row, slot, keeping, numbers, cluster.device)
-        source, target = here.resident(self.own), there.resident(self.caches)
+        cluster = there.launch.cluster
+        source, target = self._kept(here, there)
+        plan = self._planned(length, row, slot, source, target, cluster.device)
         names = {
-            label: (
-                inner_name(here, source.name(label)),
-                inner_name(there, target.name(label)),
-            )
-            for label in plan.transfers
+            label: (inner_name(here, moved.here.label), inner_name(there, moved.there.label))
+            for label, moved in plan.transfers.items()
         }
-        state = {inner_name(there, target.name(name)): name for name in ("request", "knobs")}
-        sampling = _with_row(*keeping[1]["request"], slot)  # where `live` is, too
-        tables = {numbers[1][rank]: RowTables(state, {"live": "now"}) for rank in sampling}
+        state = {inner_name(there, target[name].label): name for name in ("request", "knobs")}
+        sampling = _with_row(target["request"], slot)  # where `live` is, too
+        tables = {rank: RowTables(state, {"live": "now"}) for rank in sampling.ranks}
         program = row_program(
             plan, cluster.size, cluster.device, names, length=length, tables=tables
         )
         while len(self._programs) >= MOST_LOADED:
             cluster.unload(self._programs.popitem(last=False)[1])
-        self._programs[key] = load_across(cluster, program)
+        self._programs[key] = cluster.load(across(cluster, program))
         return self._programs[key]
 
     def _planned(
@@ -328,26 +322,25 @@ class Apart:
         length: int,
         row: int,
         slot: int,
-        keeping: tuple[Keeping, Keeping],
-        numbers: tuple[tuple[int, ...], tuple[int, ...]],
+        source: Mapping[str, StoredTensor],
+        target: Mapping[str, StoredTensor],
         device: torch.device,
     ) -> SyncPlan:
-        values: dict[str, tuple[Side, Side]] = {}
-        for label, (spec, _) in keeping[0].items():
-            if len(spec.shape) == 4:  # and not what goes with the call
-                sides = [
-                    Side(_region(own[label][0], length), _with_row(*own[label], at), ranks)
-                    for own, at, ranks in zip(keeping, (row, slot), numbers, strict=True)
-                ]
-                values[label] = sides[0], sides[1]
+        values: dict[str, tuple[StoredTensor, StoredTensor]] = {}
+        for label, own in source.items():
+            if len(own.spec.shape) == 4:  # and not what goes with the call
+                here, there = _with_row(own, row), _with_row(target[label], slot)
+                values[label] = _region(here, length), _region(there, length)
         num = f"{length} position{'s' * (length != 1)}"
         name = f"{num} of {type(self.model.module).__name__}'s caches"
         plan = plan_sync(name, values, topology=self._topology, bucket_bytes=bucket_bytes(device))
         return replace(plan, what="transfer")
 
-    def _kept(self, here: MeshSession, there: MeshSession) -> tuple[Keeping, Keeping]:
-        source = kept(self.own, here.residents.get(id(self.own)))
-        return source, kept(self.caches, there.residents.get(id(self.caches)))
+    def _kept(
+        self, here: MeshSession, there: MeshSession
+    ) -> tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]:
+        source = kept(self.own, here.ranks, here.residents.get(id(self.own)))
+        return source, kept(self.caches, there.ranks, there.residents.get(id(self.caches)))
 
     def _sessions(self) -> tuple[MeshSession, MeshSession]:
         self.check_launched()
@@ -366,9 +359,10 @@ class Apart:
             )
 
 
-def _region(spec: TensorSpec, length: int) -> TensorSpec:
+def _region(cache: StoredTensor, length: int) -> StoredTensor:
     """Of a row of caches [rows, heads, positions, dim], its first positions: [1, heads, length,
     dim]."""
+    spec = cache.spec
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Shard) and placement.dim == 2:
             raise PlanningError(
@@ -380,17 +374,13 @@ def _region(spec: TensorSpec, length: int) -> TensorSpec:
         REPLICATE if isinstance(p, Shard) and p.dim == 0 else p for p in spec.placements
     )
     heads, dim = spec.shape[1], spec.shape[3]
-    return TensorSpec((1, heads, length, dim), spec.dtype, spec.mesh, rowless)
+    region = TensorSpec((1, heads, length, dim), spec.dtype, spec.mesh, rowless)
+    return replace(cache, spec=region)
 
 
-def _with_row(spec: TensorSpec, ranks: Sequence[int], row: int) -> tuple[int, ...]:
-    """Of the ranks that keep caches, those that have this row of them."""
-    mesh = spec.mesh
-    return tuple(
-        rank
-        for rank in ranks
-        if any(low <= row < high for low, high in spec.intervals(0, mesh.coordinates(rank)))
-    )
+def _with_row(cache: StoredTensor, row: int) -> StoredTensor:
+    """On those of its ranks alone that have this row."""
+    return cache.on(r for r in cache.at if any(lo <= row < hi for lo, hi in cache.where(r)[0]))
 
 
 def _ended(x: DTensor) -> bool:

@@ -139,7 +139,7 @@ def settle_caches(caches: ParallelModule, decode: Plan) -> None:
 def put_anew(session: MeshSession, caches: ParallelModule) -> None:
     """What ranks have of these counts no longer: each makes its zeros again."""
     resident = session.resident(caches)
-    resident.forget(list(resident.specs))
+    resident.forget(list(resident.stored))
     caches.initial.holders.clear()
 
 

@@ -15,7 +15,8 @@ them to each other. Not modelled: contention between channels.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+import math
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -79,16 +80,16 @@ class _Prediction:
     def cost(self) -> Cost:
         """Of the slowest rank: what it computes, waits for messages under way, and else waits."""
         begin = self.plan.topology.step_latency
-        lists = {rank: self._rank(rank) for rank in range(len(self.plan.hosted))}
+        ranks = [self._rank(rank) for rank in range(len(self.plan.hosted))]
+        lists = {own.rank: own.items for own in ranks}
         times = run(lists, begin)
         end = max((end for own in times.values() for _, end in own), default=begin)
         spent = [_spent(items, times[rank], end) for rank, items in lists.items()]
         compute, communication, waiting = max(spent, key=lambda rank: rank[0] + rank[1])
-        whole = (end - begin) * len(spent)
-        bubble = sum(waiting for *_, waiting in spent) / whole if whole else 0.0
+        bubble = _bubble(ranks, times) if self.plan.num_stages > 1 else 0.0
         return Cost(compute, communication, bubble, begin + waiting)
 
-    def _rank(self, rank: int) -> list[Item]:
+    def _rank(self, rank: int) -> _RankItems:
         """All that it does in a step, with the actions folded."""
         own = _RankItems(self, rank)
         own.steps([s for s in self.plan.steps if s.once and own.concerns(s)])
@@ -102,14 +103,16 @@ class _Prediction:
             made, m = self._action(action.kind, action.stage), action.microbatch
             own.items[posted:posted] = [_of(item, m) for item in made.receives]
             began += len(made.receives)
+            own.first = own.first or len(own.items)
             own.items += [_of(item, m) for item in made.items]
             for send in made.sends:
                 at = self.shared.actions.received_at(send.step, m)
                 sends.append((at, replace(send, microbatch=m)))
             begun |= made.begun
         own.wait_sends(sends, None)
+        own.last = len(own.items)
         own.end(begun)
-        return own.items
+        return own
 
     def _action(self, kind: Kind, stage: int) -> _RankItems:
         """What an action of the kind does, whatever the microbatch."""
@@ -151,6 +154,7 @@ class _RankItems:
         self.reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
         self.begun: set[int] = set()  # ids of steps that an action had before the end
         self.agreed = False
+        self.first = self.last = 0  # of the items of the schedule's actions, and after them
 
     def concerns(self, step: Step) -> bool:
         return any(step.is_on(stage) for stage in self.stages)
@@ -280,6 +284,22 @@ def _of(item: Item, microbatch: int) -> Item:
             return replace(item, name=(item.name, microbatch))
         case Until():
             return Until(tuple((name, microbatch) for name in item.names))
+
+
+def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]) -> float:
+    """The fraction of the ranks' time, from the first action of all to the last, in which they wait
+    for other stages. A rank in a collective doesn't."""
+    first, last, busy = math.inf, 0.0, 0.0
+    for own in ranks:
+        of_stages = {i.name for i in own.items if isinstance(i, Begin) and len(i.members) > 1}
+        actions = slice(own.first, own.last)
+        for item, (begin, end) in zip(own.items[actions], times[own.rank][actions], strict=True):
+            if isinstance(item, Begin) or end == begin:
+                continue
+            first, last = min(first, begin), max(last, end)
+            if isinstance(item, Stretch) or of_stages.isdisjoint(item.names):
+                busy += end - begin
+    return 1 - busy / ((last - first) * len(ranks)) if last > first else 0.0
 
 
 def _spent(

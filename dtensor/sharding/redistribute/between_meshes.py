@@ -1,6 +1,7 @@
 """Transfer: which blocks go from which rank to which, between two specs on two meshes.
 
-    plan_transfer(parse("f32[8@tp,4]", Mesh(tp=2)), parse("f32[8@x,4]", Mesh(x=4)))
+    here = StoredTensor.of("x", parse("f32[8@tp,4]", Mesh(tp=2)), (0, 1), (0, 1))
+    plan_transfer(here, StoredTensor.of("y", parse("f32[8@x,4]", Mesh(x=4)), range(4), range(4)))
 
     transfer f32[8@tp,4] on mesh(tp=2) -> f32[8@x,4] on mesh(x=4)
       rank 0 keeps   [0:2,:]
@@ -35,6 +36,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Partial, intersect
 from dtensor.sharding.spec.shards import Where, held, shape_of
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +57,22 @@ class Piece:
 class TransferPlan:
     """The pieces, by target rank, then source rank.
 
-    ``source_ranks[i]``: the cluster's rank that is rank i of the source's mesh; ``sources``: the
-    ranks of that mesh that have the value, ``targets``: those of the target's that are to have it;
-    ``distinct``: the two meshes live on different clusters, so that equal numbers are different
-    ranks.
+    ``here``: the value as it is stored, ``there``: as it is to be; ``distinct``: the two meshes
+    live on different clusters, so that equal numbers are different ranks.
     """
 
-    source: TensorSpec
-    target: TensorSpec
-    source_ranks: tuple[int, ...]
-    target_ranks: tuple[int, ...]
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
+    here: StoredTensor
+    there: StoredTensor
     distinct: bool
     pieces: tuple[Piece, ...]
+
+    @property
+    def source(self) -> TensorSpec:
+        return self.here.spec
+
+    @property
+    def target(self) -> TensorSpec:
+        return self.there.spec
 
     @property
     def bytes_sent(self) -> int:
@@ -123,29 +127,21 @@ class TransferPlan:
 
 
 def plan_transfer(
-    source: TensorSpec,
-    target: TensorSpec,
+    here: StoredTensor,
+    there: StoredTensor,
     *,
-    source_ranks: Sequence[int] | None = None,
-    target_ranks: Sequence[int] | None = None,
-    sources: Sequence[int] | None = None,
-    targets: Sequence[int] | None = None,
     distinct: bool = False,
     sent: dict[int, int] | None = None,
 ) -> TransferPlan:
-    """The cheapest way from ``source`` to ``target``, two specs of one value.
+    """The cheapest way of one value from where it is to where it is to be.
 
     Args:
-        source_ranks, target_ranks: the cluster's rank of each rank of the mesh; by default rank i
-            is rank i on both sides.
-        sources, targets: the ranks of the meshes that have the value, and are to have it; by
-            default those that the specs say (``spec.on``).
         distinct: the meshes live on different clusters; nothing is kept.
         sent: by the cluster's rank, the bytes that it sends of other values; these are added.
 
-    Raises PlanningError for specs of different tensors, a pending source, and ranks that do not
-    fit their mesh.
+    Raises PlanningError for specs of different tensors, and for a pending source.
     """
+    source, target = here.spec, there.spec
     if source.shape != target.shape or source.dtype != target.dtype:
         raise PlanningError(
             f"{source} and {target} are not two placements of one value; "
@@ -158,27 +154,8 @@ def plan_transfer(
             f"{source} is pending over {', '.join(pending)}, and a transfer moves values, not "
             f"summands; fix: x.redistribute({fixed}) first"
         )
-    here = _ranks(source, source_ranks)
-    there = _ranks(target, target_ranks)
-    have = holders_of(source) if sources is None else tuple(sources)
-    want = holders_of(target) if targets is None else tuple(targets)
-    return TransferPlan(
-        source=source,
-        target=target,
-        source_ranks=here,
-        target_ranks=there,
-        sources=have,
-        targets=want,
-        distinct=distinct,
-        pieces=tuple(
-            _pieces(
-                (source, {rank: here[rank] for rank in have}),
-                (target, {rank: there[rank] for rank in want}),
-                distinct,
-                {} if sent is None else sent,
-            )
-        ),
-    )
+    pieces = _pieces(here, there, distinct, {} if sent is None else sent)
+    return TransferPlan(here=here, there=there, distinct=distinct, pieces=tuple(pieces))
 
 
 def busiest_seconds(
@@ -223,20 +200,17 @@ def is_neutral(spec: TensorSpec, rank: int) -> bool:
 # -- the pieces --------------------------------------------------------------------------------
 
 
-_Held = tuple[TensorSpec, dict[int, int]]
-"""A spec, and the ranks of its mesh that hold it, each with its number in the cluster."""
-
-
-def _pieces(source: _Held, target: _Held, distinct: bool, sent: dict[int, int]) -> list[Piece]:
-    (spec, here), (wanted_spec, there) = source, target
+def _pieces(
+    here: StoredTensor, there: StoredTensor, distinct: bool, sent: dict[int, int]
+) -> list[Piece]:
     holders: dict[Where, list[int]] = {}
-    for rank, number in here.items():
-        holders.setdefault(box_of(spec, rank), []).append(number)
+    for rank, number in here.numbers.items():
+        holders.setdefault(here.where(rank), []).append(number)
     found: list[Piece] = []
-    for rank, own in there.items():
-        if is_neutral(wanted_spec, rank):
+    for rank, own in there.numbers.items():
+        if is_neutral(there.spec, rank):
             continue
-        wanted = box_of(wanted_spec, rank)
+        wanted = there.where(rank)
         pieces: list[Piece] = []
         for box, owners in holders.items():
             ranges = tuple(intersect(a, b) for a, b in zip(box, wanted, strict=True))
@@ -248,21 +222,11 @@ def _pieces(source: _Held, target: _Held, distinct: bool, sent: dict[int, int]) 
                 continue
             turned = owners[rank % len(owners) :] + owners[: rank % len(owners)]
             sender = min(turned, key=lambda owner: sent.get(owner, 0))
-            nbytes = count * spec.dtype.itemsize
+            nbytes = count * here.spec.dtype.itemsize
             sent[sender] = sent.get(sender, 0) + nbytes
             pieces.append(Piece(sender, own, ranges, nbytes))
         found += sorted(pieces, key=lambda piece: (piece.source_rank, piece.ranges))
     return found
-
-
-def _ranks(spec: TensorSpec, stated: Sequence[int] | None) -> tuple[int, ...]:
-    ranks = tuple(range(spec.mesh.size)) if stated is None else tuple(stated)
-    if len(ranks) != spec.mesh.size or len(set(ranks)) != len(ranks) or min(ranks) < 0:
-        raise PlanningError(
-            f"{spec.mesh} has {spec.mesh.size} ranks, the ranks stated for it are {list(ranks)}; "
-            f"fix: state {spec.mesh.size} different ranks"
-        )
-    return ranks
 
 
 def _slowest(topology: Topology, meshes: Sequence[Mesh]) -> tuple[float, float]:

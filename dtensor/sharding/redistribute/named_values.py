@@ -43,21 +43,11 @@ from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Intervals, length
 from dtensor.sharding.spec.shards import Where, shape_of
-from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
 
 BUCKET_BYTES = 1 << 20
 """Of a message, at most, between processes of one host: it is copied into shared memory and out
 again, and stays in a core's cache meanwhile (67 MB on 2 cores took half as long as in 8 MB)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """How ranks keep a value: ``ranks``: those of the spec's mesh that have it; ``numbers[i]``:
-    what rank i of the mesh is called in the cluster."""
-
-    spec: TensorSpec
-    ranks: tuple[int, ...]
-    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,28 +180,19 @@ class SyncPlan:
 
 def plan_sync(
     name: str,
-    values: Mapping[str, tuple[Side, Side]],
+    values: Mapping[str, tuple[StoredTensor, StoredTensor]],
     *,
     topology: Topology | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SyncPlan:
-    """How each value gets from where it is kept to where it is to be.
+    """How each value gets from where it is stored to where it is to be.
 
     Raises PlanningError as `plan_transfer` does.
     """
     sent: dict[int, int] = {}
     plans: dict[str, TransferPlan] = {}
     for label in sorted(values, key=lambda label: (-values[label][0].spec.nbytes, label)):
-        here, there = values[label]
-        plans[label] = plan_transfer(
-            here.spec,
-            there.spec,
-            source_ranks=here.numbers,
-            target_ranks=there.numbers,
-            sources=here.ranks,
-            targets=there.ranks,
-            sent=sent,
-        )
+        plans[label] = plan_transfer(*values[label], sent=sent)
     return of_transfers(name, {n: plans[n] for n in values}, topology, bucket_bytes)
 
 

@@ -1,0 +1,232 @@
+"""The store of a launch: nobody else changes what it has, and what fails leaves it as it was."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dtensor as dt
+from dtensor.api.session import MeshSession
+from dtensor.api.store import Moving, Owner
+from dtensor.daft import DaftError
+from dtensor.runtime import between_meshes
+from dtensor.sharding.redistribute.named_values import plan_sync
+from dtensor.sharding.spec.stored import StoredTensor
+from tests.api.test_switch import MEGATRON, Place, Trained, batches, named
+from tests.api.test_sync import TP, batch, loss_fn, net
+
+SOURCE = Path(dt.__file__).parent
+STORE = ("api/store.py", "api/store/")
+RECORD = "sharding/spec/stored.py"
+
+
+# -- one form, one owner: by the syntax tree -------------------------------------------------------
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    for path in sorted(SOURCE.rglob("*.py")):
+        yield path.relative_to(SOURCE).as_posix(), path.read_text()
+
+
+def assignments(name: str, text: str) -> list[str]:
+    """Where a file that is not the store's touches the store's table."""
+    if name.startswith(STORE):
+        return []
+    table = {"_stored", "_settled", "_absent"}
+    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))
+    return [
+        f"{name}:{node.lineno}: {ast.unparse(node)}"
+        for node in nodes
+        # another class may have an attribute of that name for itself
+        if node.attr in table and ast.unparse(node.value) != "self"
+    ]
+
+
+def records(name: str, text: str) -> list[str]:
+    """Where a file has another form of what a `StoredTensor` says: a class that has a spec and
+    the ranks that hold it, or a tuple of the two."""
+    if name == RECORD:
+        return []
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            fields = dict(map(field, (n for n in ast.walk(node) if isinstance(n, ast.AnnAssign))))
+            has = {n for n, kind in fields.items() if "[int" in kind and n in RANKS}
+            if has and any("TensorSpec" in kind for kind in fields.values()):
+                found.append(f"{name}:{node.lineno}: class {node.name}")
+        elif isinstance(node, ast.Subscript):
+            kind = ast.unparse(node)
+            if kind.startswith("tuple[") and kind.endswith("TensorSpec, tuple[int, ...]]"):
+                found.append(f"{name}:{node.lineno}: {kind}")
+    return found
+
+
+RANKS = {"ranks", "at", "holders", "numbers", "sources", "targets"}
+
+
+def field(node: ast.AnnAssign) -> tuple[str, str]:
+    target = node.target
+    name = target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
+    return name, ast.unparse(node.annotation)
+
+
+def test_nobody_but_the_store_changes_an_entry() -> None:
+    assert [one for source in sources() for one in assignments(*source)] == []
+
+
+def test_a_stored_tensor_is_the_one_form() -> None:
+    assert [one for source in sources() for one in records(*source)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "resident.owner._stored[label] = home",
+        "home.owner._stored |= new",
+        "owner._settled.update(homes)",
+        "self.owner._absent.clear()",
+    ],
+)
+def test_an_assignment_elsewhere_is_found(line: str) -> None:
+    assert assignments("api/replica.py", line) and not assignments("api/store.py", line)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "class Held:\n    name: str\n    spec: TensorSpec\n    ranks: tuple[int, ...]",
+        "class Home:\n    specs: dict[str, TensorSpec]\n    ranks: dict[str, tuple[int, ...]]",
+        "Named = tuple[str, TensorSpec, tuple[int, ...]]",
+        "Keeping = Mapping[str, tuple[TensorSpec, tuple[int, ...]]]",
+    ],
+)
+def test_another_form_is_found(text: str) -> None:
+    assert records("api/kept.py", text)
+
+
+# -- what fails ------------------------------------------------------------------------------------
+
+
+class Failing:
+    """What came cannot be put together, while ``on``; made before programs are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on = False
+        unpacked = between_meshes.unpacked
+
+        def fails(*given: Any) -> tuple[Tensor, ...]:
+            if self.on:
+                raise RuntimeError("no memory")
+            return unpacked(*given)
+
+        monkeypatch.setattr(between_meshes, "unpacked", fails)
+
+
+@pytest.mark.parametrize("known", ["at once", "later"])
+@pytest.mark.parametrize("synced", [False, True])
+def test_a_sync_that_fails(known: str, synced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The actor has what it had, nothing or the values of the sync before, and nobody believes
+    otherwise; also where the failure is not known when the sync returns."""
+    if known == "later":
+        monkeypatch.setattr(MeshSession, "at_once", False)
+    failing, train, play = Failing(monkeypatch), dt.Mesh(dp=2), dt.Mesh(tp=2)
+    policy = dt.parallelize(net(), train, {}, zero={"dp": 3})
+    actor = dt.replica(policy, play, TP)
+    parameters = [p for p in policy.parameters() if p.requires_grad]
+    step = dt.train_step(policy, loss_fn, torch.optim.SGD(parameters, lr=0.1))
+    with dt.launch(train, play) as run:
+        resident = run.launch.sessions[play].resident(actor)
+        before: dict[str, Tensor] = {}
+        if synced:
+            dt.sync(policy, actor)
+            before = dt.gather_state_dict(actor)["model"]
+        entries = dict(resident.stored)
+        step(*batch(0)).wait()
+        failing.on = True
+        if known == "at once":
+            with pytest.raises(DaftError, match="no memory"):
+                dt.sync(policy, actor)
+        else:
+            dt.sync(policy, actor)
+        if synced:
+            found = dt.gather_state_dict(actor)["model"]
+            assert all(torch.equal(found[name], before[name]) for name in before)
+        else:
+            with pytest.raises(dt.PlanningError, match=r"no value here yet(.|\n)*dt\.sync"):
+                dt.gather_state_dict(actor)
+        assert dict(resident.stored) == entries
+        failing.on = False
+        if known == "later":
+            with pytest.raises(DaftError, match="no memory") as caught:
+                dt.sync(policy, actor)
+            assert "which changed nothing" in str(caught.value.__notes__)
+        dt.sync(policy, actor)
+        state = dt.gather_state_dict(policy)["model"]
+        mine = dt.gather_state_dict(actor)["model"]
+        assert all(torch.equal(state[name], mine[name]) for name in state)
+
+
+@pytest.mark.parametrize("name", ["other", "mesh"])
+def test_a_switch_that_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another mesh, and on the same: all entries are as they were, of the optimizer too."""
+    mesh = dt.Mesh(tp=2)
+    trained, data = Trained(Place(axes=dict(tp=2), pins=MEGATRON)), batches(3)
+    to = dt.Mesh(tp=2, name="other") if name == "other" else mesh
+    with dt.launch(mesh) as run:
+        trained.losses(data[:1])
+        resident = run.launch.sessions[mesh].resident(trained.model)
+        before: dict[str, StoredTensor] = named(resident)
+        failing = Failing(monkeypatch)
+        failing.on = True
+        with pytest.raises(DaftError, match="no memory"):
+            run.switch(trained.model, trained.opt, to, {})
+        assert named(resident) == before and resident.mesh == mesh
+        failing.on = False
+        trained.losses(data[1:2])
+        run.switch(trained.model, trained.opt, to, {})
+        after = named(resident)
+        assert after != before and {one.spec.mesh for one in after.values()} == {to}
+        assert {n: one.label for n, one in after.items()} == {
+            n: one.label for n, one in before.items()
+        }
+        trained.losses(data[2:])
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("fails", [(True, False), (False, True), (True, True), (False, False)])
+def test_two_moves_under_way(
+    fails: tuple[bool, bool], backwards: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One fails, or both, in whichever order that is seen: an entry is as the last that went well
+    has it, and there is none where none did."""
+    mesh, x = dt.Mesh(tp=2), torch.arange(16.0).reshape(4, 4)
+    owner, given = Owner[str](), Owner[str]()
+    with dt.launch(mesh) as run:
+        store, session = run.launch.store, run.launch.sessions[mesh]
+        source = session.stored("x", dt.spec("f32[4@tp,4]", mesh))
+        store.put(given, {"x": (x, source)})
+        failing, moves = Failing(monkeypatch), list[Moving]()
+        homes: list[StoredTensor] = []
+        for text, fail in zip(("f32[4,4@tp]", "f32[4,4]"), fails, strict=True):
+            home = session.stored("y", dt.spec(text, mesh))
+            failing.on = fail
+            homes.append(home)
+            moves.append(store.move(plan_sync("v", {"y": (source, home)}), {"y": (owner, "y")}))
+            assert owner.stored == {"y": home}
+        seen = list(zip(fails, moves, strict=True))
+        for fail, move in reversed(seen) if backwards else seen:
+            if fail:
+                with pytest.raises(DaftError, match="no memory"):
+                    move.check()
+            else:
+                move.check()
+        well = [home for home, fail in zip(homes, fails, strict=True) if not fail]
+        assert owner.stored == ({"y": well[-1]} if well else {})
+        found = dict(store.get(owner.stored))
+        assert all(value is not None and torch.equal(value, x) for value in found.values())
