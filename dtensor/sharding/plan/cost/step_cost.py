@@ -71,7 +71,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class StepMessage:
     """A collective over ``num`` ranks of ``axis``, or a transfer: what each of them sends."""
 
     kind: str
@@ -94,7 +94,7 @@ class Message:
     def _seconds(self, topology: Topology, sent: float) -> float:
         return topology.collective_seconds(self.kind, self.axis, num=self.num, bytes_sent=sent)
 
-    def resized(self, to: Resized) -> Message:
+    def resized(self, to: Resized) -> StepMessage:
         sent = tuple(amount.resized(to) for amount in self.sent)
         if self.axis not in to.sizes:
             return replace(self, sent=sent)
@@ -113,7 +113,7 @@ class StepCost:
 
     flops: Amount = Amount(0)
     bytes: tuple[Amount, ...] = ()
-    messages: tuple[Message, ...] = ()
+    messages: tuple[StepMessage, ...] = ()
     rate: Literal["op", "attention", "update"] | None = None
 
     def compute_seconds(self, topology: Topology) -> float:
@@ -175,7 +175,7 @@ def step_cost(plan: PlanRecord, step: Step, stage: int) -> StepCost:
 
 def messages_of(
     plan: PlanRecord, step: Redistribute | Transfer | Norm, stage: int
-) -> tuple[Message, ...]:
+) -> tuple[StepMessage, ...]:
     """What a rank of ``stage`` sends; () of a stage that has no part in it, or receives."""
     match step:
         case Redistribute():
@@ -186,10 +186,10 @@ def messages_of(
             if stage != step.stage:
                 return ()
             axis, sent = plan.stage_axis or "", (shard_bytes(spec),)
-            return (Message(kind="transfer", axis=axis, num=2, sent=sent, dtype=spec.dtype),)
+            return (StepMessage(kind="transfer", axis=axis, num=2, sent=sent, dtype=spec.dtype),)
         case Norm(dtype=dtype):
             return tuple(
-                Message(
+                StepMessage(
                     kind="all_reduce",
                     axis=axis,
                     num=num,
@@ -201,14 +201,14 @@ def messages_of(
             )
 
 
-def _message(moves: Iterable[Move]) -> Message:
+def _message(moves: Iterable[Move]) -> StepMessage:
     """Of moves that are one message: of one kind, on one axis."""
     moves = tuple(moves)
     first, sent = moves[0], dict[frozenset[str], int]()
     for move in moves:
         axes = shard_bytes(move.src).axes - {move.axis}
         sent[axes] = sent.get(axes, 0) + move.bytes_sent
-    return Message(
+    return StepMessage(
         kind=first.kind,
         axis=first.axis,
         num=first.src.mesh.axis_size(first.axis),

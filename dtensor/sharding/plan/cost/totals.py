@@ -4,7 +4,7 @@
     totals.cost.seconds             # predicted, of a step
     totals.memory.total             # bytes of the fullest rank
     totals.bytes_sent               # in a step, by the rank that sends most
-    totals.most_sent(lambda key: key[0])      # {"tp": Sent(times=4, bytes_sent=2097152, ...)}
+    totals.most_sent(lambda key: key[0])      # {"tp": SentTotals(times=4, bytes_sent=2097152, ...)}
 
 Whatever prints or compares plans (text, summary, page, comparison, search) reads it here. A rank of
 the stage axis hosts one stage or several, which add up; ranks along other axes do the same, and the
@@ -29,11 +29,11 @@ from dtensor.sharding.plan.steps import Compute, Norm, StepPhase
 Key = tuple[str, StepPhase, str]
 """Axis, phase and kind of messages."""
 K = TypeVar("K")
-A = TypeVar("A", "Work", "Sent")
+A = TypeVar("A", "RankWork", "SentTotals")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class RankWork:
     """What a rank computes and communicates in a step, in seconds, and its FLOP."""
 
     compute_seconds: float = 0.0
@@ -44,8 +44,8 @@ class Work:
     def seconds(self) -> float:
         return self.compute_seconds + self.communication_seconds
 
-    def __add__(self, more: Work) -> Work:
-        return Work(
+    def __add__(self, more: RankWork) -> RankWork:
+        return RankWork(
             self.compute_seconds + more.compute_seconds,
             self.communication_seconds + more.communication_seconds,
             self.flops + more.flops,
@@ -53,15 +53,15 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentTotals:
     """Messages of a rank in a step: how many, their bytes, their seconds."""
 
     times: int = 0
     bytes_sent: int = 0
     seconds: float = 0.0
 
-    def __add__(self, more: Sent) -> Sent:
-        return Sent(
+    def __add__(self, more: SentTotals) -> SentTotals:
+        return SentTotals(
             self.times + more.times,
             self.bytes_sent + more.bytes_sent,
             self.seconds + more.seconds,
@@ -92,14 +92,14 @@ class PlanTotals:
         return max(work.seconds for work in self.ranks)
 
     @cached_property
-    def stages(self) -> tuple[Work, ...]:
+    def stages(self) -> tuple[RankWork, ...]:
         """Of a rank of each stage; a transfer counts at its sender."""
         return self._walked[0]
 
     @cached_property
-    def ranks(self) -> tuple[Work, ...]:
+    def ranks(self) -> tuple[RankWork, ...]:
         """By rank of the stage axis, of all its stages."""
-        return self._by_rank(self.stages, Work())
+        return self._by_rank(self.stages, RankWork())
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ class PlanTotals:
     # -- messages ------------------------------------------------------------------------------
 
     @property
-    def sent(self) -> Mapping[Key, tuple[Sent, ...]]:
+    def sent(self) -> Mapping[Key, tuple[SentTotals, ...]]:
         """By axis, phase and kind, in the order of the plan, what a rank of each stage sends."""
         return self._walked[1]
 
@@ -142,7 +142,7 @@ class PlanTotals:
         """That a rank starts in a step, transfers included."""
         return max((sent.times for sent in self._sent_by_rank(_all).get("", ())), default=0)
 
-    def most_sent(self, part: Callable[[Key], K]) -> dict[K, Sent]:
+    def most_sent(self, part: Callable[[Key], K]) -> dict[K, SentTotals]:
         """By a part of the keys of `sent`, what the rank sends that sends most of it."""
         return {
             key: max(ranks, key=lambda sent: (sent.bytes_sent, sent.seconds))
@@ -151,23 +151,23 @@ class PlanTotals:
 
     # -- of stages, of ranks -------------------------------------------------------------------
 
-    def _sent_by_rank(self, part: Callable[[Key], K]) -> dict[K, tuple[Sent, ...]]:
-        found: dict[K, list[Sent]] = {}
+    def _sent_by_rank(self, part: Callable[[Key], K]) -> dict[K, tuple[SentTotals, ...]]:
+        found: dict[K, list[SentTotals]] = {}
         for key, stages in self.sent.items():
-            before = found.get(part(key), [Sent()] * len(stages))
+            before = found.get(part(key), [SentTotals()] * len(stages))
             found[part(key)] = [a + b for a, b in zip(before, stages, strict=True)]
-        return {key: self._by_rank(stages, Sent()) for key, stages in found.items()}
+        return {key: self._by_rank(stages, SentTotals()) for key, stages in found.items()}
 
     def _by_rank(self, stages: Sequence[A], none: A) -> tuple[A, ...]:
         """Sums over the stages that each rank hosts."""
         return tuple(sum((stages[s] for s in held), none) for held in self.plan.hosted)
 
     @cached_property
-    def _walked(self) -> tuple[tuple[Work, ...], Mapping[Key, tuple[Sent, ...]]]:
+    def _walked(self) -> tuple[tuple[RankWork, ...], Mapping[Key, tuple[SentTotals, ...]]]:
         """By stage, what all steps add up to."""
         plan, topology = self.plan, self.plan.topology
-        work = [Work()] * plan.num_stages
-        sent: dict[Key, list[Sent]] = {}
+        work = [RankWork()] * plan.num_stages
+        sent: dict[Key, list[SentTotals]] = {}
         for step in plan.steps:
             times = step_times(plan, step)
             flops = step.flops if isinstance(step, Compute) else 0
@@ -175,12 +175,14 @@ class PlanTotals:
                 cost = step_cost(plan, step, stage)
                 compute = cost.compute_seconds(topology)
                 communication = cost.communication_seconds(topology)
-                work[stage] += Work(compute * times, communication * times, flops * times)
+                work[stage] += RankWork(compute * times, communication * times, flops * times)
                 for message in cost.messages:
                     key = (message.axis, step.phase, message.kind)
-                    stages = sent.setdefault(key, [Sent()] * plan.num_stages)
+                    stages = sent.setdefault(key, [SentTotals()] * plan.num_stages)
                     bytes_sent = times * int(message.bytes_sent)
-                    stages[stage] += Sent(times, bytes_sent, times * message.seconds(topology))
+                    stages[stage] += SentTotals(
+                        times, bytes_sent, times * message.seconds(topology)
+                    )
         return tuple(work), {key: tuple(stages) for key, stages in sent.items()}
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dtensor.sharding.plan.cost.seconds import collectives_of, step_seconds, step_times
-from dtensor.sharding.plan.cost.totals import PlanTotals, Sent
+from dtensor.sharding.plan.cost.totals import PlanTotals, SentTotals
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.plan.storage import LEVELS
@@ -155,11 +155,11 @@ def _sent(totals: PlanTotals) -> list[Row]:
     kept = ranked if len(ranked) <= _SENT else ranked[: _SENT - 1]
     rows = [(axis, phase, *_cells(sent, kind)) for (axis, phase, kind), sent in kept]
     if rest := [sent for _, sent in ranked[len(kept) :]]:
-        rows.append(("others", "", *_cells(sum(rest, Sent()))))
+        rows.append(("others", "", *_cells(sum(rest, SentTotals()))))
     return rows
 
 
-def _cells(sent: Sent, kind: str = "") -> Row:
+def _cells(sent: SentTotals, kind: str = "") -> Row:
     number = f"{sent.times} {kind}".rstrip()
     return number, size_text(sent.bytes_sent), seconds_text(sent.seconds)
 
