@@ -79,7 +79,7 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
     changes: list[tuple[tuple[float, int], ...]] = []
     for rank, program in programs.items():
         if call:
-            spans.append(Span(rank=rank, track="wait", name=CALL, begin=0.0, end=call))
+            spans.append(Span(rank=rank, track="wait", label=CALL, begin=0.0, end=call))
         spans += _spans(rank, program, times[rank])
         changes.append(tuple(_held(builders[rank], program, times[rank], call)))
     return Trace(
