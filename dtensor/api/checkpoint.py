@@ -48,6 +48,7 @@ from dtensor.api.state import checked_optional
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.runtime.checkpoint import Checkpoint, latest
+from dtensor.runtime.saving import load_program
 
 _ONE_SAVE = threading.RLock()
 _LAST: list[Saved] = []
@@ -246,8 +247,13 @@ def _fill_ranks(
     resident = session.resident(model)
     resident.settle()
     tensors, homes = model.seen.tensors, kept(model, session.ranks, resident)
-    given = {label: (stored, homes[label]) for label, stored in values.items()}
-    resident.store.load(resident.owner, os.path.abspath(checkpoint.path), given)
+    folder = os.path.abspath(checkpoint.path)
+    wanted = {stored.name: homes[label] for label, stored in values.items()}
+    resident.store.load(
+        resident.owner,
+        {label: homes[label] for label in values},
+        lambda cluster: load_program(folder, wanted, cluster.size, cluster.device),
+    )
     for label in values:
         _leave_other_holder(tensors[label], resident)
     model.initial.leave_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})

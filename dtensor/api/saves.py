@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ from dtensor.runtime.saving import (
     error_of,
     hand_over,
     own_copy,
+    save_program,
     state_of,
 )
 from dtensor.sharding.ops.call import STEP
@@ -384,7 +386,8 @@ def _copied_by_ranks(
     model = resident.model
     counted = session.counted(f"{resident.prefix}steps", model.steps, takes=False)
     fed: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
-    return resident.store.save(("save", id(model), saving["format"]), values, fed, counted)
+    key = "save", id(model), saving["format"]
+    return resident.store.save(key, values, partial(save_program, values), fed, counted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,6 @@ from dtensor.daft.cluster.part import Part
 from dtensor.daft.run.worker import Counted
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.between_meshes import transfer_program, values_program
-from dtensor.runtime.saving import Names, load_program, save_program
 from dtensor.runtime.shard_optimizer import absent, is_absent
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.redistribute.between_meshes import TransferPlan
@@ -230,13 +229,16 @@ class TensorStore:
                 session.cluster.unload(handle)
 
     def load(
-        self, owner: Owner[K], folder: str, given: Mapping[K, tuple[OnDisk, StoredTensor]]
+        self,
+        owner: Owner[K],
+        given: Mapping[K, StoredTensor],
+        reading: Callable[[Cluster], Program],
     ) -> None:
-        """Each rank reads its shards of a checkpoint's values: of all on all ranks, or of none."""
-        wanted = {on_disk.name: home for on_disk, home in given.values()}
-        session = self._session(wanted.values())
+        """Each rank reads its shards of a checkpoint's values, by the program that is ``reading``
+        for the cluster (runtime/saving.py): of all on all ranks, or of none."""
+        session = self._session(given.values())
         cluster = session.cluster
-        handle = cluster.load(load_program(folder, wanted, cluster.size, cluster.device))
+        handle = cluster.load(reading(cluster))
         try:
             cluster.run(handle, [{}] * cluster.size).get()
         except DaftError as error:
@@ -246,7 +248,7 @@ class TensorStore:
         finally:
             if cluster.failure is None:
                 cluster.unload(handle)
-        owner._stored.update((key, home) for key, (_, home) in given.items())
+        owner._stored.update(given)
 
     def keep(self, owner: Owner[K], made: Mapping[K, StoredTensor]) -> None:
         """A run that was submitted makes these, and keeps them."""
@@ -285,15 +287,17 @@ class TensorStore:
     def save(
         self,
         key: Hashable,
-        values: Mapping[Names, StoredTensor],
+        values: Mapping[tuple[str, ...], StoredTensor],
+        copying: Callable[[int], Program],
         fed: Mapping[str, object],
         counted: Counted,
     ) -> Future:
-        """A run in which each rank copies its share of values for a writer (runtime/saving.py);
-        its program stays loaded under ``key`` while they are stored so."""
+        """A run in which each rank copies its share of values for a writer: ``copying`` is its
+        program for so many ranks (runtime/saving.py), which stays loaded under ``key`` while they
+        are stored so."""
         session = self._session(values.values())
         cluster = session.cluster
-        loaded = self._loaded(key, values, cluster, lambda: save_program(values, cluster.size))
+        loaded = self._loaded(key, values, cluster, lambda: copying(cluster.size))
         loaded.last = session.run(loaded.handle, [fed] * cluster.size, {}, counted)
         return loaded.last
 

@@ -204,9 +204,9 @@ def _held(
     yield 0.0, held
     now = begin
     for item, interval in _timed(program, times):
-        if isinstance(item, Call):
-            if within := _held_within(b, next(segments), item.outputs):
-                yield now, held + within
+        within = _held_within(b, next(segments), item.outputs) if isinstance(item, Call) else 0
+        if within:
+            yield now, held + within
         if isinstance(item, Call | Wait) and interval is not None:
             now = interval[1]
         match item:
