@@ -225,7 +225,7 @@ def _peer(model: Any, tokens: int, length: int, want: Sequence[int]) -> str:
 
 def messages(tokens: int = 20) -> Row:
     """For each actor and token, at tp=2 on Ray."""
-    from dtensor.daft.ray.run_channel import RunChannel
+    from dtensor.daft.ray.channel.run_channel import RunChannel
 
     gen = dt.generator(placed("llama", "tp2"), slots=1, length=64, buckets=(16,))
     sent: list[object] = []

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dtensor.runtime.shard_optimizer import (
+from dtensor.runtime.optimizer.shard_optimizer import (
     ShardOptimizer,
     Updated,
     absent,

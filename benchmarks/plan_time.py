@@ -20,8 +20,8 @@ from typing import TypeVar
 
 import torch
 
-from dtensor.api.stating.placing import input_pins, planner_pins, resolve
-from dtensor.api.stating.stages import stage_of
+from dtensor.api.model.stating.placing import input_pins, planner_pins, resolve
+from dtensor.api.model.stating.stages import stage_of
 from dtensor.daft import verify
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow

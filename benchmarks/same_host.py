@@ -12,8 +12,8 @@ alike. The sides:
     copy       a clone of the tensor, by each process at the same time: what memory alone costs
 
 All are right before they are timed, and the two of dtensor's equal bit for bit. Processes keep the
-memory that they free, as actors do (daft/ray/host.py). A timing is a few all_reduces in a row, by
-the clock of rank 0, after all have met.
+memory that they free, as actors do (daft/ray/channel/host.py). A timing is a few all_reduces in a
+row, by the clock of rank 0, after all have met.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtensor.daft import Buffer, Collective, Program, RankProgram, Wait
-from dtensor.daft.ray.host import keep_freed_memory
+from dtensor.daft.ray.channel.host import keep_freed_memory
 from tests.daft.actors_here import Here, each
 from tests.daft.programs import parts_of
 

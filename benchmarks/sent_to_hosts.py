@@ -29,9 +29,9 @@ import dtensor as dt
 from benchmarks.plan_large import gpt, gpt_loss
 from benchmarks.predicted_time import MEGATRON
 from dtensor.daft.ir.host_program import host_programs
-from dtensor.daft.ray import run_channel
-from dtensor.daft.ray.ranks import packed
-from dtensor.daft.ray.slots import Between
+from dtensor.daft.ray.channel import run_channel
+from dtensor.daft.ray.ranks.ranks import packed
+from dtensor.daft.ray.transports.slots import Between
 from dtensor.daft.verification.verifier import verify
 from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import lower

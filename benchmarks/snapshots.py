@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api import session
+from dtensor.api.store import session
 from dtensor.daft import Call, Cluster, launch_cluster
 from dtensor.daft.cluster.cluster import Backend
-from dtensor.daft.run.snapshot_file import SnapshotFile
-from dtensor.daft.run.snapshots import Key, Snapshots
+from dtensor.daft.undo.snapshot_file import SnapshotFile
+from dtensor.daft.undo.snapshots import Key, Snapshots
 
 RESULTS = Path(__file__).parent / "results" / "snapshots.md"
 MESH = dt.Mesh(tp=2)

@@ -33,9 +33,9 @@ from torch.distributed import TCPStore
 
 import dtensor as dt
 from dtensor.daft import Call, Function, Program, RankProgram
-from dtensor.daft.ray.gloo import Messenger, gloo_group
-from dtensor.daft.ray.messages import _Stream
-from dtensor.daft.ray.run_channel import RunChannel
+from dtensor.daft.ray.channel.messages import _Stream
+from dtensor.daft.ray.channel.run_channel import RunChannel
+from dtensor.daft.ray.transports.gloo import Messenger, gloo_group
 
 VOCAB = 8192
 TP = {

@@ -18,7 +18,7 @@ machine does falls on both alike. A timing is a few steps in a row as in a train
 losses read at the end. What does not run blocks on a socket.
 
 Not here: large models, pipelines (pipelining.py), planning (plan_time.py). dtensor's actors keep
-the memory that they free (daft/ray/host.py); the peers' processes are as torch leaves them.
+the memory that they free (daft/ray/channel/host.py); the peers' processes are as torch leaves them.
 """
 
 from __future__ import annotations

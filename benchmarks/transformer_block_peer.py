@@ -37,9 +37,9 @@ from benchmarks.pipelining_peer import Block
 from benchmarks.processes import Processes, answer
 from dtensor.daft.ir.instructions import Buffer, Collective, Wait, key_of
 from dtensor.daft.ir.program import Program, RankProgram
-from dtensor.daft.ray.gloo import join_gloo
-from dtensor.daft.ray.neighbours import own_place
-from dtensor.daft.ray.same_host import join_same_host
+from dtensor.daft.ray.transports.gloo import join_gloo
+from dtensor.daft.ray.transports.peers import own_place
+from dtensor.daft.ray.transports.same_host import join_same_host
 from tests.daft.programs import parts_of
 
 NUM_RANKS = 2

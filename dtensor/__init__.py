@@ -11,31 +11,31 @@ Public names are those below; what is not here is private.
 """
 
 from dtensor import daft, testing
-from dtensor.api import placements
-from dtensor.api.checkpoint import Loaded, load, resume, save
-from dtensor.api.comparison import Compared, Comparison, compare
-from dtensor.api.compiled import compile
+from dtensor.api.checkpoint.async_save import Saved
+from dtensor.api.checkpoint.checkpoint import Loaded, load, resume, save
+from dtensor.api.checkpoint.state_dict import gather_state_dict, load_state_dict
+from dtensor.api.eager.compiled import compile
 from dtensor.api.eager.policy import implicit_redistribution
 from dtensor.api.eager.tensor import DTensor, distribute, spec
 from dtensor.api.generation.generator import generator
-from dtensor.api.launching import launch
-from dtensor.api.move_between_meshes import transfer, transfer_plan
-from dtensor.api.parallel import ParallelModule, parallelize
-from dtensor.api.plan_call import PROFILER
-from dtensor.api.plan_page import save_plan
-from dtensor.api.profiling import profiled
-from dtensor.api.randomness import manual_seed
-from dtensor.api.replica import replica, sync, sync_plan
-from dtensor.api.rollouts import Rollouts, rollouts
+from dtensor.api.generation.rollouts import Rollouts, rollouts
+from dtensor.api.launch.launching import launch
+from dtensor.api.launch.plan_page import save_plan
+from dtensor.api.launch.profiling import profiled
+from dtensor.api.launch.status import Status, status
+from dtensor.api.launch.timing import calibrate, simulate, trace
+from dtensor.api.model.parallel import ParallelModule, parallelize
+from dtensor.api.model.stating.stages import Auto
+from dtensor.api.move.replica import replica, sync, sync_plan
+from dtensor.api.move.transfer import transfer, transfer_plan
 from dtensor.api.rule import rule
-from dtensor.api.saves import Saved
+from dtensor.api.search import placements
+from dtensor.api.search.comparison import Compared, Comparison, compare
 from dtensor.api.search.result import FoundStrategy, SearchResult
 from dtensor.api.search.search import search
-from dtensor.api.state import gather_state_dict, load_state_dict
-from dtensor.api.stating.stages import Auto
-from dtensor.api.status import Status, status
-from dtensor.api.timing import calibrate, simulate, trace
-from dtensor.api.training import Loss, TrainStep, train_step
+from dtensor.api.step.plan_call import PROFILER
+from dtensor.api.step.training import Loss, TrainStep, train_step
+from dtensor.api.values.randomness import manual_seed
 from dtensor.errors import PlanningError
 from dtensor.frontend.marks import annotate
 from dtensor.frontend.reads.ran import constant

@@ -8,7 +8,7 @@ what stands on it with each torch that is supported. What loads torch's compiler
 Elsewhere nothing private of torch is named but its ops (``torch.ops.aten._softmax``), which have
 rules and certificates, and an op's ``_schema``. Not here: what a capture changes in torch
 (frontend/capture/patches.py), the settings that kernels obey (kernel_flags.py), what is private to
-Ray (daft/ray/private_ray.py).
+Ray (daft/ray/bootstrap/private_ray.py).
 """
 
 from __future__ import annotations

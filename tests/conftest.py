@@ -76,8 +76,8 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     own = request.path.name.startswith("test_python_state")
     if "frontend" not in request.path.parts and not own:
         for user in (
-            "dtensor.api.placements",
-            "dtensor.api.plan_call",
+            "dtensor.api.search.placements",
+            "dtensor.api.step.plan_call",
             "tests.plans",
         ):
             monkeypatch.setattr(f"{user}.capture", shared_capture)
@@ -97,7 +97,7 @@ def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[
     """A Ray that launches join and must not end; the tests of a run share it, and its hosts, but
     for those that count what a launch leaves behind."""
     ray = pytest.importorskip("ray")
-    from dtensor.daft.ray.starting import start_ray
+    from dtensor.daft.ray.bootstrap.starting import start_ray
 
     start_ray(None)
     with nullcontext() if request.path.name == "test_chaos.py" else handed_on():

@@ -46,7 +46,7 @@ idle = IdleHosts()
 
 @contextmanager
 def handed_on() -> Iterator[None]:
-    from dtensor.daft.ray import processes
+    from dtensor.daft.ray.channel import processes
 
     start_host, close = processes.start_host, processes.Home.close
 

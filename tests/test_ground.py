@@ -69,7 +69,7 @@ def test_only_the_ray_backend_imports_ray():
 
 
 PRIVATE = {"private_torch.py", "kernel_flags.py", "frontend/capture/patches.py"}
-PRIVATE |= {"daft/ray/private_ray.py"}
+PRIVATE |= {"daft/ray/bootstrap/private_ray.py"}
 """Where what is private of torch and Ray is named; docs/notes/versions.md says which is which."""
 
 

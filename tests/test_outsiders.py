@@ -79,7 +79,7 @@ def test_a_kernel(backend: Backend, stated: None) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_transport(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtensor.daft.ray import joining  # has those of hosts
+    from dtensor.daft.ray.transports import joining  # has those of hosts
 
     assert TRANSPORTS["cpu", "hosts"] is joining.connect_cpu
     where = "process" if backend == "inprocess" else "hosts"

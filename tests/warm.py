@@ -50,7 +50,7 @@ def warm() -> Iterator[None]:
     import pytest
     from ray._private.node import Node
 
-    from dtensor.daft.ray.starting import worker_environment
+    from dtensor.daft.ray.bootstrap.starting import worker_environment
 
     start = Node.start_raylet
 

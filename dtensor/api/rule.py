@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from dtensor.api.stating.patterns import listing, nearest
+from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError, check_kind
 from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
 from dtensor.private_torch import OpOverload, dispatch_get_all_op_names

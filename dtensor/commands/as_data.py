@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from dtensor.api.comparison import Compared
+from dtensor.api.search.comparison import Compared
 from dtensor.runtime.simulate.trace import Trace
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.plan import Plan

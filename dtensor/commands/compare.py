@@ -57,7 +57,7 @@ def strategies(options: argparse.Namespace) -> list[tuple[Any, Any, Any]]:
 def run(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
-    from dtensor.api.comparison import compare_captured
+    from dtensor.api.search.comparison import compare_captured
     from dtensor.commands.as_data import print_json, row_data
     from dtensor.commands.placed import Placed, check_stated, strategy_name
     from dtensor.commands.workload import Workload

@@ -238,7 +238,7 @@ def _shared_memory(size_text: Callable[[int], str]) -> Check:
 
 
 def _own_folder() -> Check:
-    from dtensor.daft.ray.own_folder import check_own, own_directory
+    from dtensor.daft.ray.bootstrap.user_folder import check_own, own_directory
 
     folder = own_directory()
     try:

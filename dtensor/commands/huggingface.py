@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtensor.api.stating.patterns import nearest
+from dtensor.api.model.stating.patterns import nearest
 from dtensor.errors import PlanningError
 
 # The first of these that a type has is what it is for, unless its configuration says.

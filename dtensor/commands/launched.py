@@ -3,7 +3,7 @@
     with launching(options):
         ...                    # a run that fails: StepFailed, with status 1 and no traceback
 
-Not here: the launch itself (api/launching.py).
+Not here: the launch itself (api/launch/launching.py).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dtensor.api.stating.patterns import nearest
+from dtensor.api.model.stating.patterns import nearest
 from dtensor.commands.parser import CommandParser
 from dtensor.errors import PlanningError
 from dtensor.numerics import DTYPES

@@ -17,7 +17,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from dtensor.api.stating.patterns import nearest
+from dtensor.api.model.stating.patterns import nearest
 
 _MISSING = {
     "MODEL": "gpt2, a config.json, or module.py:function",

@@ -17,9 +17,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 import dtensor as dt
-from dtensor.api import placements as placements_of
-from dtensor.api.stating.patterns import nearest
-from dtensor.api.training import TrainStep
+from dtensor.api.model.stating.patterns import nearest
+from dtensor.api.search import placements as placements_of
+from dtensor.api.step.training import TrainStep
 from dtensor.commands.options import (
     SEVERAL_STAGES,
     check_axes,

@@ -135,7 +135,7 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         write(options.output, lambda path: save_pages(path, {row.name: row.plan for row in found}))
     if options.json:
-        from dtensor.api.comparison import Compared
+        from dtensor.api.search.comparison import Compared
 
         rows = [
             {

@@ -19,8 +19,8 @@ import time
 from typing import Any
 
 from dtensor.commands.parser import add_command
-from dtensor.daft.ray.launch_folder import LaunchSeen, launches
-from dtensor.daft.ray.own_folder import own_directory
+from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen, launches
+from dtensor.daft.ray.bootstrap.user_folder import own_directory
 
 EPILOG = """\
 exit status: 0, nobody hangs; 1, somebody does; 2, there is no such launch.

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.api.stating.patterns import listing, nearest
+from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.errors import PlanningError, shown
 
 KEYS = ("model", "loss_fn", "batch", "batches", "placements", "stages", "inputs", "optimizer")

@@ -29,7 +29,6 @@ from dtensor.daft.errors import (
     ProgramError,
     TaskError,
 )
-from dtensor.daft.interference import Bound, Conflict, Interference, interference
 from dtensor.daft.ir.instructions import (
     Buffer,
     Call,
@@ -57,6 +56,7 @@ from dtensor.daft.tasks.groups import (
     all_reduce,
     broadcast,
 )
+from dtensor.daft.tasks.interference import Bound, Conflict, Interference, interference
 from dtensor.daft.tasks.recording import Compiled, compile
 from dtensor.daft.tasks.task import returns
 from dtensor.daft.verification.pairing import merge

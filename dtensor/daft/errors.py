@@ -6,7 +6,7 @@ others happen while a program runs; each carries a `Failure`, the facts that its
 Example: `TaskError: rank 1 (stage 0), instruction 3 'y = call f(x)': ZeroDivisionError: ...`.
 
 Invariant: an error survives pickling, so that an actor can raise it and a controller show it.
-It does not decide which of several failures is the root cause: `ray/watch.py` does.
+It does not decide which of several failures is the root cause: `ray/diagnosis/watch.py` does.
 """
 
 from __future__ import annotations

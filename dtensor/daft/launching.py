@@ -91,7 +91,7 @@ def _session(
         case "ray":
             _check_ray()
             # Not at the top: Ray is an extra, and takes a second to import.
-            from dtensor.daft.ray.session import RaySession
+            from dtensor.daft.ray.actors.session import RaySession
 
             return RaySession(
                 address=address, deadline_s=deadline_s, call_deadline_s=call_deadline_s
@@ -148,12 +148,11 @@ def launch_cluster(
     `snapshot_every`: copies of what runs write are kept, so that it can be undone that they did:
     in-process before each run, so that one is undone wherever a call of it raises.
     On Ray after each, where a lost rank's successor finds them: it is replaced, and runs since are
-    done again (`ray/recovery.py`). `spares`: processes that wait for that; with some, every run is
-    kept. `max_restarts`: how many processes may be replaced before the loss of one is an error.
-    `together`: ranks that exchange most with each other, which come to one machine if they can
-    (`ray/placing.py`).
-    ValueError for another backend, for seconds that are none, and for numbers out of range;
-    ImportError where Ray is not installed.
+    done again (`ray/recovery/recovery.py`). `spares`: processes that wait for that; with some,
+    every run is kept. `max_restarts`: how many processes may be replaced before the loss of one is
+    an error. `together`: ranks that exchange most with each other, which come to one machine if
+    they can (`ray/bootstrap/placing.py`). ValueError for another backend, for seconds that are
+    none, and for numbers out of range; ImportError where Ray is not installed.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
     if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):

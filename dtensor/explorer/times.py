@@ -7,7 +7,7 @@ of ``words``, row the collective that a message is, or -1. ``held`` is [[from wh
 
 Invariants: where spans are more than a page should hold, those shorter than ``grain`` that stand in
 one grain are one, as long as their sum, and ``grain`` says so; likewise the most that is held in a
-grain stands for it. Not here: the clock (runtime/simulate/clock.py).
+grain stands for it. Not here: the clock (runtime/simulate/simulator.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from dtensor.runtime.lower.timetable import GridTimetable
-from dtensor.runtime.simulate.clock import simulate
+from dtensor.runtime.simulate.simulator import simulate
 from dtensor.runtime.simulate.trace import Kind, Span, Trace
 from dtensor.sharding.plan.plan import Plan
 

@@ -25,10 +25,10 @@ from typing import Any
 
 from torch import nn
 
-from dtensor.api.parallel import parallelize
-from dtensor.api.plan_call import BoundCall, Grads, Options, plan_call
-from dtensor.api.stating.patterns import listing, nearest
-from dtensor.api.stating.placing import InputPins, Stated, check_fit, check_stated
+from dtensor.api.model.parallel import parallelize
+from dtensor.api.model.stating.patterns import listing, nearest
+from dtensor.api.model.stating.placing import InputPins, Stated, check_fit, check_stated
+from dtensor.api.step.plan_call import BoundCall, Grads, Options, plan_call
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Arg, Graph, meta_of
 from dtensor.private_torch import pytree

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.api.loaded_program import load
-from dtensor.api.plan_call import BoundCall, Options, Planned, plan_call
-from dtensor.api.session import Launch
-from dtensor.api.stating.placing import InputPins, Stated, check_fit, check_stated
+from dtensor.api.model.stating.placing import InputPins, Stated, check_fit, check_stated
+from dtensor.api.step.loaded_program import load
+from dtensor.api.step.plan_call import BoundCall, Options, Planned, plan_call
+from dtensor.api.store.session import Launch
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.to_dataflow import dataflow

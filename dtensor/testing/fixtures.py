@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from dtensor.api.launching import launch
+from dtensor.api.launch.launching import launch
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
 
 MESHES = (Mesh(a=2), Mesh(a=3), Mesh(a=2, b=2))

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.api.stating.patterns import listing, names_of, nearest, no_match
-from dtensor.api.stating.placing import Stated
+from dtensor.api.model.stating.patterns import listing, names_of, nearest, no_match
+from dtensor.api.model.stating.placing import Stated
 from dtensor.errors import PlanningError
 from dtensor.private_torch import pytree
 from dtensor.sharding.spec.mesh import Mesh, mesh_of

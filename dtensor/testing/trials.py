@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dtensor.api.stating.placing import Stated, check_fit
+from dtensor.api.model.stating.placing import Stated, check_fit
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh

@@ -39,9 +39,12 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import dtensor as dt  # noqa: E402
-from dtensor.api.saves import Saved  # noqa: E402
-from dtensor.runtime import saving  # noqa: E402
-from dtensor.runtime.checkpoint import CheckpointError, writing  # noqa: E402
+from dtensor.api.checkpoint.async_save import Saved  # noqa: E402
+from dtensor.runtime.checkpoint import (  # noqa: E402
+    CheckpointError,
+    saving,
+    writing,
+)
 
 atexit.register(said, "handler after the import")
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.parallel import ParallelModule
+from dtensor.api.model.parallel import ParallelModule
 
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma2")
 MESHES: Mapping[str, Mapping[str, int]] = {

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.saves import Saved, WriterLost
-from dtensor.api.session import session_for
-from dtensor.runtime import saving
-from dtensor.runtime.checkpoint import Checkpoint, CheckpointError
+from dtensor.api.checkpoint.async_save import Saved, WriterLost
+from dtensor.api.store.session import session_for
+from dtensor.runtime.checkpoint import Checkpoint, CheckpointError, saving
 from dtensor.sharding.spec.stored import StoredTensor
 from tests.api import tied
 from tests.api.tied import batch, loss_fn

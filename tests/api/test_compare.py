@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dtensor as dt
-from dtensor.api import plan_call
+from dtensor.api.step import plan_call
 from tests.api.training import MEGATRON, TWO_STAGES
 from tests.models import GPT, loss_fn
 

@@ -212,8 +212,8 @@ def test_a_plan_launches_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> None:
         raise AssertionError("a session was made")
 
-    monkeypatch.setattr("dtensor.api.compiled.session_for", refuse)
-    monkeypatch.setattr("dtensor.api.training.session_for", refuse)
+    monkeypatch.setattr("dtensor.api.eager.compiled.session_for", refuse)
+    monkeypatch.setattr("dtensor.api.step.training.session_for", refuse)
     f = dt.compile(lambda a, b: a @ b, TP2)
     specs = dt.spec("f32[8,16@tp]", TP2), dt.spec("f32[16@tp,4]", TP2)
     assert [c.key for c in f.plan(*specs).collectives] == ["all_reduce@tp"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.daft import TaskError
-from dtensor.runtime import shard_optimizer
+from dtensor.runtime.optimizer import shard_optimizer
 from tests import optimizers as own
 from tests.api.test_recovery import lose
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.api import plan_call
-from dtensor.api.plan_call import MOST_PLANS
+from dtensor.api.step import plan_call
+from dtensor.api.step.plan_call import MOST_PLANS
 from dtensor.daft import Backend, TaskError
 from tests.api.test_recovery import lose
 
@@ -60,7 +60,7 @@ PLACES = ["inprocess", pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.s
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> int:
     """Plans that are kept: what holds of so many holds of sixteen."""
-    from dtensor.api import loaded_program
+    from dtensor.api.step import loaded_program
 
     for module in (plan_call, loaded_program):
         monkeypatch.setattr(module, "MOST_PLANS", 3)
@@ -201,7 +201,7 @@ def test_models_on_the_meta_device_leave_no_program() -> None:
 
 
 def test_transfers_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor.api.store.MOST_LOADED", 3)
+    monkeypatch.setattr("dtensor.api.store.store.MOST_LOADED", 3)
     other = dt.Mesh(tp=2, name="other")
     with dt.launch(MESH, other) as run:
         for length in [*range(2, 9), 2]:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dtensor.api import exit_status
-from dtensor.api.exit_status import _status_of  # pyright: ignore[reportPrivateUsage]
+from dtensor.api.checkpoint import exit_status
+from dtensor.api.checkpoint.exit_status import _status_of  # pyright: ignore[reportPrivateUsage]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 

@@ -159,18 +159,18 @@ def test_a_host_raises_anything_anywhere(backend: str, tmp_path: Path) -> None:
         with raising.replaced(run.cluster, recipe), exits(r"initialise up\.\w+(.|\n)*: SystemExit"):
             dt.compile(lambda m: m.up.weight * 1, mesh)(unmade).full_tensor()
         path = str(tmp_path / "saved")
-        writes = raising.replaced(run.cluster, "dtensor.runtime.saving:write_part")
+        writes = raising.replaced(run.cluster, "dtensor.runtime.checkpoint.saving:write_part")
         with writes, pytest.raises(CheckpointError, match="SystemExit: 3"):
             dt.save(path, model, opt).get()
         dt.save(path, model, opt).get()
         with (
-            raising.replaced(run.cluster, "dtensor.runtime.saving:read_shard"),
+            raising.replaced(run.cluster, "dtensor.runtime.checkpoint.saving:read_shard"),
             exits("SystemExit: 3"),
         ):
             dt.load(path, model, opt)
         dt.load(path, model, opt)
         assert float(step(x, none, none)) < first
-        update = "dtensor.runtime.shard_optimizer:_update"
+        update = "dtensor.runtime.optimizer.shard_optimizer:_update"
         with (
             raising.replaced(run.cluster, update),
             exits(r"rank [01] .*: SystemExit: 3\n  at test_failures\.py:\d+: step = "),

@@ -15,7 +15,7 @@ import dtensor as dt
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.generation.generator import Generator
 from dtensor.api.generation.requests import Generated, TextRequest
-from dtensor.api.session import session_for
+from dtensor.api.store.session import session_for
 from dtensor.daft.errors import DaftError, Failure
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
@@ -214,7 +214,7 @@ def test_a_request_gets_what_it_gets_alone(
 ) -> None:
     """To the bit, whatever its company, slot and arrival, and however late stops are noticed."""
     # a graph of its own: it counts the plans, and one of another model may be planned again
-    monkeypatch.setattr("dtensor.api.plan_call.capture", capture)
+    monkeypatch.setattr("dtensor.api.step.plan_call.capture", capture)
     rng = random.Random(0)
     gen = dt.generator(
         placed("llama", where),

@@ -15,11 +15,11 @@ from dtensor import daft
 from dtensor.api.generation import apart
 from dtensor.api.generation.generator import Generator
 from dtensor.api.generation.requests import Generated, TextRequest
-from dtensor.api.parallel import ParallelModule
-from dtensor.api.session import session_for
+from dtensor.api.model.parallel import ParallelModule
+from dtensor.api.store.session import session_for
 from dtensor.daft.ir.instructions import Collective, Send, Vote
 from dtensor.errors import PlanningError
-from dtensor.runtime import cache_rows
+from dtensor.runtime.transfer import cache_rows
 from tests.api.generation import Writer, build, by_transformers, greedy, placed, writer
 
 PROMPTS = [[5, 17, 3, 60, 44], [9, 8, 7], list(range(20, 40)), [1], [2, 3]]

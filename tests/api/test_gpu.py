@@ -20,7 +20,7 @@ import dtensor as dt
 from dtensor.daft import Backend, Call, launch_cluster
 from dtensor.daft.run import worker
 from dtensor.daft.run.engine import Engine
-from dtensor.runtime.shard_optimizer import ShardOptimizer, Updated, absent
+from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer, Updated, absent
 from dtensor.sharding.ops.attention import _attention_math, _attention_math_backward, aligned
 from tests.api.training import (
     Run,

@@ -22,8 +22,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 
 import dtensor as dt
-from dtensor.api.away import Away
-from dtensor.api.session import session_for
+from dtensor.api.store.session import session_for
+from dtensor.api.values.lazy_parameters import Away
 from dtensor.daft import CommunicationError, Failure
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")

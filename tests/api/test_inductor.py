@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import dtensor as dt
-from dtensor.api.loaded_program import programs_of
-from dtensor.api.session import session_for
+from dtensor.api.step.loaded_program import programs_of
+from dtensor.api.store.session import session_for
 from dtensor.daft import Backend, Mode, Program
 from dtensor.runtime.lower.inductor import FusedChain
 from tests.api.training import (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api import initial
+from dtensor.api.model import initial
 from tests.models import DropoutGPT, batch, loss_fn
 
 MEGATRON: dict[str, Any] = {

@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import dtensor as dt
 from dtensor import signals
-from dtensor.api.session import launched
+from dtensor.api.store.session import launched
 from dtensor.daft import DaftError
 from dtensor.frontend.alone import ONE_AT_A_TIME
 

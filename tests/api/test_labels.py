@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dtensor as dt
-from dtensor.api.labels import Labels
+from dtensor.api.model.labels import Labels
 
 LINEAR = ["weight", "bias"]
 

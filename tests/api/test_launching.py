@@ -15,7 +15,7 @@ from torch import nn
 
 import dtensor as dt
 from dtensor import daft
-from dtensor.api import launching
+from dtensor.api.launch import launching
 from dtensor.daft import TaskError
 
 MESH = dt.Mesh(dp=2)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtensor as dt
-from dtensor.api.resident import OptimizerHome
-from dtensor.api.session import MeshSession
+from dtensor.api.store.home import OptimizerHome
+from dtensor.api.store.session import MeshSession
 from dtensor.daft import DaftError
-from dtensor.runtime.shard_optimizer import MASTER
+from dtensor.runtime.optimizer.shard_optimizer import MASTER
 from tests.api.training import assert_same_bits
 from tests.runtime.test_shard_optimizer import VARIANTS, O
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.api.loaded_program import programs_of
-from dtensor.api.profiling import NUM_WARM
-from dtensor.api.session import session_for
+from dtensor.api.launch.profiling import NUM_WARM
+from dtensor.api.step.loaded_program import programs_of
+from dtensor.api.store.session import session_for
 from dtensor.daft import Call, Collective, Program, Recv, Send, TaskError, Wait
 from dtensor.daft.run.stamps import LINES, TIMES
 from dtensor.daft.verification.verifier import verify
 from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.breakdown import Floors, Measured, TimedStep, profile_of
-from dtensor.runtime.simulate.clock import simulate
+from dtensor.runtime.simulate.simulator import simulate
 from tests.api.test_bad_data import RAISES
 from tests.api.test_bad_data import Net as BadNet
 from tests.api.test_bad_data import loss_fn as bad_loss

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.loaded_program import RETURNED_BYTES
+from dtensor.api.step.loaded_program import RETURNED_BYTES
 from dtensor.daft import TaskError
 from dtensor.sharding.plan.steps import Transfer
 

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 import dtensor as dt
-from dtensor.api.exit_status import STATUS
-from dtensor.runtime import saving
-from dtensor.runtime.checkpoint import Checkpoint, CheckpointError
+from dtensor.api.checkpoint.exit_status import STATUS
+from dtensor.runtime.checkpoint import Checkpoint, CheckpointError, saving
 from tests.api.tied import Net
 
 ENDS: dict[str, int] = {

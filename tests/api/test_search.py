@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api import plan_call
-from dtensor.api.comparison import CapturedStep
+from dtensor.api.search.comparison import CapturedStep
 from dtensor.api.search.family import Family
 from dtensor.api.search.generating import stages_of
 from dtensor.api.search.program import SearchedProgram, repeated_modules
 from dtensor.api.search.space import SpaceFacts, points_of
+from dtensor.api.step import plan_call
 from tests.api.generation import Writer
 from tests.models import GPT
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor import daft
-from dtensor.api.session import launched, session_for
-from dtensor.api.several_meshes import ranks_of_meshes
+from dtensor.api.store.meshes import ranks_of_meshes
+from dtensor.api.store.session import launched, session_for
 
 TRAIN, PLAY = dt.Mesh(dp=2), dt.Mesh(tp=2, name="play")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dtensor as dt
 from dtensor import daft
-from dtensor.api.session import launched
+from dtensor.api.store.session import launched
 from dtensor.daft.tasks import actors
 from tests.chaos.actors import wait_for_file
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtensor.api.staleness import Ledger
+from dtensor.api.generation.staleness import Ledger
 
 
 def test_without_staleness_batches_come_in_order_of_submission() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.loaded_program import programs_of
+from dtensor.api.step.loaded_program import programs_of
 from tests.api.training import (
     Placed,
     Run,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.loaded_program import programs_of
-from dtensor.api.session import session_for
+from dtensor.api.step.loaded_program import programs_of
+from dtensor.api.store.session import session_for
 from dtensor.daft import Program
 from tests.state_programs import WRITES, Held, arguments, declared, drawn, program
 

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.api.session import MeshSession
-from dtensor.api.store import Moving, Owner
+from dtensor.api.store.session import MeshSession
+from dtensor.api.store.store import Moving, Owner
 from dtensor.daft import DaftError
-from dtensor.runtime import between_meshes
+from dtensor.runtime.transfer import between_meshes
 from dtensor.sharding.redistribute.named_values import plan_sync
 from dtensor.sharding.spec.stored import StoredTensor
 from tests.api.test_switch import MEGATRON, Place, Trained, batches, named
 from tests.api.test_sync import TP, batch, loss_fn, net
 
 SOURCE = Path(dt.__file__).parent
-STORE = ("api/store.py", "api/store/")
+STORE = ("api/store/store.py", "api/store/")
 RECORD = "sharding/spec/stored.py"
 
 
@@ -94,7 +94,7 @@ def test_a_stored_tensor_is_the_one_form() -> None:
     ],
 )
 def test_an_assignment_elsewhere_is_found(line: str) -> None:
-    assert assignments("api/replica.py", line) and not assignments("api/store.py", line)
+    assert assignments("api/move/replica.py", line) and not assignments("api/store/store.py", line)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_an_assignment_elsewhere_is_found(line: str) -> None:
     ],
 )
 def test_another_form_is_found(text: str) -> None:
-    assert records("api/kept.py", text)
+    assert records("api/store/default_home.py", text)
 
 
 # -- what fails ------------------------------------------------------------------------------------

@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.launching import LaunchSession
-from dtensor.api.resident import Resident
+from dtensor.api.launch.launching import LaunchSession
+from dtensor.api.store.home import Resident
 from dtensor.daft import Cluster, DaftError, Program, Send
 from dtensor.daft.cluster.inprocess import InProcessCluster
-from dtensor.runtime import between_meshes, shard_optimizer
+from dtensor.runtime.optimizer import shard_optimizer
+from dtensor.runtime.transfer import between_meshes
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.stored import StoredTensor
 from tests.api.training import MEGATRON, TWO_STAGES, assert_same_bits, batches, make_model
@@ -706,7 +707,7 @@ def test_who_joins_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) ->
     """A process that does not start changes nothing; a spare joins, and ranks that are lost before
     a switch and within it are replaced."""
     from dtensor.daft.ray.cluster import RayCluster
-    from dtensor.daft.ray.crew import Crew
+    from dtensor.daft.ray.recovery.membership import Crew
 
     data, a, b = batches(5), PLACES["tp2"], PLACES["tp3 uneven"]
     expected = Trained(a)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.session import session_for
+from dtensor.api.store.session import session_for
 from dtensor.sharding.redistribute.between_meshes import TransferPlan
 from dtensor.sharding.spec.placements import intersect
 from dtensor.sharding.spec.shards import shape_of
@@ -406,7 +406,9 @@ def test_a_module_that_changed_since() -> None:
 
 @pytest.mark.ray
 def test_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor.runtime.between_meshes.BUCKET_BYTES", 256)  # many messages
+    monkeypatch.setattr(
+        "dtensor.runtime.transfer.between_meshes.BUCKET_BYTES", 256
+    )  # many messages
     module = net()
     train, play = dt.Mesh(dp=2), dt.Mesh(tp=2)
     policy = dt.parallelize(module, train, {}, zero={"dp": 3})

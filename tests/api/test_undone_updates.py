@@ -12,8 +12,8 @@ from torch import nn
 import dtensor as dt
 from dtensor.daft import TaskError
 from dtensor.daft.cluster.inprocess import InProcessCluster
-from dtensor.daft.run.snapshots import Copies
-from dtensor.runtime import shard_optimizer
+from dtensor.daft.undo.snapshots import Copies
+from dtensor.runtime.optimizer import shard_optimizer
 
 
 class _Model(nn.Module):

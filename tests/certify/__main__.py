@@ -21,8 +21,8 @@ from dataclasses import replace
 
 import torch
 
+from dtensor.api.model.stating.patterns import listing
 from dtensor.api.rule import op_overloads
-from dtensor.api.stating.patterns import listing
 from dtensor.errors import PlanningError
 from dtensor.sharding.rules import registered, rule_for
 from dtensor.testing.oracle import call_of, run_whole

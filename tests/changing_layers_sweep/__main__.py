@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     os.environ["DTENSOR_LATE_WARNINGS"] = "0"
     with ExitStack() as block:
-        for user in ("dtensor.api.placements", "dtensor.api.plan_call"):
+        for user in ("dtensor.api.search.placements", "dtensor.api.step.plan_call"):
             block.enter_context(patch(f"{user}.capture", shared_capture))
         for backend in options.backends.split(","):
             begun = time.monotonic()

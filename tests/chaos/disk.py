@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 import dtensor as dt
+from dtensor.daft.ray.bootstrap.user_folder import MEMORY
 from dtensor.daft.ray.cluster import RayCluster
-from dtensor.daft.ray.own_folder import MEMORY
-from dtensor.daft.ray.ranks import Ranks
+from dtensor.daft.ray.ranks.ranks import Ranks
 from dtensor.runtime.checkpoint import CheckpointError, parts
 from tests.chaos.disturbance import Hung, Watchdog
 from tests.chaos.programs import CASES, batch, training

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dtensor.daft import Call
-from dtensor.daft.ray.ranks import Ranks
+from dtensor.daft.ray.ranks.ranks import Ranks
 from dtensor.daft.verification.pairing import instruction_at
 
 KINDS = ("SIGKILL", "SIGSTOP", "exception", "delay", "line closed", "memory closed")

@@ -20,8 +20,8 @@ from pathlib import Path
 import dtensor as dt
 from dtensor.daft import ActorLost, CommunicationError, TaskError
 from dtensor.daft.errors import DaftError
+from dtensor.daft.ray.bootstrap.starting import start_ray
 from dtensor.daft.ray.cluster import RayCluster
-from dtensor.daft.ray.starting import start_ray
 from tests.chaos.disturbance import Disturbance, Hung, Watchdog
 from tests.chaos.inside import LATE, Fault
 from tests.chaos.programs import CASES, SCENARIOS

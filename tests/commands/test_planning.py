@@ -54,7 +54,7 @@ def test_the_plan_is_that_of_the_library(command: Command):
 
 @pytest.mark.slow
 def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch):
-    from dtensor.api import plan_call
+    from dtensor.api.step import plan_call
 
     captured: list[object] = []
     plain = plan_call.capture

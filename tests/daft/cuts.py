@@ -46,12 +46,12 @@ from dtensor.daft import (
 from dtensor.daft.cluster.changes import Changes
 from dtensor.daft.ir.host_program import HostProgram, host_programs
 from dtensor.daft.ir.instructions import WORD
-from dtensor.daft.run.snapshot_file import SnapshotFile
-from dtensor.daft.run.snapshots import Copies, Store
 from dtensor.daft.run.transport import LocalTransport, Pending
-from dtensor.daft.run.undoing import TableChange
-from dtensor.daft.run.undone import Counters, Spoiled
 from dtensor.daft.run.worker import Counted, HostRun, Worker
+from dtensor.daft.undo.rollback import TableChange
+from dtensor.daft.undo.snapshot_file import SnapshotFile
+from dtensor.daft.undo.snapshots import Copies, Store
+from dtensor.daft.undo.undone import Counters, Spoiled
 from dtensor.daft.verification.pairing import instruction_at
 from dtensor.daft.verification.verifier import verify
 

@@ -25,7 +25,7 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.ir.host_program import HostProgram, host_programs
-from dtensor.daft.ray.slots import Between
+from dtensor.daft.ray.transports.slots import Between
 from dtensor.daft.verification.pairing import merge_sites
 
 F32 = torch.float32

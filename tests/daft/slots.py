@@ -28,7 +28,7 @@ from typing import Literal, TypeAlias
 
 from dtensor.daft import Collective, Program, ProgramError, Recv, Send, Wait, verify
 from dtensor.daft.ir.instructions import Key, key_of
-from dtensor.daft.ray.slots import Arena, lay_out
+from dtensor.daft.ray.transports.slots import Arena, lay_out
 from dtensor.daft.verification.pairing import starts_of_waits
 from tests.daft.explore import Made, built, drawn, exhaustive
 from tests.daft.programs import parts_of

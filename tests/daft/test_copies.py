@@ -17,12 +17,12 @@ import torch
 
 pytest.importorskip("ray")
 
-from dtensor.daft.ray import copies
-from dtensor.daft.ray.copies import CopiedFile, Keeper, KeptCopy, hold
-from dtensor.daft.ray.crew import ring
-from dtensor.daft.ray.own_folder import elsewhere, shared
-from dtensor.daft.run.snapshot_file import SnapshotFile
-from dtensor.daft.run.snapshots import Key, Snapshots
+from dtensor.daft.ray.bootstrap.user_folder import elsewhere, shared
+from dtensor.daft.ray.ranks import replicas as copies
+from dtensor.daft.ray.ranks.replicas import CopiedFile, Keeper, KeptCopy, hold
+from dtensor.daft.ray.recovery.membership import ring
+from dtensor.daft.undo.snapshot_file import SnapshotFile
+from dtensor.daft.undo.snapshots import Key, Snapshots
 from tests.machines import can_make
 
 SECRET = b"s" * 32
@@ -179,7 +179,7 @@ def test_a_copy_begun_anew_is_one_when_it_is_whole(
 HOLDS = """
 import sys
 from pathlib import Path
-from dtensor.daft.ray.copies import hold
+from dtensor.daft.ray.ranks.replicas import hold
 hold(Path(sys.argv[1]), (0, 1))
 print("held", flush=True)
 sys.stdin.read()

@@ -23,10 +23,10 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from dtensor.daft.ray import starting
-from dtensor.daft.ray.gloo import gloo_group, join_gloo, prove
-from dtensor.daft.ray.joining import Join, Joined, connect_cpu, lost_key
-from dtensor.daft.ray.store import SignedStore
+from dtensor.daft.ray.bootstrap import starting
+from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
+from dtensor.daft.ray.transports.gloo import gloo_group, join_gloo, prove
+from dtensor.daft.ray.transports.joining import Join, Joined, connect_cpu, lost_key
 from tests.chaos.watch import listening
 
 PATIENCE = timedelta(seconds=20)
@@ -224,7 +224,7 @@ def test_nobody_joins_by_what_a_stranger_has_written(
     key: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another's card, or that another was lost."""
-    monkeypatch.setattr("dtensor.daft.ray.joining.own_node", lambda: "here")
+    monkeypatch.setattr("dtensor.daft.ray.transports.joining.own_node", lambda: "here")
     store = SignedStore.open("127.0.0.1", SECRET)
     stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
     card = '{"place": "here", "pid": 1, "descriptor": 3, "nonce": "00"}'

@@ -8,12 +8,12 @@ import torch
 from dtensor.daft import Buffer, Call, Commit, Recv, Send, TaskError, Wait
 from dtensor.daft.ir.host_program import HostProgram, host_programs
 from dtensor.daft.ir.instructions import Instruction
-from dtensor.daft.ray.ranks import packed, unpacked
+from dtensor.daft.ray.ranks.ranks import packed, unpacked
 from dtensor.daft.run.engine import Engine
 from dtensor.daft.run.transport import LocalTransport
-from dtensor.daft.run.undoing import TableChange
-from dtensor.daft.run.undone import Undone
 from dtensor.daft.run.worker import Counted, HostRun, Stored
+from dtensor.daft.undo.rollback import TableChange
+from dtensor.daft.undo.undone import Undone
 from dtensor.daft.verification.pairing import merge_sites
 from tests.daft.programs import Collectives, function, parts_of, pipeline, program
 

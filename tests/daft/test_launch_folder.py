@@ -26,11 +26,12 @@ import torch
 import dtensor as dt
 from dtensor.__main__ import main
 from dtensor.daft.diagnosis.lines import Lines
-from dtensor.daft.ray import launch_folder, own_folder, progress
-from dtensor.daft.ray.late import Late
-from dtensor.daft.ray.launch_folder import LaunchFolder, launches
-from dtensor.daft.ray.own_folder import OwnFolder, own_directory, sweep
-from dtensor.daft.ray.progress import ProgramCounter
+from dtensor.daft.ray.bootstrap import launch_folder, progress
+from dtensor.daft.ray.bootstrap import user_folder as own_folder
+from dtensor.daft.ray.bootstrap.launch_folder import LaunchFolder, launches
+from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.bootstrap.user_folder import OwnFolder, own_directory, sweep
+from dtensor.daft.ray.diagnosis.stragglers import Late
 from dtensor.daft.verification.verifier import verify
 from tests.daft.programs import function
 from tests.daft.test_status import ALL
@@ -106,7 +107,7 @@ def test_what_a_dead_process_has_left_is_removed(scratch: Path) -> None:
     code = """
 import sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from dtensor.daft.ray.launch_folder import LaunchFolder
+from dtensor.daft.ray.bootstrap.launch_folder import LaunchFolder
 folder = LaunchFolder.make()
 folder.say("ranks", {"host0": (0,)})
 print(folder.path, flush=True)

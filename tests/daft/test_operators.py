@@ -15,7 +15,7 @@ from torch._library.custom_ops import CustomOpDef
 from tests.daft.programs import function, program
 
 pytest.importorskip("ray")
-from dtensor.daft.ray.operators import Known, Needed, OpOrigin, is_registered
+from dtensor.daft.ray.ranks.operators import Known, Needed, OpOrigin, is_registered
 
 ONE = "(Tensor x) -> Tensor"
 CPU = torch.device("cpu")

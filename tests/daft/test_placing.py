@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import dtensor as dt
-from dtensor.api.launching import together
+from dtensor.api.launch.launching import together
 from dtensor.daft.launching import launch_cluster
-from dtensor.daft.ray.placing import Room, place
+from dtensor.daft.ray.bootstrap.placing import Room, place
 from dtensor.daft.verification.pairing import Hosts
 from tests.machines import Machines, can_make
 
@@ -71,7 +71,8 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LISTENS = """
 import importlib.util, socket, sys, time
-spec = importlib.util.spec_from_file_location("silence", "dtensor/daft/ray/silence.py")
+file = "dtensor/daft/ray/bootstrap/dead_connections.py"
+spec = importlib.util.spec_from_file_location("silence", file)
 silence = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(silence)
 """

@@ -22,7 +22,7 @@ from dtensor.daft.cluster.cluster import HostedCluster
 from dtensor.daft.errors import Failure, HostError
 from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import Raised, interrupts
-from dtensor.daft.run.undone import Undone
+from dtensor.daft.undo.undone import Undone
 from tests.daft import raisers
 from tests.daft.programs import ctrl_c_interrupts, function, program
 from tests.daft.raisers import KINDS, NAMES, check

@@ -29,10 +29,10 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.ir.instructions import Buffer
-from dtensor.daft.ray import watch
+from dtensor.daft.ray.channel.run_channel import RunChannel
 from dtensor.daft.ray.cluster import RayCluster
-from dtensor.daft.ray.joining import check_routes
-from dtensor.daft.ray.run_channel import RunChannel
+from dtensor.daft.ray.diagnosis import watch
+from dtensor.daft.ray.transports.joining import check_routes
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft.programs import Collectives, function, pipeline, precisions, program, same_bits

@@ -111,7 +111,7 @@ def test_a_run_that_ends_as_the_deadline_passes(
     ray_session: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller looks at the clock after the last call has come back."""
-    from dtensor.daft.ray.run_channel import NotYet, Reply, RunChannel
+    from dtensor.daft.ray.channel.run_channel import NotYet, Reply, RunChannel
 
     with launch_cluster(1, backend="ray", deadline_s=1.0) as cluster:
         one = program([Call("one", (), ("y",))], functions=[ONE], outputs=[("y",)])

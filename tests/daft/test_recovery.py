@@ -27,9 +27,9 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.ir.instructions import Buffer
+from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
 from dtensor.daft.ray.cluster import RayCluster
-from dtensor.daft.ray.own_folder import OwnFolder
-from dtensor.daft.ray.recovery import Recovering
+from dtensor.daft.ray.recovery.recovery import Recovering
 from tests.chaos.watch import running
 from tests.daft.programs import function, pipeline, precisions, program
 

@@ -19,10 +19,19 @@ import torch
 pytest.importorskip("ray")
 
 from dtensor.daft.errors import HostError
-from dtensor.daft.ray.host import Host
-from dtensor.daft.ray.messages import ASKED, GAVE, TOLD, Packed, encoded, incoming, join, send
-from dtensor.daft.ray.progress import ProgramCounter
-from dtensor.daft.ray.run_channel import MOST_UNREAD, CallLost, NotYet, Reply, RunChannel
+from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.channel.host import Host
+from dtensor.daft.ray.channel.messages import (
+    ASKED,
+    GAVE,
+    TOLD,
+    Packed,
+    encoded,
+    incoming,
+    join,
+    send,
+)
+from dtensor.daft.ray.channel.run_channel import MOST_UNREAD, CallLost, NotYet, Reply, RunChannel
 
 LARGE = 1 << 24
 """Bytes, many times what sockets hold."""

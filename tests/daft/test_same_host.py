@@ -30,11 +30,11 @@ from dtensor.daft import (
     Wait,
     launch_cluster,
 )
-from dtensor.daft.ray import same_host, slots
-from dtensor.daft.ray.exchange import ExchangeTransport
-from dtensor.daft.ray.neighbours import own_place
-from dtensor.daft.ray.same_host import SameHostTransport
-from dtensor.daft.ray.segments import SLICE_S, Segment
+from dtensor.daft.ray.transports import same_host, slots
+from dtensor.daft.ray.transports.exchange import ExchangeTransport
+from dtensor.daft.ray.transports.peers import own_place
+from dtensor.daft.ray.transports.same_host import SameHostTransport
+from dtensor.daft.ray.transports.segments import SLICE_S, Segment
 from tests.daft.actors_here import Here, Hosted, actors, each
 from tests.daft.explore import drawn
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits, values

@@ -33,11 +33,11 @@ from dtensor.daft import (
     Send,
     Stored,
     Wait,
-    interference,
     launch_cluster,
 )
-from dtensor.daft.ray.joining import Join, connect_cpu, lost_key, meet
-from dtensor.daft.ray.store import SignedStore
+from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
+from dtensor.daft.ray.transports.joining import Join, connect_cpu, lost_key, meet
+from dtensor.daft import interference
 from tests.daft.actor_classes import Model, same
 from tests.daft.pairs import (
     HANGS,
@@ -382,7 +382,7 @@ def test_compiled_functions_alternate_on_ray(ray_session: None) -> None:
 @pytest.mark.ray
 def test_a_half_submitted_step(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that has it would wait for the other's part, and all behind it with it."""
-    from dtensor.daft.ray.session import RaySession
+    from dtensor.daft.ray.actors.session import RaySession
 
     with daft.launch("ray", deadline_s=20.0):
         a, b = daft.spawn(Model, 1, name="a"), daft.spawn(Model, 2, name="b")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtensor.daft import Buffer, Collective, Instruction, Recv, Send, Wait
-from dtensor.daft.ray.slots import (
+from dtensor.daft.ray.transports.slots import (
     LARGEST_BYTES,
     LINE,
     MOST_PIECES,

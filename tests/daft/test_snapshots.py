@@ -21,12 +21,12 @@ from torch import Tensor
 from dtensor.daft import Call, Free, Function, TaskError, launch_cluster
 from dtensor.daft.cluster.changes import Changes
 from dtensor.daft.ir.host_program import HostProgram
-from dtensor.daft.run.snapshot_file import SnapshotFile, nbytes_of
-from dtensor.daft.run.snapshots import Copies, Snapshots
 from dtensor.daft.run.transport import LocalTransport
-from dtensor.daft.run.undoing import TableChange
-from dtensor.daft.run.undone import Undone
 from dtensor.daft.run.worker import HostRun, Worker
+from dtensor.daft.undo.rollback import TableChange
+from dtensor.daft.undo.snapshot_file import SnapshotFile, nbytes_of
+from dtensor.daft.undo.snapshots import Copies, Snapshots
+from dtensor.daft.undo.undone import Undone
 from dtensor.daft.verification.verifier import verify
 from tests.daft.cuts import World, differs, drawn
 from tests.daft.programs import program

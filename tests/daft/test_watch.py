@@ -17,9 +17,9 @@ from dtensor.daft import Buffer, Call, Collective, Program, Wait
 from dtensor.daft.diagnosis.lines import Lines
 from dtensor.daft.diagnosis.seen import Progress
 from dtensor.daft.errors import Failure
-from dtensor.daft.ray import watch
-from dtensor.daft.ray.processes import Home, HostProcess
-from dtensor.daft.ray.watch import Asked, HostWatch
+from dtensor.daft.ray.channel.processes import Home, HostProcess
+from dtensor.daft.ray.diagnosis import watch
+from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch
 from dtensor.daft.verification.verifier import verify
 from tests.daft.programs import function, program
 

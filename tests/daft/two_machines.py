@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from dtensor.daft.ray.processes import HostProcess
+from dtensor.daft.ray.channel.processes import HostProcess
 from tests.machines import Machines
 
 ADDRESS = "10.77.0.1:6379"

@@ -40,7 +40,7 @@ from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import LocalTransport
-from dtensor.daft.run.undone import Undone
+from dtensor.daft.undo.undone import Undone
 from dtensor.daft.verification.pairing import pair, wait_edges
 from tests.daft.explore import Transfer, can_hang, drawn
 from tests.daft.programs import function, program

@@ -32,7 +32,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dtensor as dt
-from dtensor.api import plan_call
+from dtensor.api.step import plan_call
 from tests.huggingface_sweep.inputs import NoInput, batches
 from tests.huggingface_sweep.record import Record
 from tests.huggingface_sweep.shrink import HOW, small

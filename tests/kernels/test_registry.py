@@ -18,8 +18,8 @@ import dtensor as dt
 from dtensor.daft import Call, DaftError
 from dtensor.daft.errors import ProgramError
 from dtensor.kernels import register, registry
-from dtensor.runtime import shard_optimizer
 from dtensor.runtime.lower.program import lower
+from dtensor.runtime.optimizer import shard_optimizer
 from dtensor.sharding.ops.library import PLAIN
 
 MESH = dt.Mesh(tp=2)

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.runtime.optimizer_kind import copied, options_of, plain_attributes, same
-from dtensor.runtime.shard_optimizer import ELEMENTWISE
+from dtensor.runtime.optimizer.optimizer_kind import copied, options_of, plain_attributes, same
+from dtensor.runtime.optimizer.shard_optimizer import ELEMENTWISE
 
 PACKAGES = {  # module -> distribution
     "torch.optim": "torch",

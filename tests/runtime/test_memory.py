@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import dtensor as dt
 from dtensor.daft import Call, Label
 from dtensor.daft.run.worker import Worker
-from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer
 from tests.api.training import MEGATRON, TWO_STAGES, Placed, Run
 from tests.models import GPT, batch
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 import dtensor as dt
-from dtensor.api.loaded_program import programs_of
-from dtensor.api.session import session_for
+from dtensor.api.step.loaded_program import programs_of
+from dtensor.api.store.session import session_for
 from dtensor.daft import Backend, Call, Collective, Handle, Wait
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower import overlap

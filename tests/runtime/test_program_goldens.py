@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.loaded_program import LoadedProgram, programs_of
-from dtensor.api.session import MeshSession
+from dtensor.api.step.loaded_program import LoadedProgram, programs_of
+from dtensor.api.store.session import MeshSession
 from tests.api.training import MEGATRON, TWO_STAGES
 from tests.models import GPT, MLP, batch, loss_fn, square_loss
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor.runtime.flat import SMALL, WIDTH
-from dtensor.runtime.shard_optimizer import (
+from dtensor.runtime.optimizer.flat import SMALL, WIDTH
+from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
     FUSED,
     MASTER,
@@ -419,7 +419,7 @@ IN_TRITON = """
 import torch
 from dtensor.kernels.adamw import fused_adamw_
 from dtensor.kernels.registry import Kernel
-from dtensor.runtime import shard_optimizer
+from dtensor.runtime.optimizer import shard_optimizer
 from tests.runtime.test_shard_optimizer import O, Rank, options_of, run, values
 from tests.api.training import assert_same_bits
 

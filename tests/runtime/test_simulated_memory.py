@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.placements import for_model
+from dtensor.api.search.placements import for_model
 from dtensor.runtime.schedule import Grid
-from dtensor.runtime.simulate.clock import simulate
+from dtensor.runtime.simulate.simulator import simulate
 from dtensor.sharding.plan.plan import Plan
 from tests.models import GPT
 

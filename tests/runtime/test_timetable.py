@@ -13,7 +13,7 @@ import dtensor as dt
 from dtensor.commands.as_data import row_data
 from dtensor.explorer.contents import contents
 from dtensor.runtime.lower.timetable import GridTimetable
-from dtensor.runtime.simulate.clock import simulate
+from dtensor.runtime.simulate.simulator import simulate
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text
 from tests.api.test_schedules import data, model_of, step_of

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.daft import Call, Label, Program
-from dtensor.runtime import shard_optimizer
-from dtensor.runtime.shard_optimizer import ShardOptimizer
+from dtensor.runtime.optimizer import shard_optimizer
+from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer
 from tests.api.precision import build
 from tests.api.training import MEGATRON, Run, sgd
 from tests.models import GPT, batch

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dtensor.daft import TaskError, launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.between_meshes import sync_program
+from dtensor.runtime.transfer.between_meshes import sync_program
 from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh

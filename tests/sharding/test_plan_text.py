@@ -17,7 +17,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from dtensor.api.stating.patterns import matches
+from dtensor.api.model.stating.patterns import matches
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import collapse, flop_text, seconds_text, size_text

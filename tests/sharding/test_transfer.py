@@ -12,7 +12,7 @@ import torch
 
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.between_meshes import transfer_program
+from dtensor.runtime.transfer.between_meshes import transfer_program
 from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.api.stating import auto_stages
+from dtensor.api.model.stating import auto_stages
 from dtensor.sharding.plan.stages.cut_chain import Chain, Partition, partition
 from dtensor.sharding.plan.stages.unit_costs import SECOND
 from tests.models import GPT, batch, loss_fn

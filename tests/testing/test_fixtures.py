@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.api.session import launched
+from dtensor.api.store.session import launched
 from dtensor.testing.fixtures import MESHES, mesh  # noqa: F401 - the fixture under test
 
 _seen: list[dt.Mesh] = []

@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 
-from dtensor.daft.ray import same_host, segments
+from dtensor.daft.ray.transports import same_host, segments
 
 
 class Orders:

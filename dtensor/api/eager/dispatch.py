@@ -28,7 +28,7 @@ from dtensor.api.eager.graph import fake, fakes
 from dtensor.api.eager.run import execute, fill, own_value
 from dtensor.api.eager.values import Alias, Cell, CellTensor
 from dtensor.api.eager.views import functional_form, view_step
-from dtensor.api.handle import layout_of
+from dtensor.api.store.handle import layout_of
 from dtensor.private_torch import dispatch_has_kernel_for_dispatch_key
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec

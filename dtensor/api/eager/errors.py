@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from dtensor.api.eager.values import CellTensor
-from dtensor.api.session import MeshSession
+from dtensor.api.store.session import MeshSession
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import type_text

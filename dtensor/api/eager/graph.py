@@ -31,7 +31,7 @@ from dtensor.api.eager.errors import op_name
 from dtensor.api.eager.policy import moves_of
 from dtensor.api.eager.values import ViewStep
 from dtensor.api.eager.views import functional, written_back
-from dtensor.api.handle import Layout, layout_of
+from dtensor.api.store.handle import Layout, layout_of
 from dtensor.frontend.capture.decompose import (
     GraphAndConstants,
     decompose,

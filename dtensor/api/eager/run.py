@@ -25,9 +25,9 @@ from dtensor.api.eager.errors import elsewhere, located, note_line, op_name, pla
 from dtensor.api.eager.graph import CallKey, OneOp, PlannedOp, plan_op
 from dtensor.api.eager.policy import check
 from dtensor.api.eager.values import Cell, CellTensor, Made, ReadValue, Value, ViewStep, fresh_name
-from dtensor.api.handle import Layout, contiguous_strides, layout_of
-from dtensor.api.randomness import Counter, numbers_fed
-from dtensor.api.session import MeshSession
+from dtensor.api.store.handle import Layout, contiguous_strides, layout_of
+from dtensor.api.store.session import MeshSession
+from dtensor.api.values.randomness import Counter, numbers_fed
 from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.alone import ONE_AT_A_TIME

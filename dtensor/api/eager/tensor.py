@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from dtensor.api.away import Away, at_hand
 from dtensor.api.eager.dispatch import dispatch, like_spec
 from dtensor.api.eager.functions import torch_function
 from dtensor.api.eager.run import execute, fetch, own_value, spec_of
 from dtensor.api.eager.values import Alias, Cell, CellTensor, Value, ViewStep, fresh_name
-from dtensor.api.handle import Layout, contiguous, contiguous_layout
-from dtensor.api.session import MeshSession, session_for
-from dtensor.api.stating.placing import check_fit, restated
+from dtensor.api.model.stating.placing import check_fit, restated
+from dtensor.api.store.handle import Layout, contiguous, contiguous_layout
+from dtensor.api.store.session import MeshSession, session_for
+from dtensor.api.values.lazy_parameters import Away, at_hand
 from dtensor.daft import Future, GroupFuture
 from dtensor.daft.tasks.values import SENT_AS
 from dtensor.errors import PlanningError, check_kind

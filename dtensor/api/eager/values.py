@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from dtensor.api.handle import Layout, TensorHandle, layout_of
-from dtensor.api.session import MeshSession, Returned
+from dtensor.api.store.handle import Layout, TensorHandle, layout_of
+from dtensor.api.store.session import MeshSession, Returned
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.stored import StoredTensor
 

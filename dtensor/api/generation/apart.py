@@ -10,9 +10,9 @@ The other model has caches of ``ROWS`` rows on its mesh, and the same program of
 
 Its keys and values go from the row to the slot as far as they are live: [1, heads, t, head dim] of
 each layer's keys and of its values, t being the prompt's length, each element once to each rank
-that keeps it. That is one verified program (runtime/cache_rows.py), which writes zeros behind them
-too, so that nothing of an earlier request is left. The token, its position, the request's seed and
-what it is sampled with come from the controller, with the call.
+that keeps it. That is one verified program (runtime/transfer/cache_rows.py), which writes zeros
+behind them too, so that nothing of an earlier request is left. The token, its position, the
+request's seed and what it is sampled with come from the controller, with the call.
 
 Nobody waits for a prefill while others decode: it is read when it has ended, or when there is
 nothing else to do. One runs at a time, and nothing is sent while one does, for that would wait
@@ -48,16 +48,16 @@ from dtensor.api.generation.programs import (
     settle_caches,
 )
 from dtensor.api.generation.requests import TextRequest
-from dtensor.api.kept import kept
-from dtensor.api.parallel import ParallelModule, check_parallel
-from dtensor.api.session import MeshSession, launched, session_for
-from dtensor.api.several_meshes import listed, ranks_of_meshes
-from dtensor.api.store import across, inner_name
+from dtensor.api.model.parallel import ParallelModule, check_parallel
+from dtensor.api.store.default_home import kept
+from dtensor.api.store.meshes import listed, ranks_of_meshes
+from dtensor.api.store.session import MeshSession, launched, session_for
+from dtensor.api.store.store import across, inner_name
 from dtensor.daft import DaftError, Future, Handle, Stored
 from dtensor.errors import PlanningError, check_number
 from dtensor.frontend.alone import ONE_AT_A_TIME
-from dtensor.runtime.between_meshes import bucket_bytes
-from dtensor.runtime.cache_rows import FROM, TO, RowTables, row_program
+from dtensor.runtime.transfer.between_meshes import bucket_bytes
+from dtensor.runtime.transfer.cache_rows import FROM, TO, RowTables, row_program
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology

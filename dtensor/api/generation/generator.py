@@ -58,9 +58,9 @@ from dtensor.api.generation.requests import (
     prompts_of,
 )
 from dtensor.api.generation.summary import Summary, summary_of
-from dtensor.api.parallel import ParallelModule, check_parallel
-from dtensor.api.randomness import Counter, initial_seed, key_of
-from dtensor.api.session import MeshSession, session_for
+from dtensor.api.model.parallel import ParallelModule, check_parallel
+from dtensor.api.store.session import MeshSession, session_for
+from dtensor.api.values.randomness import Counter, initial_seed, key_of
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_number, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME, is_capturing

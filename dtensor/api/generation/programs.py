@@ -19,12 +19,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from dtensor.api.compiled import CompiledFunction, compile
+from dtensor.api.eager.compiled import CompiledFunction, compile
 from dtensor.api.generation.caches import Decoding, Prefill, Slots
 from dtensor.api.generation.forwards import Forward
-from dtensor.api.parallel import ParallelModule, chosen_by, parallelize
-from dtensor.api.session import MeshSession
-from dtensor.api.stating.stages import StagePlan
+from dtensor.api.model.parallel import ParallelModule, chosen_by, parallelize
+from dtensor.api.model.stating.stages import StagePlan
+from dtensor.api.store.session import MeshSession
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.plan.plan import Plan

@@ -23,10 +23,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from dtensor.api.model.stating.auto_stages import depth_of, units_in
 from dtensor.api.search.program import SearchedProgram
 from dtensor.api.search.space import SearchPoint
 from dtensor.api.search.step_prices import Floats, Scale, StepPrices
-from dtensor.api.stating.auto_stages import depth_of, units_in
 from dtensor.runtime.lower.actions import weight_half
 from dtensor.runtime.schedule import Costs, Grid, OneFOneB, in_flight, waits
 from dtensor.sharding.plan.cost.step_cost import Amount, shard_bytes

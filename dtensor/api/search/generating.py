@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.api.comparison import Compared
 from dtensor.api.generation.forwards import evaluating, forward_of
 from dtensor.api.generation.generator import generator
-from dtensor.api.parallel import parallelize
-from dtensor.api.placements import Placements, for_model
+from dtensor.api.model.parallel import parallelize
+from dtensor.api.search.comparison import Compared
+from dtensor.api.search.placements import Placements, for_model
 from dtensor.api.search.program import divides, priced_axes, repeated_modules
 from dtensor.api.search.result import FoundStrategy, SearchResult, keyword_lines, python_text
 from dtensor.api.search.space import SpaceFacts, generation_space_text, meshes_of

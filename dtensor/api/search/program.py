@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from dtensor.api.comparison import CapturedStep, Compared
-from dtensor.api.placements import Placements, of_step
+from dtensor.api.model.stating.patterns import matches
+from dtensor.api.model.stating.stages import Auto
+from dtensor.api.search.comparison import CapturedStep, Compared
+from dtensor.api.search.placements import Placements, of_step
 from dtensor.api.search.space import SearchPoint, SpaceFacts
-from dtensor.api.stating.patterns import matches
-from dtensor.api.stating.stages import Auto
 from dtensor.errors import PlanningError
 from dtensor.private_torch import pytree
 from dtensor.sharding.plan.text.words import collapse

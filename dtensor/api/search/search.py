@@ -25,7 +25,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 
-from dtensor.api.comparison import CapturedStep, Compared, MakeOptimizer, check_model
+from dtensor.api.search.comparison import CapturedStep, Compared, MakeOptimizer, check_model
 from dtensor.api.search.family import Estimate, Family
 from dtensor.api.search.generating import Generating, Traffic
 from dtensor.api.search.program import SearchedProgram

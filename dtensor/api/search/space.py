@@ -6,7 +6,8 @@
 
 A point is all that a strategy leaves open: a mesh pp x dp x tp, a ZeRO level over dp, microbatches
 under a schedule, and whether repeated layers are recomputed. Placements and stages follow from it:
-derived ones over tp (api/derive.py), stages="auto" over pp. Axes of size 1 are left out of a mesh.
+derived ones over tp (api/search/derive.py), stages="auto" over pp. Axes of size 1 are left out of a
+mesh.
 
 Invariants: the same facts give the same points in the same order; a point is in the space or not
 by what stands here alone, whatever it costs. What the planner refuses of it is counted where it is

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtensor.daft.run.undoing import TableChange
+from dtensor.daft.undo.rollback import TableChange
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,9 @@ from dtensor.daft.errors import (
 )
 from dtensor.daft.ir.instructions import Commit
 from dtensor.daft.ir.program import Program
-from dtensor.daft.run.undoing import UNNUMBERED, TableChange
-from dtensor.daft.run.undone import Fault, Undone, first_fault
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, HostRun, Names, Worker
+from dtensor.daft.undo.rollback import UNNUMBERED, TableChange
+from dtensor.daft.undo.undone import Fault, Undone, first_fault
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 from dtensor.signals import Lock

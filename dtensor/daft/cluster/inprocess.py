@@ -24,10 +24,10 @@ from dtensor.daft.errors import DaftError, ProgramError, as_sent
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import interrupts
-from dtensor.daft.run.snapshots import Copies
 from dtensor.daft.run.transport import TRANSPORTS, Meeting
 from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.daft.status import Status
+from dtensor.daft.undo.snapshots import Copies
 from dtensor.daft.verification.pairing import Hosts
 
 Running: TypeAlias = tuple[int, int, int, float]

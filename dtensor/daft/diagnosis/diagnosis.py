@@ -9,7 +9,7 @@ followed to one that waits for nobody: it is stopped or lost, computes or sleeps
 nothing to do. Where all have come and it stands there still, a message is held back: by the one who
 sent it, which is named. The argument is the verifier's (`verification/pairing.py`): starts never
 block, and no program that is loaded waits in a circle. `waits_at` and `ends_of` are that graph, for
-whoever ends one that hangs too (`ray/watch.py`).
+whoever ends one that hangs too (`ray/diagnosis/watch.py`).
 
 Invariants: pure. Who moves between the two looks does not stand; a chain through one that moves
 ends at it. `hangs` is said of a run that takes longer than `limit_s`, and of who is stopped or

@@ -32,7 +32,8 @@ from dtensor.daft.ir.program import Function, Program, RankProgram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeySlots:
-    """The memory that a key of the program needs where its ranks share some (`ray/slots.py`).
+    """The memory that a key of the program needs where its ranks share some
+    (`ray/transports/slots.py`).
 
     `slots` are the starts of a rank that may be in flight on it, each of `slot_bytes`, by member.
     What the members fold together is in at most `pieces` with `result_bytes` in all.

@@ -43,18 +43,18 @@ from dtensor.daft.errors import (
 )
 from dtensor.daft.ir.instructions import Call
 from dtensor.daft.ir.program import Program
-from dtensor.daft.ray.crew import Crew, HostCall
-from dtensor.daft.ray.joining import check_groups, check_routes
-from dtensor.daft.ray.launch_folder import LaunchSeen
-from dtensor.daft.ray.loaded import LoadedOnHosts
-from dtensor.daft.ray.messages import ASKED, TOLD, Payload
-from dtensor.daft.ray.placing import Room, place
-from dtensor.daft.ray.processes import END_S, Home, HostProcess
-from dtensor.daft.ray.progress import Progress
-from dtensor.daft.ray.ranks import Plain, Ranks
-from dtensor.daft.ray.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
-from dtensor.daft.ray.starting import START_S, ranks_per_gpu
-from dtensor.daft.ray.watch import Asked, HostWatch
+from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
+from dtensor.daft.ray.bootstrap.placing import Room, place
+from dtensor.daft.ray.bootstrap.progress import Progress
+from dtensor.daft.ray.bootstrap.starting import START_S, ranks_per_gpu
+from dtensor.daft.ray.channel.messages import ASKED, TOLD, Payload
+from dtensor.daft.ray.channel.processes import END_S, Home, HostProcess
+from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch
+from dtensor.daft.ray.ranks.ranks import Plain, Ranks
+from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
+from dtensor.daft.ray.recovery.membership import Crew, HostCall
+from dtensor.daft.ray.recovery.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
+from dtensor.daft.ray.transports.joining import check_groups, check_routes
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status import Status

@@ -62,7 +62,7 @@ from dtensor.daft.ir.text import excerpt
 from dtensor.daft.raised import Raised, interrupts, reason_of
 from dtensor.daft.run.stamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
-from dtensor.daft.run.undone import (
+from dtensor.daft.undo.undone import (
     CutShort,
     Fault,
     OthersFailed,

@@ -2,9 +2,9 @@
 
 A transport starts transfers and collectives; each start gives a `Pending`, whose `wait` gives the
 values made (none for a send). `LocalTransport` serves ranks of one process, `ExchangeTransport`
-(`ray/exchange.py`) ranks of several, over gloo or NCCL, and `SameHostTransport`
-(`ray/same_host.py`) those of one host, through memory. A program's starts are `Prepared` when it is
-loaded, so that one that is made each step looks nothing up.
+(`ray/transports/exchange.py`) ranks of several, over gloo or NCCL, and `SameHostTransport`
+(`ray/transports/same_host.py`) those of one host, through memory. A program's starts are `Prepared`
+when it is loaded, so that one that is made each step looks nothing up.
 
 `TRANSPORTS` says which connects ranks on a type of device, in one process or on several hosts:
 

@@ -39,10 +39,10 @@ from dtensor.daft.errors import Failure, TaskError
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Call
 from dtensor.daft.run.engine import Engine, Table
-from dtensor.daft.run.snapshots import Store
 from dtensor.daft.run.transport import Transport
-from dtensor.daft.run.undoing import UNNUMBERED, Stored, TableChange, Undoing
-from dtensor.daft.run.undone import COUNTERS, Counters, Fault, Spoiled, Undone, detached, with_run
+from dtensor.daft.undo.rollback import UNNUMBERED, Stored, TableChange, Undoing
+from dtensor.daft.undo.snapshots import Store
+from dtensor.daft.undo.undone import COUNTERS, Counters, Fault, Spoiled, Undone, detached, with_run
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]

@@ -10,7 +10,7 @@ stand anywhere in the arguments.
 
 A `Session` is what `launch` starts: actors, the order of their tasks, and what became of them.
 What is the same in every backend is here: checks, names, numbers, failures that nobody has read.
-The rest is `local_session.py` and `ray/session.py`.
+The rest is `local_session.py` and `ray/actors/session.py`.
 
 Invariant: tasks have one order, that of their calls, in which each depends only on those before;
 every process sees its part of that order.

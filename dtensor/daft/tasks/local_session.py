@@ -18,11 +18,11 @@ from dtensor.daft.errors import DaftError, TaskError
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.engine import Engine, Inputs, Table
 from dtensor.daft.run.transport import TRANSPORTS, Meeting
-from dtensor.daft.run.undone import Undone
 from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import SELF, Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture
 from dtensor.daft.tasks.task import Subject, Task
+from dtensor.daft.undo.undone import Undone
 from dtensor.daft.verification.verifier import verify
 
 

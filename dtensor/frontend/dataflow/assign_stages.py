@@ -11,7 +11,7 @@ floats too, and leaves from that stage. A backward op runs where its forward op 
 gradients where these are. The gradient of a parameter that several stages use leaves as one
 contribution per stage, to be summed once.
 
-Not here: which stage holds what (api/stating/stages.py), how values cross
+Not here: which stage holds what (api/model/stating/stages.py), how values cross
 (sharding/plan/emit/values.py).
 """
 

@@ -12,7 +12,7 @@ A tensor that the program caught is no part of that comparison: what it holds no
 call computes with. `refreshed` names those that changed: up to 1 MB by comparing what they hold,
 above that by `_version` and `data_ptr`, which miss writes through numpy and `.data`.
 
-Not here: what is done about a difference (api/plan_call.py).
+Not here: what is done about a difference (api/step/plan_call.py).
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.code import CodeBuilder, Functions
 from dtensor.runtime.lower.finite import DetectNan
 from dtensor.runtime.lower.overlap import early, reductions_of
+from dtensor.runtime.optimizer.shard_optimizer import NUMBERS
 from dtensor.runtime.schedule import Kind as ActionKind
-from dtensor.runtime.shard_optimizer import NUMBERS
 from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
 from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.plan import Plan
@@ -215,6 +215,15 @@ class LocalCode:
     made: list[tuple[int, str]] = field(default_factory=list)  # likewise: line, value of the table
 
 
+@dataclass(slots=True)
+class Priced:
+    """What a lowering that is priced notes: seconds of ``messages``, by the id of their start; of
+    values that are views, whose ``storage`` they lie in."""
+
+    messages: dict[int, float] = field(default_factory=dict[int, float])
+    storage: dict[str, str] = field(default_factory=dict[str, str])
+
+
 @dataclass(slots=True, kw_only=True)
 class RankBuilder:
     """``label``, ``microbatch``: of the action under way, None of what runs once a step;
@@ -228,9 +237,8 @@ class RankBuilder:
     microbatch: int | None = None
     instructions: list[Instruction | LocalCode] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=dict)
-    storage: dict[str, str] = field(default_factory=dict)  # a view's, where lowering is priced
+    priced: Priced = field(default_factory=Priced)
     accumulated: dict[str, str] = field(default_factory=dict)
-    prices: dict[int, float] = field(default_factory=dict)  # of messages, by the id of their start
     began: int = 0  # where the action under way begins
     posted: int = 0  # where its receives go: the beginning of the action before
     agreed: bool = False  # the commit point is there
@@ -338,7 +346,7 @@ class RankBuilder:
     def shares(self, value: str, base: str) -> None:
         """A value of the table lies in the storage of another."""
         if self.shared.priced:
-            self.storage[value] = self.storage.get(base, base)
+            self.priced.storage[value] = self.priced.storage.get(base, base)
 
     def price(self, step: Step) -> None:
         """Count the step's own work as the open segment's."""
@@ -390,7 +398,7 @@ class RankBuilder:
         )
         self.start(start)
         if self.shared.priced and of is not None:
-            self.prices[id(start)] = self.shared.seconds(of)[1]
+            self.priced.messages[id(start)] = self.shared.seconds(of)[1]
         if wait:
             self.start(Wait((outputs[0][0],), label=label, source=source))
         return label

@@ -33,12 +33,11 @@ import torch
 from dtensor.daft import Buffer, Commit, Label, Vote
 from dtensor.daft.ir.code import tuple_text
 from dtensor.daft.ir.instructions import WORD
-from dtensor.runtime.flat import filled, together
 from dtensor.runtime.lower import moves
 from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.runtime.lower.code import ADDING, COPIES
-from dtensor.runtime.schedule import Action
-from dtensor.runtime.shard_optimizer import (
+from dtensor.runtime.optimizer.flat import filled, together
+from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
     MASTER,
     ShardOptimizer,
@@ -49,6 +48,7 @@ from dtensor.runtime.shard_optimizer import (
     sum_of_squares,
     value_name,
 )
+from dtensor.runtime.schedule import Action
 from dtensor.sharding.plan.record import PlannedInput
 from dtensor.sharding.plan.steps import (
     Accumulate,

@@ -14,7 +14,7 @@ The parts of a rank's time:
     idle         before the rank's first instruction and after its last, while others run
 
 Durations are taken with a rank's own clock, so hosts need not agree on one. What stamps take is
-taken off. Each figure is a median over steps. Not here: taking the steps (api/profiling.py).
+taken off. Each figure is a median over steps. Not here: taking the steps (api/launch/profiling.py).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from dtensor.runtime.lower import finite, moves, step_end
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Shared
 from dtensor.runtime.lower.code import ADDING, COPIES, QUICK, overload_of
+from dtensor.runtime.optimizer.shard_optimizer import clip_divisor, sum_of_squares
 from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
-from dtensor.runtime.shard_optimizer import clip_divisor, sum_of_squares
-from dtensor.runtime.simulate.clock import representatives
+from dtensor.runtime.simulate.simulator import representatives
 from dtensor.runtime.simulate.trace import CALL, Trace
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
 from dtensor.sharding.plan.plan import Plan

@@ -50,7 +50,7 @@ from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.run.stamps import times_of
 from dtensor.runtime.lower.builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
-from dtensor.runtime.shard_optimizer import (
+from dtensor.runtime.optimizer.shard_optimizer import (
     ShardOptimizer,
     Updated,
     absent,

@@ -19,7 +19,7 @@ share the work; the same specs give the same pieces. named_values.py plans many 
 
 A pending source must be reduced first. A pending target takes the value at coordinate 0 and what
 adds nothing elsewhere (sum, softmax), or the value everywhere (max, min). Nothing runs here:
-runtime/between_meshes.py makes a program of it.
+runtime/transfer/between_meshes.py makes a program of it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ not count, and not one alone, so that a rank fills the next while its partner em
 Invariants: the messages hold each piece that crosses ranks exactly once; within a message blocks
 stand by falling size of their elements, so that each is aligned for its dtype; messages stand in an
 order in which all ranks can go through them: the first of each pair, then the second of each. The
-same specs give the same plan. Nothing runs here: runtime/between_meshes.py makes a program of it.
+same specs give the same plan. Nothing runs here: runtime/transfer/between_meshes.py makes a program
+of it.
 """
 
 from __future__ import annotations

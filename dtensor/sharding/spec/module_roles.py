@@ -3,8 +3,8 @@
     dt.ColumnParallel(blocks=3)     the output dim of the product that the weight feeds, in 3 blocks
     dt.RowParallel(unit=16)         the dim that the product sums over, cut at multiples of 16
 
-Values alone, as placements are; what they mean in a program is api/stating/roles_of_weights.py's to
-say.
+Values alone, as placements are; what they mean in a program is
+api/model/stating/roles_of_weights.py's to say.
 """
 
 from __future__ import annotations

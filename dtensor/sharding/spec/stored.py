@@ -10,7 +10,7 @@ DTensors are such while ranks have them, and where they are to be is stated as o
 given to one value of a launch only; in the tables of the ranks it is the value's name.
 
 Invariants: ``spec`` is as stored (ZeRO), never as used; ``at`` and ``ranks`` are in one order.
-Not here: the values, and who puts them there (api/store.py).
+Not here: the values, and who puts them there (api/store/store.py).
 """
 
 from __future__ import annotations

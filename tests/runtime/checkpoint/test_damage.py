@@ -29,7 +29,7 @@ from dtensor.runtime.checkpoint import (
     read_part,
     write_part,
 )
-from dtensor.runtime.saving import (
+from dtensor.runtime.checkpoint.saving import (
     Saving,
     _write,  # pyright: ignore[reportPrivateUsage]
     hand_over,

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 import dtensor as dt
-from dtensor.runtime.elementwise import certified
-from dtensor.runtime.elementwise import probe as probes
-from dtensor.runtime.elementwise.rule import (
+from dtensor.runtime.optimizer.elementwise import certified
+from dtensor.runtime.optimizer.elementwise import probe as probes
+from dtensor.runtime.optimizer.elementwise.rule import (
     check_optimizer,
     known_class,
     rule_of,
     state_elementwise,
 )
-from dtensor.runtime.optimizer_kind import StateEntry
+from dtensor.runtime.optimizer.optimizer_kind import StateEntry
 from tests import optimizers as own
 
 

@@ -7,7 +7,8 @@
 Found through the rules, so that a convolution has one too, and through what only reshapes, casts
 or adds other weights to the weight. Invariants: of a contraction's two dims each is a whole factor
 of the op's rule; a weight that takes part in several has one entry for each, in program order.
-Not here: what it means for placements (api/stating/roles_of_weights.py, api/derive.py).
+Not here: what it means for placements (api/model/stating/roles_of_weights.py,
+api/search/derive.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ It is asked for each op that a pin reaches, so for each layer of a model alike: 
 are equal share their rules, and the answer is kept for a rule, a tensor, a placement and a number
 of ranks. A closure over a program is a loop over `around`: from a split value to those that
 `split_by` then names. Not here: which splits are followed, and how far (opened_factors.py,
-api/derive.py).
+api/search/derive.py).
 """
 
 from __future__ import annotations

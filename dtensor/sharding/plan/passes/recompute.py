@@ -19,7 +19,7 @@ Invariants: the collectives are as without; so are all values to the bit, for a 
 same op on the same operands, its random numbers too (they are counted, not drawn). A step never
 runs again on behalf of a result that leaves its region, so new contents of buffers are made once.
 What is computed once a step, not once a microbatch, is kept. It runs before `gather_stored`. Not
-here: which module a glob means (api/parallel.py), what the regions print
+here: which module a glob means (api/model/parallel.py), what the regions print
 (plan/text/render.py).
 """
 

@@ -1,0 +1,489 @@
+"""A save: where the values are that it takes, who writes them, when it is over.
+
+    saved = submitted(SaveOptions("ckpt/100", 100, None, None, "dcp"), model, optimizer)
+    saved.get()                # "ckpt/100", once it is on the disk
+    saved.wait()               # the same, and gives nothing
+
+What ranks have, they copy in a run among the steps, and write beside those that follow; of
+`f32[64@dp,16]` at dp=4 each rank writes its `[16,16]`, of what is replicated one rank all. What is
+still the controller's, it writes by the same code. A thread of the controller waits for all parts,
+and publishes the folder whole.
+
+Invariant: a save is over before the process is, and a failure that nobody has read by then is
+printed, and the exit status is not 0. (Python waits for the thread, which is no daemon, and calls
+exit handlers then.)
+
+Not here: the files (runtime/checkpoint), what a rank does (runtime/checkpoint/saving.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor.api.checkpoint.exit_status import not_zero
+from dtensor.api.checkpoint.matching import OWN, keys_in_state
+from dtensor.api.model.initial import labels_in_state
+from dtensor.api.model.parallel import ParallelModule
+from dtensor.api.store.default_home import kept
+from dtensor.api.store.home import Resident
+from dtensor.api.store.session import MeshSession, launched, session_at_hand
+from dtensor.api.values.lazy_parameters import (
+    AwayState,
+    holder_of,
+)
+from dtensor.api.values.on_disk import read_whole
+from dtensor.api.values.randomness import counts, initial_seed
+from dtensor.daft import Future
+from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.source import Source, lines_text, source_here
+from dtensor.runtime.checkpoint import (
+    CheckpointError,
+    PartRecord,
+    TensorPiece,
+    TensorRecord,
+    Writing,
+    read_part,
+)
+from dtensor.runtime.checkpoint.saving import (
+    GONE,
+    SAVING,
+    WRITING,
+    WRITTEN,
+    Names,
+    Saving,
+    ask_program,
+    error_of,
+    hand_over,
+    own_copy,
+    save_program,
+    state_of,
+)
+from dtensor.runtime.optimizer.elementwise.rule import changed_attributes, python_numbers
+from dtensor.sharding.ops.call import STEP
+from dtensor.sharding.spec.stored import StoredTensor
+from dtensor.signals import held_back, wait
+
+LOOK_S = 0.02  # how often a save looks for the parts of ranks
+ASK_S = 2.0  # after which it asks the ranks how far they are: one may be lost, or its disk full
+
+
+class WriterLost(CheckpointError):
+    """A rank was lost while it wrote, and replaced: its part is gone, and the launch goes on."""
+
+
+class Saved:
+    """A save that may be under way. ``get()`` waits, and gives the path or raises what failed:
+    then no checkpoint is there, and those before it are as they were. ``wait()`` does so and gives
+    nothing. ``done()``; ``path``."""
+
+    def __init__(self, path: str, finish: Callable[[], None], source: Source | None = None) -> None:
+        self.path = path
+        self._source = source
+        self._error: BaseException | None = None
+        self._read = False
+        self._noted = False
+        self._thread = threading.Thread(target=self._run, args=(finish,), name=f"save {path}")
+        _open.add(self)
+        try:
+            self._thread.start()
+        except BaseException:
+            _open.discard(self)
+            raise
+
+    def get(self, timeout: float | None = None) -> str:
+        """The path, when all is on the disk. `TimeoutError` after ``timeout`` seconds, which ends
+        nothing."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.path} is not written after {timeout:g} s; ask again.")
+        self._read, self._noted = True, False
+        _open.discard(self)
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return self.path
+
+    result = get
+
+    def wait(self, timeout: float | None = None) -> None:
+        """As `get`, for who has the path."""
+        self.get(timeout)
+
+    def done(self) -> bool:
+        """Whether `get` would not wait."""
+        return not self._thread.is_alive()
+
+    def settle(self) -> None:
+        """Wait; raises what failed, unless somebody has read it. That a rank was lost, which was
+        replaced, is a warning: the loop goes on, and so do the saves that follow."""
+        self.join()
+        if self._read:
+            return
+        if not isinstance(self._error, WriterLost):
+            self.get()
+            return
+        self._read = self._noted = True
+        notes = "\n".join(self._error.__notes__)
+        warnings.warn(f"{self._error}\n{notes}", RuntimeWarning, stacklevel=4)
+
+    def join(self) -> None:
+        """Wait, and read nothing."""
+        while self._thread.is_alive():
+            self._thread.join(LOOK_S)
+            wait()  # for signals
+
+    def over(self) -> bool:
+        """Whether nobody need wait for it, or be told of it."""
+        return self.done() and (self._error is None or self._read)
+
+    def told(self) -> str:
+        """Wait; what failed, if nobody has read it, or ""."""
+        self.join()
+        if self._error is None or self._read:
+            return ""
+        self._read = self._noted = True
+        return f"and of the save to {self.path}: {self._error}"
+
+    def unread(self) -> str:
+        """Wait; what the end of the process prints, if nobody has read a failure, or it was a
+        warning or a note, which may be seen or not; or ""."""
+        try:
+            self.join()
+        except BaseException as error:  # a Ctrl-C at the end: the process goes, and the thread too
+            why = f"{self.path} is not written: waiting for it was ended by {error!r}."
+        else:
+            if self._error is None or (self._read and not self._noted):
+                return ""
+            why = "\n".join([str(self._error), *getattr(self._error, "__notes__", ())])
+        return (
+            "dtensor: a save failed, and nobody has read that: the exit status is not 0.\n"
+            f"{lines_text(save=self._source)}{why}\n"
+        )
+
+    def _run(self, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except BaseException as error:  # raised by whoever reads it
+            if not os.path.exists(self.path):  # it is there where an older one cannot be removed
+                error.add_note(f"{self.path} was not written; what was there before is untouched.")
+            self._error = error
+        else:
+            moot = {other for other in [*_open] if other._noted}  # there is a later checkpoint
+            _open.difference_update(moot, [self])
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self._error else "done"
+        return f"Saved({self.path!r}, {state})"
+
+
+_open: set[Saved] = set()
+"""Saves that are under way, or have failed and nobody has read that for sure."""
+os.register_at_fork(after_in_child=_open.clear)  # whose threads the child has not
+
+
+def note_unread(error: BaseException, saves: Iterable[Saved]) -> None:
+    """Wait for saves; what failed in them, if nobody has read it, becomes notes on the error by
+    which a launch is left. Nobody sees notes on an exit: that is for the process's end to say."""
+    for saved in saves:
+        saved.join()
+        if not isinstance(error, SystemExit | GeneratorExit) and (lost := saved.told()):
+            error.add_note(lost)
+
+
+@atexit.register
+def _tell_unread() -> None:
+    texts = [text for saved in sorted(_open, key=lambda s: s.path) if (text := saved.unread())]
+    if texts:
+        if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            with suppress(OSError, ValueError):  # a broken pipe, or closed
+                sys.stderr.write("".join(texts))
+        _open.clear()  # with the tracebacks, which keep what Python is to delete at its end
+        not_zero()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What `save` was given."""
+
+    path: str
+    step: int | None
+    extra: Any
+    keep: int | None
+    format: str
+
+
+@dataclass(slots=True)
+class _Located:
+    """Where what a checkpoint takes is: on ranks, or here. ``aliases``: further names of tensors,
+    to their first ones."""
+
+    on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
+    here: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
+    aliases: dict[Names, Names] = field(default_factory=dict[Names, Names])
+    small: dict[Names, Any] = field(default_factory=dict[Names, Any])
+
+
+def submitted(
+    stated: SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
+) -> Saved:
+    with ONE_AT_A_TIME, held_back():  # it only begins here
+        model.look()
+        session = session_at_hand(model.mesh)
+        if session is not None and launched() is not None:
+            _hold_what_is_on_meta(session, model)
+        resident = session.residents.get(id(model)) if session is not None else None
+        if resident is not None:
+            resident.settle()
+        state = _Located()
+        _locate_model(state, model, resident, () if stated.format == "hf" else ("model",))
+        if optimizer is not None:
+            _locate_optimizer(state, model, optimizer, resident)
+        writing = _begun(stated, model, state)
+        saving = Saving(folder=writing.folder, previous=writing.previous, format=stated.format)
+        try:
+            run = None
+            if session is not None and resident is not None and state.on_ranks:
+                run = _copied_by_ranks(saving, session, resident, state.on_ranks)
+            if state.here:
+                pieces = [_whole(path, tensor) for path, tensor in state.here.items()]
+                hand_over(saving, model.mesh.size, pieces)
+        except BaseException:
+            writing.abort()
+            raise
+        own = {"seed": initial_seed(), "counts": counts(), "steps": model.steps.present()}
+        if optimizer is not None:
+            own["optimizer"] = type(optimizer).__name__
+            own["attributes"] = changed_attributes(optimizer)
+            own["numbers"] = python_numbers(optimizer)
+        ending = _Ending(
+            stated, writing, saving, state, own, model.mesh.size, session, resident, run
+        )
+        if resident is not None:
+            resident.unsaved = False
+        try:
+            saved = Saved(stated.path, ending.finish, source_here())
+        except BaseException:  # as of a process that ends, which starts no thread
+            writing.abort()
+            raise
+        if session is not None:
+            launch = session.launch
+            launch.saves = [other for other in launch.saves if not other.over()] + [saved]
+        return saved
+
+
+def _begun(stated: SaveOptions, model: ParallelModule, state: _Located) -> Writing:
+    if stated.format == "dcp":
+        return Writing.begin(stated.path, step=stated.step, extra=stated.extra, small=state.small)
+    tensors = {
+        ".".join(path): (one.spec.dtype, one.spec.shape) for path, one in state.on_ranks.items()
+    } | {".".join(path): (own.dtype, tuple(own.shape)) for path, own in state.here.items()}
+    tied = {".".join(path): ".".join(first) for path, first in state.aliases.items()}
+    return Writing.begin_hf(
+        stated.path, tensors, tied=tied, model=model.module, step=stated.step, extra=stated.extra
+    )
+
+
+def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
+    """Ranks make what nobody has yet, rather than the controller."""
+    tensors, holders = model.seen.tensors, model.initial.holders
+    labels = set(labels_in_state(model.module, model.seen).values()) & tensors.keys()
+    missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
+    if missing:
+        homes = kept(model, session.ranks, session.residents.get(id(model)))
+        session.hold(model, {label: homes[label] for label in missing})
+
+
+def _locate_model(
+    state: _Located, model: ParallelModule, resident: Resident | None, prefix: Names
+) -> None:
+    tensors = model.seen.tensors
+    first: dict[str, Names] = {}
+    for key, label in labels_in_state(model.module, model.seen).items():
+        path = *prefix, key
+        if label not in tensors:
+            raise PlanningError(
+                f"{key} of the module's state dict is none of its parameters and buffers, so there "
+                f"is nothing that ranks could write.\n"
+                f"fix: leave it out of the state dict, and pass what it has as extra="
+            )
+        if first.setdefault(label, path) != path:
+            state.aliases[path] = first[label]
+            continue
+        tensor = tensors[label]
+        holder = model.initial.holders.get(label) if tensor.is_meta else holder_of(tensor)
+        if resident is None or holder is not resident:
+            state.here[path] = model.initial.value(label, tensor).detach()
+        elif resident.stored[label].is_pending:
+            state.here[path] = resident.gather([label])[label]
+        else:
+            state.on_ranks[path] = resident.stored[label]
+
+
+def _locate_optimizer(
+    state: _Located,
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    resident: Resident | None,
+) -> None:
+    keys = keys_in_state(model, optimizer)
+    state.small["optimizer", "param_groups"] = [
+        {**_options(group), "params": [keys[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    home = resident.optimizers.get(id(optimizer)) if resident is not None else None
+    if home is not None and home.current:
+        for (label, key), stored in home.owner.stored.items():
+            name = keys[id(home.parameters[label])]
+            state.on_ranks["optimizer", "state", name, key] = stored
+        entries = {p: read_whole(own) for p, own in home.rest.items()}
+    else:
+        held: object = optimizer.state
+        entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
+    for parameter, own in entries.items():
+        if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+            continue  # what Adagrad begins with, of a parameter on the meta device
+        for key, value in own.items():
+            path = "optimizer", "state", keys[id(parameter)], key
+            if isinstance(value, Tensor):
+                state.here[path] = value
+            else:
+                state.small[path] = value
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options as data: a learning rate that is a tensor, as a number."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(plain, value))
+        return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+    return {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def _whole(path: Names, tensor: Tensor) -> TensorPiece:
+    shape = tuple(tensor.shape)
+    return TensorPiece(path=path, shape=shape, offsets=(0,) * len(shape), tensor=own_copy(tensor))
+
+
+def _copied_by_ranks(
+    saving: Saving, session: MeshSession, resident: Resident, values: Mapping[Names, StoredTensor]
+) -> Future:
+    """The run in which each rank copies its share; it gives the number of the next step."""
+    model = resident.model
+    counted = session.counted(f"{resident.prefix}steps", model.steps, takes=False)
+    fed: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
+    key = "save", id(model), saving["format"]
+    return resident.store.save(key, values, partial(save_program, values), fed, counted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What is left of a save when it is submitted: a thread of the controller waits for the parts
+    of ``size`` ranks, if they ``run``, and for the controller's own, and publishes them."""
+
+    stated: SaveOptions
+    writing: Writing
+    saving: Saving
+    state: _Located
+    own: dict[str, Any]
+    size: int
+    session: MeshSession | None
+    resident: Resident | None
+    run: Future | None
+
+    def finish(self) -> None:
+        try:
+            self._finish()
+        except BaseException as error:
+            if self.resident is not None:
+                self.resident.unsaved = True
+            if self.writing.replaces and not self.writing.published:
+                error.add_note(f"what was in {self.stated.path} before is untouched.")
+            raise
+
+    def _finish(self) -> None:
+        steps = self.own["steps"]
+        try:
+            if self.run is not None:
+                steps = self.run.get()[0]["number"]
+            parts = self._parts()
+            if self.stated.format == "dcp":
+                self.writing.add(OWN, {**self.own, "steps": steps})
+                parts = [*parts[:-1], self._with_aliases(parts)]
+        except BaseException:
+            self.writing.abort()
+            raise
+        self.writing.finish(parts, keep=self.stated.keep)
+        if self.resident is not None and steps >= self.resident.saved[1]:
+            self.resident.saved = f"{self.stated.path} has what was saved last", steps
+
+    def _parts(self) -> list[PartRecord]:
+        """What all have written. Where one fails the others are waited for: they write there."""
+        folder, found, failed = self.writing.folder, dict[int, PartRecord](), dict[int, str]()
+        waiting = [*(range(self.size) if self.run is not None else ())]
+        waiting += [self.size] if self.state.here else []
+        asked = time.monotonic()
+        while True:
+            for rank in waiting:
+                part = read_part(folder, rank)
+                if part is not None:
+                    found[rank] = part
+                elif why := error_of(folder, rank):
+                    failed[rank] = why
+            waiting = [rank for rank in waiting if rank not in found and rank not in failed]
+            if not waiting:
+                break
+            if self.session is not None and self.session.cluster.failure is not None:
+                raise self.session.cluster.failure
+            if time.monotonic() - asked > ASK_S:
+                failed |= self._fallen(waiting)
+                asked = time.monotonic()
+            time.sleep(LOOK_S)
+        for rank, why in sorted(failed.items()):
+            who = "the controller" if rank == self.size else f"rank {rank}"
+            kind = WriterLost if why == GONE else CheckpointError
+            raise kind(f"{who} could not write its part of {self.stated.path}: {why}")
+        return list(found.values())
+
+    def _fallen(self, waiting: Sequence[int]) -> dict[int, str]:
+        """Those that will write nothing, and why: the process was lost, or could not even write
+        that. Asks the ranks, behind the steps that are under way."""
+        folder = self.writing.folder
+        states = {self.size: state_of(folder, self.size)}
+        if self.session is not None and self.run is not None:
+            cluster = self.session.cluster
+            handle = cluster.load(ask_program(self.size))
+            found = cluster.run(handle, [{SAVING: self.saving}] * self.size).get()
+            cluster.unload(handle)
+            states |= {rank: own["state"] for rank, own in enumerate(found)}
+        fallen = {r: states[r] for r in waiting if states[r] not in (WRITTEN, WRITING)}
+        for rank in waiting:
+            if states[rank] == WRITTEN and read_part(folder, rank) is None:
+                fallen[rank] = f"what it wrote is not in {folder} as this machine sees it"
+        return fallen
+
+    def _with_aliases(self, parts: Sequence[PartRecord]) -> PartRecord:
+        """The last part, with tied tensors under their other names too, which have no bytes."""
+        pieces: dict[Names, list[TensorRecord]] = {}
+        for record in (record for part in parts for record in part.tensors):
+            pieces.setdefault(record.path, []).append(record)
+        also = [
+            replace(record, path=path)
+            for path, first in self.state.aliases.items()
+            for record in pieces[first]
+        ]
+        return replace(parts[-1], tensors=(*parts[-1].tensors, *also))

@@ -1,0 +1,352 @@
+"""What a checkpoint has for a model and its optimizer: found by names, and checked before a load.
+
+    values = matched(checkpoint, model, convert=False)
+    values["up.weight"]        # InCheckpoint("model.up.weight", (64, 16), torch.float32, ".../100")
+    state = matched_state(checkpoint, model, adamw)
+    state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}, whole
+
+Names are those of state dicts: a tied tensor is found by any that it has, and a stranger's
+checkpoint may have them behind "model." or behind nothing. Shapes are global.
+
+Invariants: all that differs is said at once, with what is near and with what would mend it, and
+nothing was loaded then. Not here: who asks for the bytes (checkpoint.py, on_disk.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from dtensor.api.model.initial import labels_in_state
+from dtensor.api.model.parallel import ParallelModule, not_the_models
+from dtensor.api.model.stating.patterns import listing, nearest
+from dtensor.api.values.lazy_parameters import (
+    AwayState,
+    Entries,
+    as_it_is,
+)
+from dtensor.api.values.on_disk import OnDisk, read_whole
+from dtensor.errors import PlanningError
+from dtensor.numerics import dtype_name
+from dtensor.runtime.checkpoint import (
+    Checkpoint,
+    TensorRecord,
+)
+from dtensor.runtime.checkpoint.saving import opened, read_shard
+from dtensor.runtime.optimizer.elementwise.rule import give_attributes
+from dtensor.sharding.ops.philox import Pieces
+
+OWN = ("dtensor",)
+"""Where a checkpoint has what is ours: counts, and what the optimizer is."""
+
+
+@dataclass(frozen=True, slots=True)
+class InCheckpoint(OnDisk):
+    """A tensor of the checkpoint in ``folder``."""
+
+    folder: str
+
+    def part(self, pieces: Pieces) -> Tensor:
+        return read_shard(opened(self.folder), self.name, pieces, self.dtype)
+
+
+def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> dict[str, OnDisk]:
+    """By label, where each parameter and buffer of the state dict is in the checkpoint.
+
+    PlanningError for names that are missing or too many, for shapes and for dtypes.
+    """
+    tensors, keys = model.seen.tensors, labels_in_state(model.module, model.seen)
+    prefix = _prefix(checkpoint, keys)
+    stored = {
+        name.removeprefix(prefix): record
+        for name, record in checkpoint.tensors.items()
+        if name.startswith(prefix)
+    }
+    stored |= {n: stored[kept] for n, kept in checkpoint.tied.items() if n in keys}
+    named: dict[str, list[str]] = {}
+    for key, label in keys.items():
+        named.setdefault(label, []).append(key)
+    missing = [own[0] for own in named.values() if not any(key in stored for key in own)]
+    unexpected = sorted(stored.keys() - keys.keys())
+    if missing or unexpected:
+        raise _other_names(checkpoint, missing, unexpected, list(keys), list(stored))
+    found: dict[str, OnDisk] = {}
+    shapes: list[str] = []
+    dtypes: list[str] = []
+    for label, own in named.items():
+        there = [key for key in own if key in stored]
+        record = stored[there[0]]
+        with as_it_is():
+            shape, dtype = tuple(tensors[label].shape), tensors[label].dtype
+        line = (
+            f"\n  {there[0]}: {_type(record.dtype, record.shape)} in the checkpoint, "
+            f"{_type(dtype, shape)} in the model"
+        )
+        if record.shape != shape:
+            shapes.append(line)
+        elif record.dtype != dtype and not convert:
+            dtypes.append(line)
+        for other in there[1:]:
+            _check_tied(checkpoint, there[0], record, other, stored[other])
+        found[label] = InCheckpoint(record.name, shape, dtype, os.path.abspath(checkpoint.path))
+    if shapes:
+        raise _not_alike(checkpoint, "shapes", shapes, "build the model as the one that was saved")
+    if dtypes:
+        fix = (
+            'dt.load(path, model, dtype="model") converts to the model\'s, or model.to(...) before'
+        )
+        raise _not_alike(checkpoint, "dtypes", dtypes, fix)
+    return found
+
+
+def _not_alike(checkpoint: Checkpoint, what: str, lines: Sequence[str], fix: str) -> PlanningError:
+    more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
+    return PlanningError(
+        f"{checkpoint.path} has other {what} than the model; nothing was loaded."
+        f"{''.join(lines[:8])}{more}\nfix: {fix}"
+    )
+
+
+def _prefix(checkpoint: Checkpoint, keys: Mapping[str, str]) -> str:
+    """What stands before a model's names: "model." in ours; in another's whatever fits best."""
+    if checkpoint.layout == "hf":
+        return ""
+    if checkpoint.layout == "dtensor":
+        return "model."
+    fitting = {p: sum(p + key in checkpoint.tensors for key in keys) for p in ("model.", "")}
+    return max(fitting, key=lambda p: (fitting[p], p))
+
+
+def _other_names(
+    checkpoint: Checkpoint,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    keys: Sequence[str],
+    stored: Sequence[str],
+) -> PlanningError:
+    text = f"{checkpoint.path} has other names than the model; nothing was loaded."
+
+    def line(what: str, names: Sequence[str], known: Sequence[str]) -> str:
+        if not names:
+            return ""
+        near = nearest(names[0], known)
+        hint = f" (near {names[0]}: {', '.join(near)})" if near else ""
+        return f"\n  {what}: {listing(names)}{hint}"
+
+    text += line("only in the model", missing, unexpected or stored)
+    text += line("only in the checkpoint", unexpected, missing or keys)
+    for prefix in ("model.", "module.", "_orig_mod."):
+        if missing and all(prefix + key in stored for key in missing):
+            return PlanningError(
+                f'{text}\nfix: the names in the checkpoint begin with "{prefix}": load it into the '
+                f"model that has these names, such as AutoModelForCausalLM in place of AutoModel"
+            )
+        bare = [key.removeprefix(prefix) for key in missing if key.startswith(prefix)]
+        if missing and len(bare) == len(missing) and set(bare) <= set(stored):
+            return PlanningError(
+                f'{text}\nfix: the names in the model begin with "{prefix}": load the checkpoint '
+                f"into the part of it that has these names"
+            )
+    return PlanningError(f"{text}\nfix: build the model that was saved, or choose its checkpoint")
+
+
+def _check_tied(
+    checkpoint: Checkpoint, key: str, one: TensorRecord, other_key: str, other: TensorRecord
+) -> None:
+    """PlanningError where two names that the model ties have different values."""
+    if one.pieces == other.pieces:
+        return
+    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    if not alike or not torch.equal(checkpoint.read(one.name), checkpoint.read(other.name)):
+        raise PlanningError(
+            f"{key} and {other_key} are one tensor in the model, and two with different values in "
+            f"{checkpoint.path}; nothing was loaded.\n"
+            f"fix: build the model without the tie, or choose another checkpoint"
+        )
+
+
+def _type(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
+
+
+# -- giving an optimizer its state -----------------------------------------------------------------
+
+
+def keys_in_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """By id, the names in files of an optimizer's parameters: those of the state dict; of one that
+    stands in the module no more its label, as what is gone. PlanningError for one that never did.
+    """
+    keys: dict[str, str] = {}
+    for key, label in labels_in_state(model.module, model.seen).items():
+        keys.setdefault(label, key)
+    names = {id(p): keys.get(label, label) for label, p in model.seen.tensors.items()}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        label = model.labels.of(parameter)
+        if label is None:
+            raise not_the_models(parameter)
+        names.setdefault(id(parameter), f"(gone) {label}")
+    return names
+
+
+@dataclass(slots=True)
+class MatchedState:
+    """An optimizer's state in a checkpoint: its groups, as torch has them, and its entries, tensors
+    as `OnDisk` until they are ``read``."""
+
+    groups: list[dict[str, Any]]
+    entries: Entries
+    attributes: Mapping[str, Any]
+    numbers: Mapping[str, str]  # of Python's, which ranks have written as tensors: types by key
+    whole: Entries | None = None
+
+    def read(self) -> Entries:
+        """The entries, whole, where their parameters are."""
+        read = {p: self._numbers(read_whole(own)) for p, own in self.entries.items()}
+        self.whole = {p: _beside(p, own) for p, own in read.items()}
+        return self.whole
+
+    def _numbers(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        kinds = {"bool": bool, "int": int, "float": float}
+        own = {k: kinds[kind] for k, kind in self.numbers.items() if k in entries}
+        return {k: own[k](v) if k in own else v for k, v in entries.items()}
+
+    def give(self, optimizer: torch.optim.Optimizer) -> None:
+        state = defaultdict[Tensor, dict[str, Any]](dict, self.whole or {})
+        optimizer.__setstate__({"state": state, "param_groups": self.groups})
+        give_attributes(optimizer, self.attributes)
+        if self.whole is None:
+            optimizer.state = cast(Any, AwayState({}, self.read, self.entries))
+
+
+def _beside(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+    with as_it_is():
+        device = torch.device("cpu") if parameter.is_meta else parameter.device
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}
+
+
+def matched_state(
+    checkpoint: Checkpoint, model: ParallelModule, optimizer: torch.optim.Optimizer
+) -> MatchedState:
+    """PlanningError where groups, shapes or the optimizer are others."""
+    keys = keys_in_state(model, optimizer)
+    own = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = _groups_in(checkpoint, own)
+    if groups is None:
+        raise PlanningError(
+            f"{checkpoint.path} has no state of an optimizer; nothing was loaded.\n"
+            f"fix: dt.load(path, model), which leaves the optimizer as it is"
+        )
+    saved = checkpoint.small.get(OWN, {})
+    saved_kind = saved.get("optimizer")
+    kind = type(optimizer).__name__
+    if saved_kind not in (None, kind):
+        raise PlanningError(
+            f"{checkpoint.path} has the state of {saved_kind}, and this is {kind}; nothing was "
+            f"loaded.\nfix: build the {saved_kind} that was saved, or dt.load(path, model) alone"
+        )
+    theirs = [list(group["params"]) for group in groups]
+    if [sorted(names) for names in own] != [sorted(names) for names in theirs]:
+        raise PlanningError(
+            f"{checkpoint.path} has the optimizer's parameters in other groups; nothing was "
+            f"loaded.{_differing(own, theirs)}\n"
+            f"fix: build the optimizer over the groups that it had when it was saved"
+        )
+    entries = {
+        parameter: _entries_of(checkpoint, keys[id(parameter)], parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    options = [
+        {**_as_theirs(group, theirs), "params": group["params"]}
+        for group, theirs in zip(optimizer.param_groups, groups, strict=True)
+    ]
+    entries = {parameter: own for parameter, own in entries.items() if own}
+    return MatchedState(options, entries, saved.get("attributes", {}), saved.get("numbers", {}))
+
+
+def _groups_in(
+    checkpoint: Checkpoint, own: Sequence[Sequence[str]]
+) -> Sequence[Mapping[str, Any]] | None:
+    """The groups of the optimizer's options, with the names of their ``params``. Torch's tools take
+    the list apart, or give each parameter its options; of those the ``own`` groups' are made."""
+    place = "optimizer", "param_groups"
+    if place in checkpoint.small:
+        return checkpoint.small[place]
+    numbered: dict[int, dict[str, Any]] = {}
+    by_name: dict[str, tuple[str, ...]] = {}
+    for path in checkpoint.small:
+        if path[:2] == place and len(path) == 4 and path[2].isdigit():
+            numbered.setdefault(int(path[2]), {})[path[3]] = checkpoint.small[path]
+        by_name[".".join(path)] = path
+    if numbered:
+        return [numbered[number] for number in sorted(numbered)]
+    groups: list[dict[str, Any]] = []
+    for keys in own:
+        options: list[dict[str, Any]] = []
+        for key in keys:
+            prefix = f"optimizer.param_groups.{key}."
+            ends = {n.removeprefix(prefix): p for n, p in by_name.items() if n.startswith(prefix)}
+            found = {end: checkpoint.small[p] for end, p in ends.items() if "." not in end}
+            options += [found] if found else []
+        if any(other != options[0] for other in options[1:]):
+            raise PlanningError(
+                f"{checkpoint.path} has different options for parameters that are one group here; "
+                f"nothing was loaded.\nfix: build the optimizer over the groups that it had"
+            )
+        groups += [{**options[0], "params": list(keys)}] if options else []
+    return groups or None
+
+
+def _differing(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
+    lines = [f"\n  groups: {len(theirs)} in the checkpoint, {len(own)} here"]
+    for i, (mine, saved) in enumerate(zip(own, theirs, strict=False)):
+        for what, names in (
+            ("only here", sorted(set(mine) - set(saved))),
+            ("only in the checkpoint", sorted(set(saved) - set(mine))),
+        ):
+            if names:
+                lines.append(f"\n  group {i}, {what}: {listing(names)}")
+    return "".join(lines)
+
+
+def _as_theirs(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options as saved; a tensor where it has one now."""
+
+    def like(now: Any, value: Any) -> Any:
+        if isinstance(now, tuple) and isinstance(value, tuple) and len(now) == len(value):
+            return tuple(map(like, now, value))
+        if isinstance(now, Tensor) and isinstance(value, int | float):
+            return torch.full_like(now, value)
+        return value
+
+    options = {key: like(group.get(key), value) for key, value in saved.items() if key != "params"}
+    return {**group, **options}
+
+
+def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str, Any]:
+    prefix = f"optimizer.state.{key}."
+    found: dict[str, Any] = {}
+    with as_it_is():
+        shape = tuple(parameter.shape)
+    for name, record in checkpoint.tensors.items():
+        entry = name.removeprefix(prefix)
+        if entry == name or "." in entry:
+            continue
+        if record.shape not in ((), (1,), shape):
+            raise PlanningError(
+                f"{name} is {_type(record.dtype, record.shape)} in {checkpoint.path}, and the "
+                f"parameter has shape {list(shape)}; nothing was loaded.\n"
+                f"fix: build the model and the optimizer that were saved"
+            )
+        folder = os.path.abspath(checkpoint.path)
+        found[entry] = InCheckpoint(name, record.shape, record.dtype, folder)
+    for path, value in checkpoint.small.items():
+        if path[:3] == ("optimizer", "state", key) and len(path) == 4:
+            found[path[3]] = value
+    return found

@@ -1,0 +1,166 @@
+"""State in and out: whole tensors in torch's own format, under any placement.
+
+    state = gather_state_dict(model, opt)        # {"model": ..., "optimizer": ...}
+    load_state_dict(model, opt, state)           # the same model, placed otherwise
+
+"model" is what `module.state_dict()` gives and "optimizer" what `opt.state_dict()` gives, so torch
+alone reads and writes them. Master weights are entries "master_param" of the optimizer's state, in
+float32 as their moments; from a state without them the next step makes them anew. "step" is the
+number of the next training step, which random numbers depend on; it is there once a step was taken.
+"attributes" are those of the optimizer that its own step changes, which no state dict of torch has;
+they are there for a class that is not torch's and has some.
+
+Not here: how values come to the cluster (session.py) and back (home.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Set
+from typing import Any, cast
+
+import torch
+
+from dtensor.api.model.initial import labels_in_state
+from dtensor.api.model.parallel import ParallelModule, check_parallel
+from dtensor.api.step.wrapped_optimizers import torchs_own
+from dtensor.api.store.home import Resident
+from dtensor.api.values.lazy_parameters import AwayState, as_it_is, by_holder, label_of
+from dtensor.errors import PlanningError, check_kind
+from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.runtime.optimizer.elementwise.rule import changed_attributes, give_attributes
+
+_OPTIMIZER = torch.optim.Optimizer | None
+
+
+def checked_optional(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer, or None. PlanningError unless it is one."""
+    fix = "pass the optimizer itself, or leave it out"
+    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", fix)
+    return torchs_own(optimizer)
+
+
+def gather_state_dict(
+    model: ParallelModule, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, Any]:
+    """The model's and the optimizer's state, whole, on the CPU. Waits for running steps.
+
+    The controller's module and optimizer have the same values afterwards, unless they are on the
+    meta device. RuntimeError where values were left behind in a launch that has ended.
+    """
+    check_parallel("gather_state_dict", model)
+    optimizer = checked_optional(optimizer)
+    with ONE_AT_A_TIME:
+        return _gathered(model, optimizer)
+
+
+def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    model.look()
+    with as_it_is():
+        for holder, tensors in by_holder(model.seen.tensors.values()):
+            assert isinstance(holder, Resident)
+            for wait in holder.settling:  # a step that failed gives its number back
+                wait()
+            holder.refresh([label_of(tensor) for tensor in tensors])
+            holder.saved = "the last was gathered", model.steps.present()
+        held = model.module.state_dict()
+        labels = labels_in_state(model.module, model.seen)
+        on_meta = _gathered_from_meta(model, {labels[key] for key, t in held.items() if t.is_meta})
+        values = {
+            key: on_meta[labels[key]] if t.is_meta else t.detach().cpu().clone()
+            for key, t in held.items()
+        }
+    state: dict[str, Any] = {"model": values}
+    if model.steps.present():
+        state["step"] = model.steps.present()
+    if optimizer is not None:
+        state["optimizer"] = copy.deepcopy(_torch_state(optimizer))
+        if attributes := changed_attributes(optimizer):
+            state["attributes"] = attributes
+    return state
+
+
+def _gathered_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, torch.Tensor]:
+    """Values that the module itself has no memory for."""
+    tensors, holders = model.seen.tensors, model.initial.holders
+    found: dict[str, torch.Tensor] = {}
+    for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
+        for wait in holder.settling:  # a sync that failed brought nothing
+            wait()
+    for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
+        found |= holder.gather(sorted(n for n in labels if holders.get(n) is holder))
+        holder.unsaved = False
+    rest = {n: model.initial.value(n, tensors[n]) for n in sorted(labels - found.keys())}
+    return {**found, **{n: value.detach().cpu().clone() for n, value in rest.items()}}
+
+
+def _torch_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()`, current, which counts as no look at it."""
+    held: object = optimizer.state
+    if not isinstance(held, AwayState):
+        return optimizer.state_dict()
+    optimizer.state = held.plain()
+    try:
+        return optimizer.state_dict()
+    finally:
+        optimizer.state = cast(Any, held)
+
+
+def load_state_dict(
+    model: ParallelModule, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
+) -> None:
+    """Load what `gather_state_dict` (or torch) gave, inside or outside a launch.
+
+    Args:
+        model: under any placement.
+        optimizer: None leaves its state as it is.
+        state: ``{"model": ..., "optimizer": ...}``, whole tensors.
+
+    The controller's tensors change in place; the cluster takes them over at the next step.
+    Raises as torch does for names and shapes that do not fit.
+    """
+    check_parallel("load_state_dict", model)
+    if model.source is not None:
+        raise PlanningError(
+            "a replica has no values of its own to load.\n"
+            "fix: dt.load_state_dict(policy, opt, state), then dt.sync(policy, actor)"
+        )
+    optimizer = checked_optional(optimizer)
+    check_kind("the state", state, Mapping, "a dict", '{"model": ..., "optimizer": ...}')
+    if "model" not in state:
+        raise PlanningError(
+            f"the state has no entry 'model', only {sorted(state)}; "
+            f'fix: pass {{"model": ..., "optimizer": ...}}'
+        )
+    with ONE_AT_A_TIME:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+            model.module.load_state_dict(state["model"])
+        model.look()
+        model.initial.load(model.module, model.seen, state["model"])
+        if "step" in state:
+            model.steps.restore(state["step"])
+        if optimizer is not None and "optimizer" in state:
+            # torch would keep the state's own tensors
+            optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+            _keep_values(optimizer, state["optimizer"])
+            give_attributes(optimizer, state.get("attributes", {}))
+        model.loads += 1
+
+
+def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undo torch's cast of state to the dtype and device of its parameter.
+
+    It rounds master weights and their moments to 16 bits, and empties the state of a parameter on
+    the meta device.
+    """
+    numbers = [n for group in saved["param_groups"] for n in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            held = optimizer.state[parameter].get(key)
+            if not (isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor)):
+                continue
+            if (held.dtype, held.device) != (value.dtype, value.device):
+                optimizer.state[parameter][key] = value.detach().clone()

@@ -1,0 +1,304 @@
+"""`compile`: any function of tensors and parallelized modules as a planned program.
+
+    f = compile(lambda x, w: (x @ w).relu(), Mesh(tp=2))
+    y = f(x, w)                  # DTensors; the first call captures, plans and loads
+    print(f.plan(x, w))          # nothing launched, nothing computed
+
+A call costs one message to each actor, which nobody waits for. Results are DTensors, replicated
+unless ``out`` pins them; their shards stay on the actors, and small ones (RETURNED_BYTES) come back
+too: reading them costs no further message, and waits for that call alone. A result may be an
+argument of the next call before it is there. A program is captured anew for new shapes, placements
+or modes, and cached: those of the `MOST_PLANS` plans that were used last.
+`out=` is stated for all results or in the shape of the result:
+
+    dict(tp=Row())                               # all results
+    [dict(tp=Row()), {}]                         # one mapping for each, {} states nothing
+    {"logits": dict(tp=Column()), "loss": {}}    # where fn returns {"logits": ..., "loss": ...}
+
+A mapping of placements stands for all tensors below it; what is left out of a dict is not pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from dtensor.api.eager.run import changed, lend
+from dtensor.api.eager.tensor import DTensor
+from dtensor.api.eager.values import Cell, Value, fresh_name
+from dtensor.api.model.mesh_history import mesh_since, num_switches
+from dtensor.api.model.stating.patterns import listing, nearest
+from dtensor.api.model.stating.placing import Stated, check_fit
+from dtensor.api.step.loaded_program import load
+from dtensor.api.step.plan_call import (
+    PROFILER,
+    BoundCall,
+    Options,
+    PlanCache,
+    Planned,
+    checked_capture,
+    plan_call,
+)
+from dtensor.api.store.session import Returned, session_for
+from dtensor.api.values.randomness import Counter, numbers_fed
+from dtensor.daft import TaskError
+from dtensor.errors import PlanningError, check_callable
+from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.graph import Graph
+from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.finite import DetectNan, checked_detect
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.request import checked_search
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.placements import Placement
+from dtensor.sharding.spec.spec import make_spec
+from dtensor.showing import html_text
+
+if TYPE_CHECKING:
+    from dtensor.runtime.profile import Profile
+
+Out = Stated | Sequence[Any] | Mapping[str, Any] | None
+
+
+class CompiledFunction:
+    """What `compile` returns. Programs are cached by shapes, dtypes, placements and modes: those
+    of the last 16 plans."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        out: Out,
+        options: Options,
+        detect_nan: DetectNan,
+    ) -> None:
+        self.fn = fn
+        self.mesh = mesh
+        self.out = out
+        self.plans: PlanCache = PlanCache()
+        self.calls: Counter = Counter(f"compile {self._name}")
+        self.graph: Graph | None = None  # for one who has it, in place of a capture
+        self._roles = Roles(detect_nan=detect_nan)
+        self._options = options
+        self._since = num_switches()
+
+    def __repr__(self) -> str:
+        return f"<compiled {self._name} on {self.mesh}, plans: {len(self.plans)}>"
+
+    def _repr_html_(self) -> str:
+        latest = self.plans.latest
+        return html_text(repr(self)) + (latest.plan._repr_html_() if latest is not None else "")
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
+        with ONE_AT_A_TIME:
+            return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, its tensors as DTensors. It does not wait for their values."""
+        call = BoundCall.of(self.fn, args, kwargs)
+        with ONE_AT_A_TIME:
+            return self._run(call, self._planned(call))
+
+    def profile(self, n: int, *args: Any, **kwargs: Any) -> Profile:
+        """Where the time of a call goes on each rank: of ``n`` timed ones, after a few to warm up.
+
+        What a call changes (buffers, random numbers) it changes each time, twice for each that is
+        timed.
+        """
+
+        def read(results: object) -> None:
+            pass  # a run that has ended well has made them
+
+        session = session_for(self.mesh_of(BoundCall.of(self.fn, args, kwargs)))
+        return PROFILER.get()(n, session, lambda: self(*args, **kwargs), read, self.plans)
+
+    def _run(self, call: BoundCall, planned: Planned) -> Any:
+        lend(call.leaves, planned.changed)
+        session = session_for(self.mesh_of(call))
+        program = load(session, planned, self._roles, owner=self)
+        session.place(planned.models, planned.plan, planned.stages)
+        names = {output: fresh_name() for output in program.results}
+        numbers = numbers_fed(self.calls.advance(), "compile", self._name)
+        counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
+        resets = self.calls.resets
+        fed = program.feed(call, numbers)
+        future = program.run(fed, names, counted, program.returned)
+        session.wrote(program.written)
+        changed(call.leaves, planned.changed, future)
+        if session.at_once:
+            try:
+                future.check()
+            except TaskError:
+                session.give_back(self.calls, resets, counted)
+                raise
+        results: list[DTensor] = []
+        for output, layout in program.results.items():
+            returned = Returned(future, output) if output in program.returned else None
+            value = Value(session, session.stored(names[output], layout.spec), returned)
+            results.append(DTensor.of(Cell(session, layout, value)))
+        for index, leaf in sorted(planned.returned.items()):
+            results.insert(index, call.leaves[leaf])
+        return planned.graph.unflatten(results)
+
+    def mesh_of(self, call: BoundCall) -> Mesh:
+        """That which was stated, or where a switch has brought a module of the call since."""
+        if num_switches() != self._since:
+            for model in call.modules():
+                if (mesh := mesh_since(model, self.mesh, self._since)) != self.mesh:
+                    return mesh
+        return self.mesh
+
+    def _planned(self, call: BoundCall) -> Planned:
+        mesh = self.mesh_of(call)
+        call.look()
+
+        def make(graph: Graph | None) -> Planned:
+            options = replace(
+                self._options,
+                graph=graph or self.graph,
+                results=lambda graph, flow: pinned_results(self.out, graph, flow, mesh),
+            )
+            return plan_call(call, mesh, "none", options, self._name)
+
+        if self._options.each_call:
+            return self.plans.of_graph(call.graph("none", each_call=True), call.key(), make)
+        return self.plans.get(call, None, make)
+
+    @property
+    def _name(self) -> str:
+        name = self.fn.__name__ if hasattr(self.fn, "__name__") else type(self.fn).__name__
+        return "lambda" if name == "<lambda>" else name
+
+
+def compile(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    out: Out = None,
+    topology: Topology | None = None,
+    search: str = "predictable",
+    detect_nan: bool | str = False,
+    capture: str = "once",
+) -> CompiledFunction:
+    """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
+
+        >>> mesh = dt.Mesh(tp=2)
+        >>> f = dt.compile(lambda x, w: (x @ w).relu(), mesh, out=dict(tp=dt.Column()))
+        >>> w = dt.distribute(torch.ones(4, 6), mesh, tp=dt.Column())
+        >>> str(f(torch.ones(3, 4), w).spec)
+        'f32[3,6@tp]'
+
+    Args:
+        mesh: where it runs; models and DTensors among the arguments are of it.
+        out: placements of the results by axis, for all; or such mappings in the structure that
+            ``fn`` returns, a list, a tuple or a dict; the default is Replicate.
+        topology: what the planner prices with.
+        search: "predictable" splits only what pins reach; "free" lifts that.
+        detect_nan: the first op that gives NaN or Inf fails the call, as in `train_step`.
+        capture: "once": fn's Python runs once, and again where what it reads has changed, and for
+            other shapes, of which the last 16 are known; "each call": at each call, so that it may
+            draw random numbers and change attributes.
+
+    Raises PlanningError at the first call, or at `plan`.
+    """
+    fix = "dt.compile(lambda x, w: x @ w, mesh)"
+    check_callable("what compile takes", fn, fix)
+    check_mesh(mesh)
+    check_topology(topology)
+    each_call = checked_capture(capture)
+    options = Options(topology=topology, search=checked_search(search), each_call=each_call)
+    detect = checked_detect(detect_nan) if detect_nan else False
+    return CompiledFunction(fn, mesh, out, options, detect)
+
+
+# -- out= ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _ResultTensor:
+    """Stands for a tensor in the structure that fn returns."""
+
+    index: int
+
+
+def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[int, Stated]:
+    """Result index to its pins. PlanningError for an axis, a structure or a fit that is wrong."""
+    if out is None:
+        return {}
+    results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
+    shape = graph.unflatten([_ResultTensor(index) for index in sorted(results)])
+    pinned: dict[int, Stated] = {}
+    for tensor, stated, where in _matched(out, shape, "out"):
+        for axis, placement in stated.items():
+            mesh.axis_size(axis)
+            if not isinstance(placement, Placement):
+                raise PlanningError(
+                    f"{where}= states {axis}={placement!r}, which is not a placement; "
+                    f"write {axis}=dt.Replicate(), dt.Row() or dt.Column()"
+                )
+        index = tensor.index
+        meta = flow.metas[results[index]]
+        check_fit(f"result {index}", meta, stated, f"{where}=", mesh)
+        spec = make_spec(meta.shape, meta.dtype, mesh, stated)
+        pinned[index] = {axis: spec.placement(axis) for axis in stated}
+    return pinned
+
+
+def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_ResultTensor, Stated, str]]:
+    """Each tensor of the result with what is stated of it, and where that stands in ``out``."""
+    if out is None:
+        return
+    if isinstance(out, Mapping):
+        stated = cast(Mapping[str, Any], out)
+        if not isinstance(shape, Mapping) or all(isinstance(v, Placement) for v in stated.values()):
+            for tensor in _tensors(shape):
+                yield tensor, stated, where
+            return
+        results = cast(Mapping[str, object], shape)
+        for key, below in stated.items():
+            if key not in results:
+                near = nearest(str(key), [str(k) for k in results])
+                raise PlanningError(
+                    f"{where}= names {key!r}, and the function returns "
+                    f"{listing([str(k) for k in results])}.\n"
+                    f'fix: write "{near[0] if near else next(iter(results), "")}"'
+                )
+            yield from _matched(below, results[key], f"{where}[{key!r}]")
+        return
+    if isinstance(out, (list, tuple)):
+        parts = cast(Sequence[object], out)
+        below = shape if isinstance(shape, (list, tuple)) else None
+        if below is None or len(below) != len(parts):
+            tensors = list(_tensors(shape))
+            if len(tensors) != len(parts):
+                raise PlanningError(
+                    f"{where}= states placements of {len(parts)} results, the function returns "
+                    f"{len(tensors)} tensors.\n"
+                    f"fix: one dict for each tensor in the order of the results, or one for all"
+                )
+            below = tensors
+        for number, (part, one) in enumerate(zip(parts, below, strict=True)):
+            yield from _matched(part, one, f"{where}[{number}]")
+        return
+    raise PlanningError(
+        f"{where}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "
+        f"dicts in the structure that the function returns"
+    )
+
+
+def _tensors(shape: object) -> Iterator[_ResultTensor]:
+    match shape:
+        case _ResultTensor():
+            yield shape
+        case Mapping():
+            for below in cast(Mapping[str, object], shape).values():
+                yield from _tensors(below)
+        case list() | tuple():
+            for below in cast(Sequence[object], shape):
+                yield from _tensors(below)
+        case _:
+            return

@@ -1,0 +1,121 @@
+"""`step.profile(n, *batch)`: n steps with stamps, and n without, as a `Profile`.
+
+    with launch(mesh, backend="ray"):
+        print(step.profile(20, tokens, targets))
+
+Each step is read before the next, so that what the controller does is seen, which runs ahead
+otherwise. Steps with stamps and without take turns, after `NUM_WARM` of each: the latter say how
+long a step takes, the former of what it is made.
+
+Not here: what becomes of the stamps (runtime/simulate/breakdown.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from numbers import Integral
+
+from dtensor.api.step.plan_call import PlanCache
+from dtensor.api.store.session import MeshSession, Noted
+from dtensor.daft import DaftError
+from dtensor.errors import check_kind, check_number
+from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.runtime.profile import Profile
+from dtensor.runtime.simulate.breakdown import (
+    Measured,
+    TimedStep,
+    measure_floors,
+    profile_of,
+)
+from dtensor.runtime.simulate.simulator import simulate
+
+NUM_WARM = 2
+
+
+def profiled(
+    n: int,
+    session: MeshSession,
+    step: Callable[[], object],
+    read: Callable[[object], None],
+    plans: PlanCache,
+) -> Profile:
+    """``step``: takes one; ``read``: waits for what it gave, and raises; ``plans``: of the step.
+
+    Raises PlanningError for what is no number of steps, and what a step raises. Calls of other
+    threads wait until all are timed.
+    """
+    fix = "step.profile(10, *batch): how many steps to time, then the batch"
+    check_kind("n of profile", n, Integral, "a whole number", fix)
+    check_number("n", n, least=1, whole=True, fix=fix)
+    with ONE_AT_A_TIME:
+        return _profiled(n, session, step, read, plans)
+
+
+def _profiled(
+    n: int,
+    session: MeshSession,
+    step: Callable[[], object],
+    read: Callable[[object], None],
+    plans: PlanCache,
+) -> Profile:
+    for _ in range(NUM_WARM):
+        _timed(session, step, read)
+        _plain(session, step, read)
+    floors = measure_floors(session.cluster)
+    steps: list[TimedStep] = []
+    plain: list[float] = []
+    for _ in range(n):
+        noted, timed = _timed(session, step, read)
+        steps.append(timed)
+        plain.append(_plain(session, step, read))
+    planned = plans.latest
+    assert planned is not None, "what ran was planned"
+    measured = Measured(
+        program=noted.handle.program,
+        lists=noted.handle.report.lists,
+        ranks=session.ranks,
+        floors=floors,
+        steps=steps,
+        plain=plain,
+    )
+    return profile_of(measured, planned.plan, simulate(planned.plan, planned.grid))
+
+
+def _plain(
+    session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
+) -> float:
+    """Seconds of a step without stamps."""
+    begin = time.monotonic()
+    with session.noting("compiled"):
+        made = step()
+    noted, _ = _results(session, made, read)
+    read(made)
+    return time.monotonic() - begin - noted.settling
+
+
+def _timed(
+    session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
+) -> tuple[Noted, TimedStep]:
+    begin = time.monotonic()
+    with session.noting("timed"):
+        made = step()
+    noted, outputs = _results(session, made, read)
+    came = noted.returned if session.cluster.immediate else time.monotonic()
+    read(made)
+    seconds = time.monotonic() - begin - noted.settling
+    run = came - noted.called
+    return noted, TimedStep(controller=seconds - run, run=run, outputs=outputs)
+
+
+def _results(
+    session: MeshSession, made: object, read: Callable[[object], None]
+) -> tuple[Noted, list[dict[str, object]]]:
+    """The run that was noted, and what each rank gave; raises what the step raises."""
+    noted, session.noted = session.noted, None
+    assert noted is not None, "a step is a run"
+    try:
+        return noted, noted.future.get()
+    except DaftError as error:
+        read(made)
+        raise session.told(error) from error.__cause__

@@ -1,0 +1,207 @@
+"""How long a step takes: simulated on a mesh that need not exist, traced, and what to price with.
+
+    print(simulate(step, tokens, targets))      # a step on a virtual clock
+    print(trace(step, tokens, targets))         # one real step, with the times of its instructions
+    train_step(..., topology=calibrate())       # the `Topology` of a cluster, measured on it
+    with trace() as recording: ...              # all that runs: recording.timeline()
+
+Not here: the clock, traces and measurements themselves (runtime/simulate).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, overload
+
+import torch
+
+from dtensor.api.eager.compiled import CompiledFunction
+from dtensor.api.launch.launching import launch
+from dtensor.api.step.plan_call import BoundCall
+from dtensor.api.step.training import Loss, TrainStep
+from dtensor.api.store.session import Launch, check_started, launched, session_for
+from dtensor.daft.cluster.cluster import Backend, RecordedRun
+from dtensor.errors import PlanningError
+from dtensor.runtime.simulate.calibration import calibrate as measured_topology
+from dtensor.runtime.simulate.simulator import simulate as simulated
+from dtensor.runtime.simulate.timeline import Note, Timeline, timeline_of
+from dtensor.runtime.simulate.trace import Trace, measured
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh
+
+
+def simulate(
+    step: TrainStep | CompiledFunction,
+    *batch: Any,
+    topology: Topology | None = None,
+    **kwargs: Any,
+) -> Trace:
+    """The predicted timeline of one call of ``step`` on such a batch; nothing is launched.
+
+    The program that the actors would run is run against a virtual clock: ops last by the roofline,
+    messages by the alpha-beta model of ``topology`` (default: that of the step). Ranks that do
+    the same are simulated once, so the mesh may have thousands.
+
+    Args:
+        batch: tensors (meta too) or specs, as for `plan`; a `Topology` may stand last. Without
+            a batch: that of the last plan or call of ``step``.
+
+    ``kwargs`` are the call's, too. Returns a `Trace`: ``seconds``, ``bubble``, peak memory by rank,
+    ``save("trace.json")``. Raises PlanningError as `plan` does.
+    """
+    if batch and isinstance(batch[-1], Topology) and topology is None:
+        batch, topology = batch[:-1], batch[-1]
+    _check_step("simulate", step)
+    check_topology(topology)
+    if step.plans.latest is None or batch or kwargs:
+        step.plan(*batch, **kwargs)
+    planned = step.plans.latest
+    assert planned is not None, "what was planned is the latest"
+    return simulated(planned.plan, planned.grid, topology)
+
+
+class TraceRecording:
+    """What `trace()` gives: a context manager, within which the runs of the launch are timed."""
+
+    def __init__(self) -> None:
+        self._begin = 0.0
+        self._ran: list[RecordedRun] = []
+        self._notes: list[Note] = []
+        self._timeline: Timeline | None = None
+        self._launch: Launch | None = None
+
+    def __enter__(self) -> TraceRecording:
+        session = launched()
+        launch = session and session.launch
+        if launch is None or launch.cluster.recording is not None or self._launch is not None:
+            raise PlanningError(
+                "trace() without a step records what runs in a launch, once at a time.\n"
+                "fix: with dt.launch(mesh): with dt.trace() as recording: ..."
+            )
+        self._launch, self._begin = launch, time.monotonic()
+        launch.cluster.recording = self._ran
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        assert self._launch is not None, "it was entered"
+        self._launch.cluster.recording = None
+        if error is None:
+            self._launch.settle()
+            end = time.monotonic()
+            self._timeline = timeline_of(self._ran, self._begin, end, self._notes)
+        self._ran = []  # and what the runs gave
+
+    def note(self, row: str, name: str, begin: float, end: float) -> None:
+        """What something besides the ranks did; by the clock of `time.monotonic`, in seconds."""
+        self._notes.append(Note(row=row, name=name, begin=begin, end=end))
+
+    def timeline(self) -> Timeline:
+        """What ran and was not undone. RuntimeError within the block, and where that failed."""
+        if self._timeline is None:
+            raise RuntimeError("there is no timeline before the `with` block has ended well")
+        return self._timeline
+
+
+@overload
+def trace() -> TraceRecording: ...
+@overload
+def trace(step: TrainStep | CompiledFunction, *batch: Any, **kwargs: Any) -> Trace: ...
+def trace(
+    step: TrainStep | CompiledFunction | None = None, *batch: Any, **kwargs: Any
+) -> Trace | TraceRecording:
+    """Run one call of ``step`` on ``batch`` and ``kwargs``, and return its measured timeline, of
+    every rank. Raises what the call raises.
+
+    Without arguments: a `TraceRecording` of all that runs on the ranks of the launch, whatever
+    started it, for loops of several programs and meshes:
+
+        with dt.trace() as recording:
+            ...
+        recording.timeline().save("timeline.json")
+
+    A training step is taken: state moves on. The names of spans are those of `simulate`; the first,
+    "call", is what the controller's call takes beside the ranks' instructions. Times are of the
+    host's monotonic clock, so of ranks on several hosts they are offset to one another. In
+    one process all ranks share a thread: there each waits while others compute.
+    """
+    if step is None and not batch and not kwargs:
+        return TraceRecording()
+    _check_step("trace", step)
+    assert step is not None, "it was checked"
+    if isinstance(step, TrainStep):
+        session = session_for(step.model.mesh)
+    else:
+        session = session_for(step.mesh_of(BoundCall.of(step.fn, batch, kwargs)))
+    with session.noting("timed"):
+        made = step(*batch, **kwargs)
+    if isinstance(made, Loss):
+        made.tensor()  # raises what it failed of, so that the next step does not
+    noted, session.noted = session.noted, None
+    assert noted is not None
+    outputs = noted.future.get()
+    return measured(noted.handle, outputs, time.monotonic() - noted.called, session.ranks)
+
+
+def _check_step(verb: str, step: object) -> None:
+    if not isinstance(step, TrainStep | CompiledFunction):
+        raise PlanningError(
+            f"{verb} takes what dt.train_step or dt.compile returns, not "
+            f"{type(step).__name__}.\nfix: dt.{verb}(step, *batch)"
+        )
+
+
+def calibrate(
+    mesh: Mesh | None = None,
+    *,
+    backend: Backend | None = None,
+    device: str | None = None,
+    address: str | None = None,
+    deadline_s: float | None = None,
+    ranks_per_actor: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Topology:
+    """Measure what the ranks of ``mesh`` do in a second; about a second itself.
+
+    Inside a `launch` its cluster is measured, and ``mesh`` is one of its own, by default the first.
+    Outside, ``backend``, ``device``, ``address``, ``deadline_s`` and ``ranks_per_actor`` are those
+    of `launch`, by default in this process; with no mesh, one rank.
+
+    Args:
+        dtype: of the tensors that are multiplied, gone through and sent.
+
+    Returns a `Topology` with a latency and a bandwidth for each axis of more than one rank; its
+    repr can be pasted into a file. ``memory_bytes`` is not measured. Raises daft's errors, as a run
+    does, where a rank fails or makes no progress for ``deadline_s``.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise PlanningError(
+            f"calibrate(dtype={dtype}): matrices of {dtype} are not what a model multiplies.\n"
+            f"fix: dt.calibrate(dtype=torch.bfloat16), or torch.float32"
+        )
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise PlanningError(
+            f"calibrate takes a mesh, not {type(mesh).__name__}.\nfix: dt.calibrate(dt.Mesh(tp=2))"
+        )
+    running = launched()
+    if running is None:
+        check_started()
+        whole = mesh or Mesh()
+        with launch(
+            whole,
+            backend or "inprocess",
+            device or "cpu",
+            address=address,
+            deadline_s=60.0 if deadline_s is None else deadline_s,
+            ranks_per_actor=ranks_per_actor,
+        ) as session:
+            return measured_topology(session.cluster, whole, dtype)
+    given = dict(backend=backend, device=device, address=address, deadline_s=deadline_s)
+    given |= dict(ranks_per_actor=ranks_per_actor)
+    stated = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+    if stated:
+        raise PlanningError(
+            f"calibrate({', '.join(stated)}) inside a launch: what is measured is the launch's "
+            f"cluster.\nfix: dt.calibrate(), or call it outside the launch"
+        )
+    session = session_for(mesh or running.mesh)
+    return measured_topology(session.cluster, session.mesh, dtype)

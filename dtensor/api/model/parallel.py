@@ -1,0 +1,439 @@
+"""`parallelize`: placements and stages for an unmodified nn.Module.
+
+    model = parallelize(GPT(config), Mesh(tp=2), {"*.mlp.up.weight": dict(tp=Row()), ...})
+    model.module                       # the original; its parameters keep their identity
+
+The wrapper holds no tensors of its own. Where a program runs, the cluster holds shards, made of the
+controller's values at first use. Reading the module's tensors fetches them (home.py).
+
+Of what is stated besides placements and stages, ``zero=`` and ``recompute=`` are checked here:
+
+    zero_of({"dp": 3}, mesh, None)                  # ("dp", 3)
+    zero_of({"dp": 3}, Mesh(dp=1), None)            # None: one rank has nothing to split over
+    globs = recompute_of(["blocks.*"], model)       # ("blocks.*",)
+    recomputed_modules(globs, model, flow)          # frozenset({"blocks.0", "blocks.0.attn", ...})
+
+A glob means a module when it matches any of its names. Of nested modules that match, the outermost
+that is called is one region; a container that is never called (nn.ModuleList) is none.
+
+Not here: what the two mean (sharding/plan/passes), placements (model/stating/placing.py), stages
+(model/stating/stages.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
+
+import torch
+from torch import nn
+
+from dtensor.api.model.initial import Init, Initial
+from dtensor.api.model.labels import Labels, SeenModule
+from dtensor.api.model.stating.patterns import is_patterns, listing, matches, names_of, no_match
+from dtensor.api.model.stating.placing import ParameterPlacement, resolve, restated
+from dtensor.api.model.stating.roles_of_weights import StatedRoles
+from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, stage_of
+from dtensor.api.values.randomness import Counter
+from dtensor.errors import PlanningError, check_kind, check_word
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.request import OnMisaligned, dealt
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.placements import REPLICATE, Placement
+
+
+class ParallelModule:
+    """What `parallelize` returns: a module, the mesh it lives on, and what was stated of its
+    parameters. It goes into `train_step`, and is an argument of compiled functions.
+
+    ``module`` is the one that was given, unchanged, with the same parameters; ``mesh`` is its mesh,
+    ``placements`` has an entry for each parameter and buffer, ``zero`` is the axis over which state
+    is stored split, and the level, or None.
+    """
+
+    # Of the others, ``stage_plan``: which stage holds which;
+    # ``seen``: what stood in the module at the last look, and ``labels`` what its tensors are
+    # told by, also those that stand in it no more;
+    # ``settled``: by label, what programs that ran chose for parameters that nothing was stated of,
+    # and ``settlement`` how often that grew;
+    # ``loads``: how often `load_state_dict` gave values to what is on the meta device;
+    # ``source``: of a replica (replica.py), whose values it takes, ``version``: how often it has;
+    # ``switches``: how often a switch placed it anew (mesh_history.py);
+    # ``steps``: the number of the next training step, which random numbers depend on;
+    # ``initial``: what the parameters on the meta device start from;
+    # ``misaligned``: what becomes of pins that do not line up with a program;
+    # ``recompute``: globs over names of modules whose forward runs again in the backward.
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        placements: tuple[ParameterPlacement, ...],
+        stages: StagePlan,
+        init: Init | None = None,
+        zero: tuple[str, int] | None = None,
+        recompute: tuple[str, ...] = (),
+        misaligned: OnMisaligned = "error",
+        patterns: Mapping[str, StatedRoles] | None = None,
+    ) -> None:
+        self.module = module
+        self.labels = Labels(module)
+        self.seen: SeenModule = self.labels.see()
+        self.patterns: Mapping[str, StatedRoles] = patterns or {}
+        self._told: _StatedOf = _StatedOf({}, {})
+        self.misaligned: OnMisaligned = misaligned
+        self.recompute = recompute
+        self.zero = zero
+        self.initial: Initial = Initial(module, init, self.seen)
+        self.mesh = mesh
+        self.placements = placements
+        self.stage_plan: StagePlan = stages
+        self.settled: dict[str, dict[str, Placement]] = {}
+        self.settlement: int = 0
+        self.loads = 0
+        self.source: ParallelModule | None = None
+        self.version = 0
+        self.switches = 0
+        self.steps: Counter = Counter()
+
+    @property
+    def stages(self) -> dict[str, list[list[str]] | Auto]:
+        """The axis and the patterns of each stage, as `parallelize` takes them: {} without stages,
+        those that "auto" chose once a program has run; `plan.stages` says what a plan chooses."""
+        return self.stage_plan.stated()
+
+    def look(self) -> None:
+        """Take note of what stands in the module now. What was stated of a parameter follows the
+        object; one that is new is placed by its name.
+
+        PlanningError for a new one that is in no stage, or cannot have what is stated of it; then
+        nothing was noted.
+        """
+        if self.seen.stands():
+            return
+        from dtensor.api.model.stating.restate import resolve_anew, stages_anew
+
+        before, now = self.seen, self.labels.see()
+        told = self._told.with_those_of(self)
+        here = {now.names[label]: label for label in now.names}
+        placements = resolve_anew(
+            self.module,
+            self.mesh,
+            self.patterns,
+            {name: told.placed[label] for name, label in here.items() if label in told.placed},
+        )
+        stages = stages_anew(
+            self.module,
+            self.stage_plan,
+            {name: told.held[label] for name, label in here.items() if label in told.held},
+            {name for name, label in now.labels.items() if before.labels.get(name) == label},
+        )
+        self.placements, self.stage_plan = placements, stages
+        self.seen, self._told = now, told.of(self.labels.known)
+        self.settled = {n: own for n, own in self.settled.items() if n in self.labels.known}
+
+    def claim_homes(self, ranks: tuple[int, ...]) -> None:
+        """The rank of each stage, as the schedule of a training step has it, for all programs of
+        the model. Raises where one that ran has put values elsewhere."""
+        before = self.homes
+        if ranks == before:
+            return
+        if self.settled:
+            raise PlanningError(
+                f"the schedule has the stages on ranks {list(ranks)} of {self.stage_plan.axis}, "
+                f"and programs of this model have run with them on {list(before)}.\n"
+                f"fix: make the train_step first, or parallelize the module again"
+            )
+        self.stage_plan = replace(self.stage_plan, ranks=ranks)
+
+    def settle(
+        self,
+        chosen: Mapping[str, dict[str, Placement]],
+        stage_ranks: tuple[int, ...],
+        stages: StagePlan,
+    ) -> None:
+        """What the first program that runs chose holds for all later ones: its stages, and the
+        placements of parameters, by label, that nothing was stated of."""
+        if self.stage_plan.waiting:
+            self.stage_plan = stages
+        self.stage_plan = replace(self.stage_plan, ranks=stage_ranks)
+        for label, placements in chosen.items():
+            if label not in self.settled:
+                self.settled[label] = placements
+                self.settlement += 1
+
+    def agrees(
+        self,
+        chosen: Mapping[str, dict[str, Placement]],
+        stage_ranks: tuple[int, ...],
+        stages: StagePlan,
+    ) -> bool:
+        """Whether a plan has all as programs that ran have settled it."""
+        if not self.settled:
+            return True
+        same_stages = self.stage_plan.patterns == stages.patterns
+        return (same_stages and self.homes == stage_ranks) and all(
+            self.settled.get(label, placements) == placements
+            for label, placements in chosen.items()
+        )
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """By stage, its rank of the stages' axis."""
+        stages = self.stage_plan
+        num = self.mesh.axis_size(stages.axis) if stages.axis else 1
+        return stages.ranks or dealt(stages.num_stages, num)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The module's own, for an optimizer."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, with their names."""
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The module's, as torch has it: current, also inside a launch."""
+        if self.source is not None:
+            raise RuntimeError(
+                f"the values of a replica are on {self.mesh} alone, its module has none.\n"
+                f'fix: dt.gather_state_dict(actor)["model"], inside the launch'
+            )
+        return self.module.state_dict()
+
+    def train(self, mode: bool = True) -> ParallelModule:
+        """As torch's: puts the module in training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> ParallelModule:
+        """As torch's: puts the module in evaluation mode."""
+        return self.train(False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a parallelized module runs inside a program: call it in a function given to "
+            "dt.compile or dt.train_step, as in dt.compile(lambda model, x: model(x), mesh)"
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a parallelized module generates on its ranks: gen = dt.generator(model, slots=8, "
+            "length=256), then gen(prompts, max_new_tokens=64); model.module.generate runs here"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # only for names that the wrapper itself lacks: config, submodules
+        if name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __repr__(self) -> str:
+        stated = sum(1 for p in self.placements if p.pattern is not None)
+        verb = "parallelize" if self.source is None else "replica"
+        return (
+            f"{verb}({type(self.module).__name__}, {self.mesh!r}): {stated} of "
+            f"{len(self.placements)} parameters and buffers placed, "
+            f"{self.stage_plan.num_stages} stage{'s' * (self.stage_plan.num_stages != 1)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _StatedOf:
+    """What was stated of parameters and buffers, and the stages that hold them, by label: of those
+    too that are gone."""
+
+    placed: Mapping[str, ParameterPlacement]
+    held: Mapping[str, tuple[int, ...]]
+
+    def with_those_of(self, model: ParallelModule) -> _StatedOf:
+        labels, held = model.seen.labels, model.stage_plan.held
+        placed = {labels[stated.name]: stated for stated in model.placements}
+        here = {labels[name]: stages for name, stages in held.items() if name in labels}
+        return _StatedOf({**self.placed, **placed}, {**self.held, **here})
+
+    def of(self, known: Set[str]) -> _StatedOf:
+        """Without those that nobody has any more."""
+        placed = {label: own for label, own in self.placed.items() if label in known}
+        return _StatedOf(placed, {label: own for label, own in self.held.items() if label in known})
+
+
+def parallelize(
+    module: nn.Module,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None = None,
+    *,
+    stages: Stages | None = None,
+    init: Init | None = None,
+    zero: Mapping[str, int] | None = None,
+    recompute: Sequence[str] | None = None,
+    misaligned: str = "error",
+) -> ParallelModule:
+    """Place a module's parameters by globs over their names; the module is not changed.
+
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Linear(16, 4))
+        >>> placements = {"0.weight": dict(tp=dt.Row()), "1.weight": dict(tp=dt.Column())}
+        >>> model = dt.parallelize(net, dt.Mesh(tp=2), placements)
+
+    Args:
+        placements: glob -> axis -> placement. ``*`` crosses dots, ``{0..11}`` and ``{a,b}`` are
+            alternatives; the first match wins. What no glob matches, the planner places. With
+            ColumnParallel or RowParallel the glob is over names of modules.
+        stages: one axis and its list of stages, each a list of globs: pipeline stages. Or "auto"
+            for the axis (without an axis: pp): the plan chooses one stage for each rank, or as
+            many as `Auto` states, so that the slowest is fast. ``plan.stages`` has them;
+            what the first program that runs has chosen holds, and ``model.stages`` has it then.
+        init: for a module on the meta device, whose parameters each rank then makes for itself:
+            "reset" (each part's own reset_parameters), a function of the model that is called
+            after those, or a function without arguments that builds the model once more.
+        zero: one axis and a level: over it are stored split at 1 the optimizer's state, at 2 the
+            gradients too, at 3 the parameters too, which are gathered before use and then freed.
+        recompute: globs over names of modules whose activations are not kept for the backward but
+            computed again; `train_step` takes it too.
+        misaligned: what becomes of a placement that does not line up with what a program does to
+            the dim (352 rows over 4 ranks, used as 22 heads of 16): "error" refuses it, with one
+            that does; "gather" stores the parameter, its gradient and the optimizer's state so,
+            gathers it before use, and computes as if it were Replicate().
+
+    Raises:
+        PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does
+            not fit its parameter, a parameter in no stage or in two.
+    """
+    if isinstance(module, ParallelModule):
+        raise PlanningError("the module is parallelized already; pass the original, model.module")
+    fix = "dt.parallelize(GPT(config), mesh, {...})"
+    check_kind("what parallelize takes", module, nn.Module, "an nn.Module", fix)
+    check_mesh(mesh)
+    plan = stage_of(module, mesh, stages)
+    placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
+    again = recompute_of(recompute, module)
+    split = zero_of(zero, mesh, plan.axis)
+    check_word("misaligned", misaligned, get_args(OnMisaligned))
+    stores = cast(OnMisaligned, misaligned)
+    patterns = dict(placements or {})
+    return ParallelModule(module, mesh, placed, plan, init, split, again, stores, patterns)
+
+
+def check_parallel(verb: str, model: object) -> None:
+    """PlanningError for a model that is not parallelized."""
+    if not isinstance(model, ParallelModule):
+        raise PlanningError(
+            f"{verb} takes a parallelized module, not {type(model).__name__}; "
+            f"fix: model = dt.parallelize(model, mesh, {{...}})"
+        )
+
+
+def not_the_models(parameter: torch.Tensor) -> PlanningError:
+    """For what an optimizer holds, and never stood in the module."""
+    return PlanningError(
+        f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not one of the "
+        f"model's; fix: build it over model.parameters()"
+    )
+
+
+def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
+    """By name of a parameter or buffer, its placements on every axis that a stage has."""
+    found: dict[str, dict[str, Placement]] = {}
+    for item in plan.inputs:
+        if item.kind in ("parameter", "buffer"):
+            split = restated(item.base)
+            whole = [a for a in plan.mesh.axes if a in item.spec.mesh.axes and a not in split]
+            found[item.label] = {**split, **dict.fromkeys(whole, REPLICATE)}
+    return found
+
+
+# -- zero= and recompute= --------------------------------------------------------------------------
+
+
+def zero_of(
+    zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | None
+) -> tuple[str, int] | None:
+    """The axis and the level. PlanningError for what is neither."""
+    if zero is not None and not isinstance(zero, Mapping):
+        raise PlanningError(f'zero={zero!r} is not a mapping; fix: zero={{"dp": 3}}')
+    if not zero:
+        return None
+    if len(zero) > 1:
+        raise PlanningError(
+            f"zero={dict(zero)} names {len(zero)} axes, and state is stored split over one.\n"
+            f"fix: zero={dict([next(iter(zero.items()))])}"
+        )
+    axis, level = next(iter(zero.items()))
+    size = mesh.axis_size(axis)
+    if type(level) is not int or level not in (0, 1, 2, 3):
+        raise PlanningError(
+            f"zero={dict(zero)}: the level is 1 (optimizer state), 2 (gradients too) or "
+            f"3 (parameters too), not {level!r}; fix: zero={{{axis!r}: 1}}"
+        )
+    if axis == stage_axis:
+        others = [a for a, n in mesh.shape.items() if a != axis and n > 1]
+        fix = f"zero={{{others[0]!r}: {level}}}" if others else "leave zero= out"
+        raise PlanningError(
+            f"zero={dict(zero)}: the axis {axis!r} holds the pipeline's stages, whose parameters "
+            f"differ; fix: {fix}"
+        )
+    return (axis, level) if level and size > 1 else None
+
+
+def recompute_of(recompute: Sequence[str] | None, module: nn.Module) -> tuple[str, ...]:
+    """The globs. PlanningError for what is no list of globs, and for a glob without a match."""
+    if recompute is None:
+        return ()
+    if isinstance(recompute, str):
+        raise PlanningError(
+            f"recompute={recompute!r} is one text where it should be a list of patterns.\n"
+            f"fix: recompute=[{recompute!r}]"
+        )
+    if not is_patterns(recompute):
+        example = next((name for name, _ in module.named_children()), "blocks.*")
+        raise PlanningError(
+            f"recompute={recompute!r} is not a list of patterns over names of modules.\n"
+            f"fix: recompute=[{example!r}]"
+        )
+    names = _modules(module)
+    for glob in recompute:
+        if not any(matches(glob, name) for name in names):
+            raise no_match(glob, "recompute", module, names_of(module), kind="module")
+    return tuple(recompute)
+
+
+def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) -> frozenset[str]:
+    """Every name of the modules that the globs match.
+
+    PlanningError for a glob of which the program calls no module: nothing would run again. It may
+    match none, in a module that was changed since.
+    """
+    found: set[str] = set()
+    called = {c.partition("@")[0] for op in flow.ops if op.phase == "forward" for c in op.calls}
+    names = _modules(module)
+    for glob in globs:
+        same = {id(m) for name, m in names.items() if matches(glob, name)}
+        mine = {name for name, m in names.items() if id(m) in same}
+        if mine and not mine & called:
+            raise _not_called(glob, sorted(mine), called)
+        found |= mine
+    return frozenset(found)
+
+
+def _modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Full names, a shared module under each of its own; without the root, which has none."""
+    return {n: m for n, m in module.named_modules(remove_duplicate=False) if n}
+
+
+def _not_called(glob: str, mine: Sequence[str], called: set[str]) -> PlanningError:
+    inside = sorted(c for c in called if any(c.startswith(f"{name}.") for name in mine))
+    inside = [c for c in inside if not any(c.startswith(f"{outer}.") for outer in inside)]
+    lines = [
+        f'the pattern "{glob}" of recompute matches no module that the program calls.',
+        f"  it matches: {listing(mine)}",
+    ]
+    if inside:
+        count = sum(matches(f"{glob}.*", name) for name in inside)
+        lines.append(f"  called inside: {listing(inside)}")
+        lines.append(f'fix: "{glob}.*" matches {count} of these {len(inside)}')
+    else:
+        lines.append(f"  called: {listing(sorted(called))}")
+        lines.append("fix: name modules whose forward the program runs, or remove the pattern")
+    return PlanningError("\n".join(lines))

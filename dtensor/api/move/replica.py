@@ -1,0 +1,344 @@
+"""`replica`, `sync_plan`, `sync`: a model's values on a second mesh, brought there when asked.
+
+    train, play = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
+    policy = dt.parallelize(net, train, {}, zero={"dp": 3})
+    actor = dt.replica(policy, play, {"up.weight": dict(tp=dt.Row())})
+    print(dt.sync_plan(policy, actor))           # who sends what to whom; nothing is launched
+    with dt.launch(train, play):
+        step(x, y)
+        dt.sync(policy, actor)                   # 1: the actor has the values after that step
+        logits = dt.compile(lambda model, x: model(x), play)(actor, x)
+
+A replica is a `ParallelModule` over the same definition with no values: its module is a copy of
+the policy's whose parameters and buffers are on the meta device, tied where those are, with a mode
+of its own (``actor.eval()``). Its values live on the ranks of its mesh and come by `sync` alone.
+
+A sync is one verified program (runtime/transfer/between_meshes.py) from the shards that the
+policy's ranks keep, whatever their stages, placements or ZeRO, to those that the actor's ranks are
+to keep. It is submitted like a step, and has its place in their order: it takes the values after
+all steps that were called before it, what is called after it sees them, and no program ever sees
+some of before and some of after. Nothing passes the controller but the call.
+
+How each side keeps a value, before a program has said: default_home.py.
+
+Not here: generating with a replica, several of which may be of one policy; a replica of a replica.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from dtensor.api.model.parallel import ParallelModule, check_parallel, parallelize
+from dtensor.api.model.stating.roles_of_weights import StatedRoles
+from dtensor.api.model.stating.stages import Stages
+from dtensor.api.store.default_home import kept
+from dtensor.api.store.meshes import ranks_of_meshes
+from dtensor.api.store.session import MeshSession, launched, session_for
+from dtensor.api.store.store import Moving
+from dtensor.api.values.lazy_parameters import as_it_is
+from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.graph import named_tensors, type_text
+from dtensor.runtime.transfer.between_meshes import bucket_bytes
+from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
+
+_Stored = Mapping[str, StoredTensor]
+
+MOST_UNREAD = 2
+"""Syncs of an actor that may be under way; the next waits for the oldest."""
+
+
+def replica(
+    policy: ParallelModule,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles] | None = None,
+    *,
+    stages: Stages | None = None,
+) -> ParallelModule:
+    """The policy's module on another mesh, without values until `sync` brings them.
+
+    Args:
+        placements, stages: as of `parallelize`, for ``mesh``; stages are stated, not "auto".
+
+    It goes where a parallelized module goes, but into `train_step` as what is trained. Raises
+    PlanningError as `parallelize` does, for a replica of a replica, and for the policy's own mesh.
+    """
+    check_parallel("replica", policy)
+    check_mesh(mesh)
+    if policy.source is not None:
+        raise PlanningError(
+            "what is to be replicated is a replica itself, and has no values of its own.\n"
+            "fix: dt.replica(policy, mesh, placements), with the module that is trained"
+        )
+    if mesh == policy.mesh:
+        named = mesh.shape | {"name": "play"}
+        text = ", ".join(f"{axis}={size!r}" for axis, size in named.items()).replace("'", '"')
+        raise PlanningError(
+            f"the policy is on {policy.mesh}, and a replica lives on another mesh.\n"
+            f"fix: dt.Mesh({text}) is another one, which may share the ranks"
+        )
+    actor = parallelize(_definition(policy.module), mesh, placements, stages=stages)
+    if actor.stage_plan.waiting:
+        raise PlanningError(
+            f"stages={stages!r}: a program chooses them when it first runs, and a replica's values "
+            f"have to be somewhere before.\n"
+            f"fix: state them; the plan of a function of dt.parallelize(module, mesh, "
+            f"stages={stages!r}) shows what it would choose"
+        )
+    actor.source = policy
+    actor.initial.remedy = "dt.sync(policy, actor), inside the launch that uses the actor"
+    return actor
+
+
+def sync_plan(
+    policy: ParallelModule,
+    actor: ParallelModule,
+    *,
+    ranks: Mapping[Mesh, Sequence[int]] | None = None,
+    topology: Topology | None = None,
+) -> SyncPlan:
+    """What `sync` would send: each value's pieces, the bytes of each pair of ranks, the messages,
+    and the price. Nothing is launched.
+
+    Args:
+        policy, actor: as of `sync`, whose PlanningError it raises.
+        ranks: outside a launch, those of the meshes, as in ``dt.launch(train, play, ranks=ranks)``.
+        topology: what the price is of.
+    """
+    _check_pair(policy, actor)
+    check_topology(topology)
+    with ONE_AT_A_TIME:
+        policy.look()
+        actor.look()
+        return _plan_of(policy, actor, ranks, topology)
+
+
+def _plan_of(
+    policy: ParallelModule,
+    actor: ParallelModule,
+    ranks: Mapping[Mesh, Sequence[int]] | None,
+    topology: Topology | None,
+) -> SyncPlan:
+    if launched() is None:
+        places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
+        numbers = places[policy.mesh], places[actor.mesh]
+        source, target = kept(policy, numbers[0], None), kept(actor, numbers[1], None)
+        return _planned(policy, actor, source, target, torch.device("cpu"), topology)
+    if ranks is not None:
+        raise PlanningError(
+            "ranks= says where the meshes would be, and a launch is running, which has them.\n"
+            "fix: leave ranks out"
+        )
+    here, there = session_for(policy.mesh), session_for(actor.mesh)
+    source = kept(policy, here.ranks, here.residents.get(id(policy)))
+    target = kept(actor, there.ranks, there.residents.get(id(actor)))
+    return _planned(policy, actor, source, target, here.cluster.device, topology)
+
+
+def sync(policy: ParallelModule, actor: ParallelModule) -> int:
+    """Give the actor the policy's values; the actor's version afterwards, 1 for the first sync.
+
+    It is submitted and not waited for. The policy's values are those after the steps called before;
+    what was written into the module since is sent, as before a step. A sync that fails leaves the
+    actor's values as they were, and raises here or, where it was not over then, at the next one.
+
+    Raises PlanningError outside a launch of both meshes, for what is no replica of the policy, and
+    where the two modules no longer have the same parameters and buffers.
+    """
+    _check_pair(policy, actor)
+    if launched() is None:
+        raise PlanningError(
+            f"dt.sync runs in a launch that has the ranks of both meshes, and none is running.\n"
+            f"fix: with dt.launch({policy.mesh!r}, {actor.mesh!r}): ..."
+        )
+    while True:
+        with ONE_AT_A_TIME:
+            policy.look()
+            actor.look()
+            here, there = session_for(policy.mesh), session_for(actor.mesh)
+            link = _Pair.of(here, policy, there, actor)
+            oldest = link.oldest()
+            if oldest is None:
+                link.run()
+                actor.version += 1
+                return actor.version
+        link.read(oldest)  # without the lock: others go on meanwhile
+
+
+class _Pair:
+    """A policy and an actor in a launch: the plan between them, made anew where one of them is
+    stored otherwise than it was made for."""
+
+    def __init__(
+        self, here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
+    ) -> None:
+        self.policy, self.here, self.source = policy, here, here.resident(policy)
+        self.actor, self.there, self.target = actor, there, there.resident(actor)
+        self.unread: list[Moving] = []
+        self.made: tuple[_Stored, _Stored] = {}, {}
+        self.plan: SyncPlan | None = None
+        there.settling.append(self._settle)
+        self.target.settling.append(lambda: here.launch.store.look(wait=True))
+
+    @staticmethod
+    def of(
+        here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
+    ) -> _Pair:
+        key = "sync", id(policy), id(actor)
+        known: _Pair | None = there.loaded.get(key)
+        if known is None or known.here is not here:  # the policy was switched
+            there.loaded[key] = _Pair(here, policy, there, actor)
+        return there.loaded[key]
+
+    def oldest(self) -> Moving | None:
+        """What has to be read before another one runs."""
+        has = self.unread and (self.unread[0].run.done() or len(self.unread) >= MOST_UNREAD)
+        return self.unread[0] if has else None
+
+    def run(self) -> None:
+        self.source.settle()
+        self.target.store.look()
+        here = kept(self.policy, self.here.ranks, self.source)
+        where = kept(self.actor, self.there.ranks, self.target)
+        if self.plan is None or self.made != (here, where):
+            device = self.here.cluster.device
+            self.plan = _planned(self.policy, self.actor, here, where, device)
+            self.made = here, where
+        self.here.hold(self.policy, here)
+        target, labels = self.target, self.actor.seen.labels
+        moving = target.store.move(
+            self.plan,
+            {name: (target.owner, labels[name]) for name in self.plan.transfers},
+            key=("sync", id(self.policy), id(self.actor)),
+            note="it was a sync, which changed nothing: the actor has what it had.",
+            undone=self._let_go,
+        )
+        if self.there.at_once:
+            self.read(moving)
+        else:
+            self.unread.append(moving)
+        target.keep(dict(self.actor.seen.tensors))
+        target.changed = target.unsaved = False
+        target.saved = "the policy's values are where they were", self.actor.steps.present()
+
+    def _let_go(self) -> None:
+        """What the ranks of the actor do not have after all, nobody has."""
+        holders = self.actor.initial.holders
+        for label in [n for n in self.actor.seen.tensors if n not in self.target.stored]:
+            if holders.get(label) is self.target:
+                del holders[label]
+
+    def _settle(self) -> None:
+        while self.unread:
+            self.read(self.unread[0])
+
+    def read(self, moving: Moving) -> None:
+        try:
+            moving.check()
+        finally:
+            self.unread = [each for each in self.unread if each is not moving]
+
+
+# -- the plan --------------------------------------------------------------------------------------
+
+
+def _planned(
+    policy: ParallelModule,
+    actor: ParallelModule,
+    here: _Stored,
+    there: _Stored,
+    device: torch.device,
+    topology: Topology | None = None,
+) -> SyncPlan:
+    here, there = _by_name(policy, here), _by_name(actor, there)
+    _check_same(here, there)
+    return plan_sync(
+        type(policy.module).__name__,
+        {name: (here[name], there[name]) for name in there},
+        topology=topology,
+        bucket_bytes=bucket_bytes(device),
+    )
+
+
+def _by_name(model: ParallelModule, stored: _Stored) -> _Stored:
+    """What two modules have alike is their names."""
+    return {model.seen.names[label]: own for label, own in stored.items()}
+
+
+def _definition(module: nn.Module) -> nn.Module:
+    """A copy of the module without memory: tensors on the meta device, one for each."""
+    memo: dict[int, object] = {}
+    with as_it_is():
+        for tensor in named_tensors(module).values():
+            if id(tensor) in memo:
+                continue
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            grad = tensor.requires_grad
+            memo[id(tensor)] = nn.Parameter(empty, requires_grad=grad) if is_parameter else empty
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError) as error:
+        raise PlanningError(
+            f"{type(module).__name__} cannot be copied, and a replica has a module of its own: "
+            f"{error}.\n"
+            f"fix: keep what copy.deepcopy refuses out of it: locks, files, computed tensors"
+        ) from error
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
+    check_parallel("sync", policy)
+    if not isinstance(actor, ParallelModule):
+        raise PlanningError(
+            f"sync takes a policy and a replica of it, not {type(actor).__name__}.\n"
+            f"fix: actor = dt.replica(policy, mesh, placements)"
+        )
+    if actor.source is None:
+        swapped = policy.source is actor
+        raise PlanningError(
+            f"{actor!r} is no replica, and its values are its own.\n"
+            + (
+                "fix: the policy first, as in dt.sync(policy, actor)"
+                if swapped
+                else "fix: actor = dt.replica(policy, mesh, placements)"
+            )
+        )
+    if actor.source.module is not policy.module:
+        raise PlanningError(
+            f"{actor!r} is a replica of another module than {policy!r} has.\n"
+            f"fix: sync it with the policy that it was made of, or make a replica of this one"
+        )
+
+
+def _check_same(here: _Stored, there: _Stored) -> None:
+    """That both modules still have the same parameters and buffers."""
+    for mine, other, whose in ((here, there, "policy"), (there, here, "actor")):
+        missing = sorted(mine.keys() - other.keys())
+        if missing:
+            raise _differ(f"the {whose} alone has {', '.join(missing[:4])}")
+    for label, own in here.items():
+        spec, target = own.spec, there[label].spec
+        if (spec.shape, spec.dtype) != (target.shape, target.dtype):
+            raise _differ(f"{label} is {_type(spec)} in the policy, {_type(target)} in the actor")
+
+
+def _differ(fact: str) -> PlanningError:
+    return PlanningError(
+        f"the policy's module has changed since the replica was made: {fact}.\n"
+        f"fix: actor = dt.replica(policy, mesh, placements), anew"
+    )
+
+
+def _type(spec: TensorSpec) -> str:
+    return type_text(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))

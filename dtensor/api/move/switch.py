@@ -1,0 +1,486 @@
+"""`run.switch`: between two steps, a model goes on under another mesh and other placements.
+
+    with dt.launch(dt.Mesh(dp=4)) as run:
+        step(x, y)
+        print(run.switch_plan(model, opt, dt.Mesh(dp=2), {}))   # who sends what to whom
+        run.switch(model, opt, dt.Mesh(dp=2), {})               # f32[64@dp,16]: [16,16] to [32,16]
+        step(x, y)                                              # the same step, on two ranks
+
+The parameters, the buffers and the optimizer's state that are on ranks go to where the other mesh
+keeps them, from rank to rank, as one verified program (runtime/transfer/between_meshes.py): what a
+rank is to have and has, stays there. The model, the optimizer, the steps and the compiled functions
+are the same objects; steps and calls keep their numbers, and so their random numbers.
+
+What is kept where afterwards is what the step that ran last is planned to keep there: it is planned
+anew first, with the graph that it has, so what cannot be planned is an error before anything moves.
+A value that no such step uses is kept as stated, as before any program (default_home.py).
+
+The other mesh gets ranks of the launch: those that it has there, if it is one of its meshes; else
+those of the mesh that is left, in order, then free ones, then new ones, by which the launch grows.
+Ranks that a switch leaves keep nothing of the model, and are free.
+
+Invariants: what is under way ends first; all ranks agree that all have all before the new values
+count, so a switch that fails leaves everything as it was. The values are the same bits.
+
+Not here: values that were never put on ranks, which go there as ever, when a program needs them;
+DTensors, which stay on their mesh; generators, which are made anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dtensor.api.model.mesh_history import restate
+from dtensor.api.model.models import Models
+from dtensor.api.model.parallel import ParallelModule, check_parallel, chosen_by, parallelize
+from dtensor.api.model.stating.roles_of_weights import StatedRoles
+from dtensor.api.step.loaded_program import programs_of
+from dtensor.api.step.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
+from dtensor.api.step.training import (
+    StepOptions,
+    TrainStep,
+    check_recompute,
+    grid_of,
+)
+from dtensor.api.step.wrapped_optimizers import torchs_own
+from dtensor.api.store.default_home import kept
+from dtensor.api.store.home import OptimizerHome, Resident
+from dtensor.api.store.meshes import not_launched
+from dtensor.api.store.optimizer_state import updated_by
+from dtensor.api.store.session import Launch, MeshSession, homes_in, launched
+from dtensor.api.store.store import Owner
+from dtensor.api.values.lazy_parameters import Entries
+from dtensor.daft.cluster.part import Part
+from dtensor.errors import PlanningError, check_kind
+from dtensor.runtime.optimizer.elementwise.rule import rule_of
+from dtensor.runtime.schedule import Schedule
+from dtensor.runtime.transfer.between_meshes import bucket_bytes
+from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
+from dtensor.sharding.redistribute.topology import Topology, check_topology
+from dtensor.sharding.spec.mesh import Mesh, check_mesh
+from dtensor.sharding.spec.stored import StoredTensor
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """``given``: what `parallelize` takes besides."""
+
+    placements: Mapping[str, StatedRoles]
+    given: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None
+    schedule: Schedule | None
+    ranks: Sequence[int] | None
+    topology: Topology | None
+
+
+def switch_of(
+    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: Wanted
+) -> _Switch:
+    """What is to be done. PlanningError where it cannot be."""
+    _check_running(launch)
+    check_parallel("switch", model)
+    check_mesh(mesh)
+    check_topology(how.topology)
+    if model.source is not None:
+        raise PlanningError(
+            "a replica has the values of its policy, which dt.sync brings to any mesh.\n"
+            "fix: actor = dt.replica(policy, mesh, placements), and dt.sync(policy, actor)"
+        )
+    if model.mesh not in launch.sessions:
+        raise not_launched(model.mesh, launch.places)
+    fix = "schedule=dt.OneFOneB(microbatches=4), or leave it out"
+    check_kind("schedule", how.schedule, Schedule | None, "a schedule", fix)
+    here = launch.sessions[model.mesh]
+    numbers = _ranks_of(launch, model, here, mesh, how.ranks)
+    other = parallelize(model.module, mesh, how.placements, **how.given)
+    model.look()
+    other.initial, other.labels, other.seen = model.initial, model.labels, model.seen
+    resident = here.residents.get(id(model))
+    optimizers = _optimizers(model, optimizer, resident)
+    launch.settle()
+    if resident is not None:
+        resident.settle()
+    steps = _planned_steps(model, other, resident, optimizers, how)
+    if resident is not None and other.stage_plan.waiting:
+        raise PlanningError(
+            f'stages="auto": a step chooses them, and none has run with this model, whose values '
+            f"are on {model.mesh} and have to be somewhere.\n"
+            f"fix: state them, or take a step before"
+        )
+    return _Switch(launch, model, other, here, numbers, resident, steps, how.topology)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedStep:
+    """A step that goes on, its plan with ``other`` in the model's place, and its options then."""
+
+    step: TrainStep
+    other: ParallelModule
+    planned: Planned
+    options: StepOptions
+
+    @staticmethod
+    def of(step: TrainStep, other: ParallelModule, how: Wanted) -> _PlannedStep:
+        last, options = step.last, step.options
+        assert last is not None, "it has run"
+        planning = options.planning
+        if how.inputs is not None:
+            planning = replace(planning, inputs=how.inputs)
+        options = replace(
+            options,
+            planning=planning,
+            schedule=how.schedule or options.schedule,
+        )
+        try:
+            check_recompute(other, planning.recompute)
+            grid = grid_of(options.schedule, other)
+            other.claim_homes(grid.home())
+            call = _call_with(last.call, step.model, other)
+            same = last.arrangement == last.models.arrangement
+            stated = step.planned_with(options, grid, last.graph if same else None)
+            planned = plan_call(call, other.mesh, "loss", stated, last.plan.name)
+        except PlanningError as error:
+            error.add_note(
+                f"the step of {last.plan.name}, which goes on, cannot be planned so; inputs= and "
+                f"schedule= of run.switch replace what it states."
+            )
+            raise
+        return _PlannedStep(step, other, planned, options)
+
+    def homes(self, prefix: str, numbers: Sequence[int]) -> dict[str, StoredTensor]:
+        """By label, where it has the parameters and buffers of the module."""
+        plan = self.planned.plan
+        items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
+        read = next(r for part, r in self.planned.models.by_part(items) if part is self.other)
+        return homes_in(plan, read, prefix, numbers)
+
+    def updated(
+        self, optimizer: str, numbers: Sequence[int]
+    ) -> dict[tuple[str, str], StoredTensor]:
+        """The values of the optimizer's state that it reads and writes, by parameter and key."""
+        rule, options = rule_of(self.step.optimizer), self.step.optimizer.param_groups
+        keys, groups = tuple(map(rule.keys, options)), self.step._groups()
+        labels = self.planned.models.labels
+        return updated_by(numbers, self.planned.plan, groups, keys, optimizer, labels, rule)
+
+    def settle(self) -> None:
+        """``other`` is as the plan has chosen, as by a program that ran."""
+        planned = self.planned
+        stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
+        for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
+            if part is self.other:
+                part.settle(chosen, planned.plan.stage_ranks, stages)
+
+    def go_on(self) -> None:
+        """The step is of the model as it is placed now."""
+        step, other, before = self.step, self.other, self.step.last
+        assert before is not None
+        parts = {p: step.model if m is other else m for p, m in self.planned.models.parts.items()}
+        models = Models(parts)
+        call = _call_with(self.planned.call, other, step.model)
+        planned = replace(self.planned, models=models, call=call, switches=models.switches)
+        step.options, step.last, step._session = self.options, planned, None
+        step._grid = step.model.switches, grid_of(self.options.schedule, step.model)
+        if not self.options.planning.each_call and not before.call.specs():
+            step.plans.put(planned, before)
+
+
+def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) -> BoundCall:
+    """Such a call of ``other`` in the place of ``model``, with plain tensors."""
+    leaves = (other if leaf is model else shape_of_leaf(leaf) for leaf in call.leaves)
+    return replace(call, leaves=tuple(leaves))
+
+
+@dataclass(frozen=True, slots=True)
+class _MovedState:
+    """An optimizer's state that is on ranks: by parameter and key how it is to be kept; ``left``:
+    what no step that goes on updates."""
+
+    home: OptimizerHome
+    now: Mapping[tuple[str, str], StoredTensor]
+    left: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(
+        home: OptimizerHome, steps: Sequence[_PlannedStep], numbers: Sequence[int]
+    ) -> _MovedState:
+        if not home.current:  # somebody has looked, and may have written: it is put anew
+            return _MovedState(home, {}, ())
+        updated: dict[tuple[str, str], StoredTensor] = {}
+        for one in steps:
+            if one.step.optimizer is home.optimizer:
+                updated |= one.updated(home.name, numbers)
+        now: dict[tuple[str, str], StoredTensor] = {}
+        for which, before in home.values().items():
+            if which in updated:
+                spec = replace(updated[which].spec, dtype=before.spec.dtype)
+                now[which] = replace(updated[which], spec=spec)
+        return _MovedState(home, now, tuple(which for which in home.values() if which not in now))
+
+
+class _Switch:
+    """``other``: the same module, placed as it is to be; ``numbers``: of its mesh's ranks."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        model: ParallelModule,
+        other: ParallelModule,
+        here: MeshSession,
+        numbers: tuple[int, ...],
+        resident: Resident | None,
+        steps: Sequence[_PlannedStep],
+        topology: Topology | None,
+    ) -> None:
+        self.launch: Launch = launch
+        self.model: ParallelModule = model
+        self.other: ParallelModule = other
+        self.here: MeshSession = here
+        self.numbers: tuple[int, ...] = numbers
+        self.resident: Resident | None = resident
+        self.steps: Sequence[_PlannedStep] = steps
+        self.by_steps: dict[str, StoredTensor] = {}
+        self.now: dict[str, StoredTensor] = {}
+        self.states: list[_MovedState] = []
+        self.moves: dict[str, tuple[StoredTensor, StoredTensor]] = {}
+        """By what a plan calls it, each value that is on ranks, as it is stored and is to be."""
+        self.into: dict[str, tuple[Owner[Any], Any]] = {}
+        if resident is not None:
+            stated = kept(other, numbers, None)
+            _check_here(resident, stated)
+            for step in steps:
+                self.by_steps |= step.homes(resident.prefix, numbers)
+            for label, before in resident.stored.items():
+                own = self.by_steps.get(label) or replace(stated[label], label=before.label)
+                self.now[label] = own
+                self.moves[label], self.into[label] = (before, own), (resident.owner, label)
+            for home in resident.optimizers.values():
+                self.states.append(_MovedState.of(home, steps, numbers))
+                for which, own in self.states[-1].now.items():
+                    called = own.label.removeprefix(resident.prefix)
+                    self.moves[called] = home.owner.stored[which], own
+                    self.into[called] = home.owner, which
+        self.plan: SyncPlan = self._plan(topology)
+
+    def _plan(self, topology: Topology | None) -> SyncPlan:
+        name = type(self.model.module).__name__
+        most = bucket_bytes(self.launch.cluster.device)
+        found = plan_sync(name, self.moves, topology=topology, bucket_bytes=most)
+        return replace(found, what="switch")
+
+    # -- carrying it out --------------------------------------------------------------------------
+
+    def carry_out(self) -> None:
+        launch, known = self.launch, self.other.mesh in self.launch.sessions
+        if max(self.numbers) >= launch.cluster.size:
+            _grow(launch, max(self.numbers) + 1)
+        known_as = dict(launch.cluster.known_as)
+        there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
+        resident = self.resident
+        try:
+            rest = [_gathered(state) for state in self.states]
+            self._move(there)
+        except BaseException:
+            if not known:
+                del launch.sessions[self.other.mesh]
+                launch.cluster.known_as = known_as
+            raise
+        self._forget(there)
+        restate(self.model, self.other)
+        for one in self.steps:
+            one.go_on()
+        if resident is not None:
+            resident.session, resident.placed = there, None
+            self.launch.store.settle_anew(resident.owner, self.by_steps)
+            for state, own in zip(self.states, rest, strict=True):
+                _settle_state(state, own, there)
+            del self.here.residents[id(self.model)]
+            there.residents[id(self.model)] = resident
+        self.here.left.add(id(self.model))
+
+    def _move(self, there: MeshSession) -> None:
+        """The values go to the ranks that are to have them, beside the old ones."""
+        moves = {called: self.into[called] for called, (a, b) in self.moves.items() if a != b}
+        if moves:
+            moving = self.launch.store.move(
+                replace(self.plan, transfers={name: self.plan.transfers[name] for name in moves}),
+                moves,
+                also={*self.here.ranks, *self.numbers},
+                note=f"it was a switch, which changed nothing: all is on {self.here.mesh}.",
+            )
+            try:
+                moving.check()
+            finally:
+                self.launch.store.undo(moving)  # as by a signal; one that ended is known no more
+
+    def _forget(self, there: MeshSession) -> None:
+        """What of the model is where it no longer is to be: values, and programs over it."""
+        here, store = self.here, self.launch.store
+        for program in programs_of(here).of_model(self.model):
+            program.unload()
+        for state in self.states:
+            gone = [which for which in state.home.owner.stored if which not in state.now]
+            store.forget(state.home.owner, gone, delete=True)
+        if self.resident is not None:
+            gradients = self.resident.gradients
+            store.forget(gradients, gradients.stored, delete=True)
+        here.drop()
+        names = [] if there is here else [state.home.name for state in self.states]
+        if names:
+            here.cluster.delete([names] * here.mesh.size)
+
+
+def _gathered(state: _MovedState) -> Entries:
+    """What is left of a state, with what no program has used: whole, for the next that does."""
+    home = state.home
+    if not home.current:
+        return {}
+    found = {parameter: dict(entries) for parameter, entries in home.rest.items()}
+    left = {which: home.owner.stored[which] for which in state.left}
+    for parameter, entries in home.resident.gather_values(home, left).items():
+        found.setdefault(parameter, {}).update(entries)
+    return found
+
+
+def _settle_state(state: _MovedState, rest: Entries, there: MeshSession) -> None:
+    """The state is there now; the next step puts what it lacks."""
+    home = state.home
+    home.updated, home.placed, home.rest = frozenset(), None, rest
+    there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
+
+
+def _check_here(resident: Resident, stated: Mapping[str, StoredTensor]) -> None:
+    """PlanningError for what has no memory here, and stands in the module no more."""
+    for label in resident.stored.keys() - stated.keys():
+        raise PlanningError(
+            f"{label} is on the meta device and stands in the module no more, so no placement is "
+            f"stated of it, and its value on the ranks would be lost.\n"
+            f"fix: put it back into the module before the switch, or gather it before it is removed"
+        )
+
+
+# -- the steps that go on --------------------------------------------------------------------------
+
+
+def _planned_steps(
+    model: ParallelModule,
+    other: ParallelModule,
+    resident: Resident | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    how: Wanted,
+) -> list[_PlannedStep]:
+    """Of each optimizer's last step; ``other`` is settled by them."""
+    found: list[_PlannedStep] = []
+    for optimizer in optimizers:
+        step = resident.trained_by.get(id(optimizer)) if resident is not None else None
+        if step is not None:
+            assert isinstance(step, TrainStep)
+            found.append(_PlannedStep.of(step, other, how))
+            found[-1].settle()
+    for name, given in (("inputs", how.inputs), ("schedule", how.schedule)):
+        if given is not None and not found:
+            raise PlanningError(
+                f"{name}= is of the steps that go on, and none has run with this model and "
+                f"optimizer.\n"
+                f"fix: leave it out, and dt.train_step(model, loss_fn, optimizer, {name}=...) "
+                f"afterwards"
+            )
+    return found
+
+
+def _optimizers(
+    model: ParallelModule, given: Optimizers, resident: Resident | None
+) -> tuple[torch.optim.Optimizer, ...]:
+    fix = "run.switch(model, opt, mesh, placements)"
+    kinds = torch.optim.Optimizer | list | tuple | None
+    check_kind("the optimizer", given, kinds, "a torch.optim optimizer or None", fix)
+    listed = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given or ())
+    listed = tuple(map(torchs_own, listed))
+    for one in listed:
+        check_kind("the optimizer", one, torch.optim.Optimizer, "a torch.optim optimizer", fix)
+        held = (p for group in one.param_groups for p in group["params"])
+        if any(model.labels.of(p) is None for p in held):
+            raise PlanningError(
+                f"the {type(one).__name__} holds parameters that are not the model's.\n"
+                f"fix: pass the optimizer that was built over model.parameters()"
+            )
+    for home in resident.optimizers.values() if resident is not None else ():
+        if not any(home.optimizer is one for one in listed):
+            kind = type(home.optimizer).__name__
+            raise PlanningError(
+                f"the ranks have the state of another optimizer of this model than is passed, "
+                f"{kind}, which would be left behind.\n"
+                f"fix: run.switch(model, opt, mesh, placements) with that {kind}, or a list of all"
+            )
+    return listed
+
+
+# -- the ranks -------------------------------------------------------------------------------------
+
+
+def _is_left(session: MeshSession, model: ParallelModule) -> bool:
+    """Whether its ranks are free for the model: it was there, or whoever was there has left."""
+    return id(model) in session.left or (bool(session.left) and not session.residents)
+
+
+def _ranks_of(
+    launch: Launch,
+    model: ParallelModule,
+    here: MeshSession,
+    mesh: Mesh,
+    stated: Sequence[int] | None,
+) -> tuple[int, ...]:
+    """The numbers of the mesh's ranks; those that the launch does not have yet are new ones."""
+    size = launch.cluster.size
+    check_kind("ranks", stated, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
+    known = launch.sessions.get(mesh)
+    if known is not None:
+        if stated is not None and tuple(stated) != known.ranks:
+            raise PlanningError(
+                f"{mesh} is on ranks {list(known.ranks)} of this launch, now "
+                f"ranks={list(stated)}.\n"
+                f"fix: leave ranks out, or give the other mesh a name of its own"
+            )
+        return known.ranks
+    if stated is not None:
+        found = tuple(rank for rank in stated if type(rank) is int and rank >= 0)
+        new = sorted(rank for rank in found if rank >= size)
+        distinct = len(set(found)) == len(stated) == mesh.size
+        if not distinct or new != list(range(size, size + len(new))):
+            raise PlanningError(
+                f"ranks={list(stated)} for {mesh}, which has {mesh.size} ranks, in a launch of "
+                f"ranks 0..{size - 1}.\n"
+                f"fix: {mesh.size} different numbers of ranks; new ones are {size}, {size + 1}, ..."
+            )
+        return found
+    used = (s for s in launch.sessions.values() if s is not here and not _is_left(s, model))
+    others = {rank for session in used for rank in session.ranks}
+    free = (r for r in range(size) if r not in here.ranks and r not in others)
+    every = itertools.chain(here.ranks, free, itertools.count(size))
+    return tuple(itertools.islice(every, mesh.size))
+
+
+def _grow(launch: Launch, size: int) -> None:
+    """The cluster gets so many ranks; each mesh keeps those that it has."""
+    whole = launch.cluster
+    whole.grow(size)
+    for mesh, session in launch.sessions.items():
+        if session.cluster is whole:  # the only mesh so far: its names stay as they are
+            session.cluster = Part(whole, range(mesh.size), "", str(mesh))
+
+
+def _check_running(launch: Launch) -> None:
+    first = launched()
+    if first is None or first.launch is not launch:
+        raise RuntimeError(
+            "the launch has ended, and a switch is between two steps of a running one.\n"
+            "fix: call it inside the `with dt.launch(...) as run` block; outside, "
+            "dt.parallelize(model.module, mesh, placements)"
+        )

@@ -1,0 +1,387 @@
+"""A planned program on a session: lowered and shipped once, its arguments cut for the ranks.
+
+    program = load(session, planned, Roles(), owner=step)
+    program.run(program.feed(call, numbers), names)
+
+Each rank is fed its shards of tensors and the names of DTensors' shards, which stay on the actors;
+what the program reads besides (parameters, buffers, constants) is put there before. On a session
+those of the last used plans of each owner stay, and of an owner that is gone none: others are
+unloaded when one more is loaded, but those of which a run is under way. What recovery may have to
+run again the hosts keep for as long (daft's business).
+
+Not here: what is planned (plan_call.py), what of a model is on a cluster (session.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeAlias
+from weakref import ref
+
+import torch
+
+from dtensor.api.step.plan_call import MOST_PLANS, BoundCall, Planned
+from dtensor.api.store.handle import Layout, TensorHandle, contiguous_layout
+from dtensor.api.store.home import check_apart
+from dtensor.api.store.session import MeshSession
+from dtensor.api.store.store import Owner
+from dtensor.daft import Buffer, Future, Program, Stored
+from dtensor.daft.run.worker import Counted
+from dtensor.errors import PlanningError
+from dtensor.frontend.graph import named_tensors
+from dtensor.kernels.registry import current
+from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
+from dtensor.runtime.schedule import Grid
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.spec.placements import REPLICATE
+from dtensor.sharding.spec.shards import shard_of
+from dtensor.sharding.spec.spec import TensorSpec, alike
+from dtensor.sharding.spec.stored import StoredTensor
+from dtensor.signals import waits_may_act
+
+RETURNED_BYTES = 2**16
+"""What of a call's results comes back with its run, so that reading it costs no message: results
+whose shards are so small, of one rank together. The others are fetched when they are read."""
+
+
+class LoadedProgram:
+    """A lowered plan on a session, and how its arguments are cut for the ranks.
+
+    ``writes``: the parameters and buffers that a run changes, by name; ``written``: the same by the
+    module that has them, by label.
+    """
+
+    def __init__(
+        self,
+        session: MeshSession,
+        planned: Planned,
+        program: Program,
+        state: Mapping[str, str],
+        *,
+        training: bool,
+    ) -> None:
+        self.session = session
+        self.planned = planned
+        self.program = program
+        self.specs: dict[str, TensorSpec] = {
+            name: fed_spec(planned.plan, name) for name in planned.arguments
+        }
+        with waits_may_act():  # of signals: nothing has changed yet
+            self.handle = session.cluster.load(program)
+        self.writes: frozenset[str] = _written(planned, training)
+        by_part = planned.models.by_part(dict.fromkeys(self.writes))
+        self.written = tuple((model, frozenset(own)) for model, own in by_part)
+        self._whole = frozenset(
+            name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
+        )
+        self.owner = Owner[str]()  # of its constants in the store
+        self._state = state  # the names of constants and weights in the actors' tables
+        self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
+        self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
+        self._last: ref[Future] | None = None  # of its runs: what it gave is for who reads it
+
+    @cached_property
+    def results(self) -> dict[str, Layout]:
+        """Of each result of the function, in order, its name in the program and its layout."""
+        plan = self.planned.plan
+        found = sorted((o for o in plan.outputs if o.kind == "result"), key=lambda o: int(o.of))
+        specs = {f"result {o.of}": on_stage(plan, o.spec, o.values[0][0]) for o in found}
+        return {name: contiguous_layout(spec) for name, spec in specs.items()}
+
+    @cached_property
+    def returned(self) -> frozenset[str]:
+        """The results that come back with the run: the first that have RETURNED_BYTES on a rank."""
+        room, found = RETURNED_BYTES, set[str]()
+        for name, layout in self.results.items():
+            if (nbytes := layout.spec.max_local_nbytes) <= room:
+                found.add(name)
+                room -= nbytes
+        return frozenset(found)
+
+    def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Put tensors, by the labels of the program's constants, or others in their place."""
+        plan, store = self.planned.plan, self.session.launch.store
+        given: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
+        for item in plan.inputs:
+            if item.kind == "constant" and item.label in tensors:
+                name, spec = self._state[item.name], on_mesh(plan, item.held)
+                stored = self.session.stored(name, spec, holders(plan, item))
+                given[item.name] = tensors[item.label], stored
+        store.forget(self.owner, given)
+        store.put(self.owner, given)
+
+    def put_caught(self) -> None:
+        """Put what the tensors hold now that the program caught, where that is not there yet."""
+        reads = self.planned.graph.reads
+        if reads is None or not reads.caught:
+            return
+        reads.refresh()
+        changed = [c for c in reads.caught if self._put.get(c.name) != c.number]
+        if changed:
+            tensors = {caught.name: caught.kept for caught in changed}
+            self.put_constants(tensors)
+            self._put.update((caught.name, caught.number) for caught in changed)
+
+    def run(
+        self,
+        fed: Sequence[Mapping[str, object]],
+        keep: Mapping[str, str],
+        counted: Counted | None = None,
+        returned: Collection[str] = (),
+    ) -> Future:
+        """See `MeshSession.run`."""
+        future = self.session.run(self.handle, fed, keep, counted, returned)
+        self._last = ref(future)
+        return future
+
+    @property
+    def running(self) -> bool:
+        """Whether a run is under way that somebody may ask for. The ranks end any before they
+        unload it."""
+        last = None if self._last is None else self._last()
+        return last is not None and not last.done()
+
+    def unload(self) -> None:
+        """The ranks forget it; its constants are nobody's."""
+        self.session.cluster.unload(self.handle)
+        self.session.launch.store.forget(self.owner, self.owner.stored, delete=True)
+
+    def feed(
+        self,
+        call: BoundCall,
+        numbers: Mapping[str, object],
+        extra: Mapping[str, object] | None = None,
+    ) -> list[dict[str, object]]:
+        """What each rank is fed: shards of tensors, handles of DTensors, those of ``numbers`` that
+        the program reads, and ``extra``."""
+        common: dict[str, object] = {**numbers, **(extra or {})}  # of all ranks
+        for name, index in self.planned.arguments.items():
+            leaf = call.leaves[index]
+            if isinstance(leaf, TensorHandle):
+                common[name] = self._stored(name, leaf)
+            elif name in self._whole:
+                common[name] = _lent(leaf)
+        fed: list[dict[str, object]] = []
+        cut: dict[tuple[str, object], torch.Tensor] = {}
+        for rank, program in enumerate(self.program.ranks):
+            own: dict[str, object] = dict(extra or {})
+            for name in program.inputs:
+                if name in common:
+                    own[name] = common[name]
+                else:
+                    leaf = call.leaves[self.planned.arguments[name]]
+                    own[name] = self._shard(name, leaf, rank, cut)
+            fed.append(own)
+        return fed
+
+    def _stored(self, name: str, x: TensorHandle) -> Stored:
+        """The name of its shards, if they are what the program takes."""
+        if x.session is not self.session:
+            raise PlanningError(
+                f"{name} belongs to another launch than the one that runs now; "
+                f"fix: distribute it inside this launch"
+            )
+        held = x.held
+        if (name, held) not in self._fitting:
+            self._check_fit(name, held.spec)
+            self._fitting.add((name, held))
+        return Stored(x.name)
+
+    def _check_fit(self, name: str, held: TensorSpec) -> None:
+        plan = self.planned.plan
+        stages = next(item.stages for item in plan.inputs if item.name == name)
+        if held.on and (len(stages) > 1 or held.on != on_stage(plan, held, *stages).on):
+            raise PlanningError(
+                f"{name} is {held}: only a part of the mesh holds it, and an argument is "
+                f"read on all of it.\n"
+                f"fix: pass {name}.full_tensor(), or compute further where it was made"
+            )
+        if not alike(held, self.specs[name]):
+            raise PlanningError(
+                f"{name} is held as {held}, and the program takes it as {self.specs[name]}.\n"
+                f"fix: state its placement before the call, as in x.redistribute(...)"
+            )
+
+    def _shard(
+        self, name: str, leaf: Any, rank: int, cut: dict[tuple[str, object], torch.Tensor]
+    ) -> torch.Tensor:
+        spec = self.specs[name]
+        here = self.session.mesh.coordinates(rank)
+        key = (name, tuple(spec.intervals(d, here) for d in range(len(spec.shape))))
+        if key not in cut:
+            cut[key] = shard_of(leaf.detach(), spec, here)
+        return cut[key]
+
+
+class LoadedPrograms:
+    """Those of a session, by owner and plan; the last used ones of each owner are the last."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[ref[Any], _ByPlan]] = {}  # by id of the owner
+        self._ownerless: list[_ByPlan] = []
+
+    def __iter__(self) -> Iterator[LoadedProgram]:
+        for plans in (*self._ownerless, *(plans for _, plans in list(self._of.values()))):
+            for _, programs in list(plans.values()):
+                yield from programs.values()
+
+    def by_plan(self, owner: object) -> _ByPlan:
+        known = self._of.get(id(owner))
+        if known is None:
+            number, gone, of = id(owner), self._ownerless, self._of
+            # its owner may end within any call: then no more than this is done
+            lost = ref(owner, lambda _: gone.append(of.pop(number)[1]))
+            known = self._of[number] = lost, OrderedDict()
+        return known[1]
+
+    def of_model(self, model: object) -> Iterator[LoadedProgram]:
+        """Those of plans over this module; they are not known any more."""
+        for _, plans in list(self._of.values()):
+            for key, (planned, programs) in list(plans.items()):
+                if any(part is model for part in planned.models.parts.values()):
+                    del plans[key]
+                    yield from programs.values()
+
+    def evict(self) -> None:
+        """Unload what is not to stay, to make room for one more plan."""
+        for plans in self._ownerless[:]:
+            _evict(plans, 0)
+            if not plans:
+                self._ownerless.remove(plans)
+        for _, plans in list(self._of.values()):
+            _evict(plans, MOST_PLANS)
+
+
+def _evict(plans: _ByPlan, most: int) -> None:
+    for key, (_, programs) in list(plans.items())[: max(0, len(plans) - most)]:
+        if not any(program.running for program in programs.values()):
+            del plans[key]
+            for program in programs.values():
+                program.unload()
+
+
+_ByPlan: TypeAlias = OrderedDict[int, tuple[Planned, dict[object, LoadedProgram]]]
+"""By the id of a plan, what was loaded of it, by how it was."""
+
+
+def programs_of(session: MeshSession) -> LoadedPrograms:
+    return session.loaded.setdefault(LoadedPrograms, LoadedPrograms())
+
+
+def load(
+    session: MeshSession,
+    planned: Planned,
+    roles: Roles,
+    grid: Grid | None = None,
+    *,
+    owner: object,
+) -> LoadedProgram:
+    """Lower, verify and ship a plan once per session; put the constants it needs. ``owner``: what
+    has planned it."""
+    plans = programs_of(session).by_plan(owner)
+    _, programs = plans.setdefault(id(planned), (planned, {}))
+    plans.move_to_end(id(planned))
+    key = (roles.gradients, roles.optimizer, roles.keys, roles.detect_nan, current())
+    if key not in programs:
+        programs_of(session).evict()
+        state = state_names(session, planned)
+        lowered = lower(
+            planned.plan,
+            grid,
+            device=session.cluster.device,
+            roles=replace(roles, state=state),
+        )
+        if session.local == "inductor":
+            lowered = _fused(session, planned, lowered, roles, state)
+        plan = planned.plan
+        made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
+        training = roles.optimizer is not None
+        loaded = LoadedProgram(session, planned, lowered, state, training=training)
+        loaded.put_constants(made)
+        if planned.models:
+            check_apart(named_tensors(planned.models.module), loaded.writes)
+        programs[key] = loaded
+    program = programs[key]
+    program.put_caught()
+    return program
+
+
+def _lent(x: torch.Tensor) -> torch.Tensor:
+    """What a cluster is given of a whole tensor, which it copies: no more than that, in order."""
+    x = x.detach()
+    ordered = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    alone = ordered and x.untyped_storage().nbytes() == x.nbytes  # all of it would be sent
+    return x if alone else x.clone(memory_format=torch.contiguous_format)
+
+
+def _fused(
+    session: MeshSession,
+    planned: Planned,
+    program: Program,
+    roles: Roles,
+    state: Mapping[str, str],
+) -> Program:
+    """The program with its chains compiled, for what each rank is given."""
+    from dtensor.runtime.lower.inductor import fused
+
+    if roles.detect_nan:
+        raise PlanningError(
+            'detect_nan looks at each op, and local="inductor" compiles several into one.\n'
+            "fix: leave one of them out"
+        )
+    plan = planned.plan
+    given: list[dict[str, object]] = []
+    for rank, own in enumerate(program.ranks):
+        here, known = session.mesh.coordinates(rank), {*own.inputs, *own.state}
+        found: dict[str, object] = {}
+        for item in plan.inputs:
+            name = state.get(item.name, item.name)
+            if name in known:
+                held = item.held if item.name in state else item.spec
+                found[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
+        unknown = {"options", roles.optimizer}
+        unknown |= {n for n in own.state if n.startswith(f"{roles.optimizer}: ")}
+        numbers = known.difference(found, unknown)
+        given.append(found | dict.fromkeys(numbers, 0))
+    return fused(program, given)
+
+
+def _written(planned: Planned, training: bool) -> frozenset[str]:
+    """The parameters that an optimizer updates, and what forward changes."""
+    known = {i.label for i in planned.plan.inputs if i.kind in ("parameter", "buffer")}
+    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & known
+    if training and planned.request.training is not None:
+        found |= planned.request.training.trained & known
+    return frozenset(found)
+
+
+def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
+    """Plan input to the name of its value in the actors' tables."""
+    found: dict[str, str] = {}
+    launch = session.launch
+    launch.num_programs += 1
+    for item in planned.plan.inputs:
+        if item.kind == "constant":
+            found[item.name] = f"constant {launch.num_programs}: {item.label}"
+        elif item.kind in ("parameter", "buffer"):
+            owner = planned.models.owner(item.label)
+            if owner is None:
+                raise PlanningError(
+                    f"the program uses {item.label} of a module that is not parallelized; "
+                    f"fix: pass dt.parallelize(module, mesh, {{}})"
+                )
+            model, label = owner
+            found[item.name] = session.resident(model).name(label)
+    return found
+
+
+def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:
+    """A planned output's spec on the user's mesh, with the stage that holds it."""
+    restated = on_mesh(plan, spec)
+    if plan.stage_axis is None or plan.mesh.axis_size(plan.stage_axis) == 1:
+        return restated
+    return replace(restated, on=((plan.stage_axis, plan.stage_ranks[stage]),))

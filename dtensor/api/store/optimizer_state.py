@@ -1,0 +1,263 @@
+"""An optimizer's state, from the controller to the tables of a session's ranks.
+
+    home = place_optimizer(session, model, adamw, groups, plan, stages, models, masters=False)
+    stored = home.owner.stored["up.weight", "exp_avg"]
+    stored.label         # "model 0: optimizer 0: exp_avg of up.weight"
+    stored.spec          # f32[64@dp,16]: [16,16] on each of ranks 0, 1, 2, 3
+
+Each value that the plan's update reads has a name there and is cut as the plan says; a `step` is a
+number on all ranks. One that an earlier program has put there, and nobody has looked at since,
+stays. What no update reads is kept whole (`OptimizerHome.rest`), for one that does.
+
+Not here: how it comes back (home.py), how it is named and updated
+(runtime/optimizer/shard_optimizer.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtensor.api.model.models import Models
+from dtensor.api.model.parallel import ParallelModule
+from dtensor.api.model.stating.stages import StagePlan
+from dtensor.api.store.home import OptimizerHome
+from dtensor.api.store.session import MeshSession
+from dtensor.api.store.store import Source
+from dtensor.api.values.lazy_parameters import AwayState, Entries
+from dtensor.api.values.on_disk import OnDisk
+from dtensor.errors import PlanningError
+from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.runtime.optimizer.elementwise.rule import OptimizerRule, rule_of
+from dtensor.runtime.optimizer.shard_optimizer import MASTER, value_name
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import updates_of
+from dtensor.sharding.spec.placements import REPLICATE
+from dtensor.sharding.spec.spec import TensorSpec, alike
+from dtensor.sharding.spec.stored import StoredTensor
+
+if TYPE_CHECKING:
+    from dtensor.runtime.optimizer.elementwise.ghost import Ghost
+
+
+def place_optimizer(
+    session: MeshSession,
+    model: ParallelModule,
+    optimizer: torch.optim.Optimizer,
+    groups: tuple[tuple[str, ...], ...],
+    plan: Plan,
+    stages: StagePlan,
+    models: Models,
+    *,
+    masters: bool,
+) -> OptimizerHome:
+    """The values of the state that the plan's update reads go to the ranks' tables, and anew
+    where somebody has looked at it since. A tensor of its parameter's shape is cut as the plan
+    says that the state is stored, numbers are replicated; what there is not yet is absent
+    (shard_optimizer.py). Beside them stands what updates.
+
+    PlanningError where two steps share an optimizer and one of them wants masters; where a
+    state has not what the class reads.
+    """
+    resident = session.resident(model)
+    home = resident.optimizers.get(id(optimizer))
+    if home is not None and home.masters != masters:
+        raise PlanningError(
+            f"two steps share a {type(optimizer).__name__}: one has "
+            f"master_weights={home.masters}, this one master_weights={masters}.\n"
+            f"fix: master_weights={home.masters} here too, or an optimizer of its own"
+        )
+    # the parameters first: what the program takes is checked there
+    session.place(models, plan, stages)
+    rule = rule_of(optimizer)
+    keys = tuple(map(rule.keys, optimizer.param_groups))
+    known_so = home is not None and home.rule is rule and home.keys == keys
+    if home is not None and known_so and home.current and home.placed is plan:
+        return home
+    name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
+    updated = updated_by(session.ranks, plan, groups, keys, name, models.labels, rule)
+    known = {} if home is None else home.owner.stored
+    if known:
+        _check_as_before(known, updated)
+    elsewhere = any(w in known and not set(updated[w].at) <= set(known[w].at) for w in updated)
+    if home is None or not home.current or elsewhere:
+        held: object = optimizer.state
+        entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
+        new = {**known, **updated}
+        kept_by = (optimizer, name, masters, keys, rule, resident, entries, dict(entries))
+        before = {} if home is None else home.parameters
+        home = OptimizerHome(*kept_by, parameters=before)
+        home.ghost = _ghost(model, rule, entries)
+        if isinstance(held, AwayState) and held.on_disk is not None:
+            home.on_disk = True
+            home.state.changed()
+        resident.optimizers[id(optimizer)] = home
+        session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
+    else:
+        if home.rule is not rule:  # its options are of another kind than before
+            home.take_rule(rule)
+            session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
+        new = {which: updated[which] for which in updated if which not in known}
+    home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
+    _put_state(session, home, new)
+    home.keys, home.placed = keys, plan
+    home.updated = frozenset(updated)
+    labels = models.labels
+    home.groups = tuple(tuple(map(labels.__getitem__, group)) for group in groups)
+    home.trained = frozenset(labels[s.parameter] for s in updates_of(plan.steps))
+    return home
+
+
+def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghost | None:
+    """Of states that there are it is told the numbers, and which other entries."""
+    found: dict[str, Mapping[str, Any]] = {
+        label: own for p, own in entries.items() if (label := model.labels.of(p)) is not None
+    }
+    ghost = rule.ghost({})
+    if ghost is not None and found:
+        from dtensor.api.values.on_disk import read_whole
+
+        numbers = rule.numbers()
+        for label, own in found.items():
+            small = {k: v for k, v in own.items() if k in numbers or not isinstance(v, OnDisk)}
+            found[label] = {**own, **read_whole(small)}
+        ghost = rule.ghost(found)
+    return ghost
+
+
+def _put_state(
+    session: MeshSession, home: OptimizerHome, new: Mapping[tuple[str, str], StoredTensor]
+) -> None:
+    """Put values of the state: those that there are out of ``home.rest``, on disk or here."""
+    parameters = home.parameters
+    there: defaultdict[str, set[str]] = defaultdict(set)
+    for label, key in home.values(wait=False):
+        there[label].add(key)
+    given: dict[tuple[str, str], tuple[Source, StoredTensor]] = {}
+    for (label, key), stored in new.items():
+        entries = _with_memory(home.rest.get(parameters[label], {}), label, home.optimizer)
+        value = entries.get(key)
+        if value is None:
+            known = there[label] | {k for k, entry in entries.items() if entry is not None}
+            _check_made(home, label, key, known - {MASTER}, parameters[label])
+        else:
+            value = _as_stored(value, stored.spec, key, label, home.rule)
+            stored = replace(stored, spec=replace(stored.spec, dtype=value.dtype))
+            there[label].add(key)
+        given[label, key] = value, stored
+    session.launch.store.put(home.owner, given)
+    if home.rest:
+        home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
+
+
+def updated_by(
+    numbers: Sequence[int],
+    plan: Plan,
+    groups: Sequence[Sequence[str]],
+    keys: Sequence[tuple[str, ...]],
+    optimizer: str,
+    labels: Mapping[str, str],
+    rule: OptimizerRule,
+) -> dict[tuple[str, str], StoredTensor]:
+    """The values of the state that the plan's update has, by label and key; ``groups``: the names
+    of their parameters, ``keys``: of the state in each, ``labels``: by name, ``numbers``: of
+    the mesh's ranks in the launch."""
+    keys_by_name = {n: own for group, own in zip(groups, keys, strict=True) for n in group}
+    items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
+    found: dict[tuple[str, str], StoredTensor] = {}
+    for step in updates_of(plan.steps):
+        item, masters = items[step.parameter], bool(step.master_bytes)
+        label = labels[step.parameter]
+        state = on_mesh(plan, item.state)
+        wide = replace(state, dtype=torch.float32) if masters else state
+        whole = (REPLICATE,) * len(state.placements)
+        for key in (*keys_by_name[step.parameter], *([MASTER] if masters else [])):
+            name, entry = value_name(optimizer, key, label), rule.entry(key)
+            if entry.number:
+                dtype = entry.dtype(torch.float32)
+                spec = TensorSpec(entry.shape, dtype, state.mesh, whole)
+            else:
+                spec = replace(wide, dtype=entry.dtype(wide.dtype)) if key != MASTER else wide
+            found[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
+    return found
+
+
+def _check_as_before(
+    known: Mapping[tuple[str, str], StoredTensor], updated: Mapping[tuple[str, str], StoredTensor]
+) -> None:
+    for (label, key), now in updated.items():
+        before = known.get((label, key), now)
+        if not alike(before.spec, now.spec):
+            raise PlanningError(
+                f"{key} of {label} is stored as {before.spec}, this program wants it stored as "
+                f"{now.spec}"
+            )
+
+
+def _left(rest: Entries, taken: Set[tuple[torch.Tensor, str]]) -> Entries:
+    """What is not on the ranks; a master of a parameter without one any more is old."""
+    old = {(parameter, MASTER) for parameter, _ in taken}
+    found = {
+        parameter: {k: v for k, v in entries.items() if (parameter, k) not in taken | old}
+        for parameter, entries in rest.items()
+    }
+    return {parameter: entries for parameter, entries in found.items() if entries}
+
+
+def _with_memory(
+    entries: Mapping[str, Any], label: str, optimizer: torch.optim.Optimizer
+) -> Mapping[str, Any]:
+    """A parameter's state; on the meta device it has values only where it is what Adagrad begins
+    with, the same number everywhere."""
+    empty = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_meta}
+    begins = optimizer.defaults.get("initial_accumulator_value")
+    for key, value in empty.items():
+        if key != "sum" or begins is None or value.is_complex() or float(entries["step"]) != 0:
+            raise PlanningError(
+                f"{key} of {label} is on the meta device and has no value.\n"
+                f"fix: dt.load_state_dict(model, opt, state), which keeps the values"
+            )
+        whole = torch.full((), begins, dtype=value.dtype).expand(value.shape)
+        entries = {**entries, key: whole}
+    return entries
+
+
+def _check_made(
+    home: OptimizerHome, label: str, key: str, there: Set[str], of: torch.Tensor
+) -> None:
+    """PlanningError where a parameter has a state, and not this value of it: torch finds none."""
+    if key == MASTER or home.rule.entry(key).late or not there:
+        return
+    groups = home.optimizer.param_groups
+    group = next(g for g in groups if any(p is of for p in g["params"]))
+    if home.rule.makes_missing(home.optimizer, group, there):
+        return
+    raise PlanningError(
+        f"{type(home.optimizer).__name__} reads {key} of {label}, whose state has only "
+        f"{', '.join(sorted(there))}.\n"
+        f"fix: the options with which the state was made, or an optimizer of its own"
+    )
+
+
+def _as_stored(
+    value: Any, spec: TensorSpec, key: str, label: str, rule: OptimizerRule
+) -> torch.Tensor | OnDisk:
+    """A given value of a state, of the spec's shape and, but for a number, its dtype."""
+    entry = rule.entry(key)
+    if not isinstance(value, torch.Tensor | OnDisk):
+        value = torch.tensor(value, dtype=spec.dtype if entry.python is not None else None)
+    elif entry.python is not None and not isinstance(value, OnDisk):
+        value = value.reshape(spec.shape).to(spec.dtype)
+    if tuple(value.shape) != spec.shape:
+        raise PlanningError(
+            f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
+            f"fix: load the state of the same optimizer and model"
+        )
+    keeps = entry.number or not value.dtype.is_floating_point
+    if isinstance(value, OnDisk):
+        return value if keeps else replace(value, dtype=spec.dtype)
+    return value.detach() if keeps else value.detach().to(spec.dtype)

@@ -1,0 +1,540 @@
+"""A session: a mesh on ranks of a launched cluster, and what of the controller's state lives there.
+
+    session = session_for(mesh)              # of the running launch, else in-process
+    session.place(models, plan, stages)      # f32[64@tp,16] at tp=2: [32,16] to each rank
+    session.run(handle, inputs, keep={"output 0": "value 3"})
+    session.launch.store.fetch([session.stored("value 3", spec)])
+
+A `Launch` has a session for each mesh that it was started with, and for each that a transfer has
+put values on. Outside a launch there is an implicit in-process one per mesh, but for while a launch
+that was made waits to be started: that would run in this process what was meant for its ranks.
+
+A parallelized module becomes resident at first use: the controller's values are cut into shards
+and put on the ranks, and the module's tensors are away (home.py). Leaving a launch brings them
+home in place, by an exception too as long as the ranks live; with ``bring_home=False``, and where
+the cluster has failed, what changed is gone, and reading it is an error.
+
+Not here: how a launch begins and ends (launching.py), an optimizer's state (optimizer_state.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from dtensor.api.model.models import Models
+from dtensor.api.model.parallel import ParallelModule
+from dtensor.api.model.stating.stages import StagePlan
+from dtensor.api.store.default_home import keep_as_planned
+from dtensor.api.store.home import OptimizerHome, Resident
+from dtensor.api.store.store import Source as TensorSource
+from dtensor.api.store.store import TensorStore
+from dtensor.api.values.randomness import Counter
+from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
+from dtensor.daft.cluster.part import Part
+from dtensor.daft.run.worker import Counted
+from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.graph import type_text
+from dtensor.frontend.source import Source, caller_level, lines_text, source_here
+from dtensor.runtime.lower.program import holders, on_mesh
+from dtensor.sharding.ops.call import STEP
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlannedInput
+from dtensor.sharding.redistribute.between_meshes import holders_of
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.sharding.spec.stored import StoredTensor
+from dtensor.signals import when_forced
+
+if TYPE_CHECKING:
+    from dtensor.daft.cluster.log import Recovered
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """An output of a run that comes back with it, besides staying on the ranks."""
+
+    run: Future
+    output: str
+
+
+LocalKind = Literal["generated", "inductor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A run within `noting`. ``called``, ``returned``: when, by the monotonic clock; ``settling``:
+    the seconds for which the call waited before, for what was asked earlier."""
+
+    handle: Handle
+    future: Future
+    called: float
+    settling: float
+    returned: float
+
+
+class MeshSession:
+    """A mesh on ranks of a launched cluster. ``cluster``: the mesh's ranks; ``mode``: how programs
+    run, compiled or interpreted."""
+
+    def __init__(self, mesh: Mesh, cluster: Cluster, launch: Launch) -> None:
+        self.mesh = mesh
+        self.cluster = cluster
+        self.launch = launch
+        self.mode: Mode = launch.mode
+        self.noted: Noted | None = None  # the last run of those that are `noting`
+        self._noting = False
+        self.residents: dict[int, Resident] = {}
+        self.loaded: dict[object, Any] = {}
+        self.garbage: list[StoredTensor] = []
+        self.settling: list[Callable[[], None]] = []  # wait for what is under way
+        self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
+        self.left: set[int] = set()  # models that a switch took away, by id
+
+    @property
+    def closed(self) -> bool:
+        return self.launch.closed
+
+    @property
+    def recoveries(self) -> Sequence[Recovered]:
+        """What was lost of the launch's ranks, and replaced, so far; empty in-process."""
+        return self.cluster.recoveries
+
+    @property
+    def local(self) -> LocalKind:
+        """What local code is."""
+        return self.launch.local
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers that the launch has for the mesh's ranks."""
+        cluster = self.cluster
+        return cluster.ranks if isinstance(cluster, Part) else tuple(range(cluster.size))
+
+    def stored(self, label: str, spec: TensorSpec, at: Sequence[int] | None = None) -> StoredTensor:
+        """A value that is here, or is to be, on these ranks of the mesh; by default on those that
+        the spec says."""
+        ranks = self.ranks
+        if at is None and not spec.on:  # each result of an eager op is such
+            return StoredTensor(label, spec, tuple(range(len(ranks))), ranks)
+        return StoredTensor.of(label, spec, holders_of(spec) if at is None else at, ranks)
+
+    # -- values -----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        if self.closed:
+            raise RuntimeError(
+                "the launch that this value belongs to has ended, and its shards with it; "
+                "fix: read values inside the `with dt.launch(...)` block"
+            )
+
+    def put(self, values: Sequence[Mapping[str, object]], *, wait: bool = False) -> None:
+        self.check()
+        try:
+            self.cluster.put(values, drop=self._garbage(), wait=wait)
+        except DaftError as error:
+            raise self.told(error) from error.__cause__
+
+    def returned(self, of: Returned, ranks: Sequence[int]) -> list[torch.Tensor]:
+        """Shards of a run that came back with it, copies of them. Waits for that run alone."""
+        self.check()
+        try:
+            if self.cluster.failure is not None:
+                raise self.cluster.failure
+            found = of.run.get()
+        except DaftError as error:
+            raise self.told(error) from error.__cause__
+        return [found[r][of.output].clone() for r in ranks]
+
+    def told(self, error: DaftError) -> DaftError:
+        """The error; where the state is lost with it, it says which was saved last."""
+        launch = self.launch
+        if error is self.cluster.failure and not launch.said_lost:
+            launch.said_lost = True
+            meshes = ""
+            if len(launch.sessions) > 1:
+                from dtensor.api.store.meshes import listed
+
+                meshes = f", on all meshes of the launch: {listed(launch.places)}"
+            parts = [f"the state on the ranks is lost{meshes}"]
+            for home in launch.residents:
+                where, step = home.saved
+                back = home.model.steps.present() - step
+                parts.append(f"{where}, of step {step}, {back} before this one")
+            error.add_note("; ".join(parts))
+        return error.with_traceback(None)  # of where it was raised before: no news to the user
+
+    def forget(self, stored: StoredTensor) -> None:
+        """Called when a value is garbage: its shards are dropped with the next put or run."""
+        if not self.closed:
+            self.garbage.append(stored)
+
+    def drop(self) -> None:
+        """What nobody refers to, now."""
+        garbage = self._garbage()
+        if garbage:
+            self.cluster.delete([garbage.get(rank, ()) for rank in range(self.mesh.size)])
+
+    def _garbage(self) -> dict[int, list[str]]:
+        """What nobody refers to, by rank; whoever asks has it dropped."""
+        names: dict[int, list[str]] = {}
+        if self.garbage:
+            garbage, self.garbage = self.garbage, []
+            for stored in garbage:
+                for rank in stored.at:
+                    names.setdefault(rank, []).append(stored.label)
+        return names
+
+    def run(
+        self,
+        handle: Any,
+        inputs: Sequence[Mapping[str, object]],
+        keep: Mapping[str, str],
+        counted: Counted | None = None,
+        returned: Collection[str] = (),
+    ) -> Future:
+        """``returned``: those of ``keep`` that come back too."""
+        self.check()
+        begin = time.monotonic()
+        if self._noting:
+            self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
+        called = time.monotonic()
+        try:
+            future = self.cluster.run(
+                handle,
+                inputs,
+                mode=self.mode,
+                keep=keep,
+                counted=counted,
+                returned=returned,
+                drop=self._garbage(),
+            )
+        except DaftError as error:
+            raise self.told(error) from error.__cause__
+        if not self._noting:
+            return future
+        self.noted = Noted(handle, future, called, called - begin, time.monotonic())
+        return future
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a run has ended when `run` returns, so that its failure can be raised there."""
+        return self.cluster.immediate or self.mode == "interpreted"
+
+    def counted(self, name: str, counter: Counter, *, takes: bool) -> Counted:
+        """A run that is one of what ``counter`` counts, under a name of this session."""
+        counter.present()
+        key = f"{name} {counter.resets}"
+        return Counted(key, self.undone.get(key, 0), STEP, takes)
+
+    def give_back(self, counter: Counter, resets: int, counted: Counted) -> None:
+        """The run, before which the counter had so many resets, was undone: its number is the next
+        one's."""
+        self.undone[counted.key] = self.undone.get(counted.key, 0) + 1
+        counter.give_back(resets)
+
+    @contextmanager
+    def noting(self, mode: Mode) -> Iterator[None]:
+        """Within: runs are in that mode, and the last of them is ``noted``."""
+        before, self.mode, self.noted, self._noting = self.mode, mode, None, True
+        try:
+            yield
+        finally:
+            self.mode, self._noting = before, False
+
+    # -- models -----------------------------------------------------------------------------------
+
+    def resident(self, model: ParallelModule) -> Resident:
+        found = self.residents.get(id(model))
+        if found is None:
+            found = Resident(model, self.new_prefix(), self, model.loads)
+            self.residents[id(model)] = found
+            found.saved = "the controller has what was put there", model.steps.present()
+            found.looked = model.seen.number
+        if found.loads != model.loads:  # other values were loaded for what is on meta
+            found.loads = model.loads
+            brought = model.initial.loaded.keys() | model.initial.on_disk
+            found.forget([label for label in found.stored if label in brought])
+            found.saved = "the controller has what was loaded", model.steps.present()
+        return found
+
+    def new_prefix(self) -> str:
+        """What the labels of one more model's values begin with."""
+        self.launch.num_models += 1
+        return f"model {self.launch.num_models - 1}: "
+
+    def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
+        """Put the parameters and buffers that a program needs where they are missing."""
+        residents = [self.resident(model) for model in models.parts.values()]
+        for resident in residents:
+            resident.settle()
+        if all(resident.placed is plan for resident in residents):
+            return
+        models.settle(plan, stages)
+        items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
+        for model, read in models.by_part(items):
+            resident = self.resident(model)
+            own = homes_in(plan, read, resident.prefix, self.ranks)
+            keep_as_planned(resident, own)
+            self.hold(model, own)
+            resident.placed = plan
+
+    def wrote(
+        self,
+        written: Iterable[tuple[ParallelModule, frozenset[str]]],
+        optimizer: OptimizerHome | None = None,
+    ) -> None:
+        """A program that was called changes these of each module, by label, and an optimizer's
+        state."""
+        for model, labels in written:
+            resident = self.resident(model)
+            home = optimizer if optimizer is not None and optimizer.resident is resident else None
+            if labels or home is not None:
+                resident.wrote(labels, home)
+
+    def hold(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
+        """Put what is missing of these, by label."""
+        resident = self.resident(model)
+        given: dict[str, tuple[TensorSource, StoredTensor]] = {}
+        for label, home in wanted.items():
+            known = resident.stored.get(label)
+            if known is not None and known.spec != home.spec:
+                raise PlanningError(
+                    f"{model.seen.name(label)} is stored as {known.spec}, this program wants it "
+                    f"stored as {home.spec}"
+                )
+            if known is None or not set(home.at) <= set(known.at):
+                given[label] = _source(model, label, home.spec), home
+        self.launch.store.put(resident.owner, given)
+        resident.keep({label: model.seen.tensors[label] for label in given})
+
+
+class Launch:
+    """A cluster, and a session for each mesh on its ranks; ``mode`` and ``local`` are of all.
+
+    Meshes may share ranks: each has names of its own there. A rank that is lost takes the values of
+    all meshes along; a call that fails is of its run alone.
+    """
+
+    def __init__(self, cluster: Cluster, mode: Mode, local: LocalKind = "generated") -> None:
+        self.cluster = cluster
+        self.mode: Mode = mode
+        self.local: LocalKind = local
+        self.sessions: dict[Mesh, MeshSession] = {}
+        self.store = TensorStore(self)
+        self.num_models = 0  # that were ever here
+        self.num_programs = 0  # with constants of their own
+        self.saves: list[Any] = []  # `Saved`s (checkpoint.py), for whose end the launch waits
+        self.closed: bool = False
+        self.failure_was_read = False
+        self.said_lost = False
+
+    def add(self, mesh: Mesh, ranks: tuple[int, ...] | None = None) -> MeshSession:
+        """The session of one more mesh, on these ranks; or of the only one, on all."""
+        self.sessions[mesh] = MeshSession(mesh, self.part(mesh, ranks), self)
+        return self.sessions[mesh]
+
+    def part(self, mesh: Mesh, ranks: tuple[int, ...] | None) -> Cluster:
+        """These ranks, or all, for one more mesh."""
+        if ranks is None:
+            return self.cluster
+        return Part(self.cluster, ranks, f"part {len(self.sessions)}: ", str(mesh))
+
+    @property
+    def places(self) -> dict[Mesh, tuple[int, ...]]:
+        """The ranks of each mesh."""
+        return {mesh: session.ranks for mesh, session in self.sessions.items()}
+
+    @property
+    def residents(self) -> list[Resident]:
+        return [r for session in self.sessions.values() for r in session.residents.values()]
+
+    def settle(self, *, saves: bool = True) -> None:
+        """Wait for what is under way; a failure that nobody has read raises here, of a save too."""
+        if not self.failure_was_read:
+            for session in self.sessions.values():
+                for wait in session.settling:
+                    wait()
+            if not self.cluster.immediate and self.cluster.failure is None:
+                try:
+                    self.cluster.check_undone()
+                except DaftError as error:
+                    told = next(iter(self.sessions.values())).told
+                    raise told(error) from error.__cause__
+        for saved in self.saves if saves else ():
+            saved.settle()
+
+    def close(self, *, bring_home: bool = True) -> None:
+        """What was changed comes home, unless it shall not or cannot; then the ranks end."""
+        if self.closed:
+            return
+        for saved in self.saves:
+            saved.join()
+        with ONE_AT_A_TIME:
+            try:
+                self._end_residents(bring_home)
+                if bring_home and self.cluster.failure is None:
+                    self._tell_of_unsaved()
+            finally:
+                self.closed = True
+                self.cluster.close()
+
+    def _end_residents(self, bring_home: bool) -> None:
+        failed: list[Exception] = []
+        for resident in self.residents:
+            try:
+                resident.end(bring_home)
+            except (DaftError, PlanningError) as error:  # of this one
+                failed.append(error)
+            except BaseException:  # a second signal: the rest is lost
+                self.cluster.interrupted()
+                for left in self.residents:
+                    if not left.lost:
+                        left.end(bring_home)
+                raise
+        for error in failed[:1]:
+            raise error
+
+    def _tell_of_unsaved(self) -> None:
+        own = (resident for resident in self.residents if resident.model.source is None)
+        count = sum(1 for resident in own if resident.on_meta and resident.unsaved)
+        if count:
+            warnings.warn(
+                f"the launch ended with changed state of {count} model(s) on the meta device that "
+                f"was not gathered: it is gone. fix: state = dt.gather_state_dict(model, opt) "
+                f"inside the launch",
+                stacklevel=caller_level(),
+            )
+
+
+def homes_in(
+    plan: Plan, read: Mapping[str, PlannedInput], prefix: str, numbers: Sequence[int]
+) -> dict[str, StoredTensor]:
+    """By label, where a plan has parameters and buffers that it reads."""
+    return {
+        label: StoredTensor.of(f"{prefix}{label}", on_mesh(plan, i.held), holders(plan, i), numbers)
+        for label, i in read.items()
+    }
+
+
+def _source(model: ParallelModule, label: str, spec: TensorSpec) -> TensorSource:
+    """How a parameter or buffer comes to the ranks; checked as soon as it is here."""
+    own, name = model.seen.tensors[label].detach(), model.seen.name(label)
+    source = model.initial.source(label)
+    if source is not None:
+        return source
+    if not own.is_meta:
+        _check_as_planned(name, own, spec)
+
+    def whole() -> torch.Tensor:
+        value = model.initial.value(label, own)
+        _check_as_planned(name, value, spec)
+        return value
+
+    return whole
+
+
+def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None:
+    if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
+        raise PlanningError(
+            f"{label} is {type_text(value)} now, and the program was planned for {spec}.\n"
+            f"fix: change the model before its first step, or make the step anew"
+        )
+
+
+# -- which session ---------------------------------------------------------------------------------
+
+launches: list[Launch] = []
+"""That which runs, if one does."""
+_implicit: dict[Mesh, MeshSession] = {}
+_waiting: list[tuple[weakref.ref[MeshSession], Source | None]] = []
+"""The launch that was made last, with its line, until it is started or given up."""
+
+
+def remember(made: MeshSession, source: Source | None, *, tried: bool = False) -> None:
+    """It waits to be started, again where that was ``tried``; one that was made before no longer
+    does."""
+    _waiting[:] = [(weakref.ref(made, None if tried else _dropped), source)]
+
+
+def forget(made: MeshSession) -> None:
+    """It no longer waits to be started, if it did."""
+    _waiting[:] = [one for one in _waiting if one[0]() is not made]
+
+
+def _dropped(made: weakref.ref[MeshSession]) -> None:
+    """Nobody refers to it any more. Where it still waited, as after ``dt.launch(mesh)`` in a line
+    of its own, a warning: nothing will ever run there."""
+    for waiting, source in list(_waiting):
+        if waiting is made and not sys.is_finalizing():
+            _waiting.clear()
+            warnings.warn(
+                f"a launch was made and never started, and nothing refers to it any more: what "
+                f"follows runs without it.\n"
+                f"{lines_text(launch=source)}"
+                f"fix: with dt.launch(...): ...; or run = dt.launch(...) and run.start()",
+                RuntimeWarning,
+                stacklevel=caller_level(),
+            )
+
+
+def check_started() -> None:
+    """PlanningError where the launch that was made last was never started. One that nobody refers
+    to any more is none."""
+    for made, source in _waiting:
+        if made() is not None:
+            raise PlanningError(
+                f"a launch was made and never started, and this would run without it.\n"
+                f"{lines_text(launch=source, call=source_here())}"
+                f"fix: `with run:` around the call or run.start() before it, where run is what "
+                f"dt.launch gave; run.close() gives the launch up"
+            )
+
+
+def _lose() -> None:
+    """What ran was ended half-way by a second signal."""
+    for launch in (*launches, *(session.launch for session in _implicit.values())):
+        launch.cluster.interrupted()
+
+
+when_forced.append(_lose)
+
+
+def session_for(mesh: Mesh) -> MeshSession:
+    """That of the running launch, or the implicit in-process one of the mesh. PlanningError where
+    a launch waits to be started."""
+    with ONE_AT_A_TIME:
+        if launches:
+            launch = launches[-1]
+            if (session := launch.sessions.get(mesh)) is not None:
+                return session
+            from dtensor.api.store.meshes import not_launched
+
+            raise not_launched(mesh, launch.places)
+        check_started()
+        if mesh in _implicit and _implicit[mesh].cluster.failure is not None:
+            _implicit.pop(mesh).launch.close()
+        if mesh not in _implicit:
+            launch = Launch(launch_cluster(mesh.size), "compiled")
+            _implicit[mesh] = launch.add(mesh)
+        return _implicit[mesh]
+
+
+def session_at_hand(mesh: Mesh) -> MeshSession | None:
+    """As `session_for`, where there is one: that of the running launch, or the implicit one."""
+    found = launches[-1].sessions.get(mesh) if launches else None
+    return found or _implicit.get(mesh)
+
+
+def launched() -> MeshSession | None:
+    """The session of the first mesh of the running launch."""
+    return next(iter(launches[-1].sessions.values())) if launches else None

@@ -1,0 +1,536 @@
+"""The store of a launch: what its ranks have, by owner and key, and all that changes it.
+
+    store, owner = launch.store, Owner[str]()
+    home = session.stored("model 0: up.weight", spec)       # f32[64@tp,16] on ranks 0, 1
+    store.put(owner, {"up.weight": (tensor, home)})         # [32,16] to each
+    owner.stored["up.weight"]                               # home: that is where it is now
+    dict(store.get(owner.stored))                           # {"up.weight": tensor}, whole
+    store.move(plan, {"up.weight": (owner, "up.weight")})   # among ranks, to where the plan says
+    store.forget(owner, ["up.weight"], delete=True)
+
+Owners are a model's parameters and buffers, an optimizer's state, a step's gradients, a program's
+constants. An entry says what ranks have after all runs that were submitted; where a move is undone,
+it is put back. A value of an optimizer may be absent until a step makes it: its entry stands, its
+shards are empty. A home that a program has settled holds for what is put anew.
+
+Invariants: nothing but the store changes an entry. A move, a load or a put that fails leaves all
+entries as they were. Not here: when values are moved (session.py, replica.py, switch.py), what
+the module's own tensors are meanwhile (home.py); DTensors, whose values are made and dropped
+by thousands, have records and no entries (eager/values.py).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from dtensor.api.model.initial import init_program
+from dtensor.api.values.on_disk import OnDisk
+from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, Program, Stored
+from dtensor.daft.cluster.part import Part
+from dtensor.daft.run.worker import Counted
+from dtensor.frontend.initial.recipe import Recipe
+from dtensor.runtime.optimizer.shard_optimizer import absent, is_absent
+from dtensor.runtime.transfer.between_meshes import transfer_program, values_program
+from dtensor.sharding.ops.philox import Pieces
+from dtensor.sharding.redistribute.between_meshes import TransferPlan
+from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import REPLICATE
+from dtensor.sharding.spec.shards import assemble_at, lent_shard
+from dtensor.sharding.spec.stored import StoredTensor
+from dtensor.signals import waits_may_act
+
+PIECE_BYTES = 2**26
+"""What is put at a time, of all ranks together."""
+BUCKET_BYTES = 2**26
+"""What is fetched at a time: the controller holds no more than this twice."""
+MOST_LOADED = 64
+"""Programs of moves that stay loaded: those that ran last."""
+
+K = TypeVar("K", bound=Hashable)
+Source = Tensor | Callable[[], Tensor] | Recipe | OnDisk | None
+"""Of a value that is put: it, what gives it when its turn comes, or how ranks make or read their
+shards; None: absent until a step makes it."""
+
+
+class MeshRanks(Protocol):
+    """A mesh on ranks of a launch: of session.py."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def launch(self) -> LaunchRanks: ...
+    @property
+    def mode(self) -> Mode: ...
+    def check(self) -> None: ...
+    def put(self, values: Sequence[Mapping[str, object]], *, wait: bool = False) -> None: ...
+    def run(
+        self,
+        handle: Any,
+        inputs: Sequence[Mapping[str, object]],
+        keep: Mapping[str, str],
+        counted: Counted | None = None,
+    ) -> Future: ...
+    def told(self, error: DaftError) -> DaftError: ...
+    def forget(self, stored: StoredTensor) -> None: ...
+    def drop(self) -> None: ...
+
+
+class LaunchRanks(Protocol):
+    """A launch."""
+
+    @property
+    def cluster(self) -> Cluster: ...
+    @property
+    def mode(self) -> Mode: ...
+    @property
+    def sessions(self) -> Mapping[Mesh, MeshRanks]: ...
+    @property
+    def store(self) -> TensorStore: ...
+
+
+class Owner(Generic[K]):
+    """Who has values in the store: by key what is stored, and the homes that programs settled."""
+
+    __slots__ = ("_absent", "_settled", "_stored")
+
+    def __init__(self) -> None:
+        self._stored: dict[K, StoredTensor] = {}
+        self._settled: dict[K, StoredTensor] = {}
+        self._absent: set[K] = set()
+
+    @property
+    def stored(self) -> Mapping[K, StoredTensor]:
+        return MappingProxyType(self._stored)
+
+    @property
+    def settled(self) -> Mapping[K, StoredTensor]:
+        return MappingProxyType(self._settled)
+
+    def is_there(self, key: K) -> bool:
+        """Whether ranks have it, and some step has made it."""
+        return key in self._stored and key not in self._absent
+
+
+@dataclass(eq=False, slots=True)
+class Moving:
+    """A move that was submitted. ``before``: of each entry that it replaced, what was there;
+    ``undone``: called where it is put back; ``note``: what an error says then."""
+
+    store: TensorStore
+    run: Future
+    session: MeshRanks
+    note: str
+    undone: Callable[[], None]
+    before: dict[tuple[Owner[Any], Any], StoredTensor | None] = field(repr=False)
+    after: dict[tuple[Owner[Any], Any], StoredTensor] = field(repr=False)
+
+    def check(self) -> None:
+        """Wait for it. Raises what failed; the entries are then as they were."""
+        try:
+            self.run.check()
+        except DaftError as error:
+            self.store.undo(self)
+            if self.session.cluster.failure is None and self.note:
+                error.add_note(self.note)
+            raise self.session.told(error) from error.__cause__
+        self.store.ended(self)
+
+
+class TensorStore:
+    """One of each launch."""
+
+    def __init__(self, launch: LaunchRanks) -> None:
+        self._launch = launch
+        self._programs: OrderedDict[Hashable, _LoadedMove] = OrderedDict()
+        self._moving: list[Moving] = []
+
+    def _session(self, values: Iterable[StoredTensor]) -> MeshRanks:
+        """Where they are, which is one mesh."""
+        return self._launch.sessions[next(iter(values)).spec.mesh]
+
+    # -- in ---------------------------------------------------------------------------------------
+
+    def put(self, owner: Owner[K], given: Mapping[K, tuple[Source, StoredTensor]]) -> None:
+        """Put values where they are to be, on ranks that lack them."""
+        sent: list[tuple[Tensor | Callable[[], Tensor] | None, StoredTensor]] = []
+        made: dict[int, dict[str, tuple[Any, Pieces]]] = {}
+        names: dict[str, str] = {}
+        put: dict[K, StoredTensor] = {}
+        for key, (source, wanted) in given.items():
+            known = owner._stored.get(key)
+            had = {} if known is None else known.numbers
+            missing = wanted.on(rank for rank in wanted.at if rank not in had)
+            if isinstance(source, Recipe | OnDisk):
+                called = key if isinstance(key, str) else wanted.label
+                names[called] = wanted.label
+                for rank in missing.at:
+                    made.setdefault(rank, {})[called] = source, wanted.where(rank)
+            else:
+                sent.append((source, missing))
+            everyone = {**had, **wanted.numbers}
+            put[key] = StoredTensor.of(wanted.label, wanted.spec, sorted(everyone), everyone)
+        if not put:
+            return
+        session = self._session(put.values())
+        with waits_may_act():  # of signals: what is put and not noted is put anew
+            self._put_each(session, _shards(sent))
+        if made:
+            self._make(session, made, names)
+        owner._stored.update(put)
+        owner._absent.difference_update(put)
+        owner._absent.update(key for key, (source, _) in given.items() if source is None)
+
+    def _put_each(self, session: MeshRanks, values: Iterable[tuple[int, str, Tensor]]) -> None:
+        """Shards of ranks, in pieces: more than one is never on its way, and what makes them may
+        so make them of what the controller has."""
+        piece: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
+        nbytes = 0
+        for rank, label, shard in values:
+            piece[rank][label] = shard
+            nbytes += shard.nbytes
+            if nbytes >= PIECE_BYTES:
+                session.put(piece, wait=True)
+                piece, nbytes = [{} for _ in range(session.mesh.size)], 0
+        if any(piece):
+            session.put(piece)
+
+    def _make(
+        self,
+        session: MeshRanks,
+        made: Mapping[int, Mapping[str, tuple[Any, Pieces]]],
+        names: Mapping[str, str],
+    ) -> None:
+        """The ranks make their own shards, or read them, and keep them under these names."""
+        each = [made.get(rank, {}) for rank in range(session.mesh.size)]
+        handle = session.cluster.load(init_program(each, session.cluster.device))
+        try:
+            session.run(handle, [{} for _ in each], names).get()
+        finally:
+            if session.cluster.failure is None:
+                session.cluster.unload(handle)
+
+    def load(
+        self,
+        owner: Owner[K],
+        given: Mapping[K, StoredTensor],
+        reading: Callable[[Cluster], Program],
+    ) -> None:
+        """Each rank reads its shards of a checkpoint's values, by the program that is ``reading``
+        for the cluster (runtime/checkpoint/saving.py): of all on all ranks, or of none."""
+        session = self._session(given.values())
+        cluster = session.cluster
+        handle = cluster.load(reading(cluster))
+        try:
+            cluster.run(handle, [{}] * cluster.size).get()
+        except DaftError as error:
+            if cluster.failure is None:
+                error.add_note("nothing was loaded: the model has what it had.")
+            raise session.told(error) from error.__cause__
+        finally:
+            if cluster.failure is None:
+                cluster.unload(handle)
+        owner._stored.update(given)
+
+    def keep(self, owner: Owner[K], made: Mapping[K, StoredTensor]) -> None:
+        """A run that was submitted makes these, and keeps them."""
+        owner._stored.update(made)
+
+    def written(self, owner: Owner[K], keys: Set[K]) -> None:
+        """A step has ended well that makes these, if they were absent."""
+        if not owner._absent.isdisjoint(keys):
+            owner._absent.difference_update(keys)
+
+    # -- out --------------------------------------------------------------------------------------
+
+    def fetch(self, values: Collection[StoredTensor]) -> dict[str, dict[int, Tensor]]:
+        """By label, the shards by rank of the mesh, on the CPU. Waits for running steps."""
+        if not values:
+            return {}
+        session = self._session(values)
+        session.check()
+        wanted = by_rank(values, session.mesh.size)
+        try:
+            found = session.cluster.get(wanted).get()
+        except DaftError as error:
+            raise session.told(error) from error.__cause__
+        tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
+        return {one.label: {rank: tables[rank][one.label] for rank in one.at} for one in values}
+
+    def get(self, values: Mapping[K, StoredTensor]) -> Iterator[tuple[K, Tensor | None]]:
+        """Each value whole, on the CPU, a bucket at a time; None where it is absent."""
+        for bucket in buckets(values):
+            found = self.fetch([one.on(one.covering()) for one in bucket.values()])
+            for key, one in bucket.items():
+                parts = found[one.label]
+                none = one.spec.dtype != torch.bool and any(map(is_absent, parts.values()))
+                yield key, None if none else assemble_at(parts, one.spec)
+
+    def save(
+        self,
+        key: Hashable,
+        values: Mapping[tuple[str, ...], StoredTensor],
+        copying: Callable[[int], Program],
+        fed: Mapping[str, object],
+        counted: Counted,
+    ) -> Future:
+        """A run in which each rank copies its share of values for a writer: ``copying`` is its
+        program for so many ranks (runtime/checkpoint/saving.py), which stays loaded under ``key``
+        while they are stored so."""
+        session = self._session(values.values())
+        cluster = session.cluster
+        loaded = self._loaded(key, values, cluster, lambda: copying(cluster.size))
+        loaded.last = session.run(loaded.handle, [fed] * cluster.size, {}, counted)
+        return loaded.last
+
+    def forget(self, owner: Owner[K], keys: Iterable[K], *, delete: bool = False) -> None:
+        """These count no longer; ``delete``: they leave the ranks."""
+        left = [owner._stored.pop(key) for key in [*keys] if key in owner._stored]
+        owner._absent.intersection_update(owner._stored)
+        if delete and left:
+            session = self._session(left)
+            for one in left:
+                session.forget(one)
+
+    # -- homes, and moves among ranks -------------------------------------------------------------
+
+    def settle(
+        self,
+        owner: Owner[str],
+        homes: Mapping[str, StoredTensor],
+        plan: Callable[[Mapping[str, tuple[StoredTensor, StoredTensor]]], SyncPlan],
+    ) -> None:
+        """A program has its values there. What lies as none had said yet is moved."""
+        lying: dict[str, tuple[StoredTensor, StoredTensor]] = {}
+        for key in owner._stored.keys() & homes.keys() - owner._settled.keys():
+            if owner._stored[key] != homes[key]:
+                lying[key] = owner._stored[key], homes[key]
+        if lying:
+            lying = {key: lying[key] for key in homes if key in lying}  # in one order always
+            self.move(plan(lying), {key: (owner, key) for key in lying}).check()
+        owner._settled.update(homes)
+
+    def settle_anew(self, owner: Owner[K], homes: Mapping[K, StoredTensor]) -> None:
+        """Programs have its values there, and no others."""
+        owner._settled.clear()
+        owner._settled.update(homes)
+
+    def unsettle(self, owner: Owner[K], keys: Iterable[K]) -> None:
+        """No home is settled for these any more."""
+        for key in [*keys]:
+            owner._settled.pop(key, None)
+
+    def move(
+        self,
+        plan: SyncPlan,
+        into: Mapping[str, tuple[Owner[Any], Any]],
+        *,
+        key: Hashable = None,
+        also: Collection[int] = (),
+        note: str = "",
+        undone: Callable[[], None] = lambda: None,
+    ) -> Moving:
+        """Values go from rank to rank; all ranks agree that all have all before new ones count.
+
+        What an entry had before leaves the ranks that it is not on any more, when somebody has
+        seen that the move ended well.
+
+        Args:
+            into: whose each value is to be, by the plan's name of it.
+            key: the program stays loaded under it, for as long as the plan is the same.
+            also: ranks that agree besides.
+        """
+        launch, cluster = self._launch, self._launch.cluster
+        there = launch.sessions[next(iter(plan.transfers.values())).target.mesh]
+
+        def program() -> Program:
+            pairs = {name: (one.here, one.there) for name, one in plan.transfers.items()}
+            names = {name: (self._inner(a), self._inner(b)) for name, (a, b) in pairs.items()}
+            made = values_program(plan, cluster.size, cluster.device, names, state=True, also=also)
+            return across(cluster, made)
+
+        loaded = self._loaded(key, plan, cluster, program)
+        try:
+            loaded.last = cluster.run(loaded.handle, [{}] * cluster.size, mode=there.mode)
+        except DaftError as error:
+            raise there.told(error) from error.__cause__
+        finally:
+            if key is None and cluster.failure is None:
+                cluster.unload(loaded.handle)
+        after = {into[name]: own.there for name, own in plan.transfers.items()}
+        before = {(owner, key): owner._stored.get(key) for owner, key in after}
+        moving = Moving(self, loaded.last, there, note, undone, before, after)
+        self._moving.append(moving)
+        for (owner, key), stored in after.items():
+            owner._stored[key] = stored
+        return moving
+
+    def transfer(self, plan: TransferPlan) -> Future:
+        """A value that is nobody's goes from rank to rank, under a label of its own."""
+        cluster = self._launch.cluster
+        key = "transfer", plan.source, plan.target, plan.here.ranks, plan.there.ranks
+
+        def program() -> Program:
+            return across(cluster, transfer_program(plan, cluster.size, cluster.device))
+
+        loaded = self._loaded(key, key, cluster, program)
+        fed: list[dict[str, object]] = [{} for _ in range(cluster.size)]
+        for rank in plan.here.ranks:
+            fed[rank]["x"] = Stored(self._inner(plan.here))
+        keep, mode = {"y": self._inner(plan.there)}, self._launch.mode
+        loaded.last = cluster.run(loaded.handle, fed, mode=mode, keep=keep)
+        return loaded.last
+
+    def look(self, *, wait: bool = False) -> None:
+        """Put back what moves that have ended have not brought; with ``wait`` those too that are
+        under way. Who reads a move hears why."""
+        for moving in [*self._moving]:
+            if wait or moving.run.done():
+                try:
+                    moving.run.check()
+                except DaftError:  # `Moving.check` raises it
+                    self.undo(moving)
+                else:
+                    self.ended(moving)
+
+    def undo(self, moving: Moving) -> None:
+        """It brought nothing: entries are as before it, but where another one has replaced them."""
+        if moving not in self._moving:
+            return
+        later = self._moving[self._moving.index(moving) + 1 :]
+        self._moving.remove(moving)
+        for at, before in moving.before.items():
+            owner, key = at
+            again = next((other for other in later if at in other.before), None)
+            if again is not None:
+                again.before[at] = before
+            elif owner._stored.get(key) is moving.after[at]:
+                if before is None:
+                    del owner._stored[key]
+                else:
+                    owner._stored[key] = before
+        moving.undone()
+
+    def ended(self, moving: Moving) -> None:
+        """It ended well: what its entries had before leaves ranks that are not theirs any more."""
+        if moving not in self._moving:
+            return
+        self._moving.remove(moving)
+        meshes: set[Mesh] = set()
+        for at, before in moving.before.items():
+            if before is not None:
+                now = moving.after[at]
+                stays = now.at if now.spec.mesh == before.spec.mesh else ()
+                left = before.on(rank for rank in before.at if rank not in stays)
+                if left.at:
+                    self._session([left]).forget(left)
+                    meshes.add(left.spec.mesh)
+        for mesh in meshes:  # before one of them is put there again
+            self._launch.sessions[mesh].drop()
+
+    def _inner(self, stored: StoredTensor) -> str:
+        return inner_name(self._session([stored]), stored.label)
+
+    def _loaded(
+        self, key: Hashable, of: object, cluster: Cluster, program: Callable[[], Program]
+    ) -> _LoadedMove:
+        """The program of a move, a transfer or a save; it stays where it has a key."""
+        known = self._programs.get(key)
+        if known is not None and (known.of is of or known.of == of):
+            self._programs.move_to_end(key)
+            return known
+        if known is not None:
+            del self._programs[key]
+            known.cluster.unload(known.handle)
+        found = _LoadedMove(of, cluster, cluster.load(program()))
+        if key is not None:
+            for old, own in [*self._programs.items()][: len(self._programs) - MOST_LOADED + 1]:
+                if own.last is None or own.last.done():
+                    del self._programs[old]
+                    own.cluster.unload(own.handle)
+            self._programs[key] = found
+        return found
+
+
+@dataclass(slots=True)
+class _LoadedMove:
+    """``of``: what it was made for; ``last``: the last run of it."""
+
+    of: object
+    cluster: Cluster
+    handle: Handle
+    last: Future | None = None
+
+
+def by_rank(values: Iterable[StoredTensor], size: int) -> list[list[str]]:
+    """Their labels, by rank of the mesh."""
+    found: list[list[str]] = [[] for _ in range(size)]
+    for one in values:
+        for rank in one.at:
+            found[rank].append(one.label)
+    return found
+
+
+def buckets(values: Mapping[K, StoredTensor]) -> Iterator[dict[K, StoredTensor]]:
+    """Together of BUCKET_BYTES at most, but for a value that is larger alone."""
+    bucket: dict[K, StoredTensor] = {}
+    nbytes = 0
+    for key, one in values.items():
+        if bucket and nbytes + one.spec.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket, nbytes = {}, 0
+        bucket[key] = one
+        nbytes += one.spec.nbytes
+    if bucket:
+        yield bucket
+
+
+def across(cluster: Cluster, program: Program) -> Program:
+    """A program between meshes of a launch: its errors name a rank as each of them does."""
+    known_as = tuple(cluster.known_as.get(rank, "") for rank in range(cluster.size))
+    return replace(program, known_as=known_as)
+
+
+def inner_name(session: MeshRanks, name: str) -> str:
+    """What the tables of the launch's ranks have under a name of the mesh's."""
+    cluster = session.cluster
+    return cluster.inner(name) if isinstance(cluster, Part) else name
+
+
+def _shards(
+    values: Iterable[tuple[Tensor | Callable[[], Tensor] | None, StoredTensor]],
+) -> Iterator[tuple[int, str, Tensor]]:
+    """Of values that are here, one after the other."""
+    nothing = absent("cpu")
+    for source, stored in values:
+        if not stored.at:
+            continue
+        mesh, spec = stored.spec.mesh, stored.spec
+        whole = source() if callable(source) else source
+        alike = set(spec.placements) <= {REPLICATE}
+        if whole is not None and alike:
+            whole = whole.detach().contiguous()
+        for rank in stored.at:
+            if whole is None:
+                yield rank, stored.label, nothing
+            else:
+                shard = whole if alike else lent_shard(whole, spec, mesh.coordinates(rank))
+                yield rank, stored.label, shard

@@ -1,0 +1,343 @@
+"""Values that are elsewhere: a tensor, or an optimizer's state, whose first touch fetches them.
+
+    send_away(net.weight, holder, "weight")      # the same object; its memory is no longer read
+    net.weight.shape                             # asks nothing
+    net.weight.sum()                             # holder.bring((net.weight,)), then torch's sum
+    type(net.weight)                             # nn.Parameter again
+
+A tensor that is away has another class, and torch asks a class of its own before it does anything
+with such a tensor. What asks for a shape, a dtype or a gradient is answered as it is; anything else
+is a touch, a read or a write or both: the holder brings the value into the tensor's own memory and
+makes it a plain tensor again, and then torch goes on. So views, `.data`, `.numpy()`, deepcopy,
+pickle and fused kernels see present values, and tensors keep their identity.
+
+A holder whose values are gone raises; then only what writes the whole tensor (`copy_`, as
+`load_state_dict` has it) goes on, without them.
+
+What torch reads below that question is not seen: `torch.tensor(p)`, `p` under `torch.func.grad`,
+memory that others share (docs/state.md lists it). Not here: what holds values (home.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.private_torch import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    TensorBase,
+    disable_current_modes,
+    get_tracing_state,
+    pytree,
+    set_tracing_state,
+    temporarily_clear_interpreter_stack,
+)
+
+
+class Holder(Protocol):
+    """Who has the values."""
+
+    @property
+    def gone(self) -> str:
+        """Why they are out of reach for good, or ""."""
+        ...
+
+    def bring(self, tensors: Sequence[Tensor]) -> None:
+        """The tensors become plain, their memory current. RuntimeError where ``gone``."""
+        ...
+
+    def give_up(self, tensor: Tensor) -> None:
+        """The tensor becomes plain as it is: all of it is about to be written."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Whereabouts:
+    holder: Holder
+    label: str
+    kind: type[Tensor]  # the class that the tensor has at home
+
+
+class Away:
+    """What a tensor's class begins with while its value is elsewhere."""
+
+    _whereabouts: _Whereabouts
+    _kind: type[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """`type(p)(data)` makes what it would make at home."""
+        return cls._kind(*args, **kwargs)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ASKS_NOTHING and not (func == Tensor.type and len(args) + len(kwargs) > 1):
+            if func == _GRAD:
+                _refuse_clipping()
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        first = args[0] if args else None
+        if func in _WRITES_ALL and isinstance(first, Away) and first._whereabouts.holder.gone:
+            return _write_all(func, first, args, kwargs)
+        if not at_hand((args, kwargs)):
+            raise RuntimeError(
+                f"{func} reads a parameter whose value is on the ranks, where it cannot be fetched "
+                f"(under torch.compile, say).\n"
+                f"fix: module.state_dict() before, which fetches all until the next step"
+            )
+        return func(*args, **kwargs)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """Of which torch asks no class; `parametrize.register_parametrization` calls it."""
+        at_hand((self, args, kwargs))
+        return Tensor.set_(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(_home(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _home(self).__reduce_ex__(protocol)
+
+    def __repr__(self, **options: Any) -> str:
+        return repr(_home(self))
+
+
+def send_away(tensor: Tensor, holder: Holder, label: str) -> None:
+    """From now on ``holder`` has the value; ``label`` is its name for it."""
+    kind = tensor._whereabouts.kind if isinstance(tensor, Away) else type(tensor)
+    if not isinstance(tensor, Away):
+        tensor.__class__ = _away_kind(kind)
+    tensor._whereabouts = _Whereabouts(holder, label, kind)  # type: ignore[attr-defined]
+
+
+def bring_back(tensor: Tensor) -> None:
+    """The tensor is a plain one again, with what its memory has."""
+    assert isinstance(tensor, Away)
+    kind = tensor._whereabouts.kind
+    del tensor._whereabouts
+    tensor.__class__ = kind  # type: ignore[assignment]
+
+
+def holder_of(tensor: Tensor) -> Holder | None:
+    """Who has the value; None where it is at home."""
+    return tensor._whereabouts.holder if isinstance(tensor, Away) else None
+
+
+def label_of(tensor: Tensor) -> str:
+    assert isinstance(tensor, Away)
+    return tensor._whereabouts.label
+
+
+def at_hand(values: Any) -> bool:
+    """Bring home what in a pytree is away; whether there was anything."""
+    found = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Away)]
+    with ONE_AT_A_TIME:
+        for holder, tensors in by_holder(found):
+            holder.bring(tensors)
+    return bool(found)
+
+
+def by_holder(tensors: Iterable[Any]) -> list[tuple[Holder, list[Tensor]]]:
+    """The tensors that are away, each once, by who has them."""
+    found: dict[int, tuple[Holder, dict[int, Tensor]]] = {}
+    for tensor in tensors:
+        if isinstance(tensor, Away):
+            holder = tensor._whereabouts.holder
+            found.setdefault(id(holder), (holder, {}))[1][id(tensor)] = tensor  # type: ignore[assignment]
+    return [(holder, list(own.values())) for holder, own in found.values()]
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Within, tensors that are away are read and written as they are, and no mode of torch's (fake
+    tensors, a default device, vmap, jit.trace) changes what is done."""
+    with ExitStack() as stack:
+        tracing = get_tracing_state()
+        stack.callback(set_tracing_state, tracing)  # type: ignore[attr-defined]
+        set_tracing_state(None)  # type: ignore[attr-defined]
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(disable_current_modes())
+        stack.enter_context(DisableTorchFunction())
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def as_it_is() -> Any:
+    """Within, own code asks tensors for shapes and the like without a detour through Python."""
+    return DisableTorchFunctionSubclass()
+
+
+@cache
+def _away_kind(kind: type[Tensor]) -> type[Any]:
+    name = f"Away{kind.__name__}"
+    return types.new_class(name, (Away, kind), exec_body=lambda own: own.update(_kind=kind))
+
+
+def _home(tensor: Any) -> Any:
+    at_hand(tensor)
+    return tensor
+
+
+def _write_all(
+    func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Without the old values, which are gone; as before if torch refuses."""
+    at_hand((args[1:], kwargs))
+    where: _Whereabouts = tensor._whereabouts
+    bring_back(tensor)
+    try:
+        result = func(*args, **kwargs)
+    except BaseException:
+        send_away(tensor, where.holder, where.label)
+        raise
+    where.holder.give_up(tensor)
+    return result
+
+
+def _refuse_clipping() -> None:
+    """PlanningError where torch's own clipping asks for a gradient: it would find none, and clip
+    nothing without a word."""
+    asks: types.FrameType | None = sys._getframe(2)
+    if asks.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+        while asks is not None and not asks.f_code.co_name.startswith("clip_"):
+            asks = asks.f_back  # a comprehension, or a helper
+        name = asks.f_code.co_name if asks is not None else "clip_grad"
+        raise PlanningError(
+            f"torch.nn.utils.{name} finds no gradients: they are on the ranks, and the step has "
+            f"used them up\n"
+            f"fix: dt.train_step(..., clip_grad_norm=1.0), which clips within the step"
+        )
+
+
+# -- what is no touch ------------------------------------------------------------------------------
+
+_PROPERTIES = """
+    shape dtype device requires_grad is_leaf grad grad_fn ndim layout names output_nr retains_grad
+    itemsize nbytes _version _backward_hooks _post_accumulate_grad_hooks is_cpu is_cuda is_ipu
+    is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
+    is_vulkan is_xla is_xpu
+"""
+# Not dim and is_floating_point: the last that vmap and jvp ask before they wrap what there is.
+_METHODS = """
+    size ndimension numel nelement stride is_complex is_signed element_size
+    __len__ register_hook register_post_accumulate_grad_hook __hash__ requires_grad_ get_device
+    is_contiguous storage_offset is_same_size is_conj is_neg is_inference type
+"""
+_FOUND = {**vars(TensorBase), **vars(Tensor)}  # what this torch has of them
+_ASKS_NOTHING = frozenset(
+    {
+        *(_FOUND[name].__get__ for name in _PROPERTIES.split() if name in _FOUND),
+        *(_FOUND[name] for name in _METHODS.split() if name in _FOUND),
+        *(_FOUND[name].__set__ for name in ("grad", "requires_grad")),
+        _FOUND["grad"].__delete__,
+        torch.numel,
+        torch.is_complex,
+        torch.is_signed,
+        torch.is_same_size,
+    }
+)
+_GRAD = _FOUND["grad"].__get__
+_WRITES_ALL = frozenset(
+    {Tensor.copy_, Tensor.fill_, Tensor.zero_, Tensor.normal_, Tensor.uniform_}
+    | {_FOUND["data"].__set__}
+)
+
+
+# -- the state of an optimizer ---------------------------------------------------------------------
+
+Entries = dict[Tensor, dict[str, Any]]
+
+
+class AwayState(MutableMapping[Tensor, dict[str, Any]]):
+    """torch's ``optimizer.state``, parameter to its entries, while the ranks have it.
+
+    ``stale``: the ranks have newer ones than ``entries``; ``on_disk``: or files have, here, until
+    somebody looks; ``touched``: somebody has looked, and may have written; ``gone``: why they are
+    out of reach for good, or "".
+    """
+
+    def __init__(
+        self, entries: Entries, fetch: Callable[[], Entries], on_disk: Entries | None = None
+    ) -> None:
+        self.entries: Entries = entries
+        self.fetch = fetch
+        self.on_disk = on_disk
+        self.stale: bool = on_disk is not None
+        self.touched: bool = False
+        self.gone = ""
+
+    def refresh(self) -> Entries:
+        """The entries, current, which is no touch. RuntimeError where they are gone."""
+        if self.gone:
+            raise RuntimeError(self.gone)
+        if self.stale:
+            with ONE_AT_A_TIME:
+                self.entries = self.fetch()
+                self.stale, self.on_disk = False, None
+        return self.entries
+
+    def to_place(self) -> Entries:
+        """The entries for ranks to take: of files, where each is."""
+        return dict(self.refresh() if self.on_disk is None else self.on_disk)
+
+    def changed(self) -> None:
+        """The ranks have others from now on."""
+        self.stale = True
+        self.entries = {}
+
+    def plain(self) -> defaultdict[Tensor, Any]:
+        """As torch has it, current; no touch."""
+        return defaultdict(dict, self.refresh())
+
+    def _looked(self) -> Entries:
+        self.touched = True
+        return self.refresh()
+
+    def __getitem__(self, key: Tensor) -> dict[str, Any]:
+        return self._looked().setdefault(key, {})
+
+    def __setitem__(self, key: Tensor, value: dict[str, Any]) -> None:
+        self._looked()[key] = value
+
+    def __delitem__(self, key: Tensor) -> None:
+        del self._looked()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._looked()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._looked())
+
+    def __len__(self) -> int:
+        return len(self._looked())
+
+    def __repr__(self) -> str:
+        return repr(defaultdict(dict, self._looked()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> defaultdict[Tensor, Any]:
+        return copy.deepcopy(defaultdict(dict, self._looked()), memo)
+
+    def __copy__(self) -> defaultdict[Tensor, Any]:
+        return defaultdict(dict, self._looked())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self._looked()))

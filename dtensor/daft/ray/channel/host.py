@@ -1,0 +1,151 @@
+"""The Ray actor: a process that hosts ranks or spawned objects, and what it is asked to do.
+
+Example (the controller does this, `processes.py`):
+
+    actor = ray.remote(num_cpus=0)(Host).remote("/tmp/.../host0", Objects)
+    actor.call.remote((Objects.call, 0, 8, task), ref)   # a method of what it hosts, and arguments
+    actor.serve.remote(invitation)                       # or: calls come over a connection
+
+Calls come from Ray, or, while it serves, over the connection alone (`run_channel.py`): the thread
+that carries out Ray's calls reads them there, and blocks where there are none.
+
+Invariants: calls are carried out one at a time, in the order of their submission. What a `tell`
+raises, which nobody reads, the next `call` raises, whatever that comes to. Nothing that is raised
+ends the process, but for what a signal's handler raises; what goes to the controller is an error of
+daft's own. It knows nothing of what it hosts (`ranks.py`, `objects.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtensor.daft.errors import as_sent
+from dtensor.daft.raised import interrupts, reason_of, trace_of
+from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.bootstrap.starting import START_S
+from dtensor.daft.ray.channel.messages import (
+    ASKED,
+    GAVE,
+    RAISED,
+    UNREAD,
+    Data,
+    HostFailed,
+    Invitation,
+    Message,
+    encoded,
+    incoming,
+    join,
+    send,
+)
+
+LARGEST_KEPT = 1 << 25
+"""Bytes of a block of freed memory that stays with the process: what glibc's own threshold may grow
+to."""
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+class Host:
+    """`kind` makes what it hosts, of the host's program counter and `arguments`."""
+
+    def __init__(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
+        torch.set_num_threads(1)
+        keep_freed_memory()
+        self._counter: ProgramCounter | None = None
+        self.host(counter, kind, *arguments)
+
+    def host(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
+        """From now on this; what was hosted before is dropped."""
+        if self._counter is not None:
+            self._counter.stop()
+        self._counter = ProgramCounter(Path(counter))
+        self._counter.start()
+        self._unread: Exception | None = None
+        self._hosted = kind(self._counter, *arguments)
+
+    def call(self, what: tuple[Any, ...], *values: object) -> Any:
+        """`what`: a method and its arguments, of which `values` are the last."""
+        method, *given = what
+        unread, self._unread = self._unread, None
+        try:
+            made = method(self._hosted, *given, *values)  # in any case: others may wait for it
+        except BaseException as error:
+            if interrupts(error):
+                raise
+            if unread is None:
+                raise _as_sent(error) from error.__cause__
+            unread.add_note(f"then failed: {reason_of(error)}")
+            raise unread from None
+        if unread is not None:
+            raise unread
+        return made
+
+    def tell(self, what: tuple[Any, ...], *values: object) -> None:
+        method, *given = what
+        try:
+            method(self._hosted, *given, *values)
+        except BaseException as error:
+            if interrupts(error):
+                raise
+            self._unread = self._unread or _as_sent(error)
+
+    def serve(self, invitation: Invitation) -> None:
+        """Carry out what comes over a connection, until the controller ends that."""
+        with join(invitation, START_S) as sock, torch.no_grad():  # once, and not for each run
+            try:
+                for message in incoming(sock):
+                    if message is not None and (answer := self._answer(message)):
+                        send(sock, answer)
+            except (EOFError, OSError):  # it ended, or its machine cannot be reached
+                return
+
+    def _answer(self, message: Message) -> Sequence[Data]:
+        """What goes back: nothing to what was told."""
+        if message.kind != ASKED:
+            try:
+                what = (*message.functions, *message.value())
+            except BaseException as error:  # it does not unpickle here
+                if interrupts(error):
+                    raise
+                self._unread = self._unread or _as_sent(error)
+            else:
+                self.tell(what)
+            return ()
+        raised = RAISED if self._unread is None else UNREAD
+        try:
+            made = self.call((*message.functions, *message.value()))
+            return encoded(message.number, GAVE, (), made)
+        except BaseException as error:
+            if interrupts(error):
+                raise
+            return encoded(message.number, raised, (), (_as_sent(error), trace_of(error)))
+
+
+def _as_sent(error: BaseException) -> Exception:
+    """One of daft's own, which pickles."""
+    return error if isinstance(error, HostFailed) else as_sent(error)
+
+
+def keep_freed_memory() -> bool:
+    """Memory that is freed stays with the process, for the next step; whether that could be set.
+
+    A step frees what it makes, and the next one makes the same again. By default glibc returns a
+    block of megabytes to the system when it is freed, so that each page of each tensor is faulted
+    in again: 7,700 faults and 9% of a training step of four transformer blocks of width 256. Blocks
+    above `LARGEST_KEPT` still come from the system, so that a process keeps no gigabyte that it
+    used once. Other allocators (an LD_PRELOAD of jemalloc, macOS) are left as they are, and so is
+    memory of GPUs, which torch caches by itself.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # another C library
+        return False
+    return bool(
+        mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+    )

@@ -1,0 +1,404 @@
+"""Messages between controller and hosts: what a call is on a stream of bytes.
+
+    sock = join(invitation)                                    # the host's end; proves who it is
+    for message in incoming(sock):                             # and at the other end
+        method, *_ = message.functions                      #   send(encoded(8, ASKED, (f,), (x,)))
+
+A message is a head (its number, its kind, how long the rest is), the lengths of its buffers, the
+functions that it names, the pickle of the rest, the buffers. Functions are pickled once. Tensors of
+`SMALL_BYTES` and more, and numpy arrays, are buffers (pickle's protocol 5): they are written from
+where they lie and read to where they stay.
+Classes and functions of the user's script go along, as cloudpickle has it.
+
+Invariants: a tensor arrives contiguous, on the CPU, in memory of its own that may be written to.
+A stream that breaks off inside a message, or whose reader was interrupted inside one, gives none
+after it. Nobody is read from who has not proved to know the launch's key; what follows is neither
+encrypted nor signed, as with multiprocessing's connections and Ray's own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import pickle
+import secrets
+import socket
+import struct
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from typing import Any, Literal, TypeAlias
+
+import numpy
+import ray.cloudpickle
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from dtensor.daft.errors import DaftError
+from dtensor.daft.raised import PICKLERS, reduced
+from dtensor.daft.ray.bootstrap.dead_connections import listen_to
+
+_cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
+
+Kind: TypeAlias = Literal[0, 1, 2, 3, 4]
+TOLD: Kind = 0  # nobody reads what it gives
+ASKED: Kind = 1
+GAVE: Kind = 2
+RAISED: Kind = 3
+"""With an exception, and its traceback as text."""
+UNREAD: Kind = 4
+"""As `RAISED`, with what an earlier call has raised that was told."""
+Function: TypeAlias = Callable[..., object]
+Data: TypeAlias = bytes | bytearray | memoryview
+
+
+class HostFailed(Exception):
+    """What a host raises to the controller: its error, which may be the consequence of another's
+    end, one of `hosts`."""
+
+    def __init__(self, error: DaftError, hosts: tuple[int, ...]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.hosts = hosts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (HostFailed, (self.error, self.hosts))
+
+
+class CloudExceptionPickler(_cloudpickle.Pickler):
+    """Takes along classes that the other side cannot import."""
+
+    causes = True
+
+    def reducer_override(self, obj: Any) -> Any:
+        found = reduced(obj, self.causes)
+        return super().reducer_override(obj) if found is NotImplemented else found  # pyright: ignore
+
+
+PICKLERS.insert(0, CloudExceptionPickler)
+
+SMALL_BYTES = 1 << 14
+"""A tensor below goes with the pickle: a buffer of its own costs more than the copy."""
+ROOM = 1 << 16  # what is read at once
+SOCKET_BYTES = 1 << 22
+"""What may be under way, asked of the system, which may allow less."""
+MOST_PIECES = 512  # in one call of the system's, which has a limit of 1024
+_LEVEL = 1
+"""Of zlib's: 6 takes three times as long, for a fifth fewer bytes."""
+_HEAD = struct.Struct("<QIIIQ")
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """`number`: of the call, in the order of its host's."""
+
+    number: int
+    kind: Kind
+    named: bytes
+    pickled: Data
+    buffers: list[Data]
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        return _functions(self.named)
+
+    def value(self) -> Any:
+        return pickle.loads(self.pickled, buffers=self.buffers)
+
+
+@cache
+def _named(functions: tuple[Function, ...]) -> bytes:
+    return _pickled(functions)[0]
+
+
+@cache
+def _functions(named: bytes) -> tuple[Function, ...]:
+    return pickle.loads(named)
+
+
+class MessagePickler(_cloudpickle.Pickler):
+    """Takes the bytes of tensors from where they are."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in (Tensor, Parameter) and _has_elements(obj):
+            data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            kept = bytearray(data) if len(data) < SMALL_BYTES else pickle.PickleBuffer(data)
+            what = kept, _NAMES[obj.dtype], tuple(obj.shape)
+            parameter = type(obj) is Parameter
+            plain = not (parameter or obj.requires_grad)
+            return _tensor, what if plain else (*what, parameter, obj.requires_grad)
+        return super().reducer_override(obj)  # pyright: ignore
+
+
+def _has_elements(tensor: Tensor) -> bool:
+    """Whether it is but its elements; others go as pickle has them."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return False
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
+def _tensor(
+    data: Data, dtype: str, shape: tuple[int, ...], parameter: bool = False, grad: bool = False
+) -> Tensor:
+    if len(data):
+        tensor = torch.frombuffer(data, dtype=_DTYPES[dtype]).reshape(shape)
+    else:
+        tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+    return Parameter(tensor, grad) if parameter else tensor.requires_grad_(grad)
+
+
+def _pickled(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
+    """The pickle of a value, and its buffers, which are not copied."""
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    MessagePickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    return file.getvalue(), buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A value that is large and alike in itself, as a program is: pickled, and compressed."""
+
+    data: bytes
+
+    @staticmethod
+    def of(value: object) -> Packed:
+        file = io.BytesIO()
+        MessagePickler(file, protocol=5).dump(value)
+        return Packed(zlib.compress(file.getvalue(), _LEVEL))
+
+    def value(self) -> Any:
+        return pickle.loads(zlib.decompress(self.data))
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a message brings, pickled. `kept`: in memory of its own, to be sent again."""
+
+    body: bytes
+    buffers: Sequence[Data]
+
+    @staticmethod
+    def of(value: object) -> Payload:
+        body, large = _pickled(value)
+        return Payload(body, [buffer.raw() for buffer in large])
+
+    def kept(self) -> Payload:
+        return Payload(self.body, [bytes(buffer) for buffer in self.buffers])
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body) + sum(map(len, self.buffers))
+
+
+def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: object) -> list[Data]:
+    """The pieces of a message, in their order. `value`: what it brings, or that as a `Payload`."""
+    named = _named(functions)
+    brings = value if isinstance(value, Payload) else Payload.of(value)
+    body, buffers = brings.body, brings.buffers
+    head = _HEAD.pack(number, kind, len(buffers), len(named), len(body))
+    if not buffers:
+        return [b"".join((head, named, body))]
+    lengths = struct.pack(f"<{len(buffers)}Q", *map(len, buffers))
+    return [b"".join((head, lengths, named, body)), *buffers]
+
+
+def unsent(pieces: Sequence[Data], sent: int) -> list[memoryview]:
+    """What is left of them after so many bytes."""
+    left: list[memoryview] = []
+    for piece in pieces:
+        view = memoryview(piece)
+        if sent < len(view):
+            left.append(view[sent:])
+        sent = max(0, sent - len(view))
+    return left
+
+
+def send(sock: socket.socket, pieces: Sequence[Data]) -> None:
+    """All of it; waits until it is written."""
+    while pieces:
+        sent = sock.sendmsg(islice(pieces, MOST_PIECES))
+        pieces = unsent(pieces, sent)
+
+
+class _Stream:
+    """What was read of one and not yet taken."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._room = memoryview(bytearray(ROOM))
+        self._begin = self._end = 0
+
+    @property
+    def empty(self) -> bool:
+        return self._begin == self._end
+
+    def fill(self) -> Generator[None, None, None]:
+        """What there is, where there is nothing yet."""
+        self._begin, self._end = 0, (yield from self._read(self._room))
+
+    def small(self) -> Message | None:
+        """One without buffers that is there already, at the least cost: runs are such."""
+        body = self._begin + _HEAD.size
+        if body <= self._end:
+            number, kind, count, length, size = _HEAD.unpack_from(self._room, self._begin)
+            middle = body + length
+            if not count and middle + size <= self._end:
+                self._begin = middle + size
+                named, rest = self._room[body:middle], self._room[middle : middle + size]
+                return Message(number, kind, bytes(named), bytes(rest), [])
+        return None
+
+    def message(self) -> Generator[None, None, Message]:
+        number, kind, count, length, size = _HEAD.unpack((yield from self.take(_HEAD.size)))
+        lengths = struct.unpack(f"<{count}Q", (yield from self.take(8 * count)))
+        named = bytes((yield from self.take(length)))
+        body = yield from self.take(size)
+        buffers: list[Data] = []
+        for each in lengths:
+            buffers.append((yield from self.take(each)))
+        return Message(number, kind, named, body, buffers)
+
+    def take(self, size: int) -> Generator[None, None, Data]:
+        """So many bytes, in memory of their own; yields where there are no more now."""
+        if size <= ROOM:
+            while self._end - self._begin < size:
+                if self._begin + size > ROOM:
+                    self._room[: self._end - self._begin] = self._room[self._begin : self._end]
+                    self._begin, self._end = 0, self._end - self._begin
+                self._end += yield from self._read(self._room[self._end :])
+            self._begin += size
+            taken = bytearray(self._room[self._begin - size : self._begin])
+            if self._begin == self._end:
+                self._begin = self._end = 0
+            return taken
+        view = numpy.empty(size, numpy.uint8).data  # which nobody has filled with zeros
+        there = self._end - self._begin
+        view[:there] = self._room[self._begin : self._end]
+        self._begin = self._end = 0
+        while there < size:
+            there += yield from self._read(view[there:])
+        return view
+
+    def _read(self, into: memoryview) -> Generator[None, None, int]:
+        while True:
+            try:
+                count = self._sock.recv_into(into)
+            except BlockingIOError:
+                yield
+                continue
+            except OSError as error:  # reset, or out of reach for too long
+                raise EOFError from error
+            if not count:
+                raise EOFError
+            return count
+
+
+def incoming(sock: socket.socket) -> Generator[Message | None]:
+    """The messages of a stream; None where no whole one is there now, and where all that was read
+    is taken. `EOFError` at its end."""
+    stream = _Stream(sock)
+    while True:
+        yield from stream.fill()
+        while not stream.empty:
+            yield stream.small() or (yield from stream.message())
+        yield None
+
+
+# -- who is at the other end -----------------------------------------------------------------------
+
+NONCE_BYTES = 32
+_CLAIM = struct.Struct(f"<I{NONCE_BYTES}s32s")
+CLAIM_BYTES = _CLAIM.size
+PROOF_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invitation:
+    """How host `index` gets to the controller: by the socket at `path` if it is on its machine,
+    else by `address`. The key is of the launch, and goes with the call that starts the host."""
+
+    index: int
+    path: str | None
+    address: tuple[str, int] | None
+    key: bytes = field(repr=False)
+
+
+def join(invitation: Invitation, patience_s: float) -> socket.socket:
+    """The host's end, once both have proved that they know the key."""
+    sock = _connected(invitation)
+    try:
+        sock.settimeout(patience_s)
+        nonce = _exactly(sock, NONCE_BYTES)
+        own = secrets.token_bytes(NONCE_BYTES)
+        sock.sendall(claim(invitation.key, nonce, invitation.index, own))
+        if not hmac.compare_digest(_exactly(sock, PROOF_BYTES), proof(invitation.key, own)):
+            raise ConnectionError("who answered there is not the controller")
+        sock.settimeout(None)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _connected(invitation: Invitation) -> socket.socket:
+    if invitation.path is not None:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(invitation.path)
+        except (FileNotFoundError, ConnectionRefusedError):  # it is on another machine
+            sock.close()
+            if invitation.address is None:
+                raise
+        else:
+            widen(sock)
+            return sock
+    assert invitation.address is not None, "a controller listens somewhere"
+    sock = socket.create_connection(invitation.address)
+    widen(sock)
+    return sock
+
+
+def widen(sock: socket.socket) -> None:
+    """More may be under way than by default; small messages do not wait for others; what leads to
+    another machine breaks when that falls silent."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listen_to(sock)
+
+
+def claim(key: bytes, nonce: bytes, index: int, own: bytes) -> bytes:
+    """What a host answers to the controller's nonce, with one of its own."""
+    return _CLAIM.pack(index, own, _digest(key, b"host", nonce, struct.pack("<I", index), own))
+
+
+def claimed(key: bytes, nonce: bytes, said: bytes) -> tuple[int, bytes] | None:
+    """The host and its nonce, if it knows the key."""
+    index, own, digest = _CLAIM.unpack(said)
+    known = hmac.compare_digest(said, claim(key, nonce, index, own))
+    return (index, own) if known and digest else None
+
+
+def proof(key: bytes, nonce: bytes) -> bytes:
+    """The controller's answer to a host's nonce."""
+    return _digest(key, b"controller", nonce)
+
+
+def _digest(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        if not (more := sock.recv(size - len(found))):
+            raise ConnectionError("the controller hung up")
+        found += more
+    return found

@@ -1,0 +1,357 @@
+"""The processes of a launch: each is a Ray actor that hosts ranks or spawned objects.
+
+    home = Home(address=None, deadline_s=60.0)       # joins a Ray, or starts one on this machine
+    process = home.spawn(Ranks, (0,), "cpu")         # and its counter file; nothing is waited for
+    ref = process.call(Ranks.get, {0: ("w",)})       # Ray's reference to what it will give
+    home.close()                                     # all end, and Ray if it was started here
+
+How a call of Ray's reaches a host is here, and here alone; one that `serves` is called over a
+connection instead (`run_channel.py`). On this machine there is also a handle to the process, which
+ends it even when it is stopped: Ray's kill needs the process to answer.
+
+Invariants: only what was started here is ended here, and all of it, whatever raises meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from dtensor.daft.errors import ClusterClosed
+from dtensor.daft.ray.bootstrap.launch_folder import LaunchFolder
+from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
+from dtensor.daft.ray.bootstrap.starting import (
+    LOOPBACK,
+    Machine,
+    end_ray,
+    machines,
+    missing_environment,
+    own_address,
+    own_node,
+    start_ray,
+)
+from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
+from dtensor.daft.ray.channel.host import Host
+from dtensor.daft.ray.channel.messages import Invitation
+from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, RunChannel
+
+_ray: Any = ray  # Ray's stubs leave most of its types unknown
+END_S = 30.0
+"""How long a process may take to end after SIGKILL: it frees its memory."""
+NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
+
+
+def start_host(
+    options: Mapping[str, object], counter: Path, kind: Callable[..., object], *arguments: object
+) -> Any:
+    """Ray's handle to an actor that hosts what `kind` makes. `options` are Ray's, `counter` is the
+    path of its file."""
+    all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
+    all_options |= options
+    if (environment := missing_environment()) is not None:
+        # Only then, as a runtime environment adds half a second to every actor.
+        all_options["runtime_env"] = {"env_vars": environment}
+    return _ray.remote(Host).options(**all_options).remote(str(counter), kind, *arguments)
+
+
+class HostProcess:
+    """A host, by its number in the launch, its counter file, and its process if that is on this
+    machine."""
+
+    def __init__(self, index: int, counter: ProgramCounter, actor: Any) -> None:
+        self.index = index
+        self.counter = counter
+        self.actor = actor
+        self.started: float = time.monotonic()
+        self.counts = True  # others rest on it: no spare, and none that was replaced
+        self._serving: Any = None  # Ray's reference to the call that it ends with
+        self.machine = ""  # Ray's name of where it is, where that matters
+        self._process: int | None = None
+        self._ended = False  # before anybody held on to it
+        self._answered = False
+
+    @property
+    def answered(self) -> bool:
+        """A call: then it has started, though its counter may not be seen."""
+        return self._answered
+
+    @answered.setter
+    def answered(self, answered: bool) -> None:
+        if answered != self._answered:
+            self._answered = self.counter.answered = answered
+
+    # -- calls ----------------------------------------------------------------------------------
+    # Ray resolves references that are arguments of their own; each argument costs it 20 us.
+    def call(
+        self,
+        method: Callable[..., object],
+        *given: object,
+        values: Sequence[object] = (),
+        num_returns: int = 1,
+    ) -> Any:
+        """Ray's reference to what the method of what it hosts gives; or a list of them. `values`
+        are the last arguments: Ray's references, which it resolves, or the values themselves."""
+        remote = self.actor.call
+        if num_returns != 1:
+            remote = remote.options(num_returns=num_returns)
+        return remote.remote((method, *given), *values)
+
+    def tell(
+        self, method: Callable[..., object], *given: object, values: Sequence[object] = ()
+    ) -> Any:
+        """Nobody reads what it gives; what it raises comes with the next call."""
+        return self.actor.tell.remote((method, *given), *values)
+
+    def serve(self, invitation: Invitation) -> None:
+        """From now on it is called over a connection, until that is closed."""
+        self._serving = self.actor.serve.remote(invitation)
+
+    def ended(self, patience_s: float = 0.0) -> str | None:
+        """What Ray says of the end of one that served, if it has ended."""
+        if self._serving is None or not _ray.wait([self._serving], timeout=patience_s)[0]:
+            return None
+        try:
+            _ray.get(self._serving)
+        except ray.exceptions.RayTaskError as error:
+            return f"it could not serve: {error.cause}"
+        except ray.exceptions.RayError as error:
+            # Its frames hold it, and would hold this and the actor until a collection.
+            return str(error.with_traceback(None))
+        return None  # its connection ended, and it is there
+
+    @property
+    def id(self) -> str:
+        """What Ray's errors call it."""
+        return str(self.actor._actor_id.hex())
+
+    # -- life -----------------------------------------------------------------------------------
+    def watch(self) -> None:
+        """Hold on to the process as soon as it has started."""
+        if self._process is None and not self._ended and self.counter.pid:
+            try:
+                self._process = os.pidfd_open(self.counter.pid)
+            except ProcessLookupError:
+                self._ended = True
+
+    @property
+    def gone(self) -> bool:
+        """Whether the process has ended, as far as can be seen from here."""
+        self.watch()
+        return self._ended or self._ends_within(0.0)
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is on another machine: it has answered, and its counter does not say who."""
+        return self._answered and not self.counter.pid
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal has stopped it: its state says so, where a heartbeat may be late."""
+        return self._stat()[0] in "Tt"
+
+    @property
+    def cpu_s(self) -> float:
+        """Seconds of CPU time of all its threads, and of processes that it started and that have
+        ended, as compilers; 0 if it is not on this machine."""
+        return sum(map(int, self._stat()[11:15])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def runnable_s(self) -> float:
+        """For how long the thread that runs instructions was on a core, or waited for one; 0 where
+        the kernel does not count it."""
+        path = f"/proc/{self.counter.pid}/task/{self.counter.read().thread}/schedstat"
+        try:
+            return sum(map(int, Path(path).read_text().split()[:2])) / 1e9
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+
+    def kill(self) -> None:
+        """Ask Ray to end it; a process that runs ends at once."""
+        self.watch()
+        if ray.is_initialized():
+            _ray.kill(self.actor, no_restart=True)
+
+    def end(self, grace_s: float = 1.0) -> None:
+        """After `kill`: wait for the process to end; a stopped one needs a signal."""
+        if self._process is not None and not self._ends_within(grace_s):
+            with suppress(ProcessLookupError):  # it may end between the two lines
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            self._ends_within(END_S)
+
+    def close(self) -> None:
+        """Let go of the process and its file."""
+        if self._process is not None:
+            os.close(self._process)
+        self._process, self._ended = None, True
+        self.counter.close()
+
+    def _stat(self) -> list[str]:
+        """State, parent, ... as `man 5 proc` has them from the third on."""
+        try:
+            text = Path(f"/proc/{self.counter.pid}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ["X", *"0" * 14]
+        return text.rpartition(")")[2].split()
+
+    def _ends_within(self, seconds: float) -> bool:
+        if self._process is None:
+            return False
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(int(seconds * 1000)))
+
+
+class RayCalls:
+    """What has become of calls of Ray's."""
+
+    def get(self, refs: Sequence[Any], seconds: float) -> list[Any]:
+        """As `RunChannel.get`."""
+        try:
+            return _ray.get(list(refs), timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise NotYet from None
+        except ray.exceptions.RayTaskError as error:
+            cause: object = error.cause
+            if isinstance(cause, ray.exceptions.RayError):
+                raise CallLost(str(cause)) from None
+            if isinstance(cause, Exception):
+                raise cause from cause.__cause__ or error
+            raise
+        except ray.exceptions.RayError as error:
+            raise CallLost(str(error)) from None
+
+    def failure(self, ref: Any) -> Exception | None:
+        """As `RunChannel.failure`."""
+        try:
+            self.get([ref], 0)
+        except NotYet:
+            return None
+        except Exception as error:  # whatever it is that the call has raised
+            return error
+        return None
+
+    def came(self, refs: Sequence[Any]) -> bool:
+        refs = list(refs)
+        return len(_ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+
+    def listen(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def broken(self) -> Sequence[int]:
+        return ()
+
+
+class Home:
+    """What a launch on Ray has on this machine: Ray, if it was started here, its folder, its
+    processes, and the store where those find each other."""
+
+    def __init__(self, address: str | None, deadline_s: float) -> None:
+        self.processes: list[HostProcess] = []
+        self._closed = False
+        self.secret: bytes = secrets.token_bytes(32)  # by which its processes know each other
+        self._store: SignedStore | None = None
+        self._channel: RunChannel | None = None
+        self._snapshots: Path | None = None
+        self._machines: dict[str, Machine] | None = None
+        with ExitStack() as ending:
+            self.folder: LaunchFolder = LaunchFolder.make()
+            ending.callback(self.folder.close)
+            self._folder = self.folder.path
+            if start_ray(address, deadline_s):
+                ending.callback(end_ray)
+            self.address: str = own_address()  # as long as this lasts, whichever machines end
+            self._ending = ending.pop_all()
+
+    def spawn(
+        self,
+        kind: Callable[..., object],
+        *arguments: object,
+        options: Mapping[str, object] = NO_OPTIONS,
+    ) -> HostProcess:
+        """A host of what `kind` makes, in a process of its own; nothing is waited for."""
+        if self._closed:
+            raise ClusterClosed("This launch is closed.")
+        index = len(self.processes)
+        path = self._folder / f"host{index}"
+        counter = ProgramCounter.make(path)
+        actor = start_host(options, path, kind, *arguments)
+        self.processes.append(HostProcess(index, counter, actor))
+        return self.processes[-1]
+
+    def connect(self) -> RunChannel:
+        """To processes of this launch, which are told to serve it."""
+        address = self.address
+        elsewhere = address if address != LOOPBACK else None
+        self._channel = RunChannel(self._folder, 0, elsewhere)
+        return self._channel
+
+    def hang_up(self) -> None:
+        """The processes that serve end that, once they have done what they were asked."""
+        if self._channel is not None:
+            self._channel.close()
+
+    @property
+    def store(self) -> SignedStore:
+        if self._store is None:
+            self._store = SignedStore.open(self.address, self.secret)
+        return self._store
+
+    @property
+    def snapshots(self) -> Path:
+        """The launch's own folder in memory, 0700, for what outlives a process."""
+        if self._snapshots is None:
+            self._snapshots = self._ending.enter_context(OwnFolder.in_memory()).path
+        return self._snapshots
+
+    def machines(self, kind: str = "CPU") -> list[Machine]:
+        """Those that Ray spans, where they are several; `kind`: as of `starting.machines`."""
+        if self.address == LOOPBACK:
+            return []
+        found = machines(kind)
+        self._machines = {machine.node: machine for machine in found}
+        return found if len(found) > 1 else []
+
+    def named(self, machine: str) -> str:
+        """What people call one, by Ray's name of it; "" if there are no others."""
+        known = self._machines or {}
+        if len(known) < 2 or machine not in known:
+            return ""
+        name = str(known[machine])
+        same = [each for each in known.values() if str(each) == name]  # nodes of one machine
+        return name if len(same) == 1 else f"{name}, node {machine[:8]}"
+
+    @property
+    def own_machine(self) -> str:
+        """Ray's name of the controller's."""
+        return own_node()
+
+    def announce(self, key: str) -> None:
+        """To those that wait at the store, if anybody does."""
+        if self._store is not None:
+            self._store.set(key, "")
+
+    def close(self) -> None:
+        """End all of it, waiting until it has ended. Twice is fine."""
+        self._closed = True
+        processes, self.processes = self.processes, []
+        self.hang_up()
+        self._store = None  # and its port: somebody may hold on to a future, and so to this
+        with self._ending as ending:  # the last first; each is done, whichever raises
+            for process in processes:
+                ending.callback(process.close)
+            for process in processes:
+                ending.callback(process.end)
+            for process in processes:
+                process.kill()

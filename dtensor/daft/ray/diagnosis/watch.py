@@ -1,0 +1,431 @@
+"""The hosts of a launch, as the controller sees them: who is alive, who was lost, and doing what.
+
+    watch = HostWatch(controller, home, RayCalls(), deadline_s=60, call_deadline_s=3600, due=None)
+    watch.get([Asked(process, process.call(Objects.failures))])     # or the root cause of a failure
+
+A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
+killed, host 0 says "Connection closed by peer": the root is `ActorLost` for host 1, with the
+instruction in its counter file, and host 0's error as a note. In order: a `Call` that raised; a
+host that was lost; a transfer that failed for another reason. Within one sort, the lowest.
+
+Invariants: a host is lost once, described by what it was doing then, and every failure that comes
+of it is that one `ActorLost`. So that whatever waits for it fails, a host is ended that has stopped
+for `deadline_s`; that is in one call for `call_deadline_s`; and, where hosts have to move, one of
+those that hold up the calls that are waited for, when all of them have stood still for `deadline_s`
+and none was at work in that time, that is, in what ends by itself and using the CPU. Who holds a
+call up is the controller's to say (`Due`): what other hosts do neither hides a hang nor looks like
+one. Who waits for another is not ended for it: waits are followed from host to host, and one is
+ended at which they end (`diagnosis/diagnosis.py`).
+
+It does not know what hosts run: the controller says what one was doing, and for whom it waits
+(`Controller`).
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from dtensor.daft.diagnosis.diagnosis import FOR_NOBODY, Waits, ends_of
+from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
+from dtensor.daft.ray.bootstrap.progress import Progress
+from dtensor.daft.ray.bootstrap.starting import START_S
+from dtensor.daft.ray.channel.messages import HostFailed
+from dtensor.daft.ray.channel.processes import Home, HostProcess
+from dtensor.daft.ray.channel.run_channel import CallLost, NotYet
+from dtensor.daft.ray.diagnosis.stragglers import Late
+from dtensor.daft.ray.transports.joining import lost_key
+from dtensor.signals import wait
+
+SLICE_S = 0.25  # how often a waiting controller looks at the hosts
+SETTLE_S = 5.0  # how long after a first failure it looks for its root
+ENDING_S = 1.0  # how long Ray may take to say how a process ended that is gone
+CUT_OFF_S = 0.5
+"""So long for the end of a process that can be called no longer; and for any other root, where what
+fails is recovered from: that looks again who is there."""
+STALE_S = 5.0
+"""A heartbeat comes every 0.25 s, later on a loaded machine; one this old means that its process
+has stopped, though no signal did that: a debugger, a frozen container, a machine that is gone."""
+COMPUTES = 0.05
+"""Of a core: a process that used so much of it over `deadline_s` computes, if slowly on a loaded
+machine. What Ray's threads use in an idle one is an eighth of that."""
+RUNNABLE = 0.9
+"""Of the time: whose thread was on a core or waited for one for so much of it computes, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """Of the CPU, by a host so far; `runnable_s`: that its thread had, or waited for."""
+
+    cpu_s: float
+    runnable_s: float
+
+    @staticmethod
+    def of(host: HostProcess) -> _Used:
+        return _Used(host.cpu_s, host.runnable_s)
+
+    def computes(self, before: _Used, seconds: float) -> bool:
+        """Whether the host did so in the seconds since then."""
+        return (
+            self.cpu_s - before.cpu_s >= COMPUTES * seconds
+            or self.runnable_s - before.runnable_s >= RUNNABLE * seconds
+        )
+
+
+@dataclass(slots=True)
+class Asked:
+    """A call under way: who was called, what stands for the result (of Ray's or of the run
+    channel's), and the number of the first run that came behind it. `since`: somebody waits for it
+    and nobody has moved who holds it up; `used`: the CPU time of each of those by then."""
+
+    host: HostProcess
+    ref: Any
+    before: int = 0
+    since: float | None = None
+    used: Mapping[int, _Used] = field(default_factory=dict[int, "_Used"])
+    call: Any = None  # to be made again, where that may be
+    gone: ActorLost | None = None  # a value that it was to read was lost with a process
+
+
+Due: TypeAlias = Callable[[Sequence[Asked]], Mapping[int, int]]
+"""By host, the last run that it has to end before these calls can come back."""
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """Where a host was seen, since when, and `earlier`, where it was before that; what it had
+    `used` of the CPU when that was `measured`, and whether it computed for `deadline_s` before."""
+
+    at: Progress
+    earlier: Progress
+    since: float
+    measured: float
+    used: _Used
+    computes: bool = False
+    at_work: bool = False  # and not in a wait for another
+
+
+class Controller(Protocol):
+    """Who has given the hosts what they do."""
+
+    @property
+    def failure(self) -> DaftError | None:
+        """Of all of it, so that nobody waits on."""
+        ...
+
+    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+        """What a host was doing when this became of it."""
+        ...
+
+    def at_work(self, host: int, at: Progress) -> bool:
+        """Whether a host is in what ends by itself, a `Call` say, and in no wait for another."""
+        ...
+
+    def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
+        """For whom those hosts wait that do, by where all are."""
+        ...
+
+
+class Calls(Protocol):
+    """What has become of calls, by what stands for their results."""
+
+    def get(self, refs: Sequence[Any], seconds: float, /) -> list[Any]:
+        """What they gave; raises `NotYet`, `CallLost`, or what one has raised."""
+        ...
+
+    def failure(self, ref: Any, /) -> Exception | None:
+        """What one has raised, `CallLost` too, so far."""
+        ...
+
+    def came(self, refs: Sequence[Any], /) -> bool: ...
+
+    def listen(self, seconds: float, /) -> None:
+        """For so long to what is said, of calls and of connections that break."""
+        ...
+
+    def broken(self) -> Sequence[int]:
+        """The hosts that can be called no longer."""
+        ...
+
+
+class HostWatch:
+    """`due`: None if hosts need not move on; a method of a spawned actor may take as long as it
+    likes. `stopped_s`: for which a signal may stop one, if not for `deadline_s`."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        home: Home,
+        calls: Calls,
+        *,
+        deadline_s: float,
+        call_deadline_s: float,
+        due: Due | None,
+        stopped_s: float | None = None,
+    ) -> None:
+        self.deadline_s = deadline_s
+        self.stopped_s = stopped_s
+        self.call_deadline_s = call_deadline_s
+        self.patience_s: float = 2 * (deadline_s + call_deadline_s) + 60  # of NCCL's own watchdog
+        self.lost: dict[int, ActorLost] = {}
+        self._controller = controller
+        self._home = home
+        self._calls = calls
+        self._due = due
+        self._seen: dict[int, _Sighting] = {}
+        self._told: set[tuple[int, int, int]] = set()
+        self._late = Late(home.folder.path)
+
+    def get(
+        self,
+        asked: Sequence[Asked],
+        timeout: float | None = None,
+        *,
+        needed: Collection[HostProcess] = (),
+        deadline_s: float | None = None,
+    ) -> list[Any]:
+        """What the calls give; raises the root cause of a failure, also if a host is lost that is
+        `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`.
+        `deadline_s`: for which these calls may stand still, if not as others."""
+        began = time.monotonic()
+        end = None if timeout is None else began + timeout
+        while True:
+            left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
+            try:  # what else is raised is the caller's fault, such as an unknown name
+                found = self._calls.get([each.ref for each in asked], left)
+            except NotYet:
+                pass
+            except HostFailed as failed:
+                root = self.root(asked, failed.hosts)
+                raise root from root.__cause__
+            except CallLost as lost:
+                root = self.root(asked, (), str(lost))
+                raise root from root.__cause__
+            else:
+                for each in asked:
+                    each.host.answered = True
+                    each.host.watch()
+                return found
+            if self._controller.failure is not None:
+                raise self._controller.failure
+            wait()  # for signals
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
+            self.look(asked, self.deadline_s if deadline_s is None else deadline_s)
+            if self._due is not None:
+                self._late.look(time.monotonic() - began)
+            if any(host.index in self.lost for host in needed):
+                raise self.root(asked, [host.index for host in needed])
+
+    def find(self, hosts: Collection[int]) -> ActorLost | None:
+        """The first of these that is lost, if any is."""
+        for host in self._home.processes:
+            if host.index in hosts and (host.gone or self._is_cut_off(host)):
+                self._lose_dead(host)
+        return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
+
+    def came(self, asked: Sequence[Asked]) -> bool:
+        """Whether all these calls have come back."""
+        return self._calls.came([each.ref for each in asked])
+
+    def look(self, asked: Sequence[Asked], deadline_s: float) -> None:
+        """Lose who has died; end who has stopped, or is in one call for too long, or, where hosts
+        have to move and none is at work, stands still."""
+        now, lost = time.monotonic(), len(self.lost)
+        for host in self._home.processes:
+            if host.counts and host.index not in self.lost:
+                self._look_at(host, host.counter.read(), now)
+        if self._due is not None and len(self.lost) == lost:  # or the others stand still for it
+            self._look_for_one_that_stands(self._due, asked, now, deadline_s)
+
+    def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
+        if host.gone or self._is_cut_off(host) or host.ended() is not None:
+            self._lose_dead(host)
+            return
+        if at.beat_s is None:
+            waited_s = 0.0 if host.answered else now - host.started
+            if waited_s > max(START_S, self.deadline_s):
+                self.end(host, f"the process has not started for {waited_s:.1f} s.")
+            return
+        seen = self._seen.get(host.index)
+        if seen is None or seen.at.moving != at.moving:
+            earlier = at if seen is None else seen.at
+            seen = self._seen[host.index] = _Sighting(at, earlier, now, now, _Used.of(host))
+        elif now - seen.measured > self.deadline_s:
+            used = _Used.of(host)
+            seen.computes = used.computes(seen.used, now - seen.measured)
+            seen.measured, seen.used = now, used
+        at_work = self._controller.at_work(host.index, at)
+        seen.at_work = at_work and seen.computes
+        if self.stopped_s is not None and at.beat_s > self.stopped_s and host.stopped:
+            fact = f"a signal has stopped the process: no heartbeat for {at.beat_s:.1f} s."
+            self.end(host, fact, grace_s=0.0)
+        elif at.beat_s > self.deadline_s and (
+            host.stopped or (at.beat_s > STALE_S and not seen.computes)
+        ):
+            self.end(host, f"the process has stopped: no heartbeat for {at.beat_s:.1f} s.")
+        elif at_work and at.position >= 0:
+            if now - seen.since > self.call_deadline_s:
+                limit = f"{self.call_deadline_s:g} s (call_deadline_s)"
+                self.end(host, f"the process was in one call for more than {limit}.")
+            elif seen.at_work and self._due is not None:
+                self._tell(host, at)
+
+    def _tell(self, host: HostProcess, at: Progress) -> None:
+        """Once for each instruction, that it takes its time."""
+        where = (host.index, at.program, at.position)
+        if where in self._told:
+            return
+        self._told.add(where)
+        fact = (
+            f"it has computed for more than {self.deadline_s:g} s, and may go on for up to "
+            f"{self.call_deadline_s:g} s (call_deadline_s)."
+        )
+        failure = self._controller.describe(host.index, at, fact)
+        warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+
+    def lose(self, host: HostProcess, reason: str) -> ActorLost:
+        """It is lost; those that wait for it to join a program are told."""
+        if host.index not in self.lost:
+            failure = self._controller.describe(host.index, host.counter.read(), reason)
+            self.lost[host.index] = ActorLost(failure)
+            self._home.announce(lost_key(host.index))
+        return self.lost[host.index]
+
+    def _lose_dead(self, host: HostProcess, text: str = "") -> None:
+        """`text`: what Ray said of it, if it has said something."""
+        cut_off = self._is_cut_off(host)  # of a machine that is gone Ray hears after a while
+        text = text or host.ended(0.0 if cut_off else ENDING_S) or ""
+        line = next(iter(text.strip().splitlines()), "")
+        fact = "the process died." if line or not cut_off else "its connection broke."
+        self.lose(host, f"{fact} {line}".strip())
+
+    def _is_cut_off(self, host: HostProcess) -> bool:
+        """Whether a process on another machine cannot be called any more: nothing else tells of
+        its end as soon."""
+        return host.elsewhere and host.index in self._calls.broken()
+
+    def end(self, host: HostProcess, reason: str, grace_s: float = 1.0) -> None:
+        """End one that cannot go on, so that what waits for it fails."""
+        self.lose(host, reason)
+        host.kill()
+        host.end(grace_s)
+
+    def _look_for_one_that_stands(
+        self, due: Due, asked: Sequence[Asked], now: float, deadline_s: float
+    ) -> None:
+        waiting = [each for each in asked if not self.came([each])]
+        called = {each.host.index for each in waiting}
+        last = due(waiting)
+        holding = list[HostProcess]()
+        moved = max((each.since or now for each in waiting), default=now)
+        for index in sorted(called | last.keys()):
+            host, seen = self._home.processes[index], self._seen.get(index)
+            if seen is None and not host.answered:
+                moved = now  # it is still starting
+            if seen is None:  # on another machine its counter is not seen
+                holding.append(host)
+                continue
+            if index in called or not seen.earlier.has_ended(last[index]):
+                moved = max(moved, seen.since)
+            if index in called or not seen.at.has_ended(last[index]):
+                holding.append(host)
+        if any(each.since != moved for each in waiting):
+            self._stand(waiting, holding, moved)
+        if now - moved <= deadline_s:
+            return
+        there = {host.index: host.counter.read() for host in self._home.processes}
+        waits = self._controller.waits(there)
+        before = {index: used for each in waiting for index, used in each.used.items()}
+        if any(
+            self._controller.at_work(host.index, there[host.index])
+            and not waits.get(host.index, FOR_NOBODY).blockers
+            and host.index in before
+            and _Used.of(host).computes(before[host.index], now - moved)
+            for host in holding
+        ):
+            self._stand(waiting, holding, now)
+            return
+        if holding:  # else the last call has just come back
+            host, fact = self._at_fault(holding, there, waits)
+            why = f"no progress for more than {deadline_s:g} s"
+            self.end(host, f"the process {fact.format(why)}")
+
+    def _stand(
+        self, waiting: Sequence[Asked], holding: Sequence[HostProcess], moved: float
+    ) -> None:
+        """Nobody who holds these up has moved since then."""
+        used = {host.index: _Used.of(host) for host in holding}
+        for each in waiting:
+            each.since, each.used = moved, used
+
+    def _at_fault(
+        self,
+        holding: Sequence[HostProcess],
+        there: Mapping[int, Progress],
+        waits: Mapping[int, Waits],
+    ) -> tuple[HostProcess, str]:
+        """Whom to end of those that stand still; and what it did. One that is stopped, or else one
+        at which the waits of others end, and rather one in a `Call`."""
+        stopped = [host for host in holding if host.stopped]
+        if stopped:
+            return stopped[0], "has stopped: {}."
+        ends = {end for host in holding for end in ends_of(host.index, waits)}
+        # a sender that holds its message back may have ended its run
+        senders = {h for own in waits.values() if own.held_back for h in own.blockers}
+        held = {host.index for host in holding}
+        found = [h for h in self._home.processes if h.index in ends & (held | senders)]
+        fact = "made {}, though it is alive."
+        if not found:  # whom they wait for has been replaced, and nothing has broken here
+            found = list(holding)
+            fact = "made {}: it waits for one that is gone, and has not heard of it."
+
+        def worth(host: HostProcess) -> tuple[bool, bool, int]:
+            at = there[host.index]
+            unseen = host.index not in self._seen  # of another machine
+            return unseen, not self._controller.at_work(host.index, at), at.run
+
+        return min(found, key=worth), fact
+
+    def root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:
+        """What a failure follows from, among these hosts, or those that Ray's `text` names; a death
+        may show a moment later than what comes of it."""
+        begin = time.monotonic()
+        while True:
+            errors: list[DaftError] = []
+            for each in asked:
+                match self._calls.failure(each.ref):
+                    case HostFailed(error=error):
+                        errors.append(error)
+                    case CallLost() as lost:
+                        text = text or str(lost)
+                    case _:
+                        pass
+            processes = [host for host in self._home.processes if host.counts]
+            for host in processes:
+                gone = host.gone or self._is_cut_off(host) or host.ended() is not None
+                if gone or host.id in text:
+                    self._lose_dead(host, text)
+            named = [host.index for host in processes if host.id in text]
+            among = (*named, *(sorted(hosts) or [host.index for host in processes]))
+            roots: list[DaftError] = [e for e in errors if isinstance(e, TaskError)]
+            there = {host.index for host in processes}
+            roots += [self.lost[i] for i in among if i in self.lost and i in there]
+            lines = self._calls.broken()
+            cut_off = [host for host in processes if host.index in lines]
+            settle_s = CUT_OFF_S if cut_off or self.stopped_s is not None else SETTLE_S
+            if roots or time.monotonic() > begin + settle_s:
+                break
+            self._calls.listen(0.05)
+        if not roots:
+            alive = "its connection to the controller broke, though the process is alive."
+            roots = [self.lose(host, alive) for host in cut_off]
+        line = next(iter(text.strip().splitlines()), "")
+        root, *_ = (*roots, *errors, ActorLost(Failure(rank=None, reason=line)))
+        for error in errors:
+            if error.failure != root.failure:
+                root.add_note(f"then failed: {error}")
+        return root

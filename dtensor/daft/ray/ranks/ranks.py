@@ -1,0 +1,337 @@
+"""Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
+
+Inputs of a run that are plain data, such as an optimizer's options, come when they have changed
+(`SentInputs`): by what was sent, not by what became of the run. So do the controller's settings
+that torch's kernels obey (`kernel_flags.py`), before the run.
+
+Example (the controller does this, `cluster.py`, through `Host.call`):
+
+    ranks = Ranks(counter, (0,), "cpu")
+    ranks.connect(join, 0)
+    ranks.load(7, lists, functions)
+    ranks.run_program(HostRun(7, 0, {0: {"x": x}}).plain(), {})      # run 0 of program 7
+
+Invariants: the first failure of a run closes the connections and is repeated to every later call
+(`joining.py`). Nobody else has the memory of a tensor that arrives, and the worker copies it.
+"""
+
+from __future__ import annotations
+
+import marshal
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from dtensor.daft.errors import Failure
+from dtensor.daft.ir.host_program import HostProgram
+from dtensor.daft.ir.instructions import Key
+from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.bootstrap.starting import reached_at
+from dtensor.daft.ray.bootstrap.user_folder import elsewhere, shared
+from dtensor.daft.ray.channel.messages import HostFailed, Packed
+from dtensor.daft.ray.ranks.operators import Needed
+from dtensor.daft.ray.ranks.replicas import CopiedFile, Door, Keeper, hold
+from dtensor.daft.ray.transports.joining import Join, Joined
+from dtensor.daft.run.worker import HostRun, Values, Worker
+from dtensor.daft.undo.snapshot_file import SnapshotFile
+from dtensor.daft.undo.snapshots import Store
+from dtensor.kernel_flags import obey
+
+Plain: TypeAlias = dict[int, dict[str, bytes | int]]
+"""By rank and name, data as marshal has it, or the run of the program that had the same."""
+
+
+FLAGS = "kernel flags"
+_FLAGS_AT = -1
+"""They go with the plain data as if of a rank: -1 of host 0, -2 of host 1."""
+
+
+class SentInputs:
+    """What plain data the hosts were last sent, as the controller knows it."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int, str], tuple[int, bytes]] = {}
+
+    def split(self, handle: int, inputs: Values) -> tuple[Values, Plain]:
+        """The inputs of a run of a program that go as they are, and the others."""
+        rest: dict[int, dict[str, object]] = {}
+        plain: Plain = {}
+        for rank, named in inputs.items():
+            own: dict[str, Any] = dict(named)
+            rest[rank] = own
+            for name, value in tuple(own.items()):
+                if type(value) in _CONTAINERS and _is_plain(value):
+                    data = marshal.dumps(value, 2)  # 1, 1.0 and True differ; NaN is equal to NaN
+                    plain.setdefault(rank, {})[name] = self._new(handle, rank, name, data)
+                    del own[name]
+        return rest, plain
+
+    def flags(self, host: int, handle: int, data: bytes) -> Plain:
+        """What the kernels of a host are to obey in a run of a program, if that is not known."""
+        at = _FLAGS_AT - host
+        return {at: {FLAGS: self._new(handle, at, FLAGS, data)}}
+
+    def _new(self, handle: int, rank: int, name: str, data: bytes) -> bytes | int:
+        run, known = self._sent.get((handle, rank, name), (-1, b""))
+        return run if known == data else data
+
+    def note(self, run: int, handle: int, plain: Plain) -> None:
+        """This was sent."""
+        for rank, named in plain.items():
+            for name, data in named.items():
+                if isinstance(data, bytes):
+                    self._sent[handle, rank, name] = run, data
+
+    def known(self, handle: int, plain: Plain) -> dict[tuple[int, int, str], tuple[int, bytes]]:
+        """What was sent before, of a run's plain data that is as it was: by program, rank and name,
+        the run that it was sent for, and the data."""
+        return {
+            (handle, rank, name): self._sent[handle, rank, name]
+            for rank, named in plain.items()
+            for name, data in named.items()
+            if not isinstance(data, bytes)
+        }
+
+    def forget(self, handle: int) -> None:
+        for key in [key for key in self._sent if key[0] == handle]:
+            del self._sent[key]
+
+
+_CONTAINERS = frozenset({tuple, list, dict})
+_ATOMS = frozenset({bool, int, float, str, bytes, type(None)})
+
+
+def _is_plain(value: Any) -> bool:
+    """Of these types alone, and not of classes that derive from them: marshal takes numpy's numbers
+    for bytes, and what can be changed may change unseen."""
+    kind = type(value)  # pyright: ignore[reportUnknownVariableType]
+    if kind is dict:
+        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
+    return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
+
+
+def packed(parts: Iterable[HostProgram]) -> Iterator[tuple[Packed, Packed]]:
+    """What hosts are sent of a program: each its own lists, and its functions, which are packed
+    once for all hosts that call the same. The inverse of `unpacked`."""
+    shared: dict[tuple[str, ...], Packed] = {}
+    for own in parts:
+        names = tuple(name for name, _ in own.functions)
+        if names not in shared:
+            shared[names] = Packed.of((own.functions, own.meetings.keys))
+        lists = replace(own, functions=(), meetings=replace(own.meetings, keys=()))
+        yield Packed.of(lists), shared[names]
+
+
+def unpacked(lists: Packed, functions: Packed) -> HostProgram:
+    own, (called, keys) = lists.value(), functions.value()
+    return replace(own, functions=called, meetings=replace(own.meetings, keys=keys))
+
+
+def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
+    """What a dead process of these ranks has left there, or a copy of it, or a new one."""
+    try:
+        return SnapshotFile.open(folder, ranks)
+    except FileNotFoundError:
+        return SnapshotFile.create(folder, ranks)
+
+
+class Ranks:
+    """`memory`: the folder where copies of the ranks' values are kept, that outlive this.
+    `machine`: Ray's name of the machine, where a launch spans several and each keeps copies of
+    another's; "" where it does not. `controllers`: whether the controller is there."""
+
+    def __init__(
+        self,
+        counter: ProgramCounter,
+        ranks: tuple[int, ...],
+        device: str,
+        memory: Path | None = None,
+        machine: str = "",
+        controllers: bool = True,
+    ) -> None:
+        self._counter = counter
+        if memory is not None and not controllers:
+            memory = elsewhere(memory, machine)
+            shared(memory)
+        self._memory = memory
+        self._several = bool(machine)
+        self._keeper: Keeper | None = None
+        self._copied: CopiedFile | None = None
+        self._ranks = ranks
+        self._device = torch.device(device)
+        self._joined: Joined | None = None
+        self._worker: Worker | None = None
+        self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
+        self._programs: dict[int, HostProgram] = {}
+        self._flags = b""
+
+    def connect(self, join: Join, index: int) -> None:
+        self._worker = self._made(self._connect(join, index, self._ranks))
+
+    def _connect(self, join: Join, index: int, ranks: tuple[int, ...]) -> Joined:
+        told = self._counter.awaits
+        joined = self._joined = Joined.by(join, index, ranks, self._device, told)
+        joined.transport.tell_whom_it_awaits(told)
+        return joined
+
+    def _made(self, joined: Joined) -> Worker:
+        store: Store | None = None
+        if self._memory is not None and self._several:
+            hold(self._memory, self._ranks)
+            store = self._copied = CopiedFile(_file(self._memory, self._ranks))
+        elif self._memory is not None:
+            store = _file(self._memory, self._ranks)
+        counter = self._counter.view
+        return Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
+
+    # -- copies on another machine --------------------------------------------------------------
+    def keep_copies(self, secret: bytes, address: str) -> Door:
+        """Of others' snapshots; where they come to."""
+        assert self._memory is not None, "snapshots are kept"
+        if self._keeper is None:
+            self._keeper = Keeper(self._memory, secret, reached_at(address))
+        return self._keeper.door
+
+    def copy_to(self, door: Door | None, secret: bytes) -> None:
+        """The own snapshots go there from now on; returns when all are there."""
+        assert self._copied is not None, "a launch over several machines has such"
+        self._copied.copy_to(door, secret, self._ranks)
+
+    def remove_memory(self) -> None:
+        """The launch ends, on this machine too."""
+        if self._memory is not None:
+            shutil.rmtree(self._memory, ignore_errors=True)
+
+    # -- after a host was lost ------------------------------------------------------------------
+    def leave(self, lost: Sequence[tuple[int, ...]] = ()) -> None:
+        """Break the connections, so that others that wait for this host fail too; programs keep
+        nothing of them. Of `lost` hosts, by their ranks, no copies come any more."""
+        if self._keeper is not None:
+            self._keeper.end(lost)
+        if self._joined is None or self._worker is None:
+            return
+        self._joined.transport.close()
+        for handle, engine in tuple(self._worker.engines.items()):
+            engine.abandon()  # messages of gloo's hold its connections
+            self._worker.unload(handle)
+
+    def rejoin(self, join: Join, index: int, ranks: tuple[int, ...]) -> int:
+        """Connect anew, as the host of these ranks, and make their programs ready; blocks until all
+        have come. The last change that has ended here, or in the process whose place this one
+        takes."""
+        self._plain.clear()
+        self._ranks = ranks
+        self._counter.start_over()
+        joined = self._connect(join, index, ranks)
+        worker = self._worker = self._worker or self._made(joined)
+        worker.transport = joined.transport
+        for handle, program in self._programs.items():
+            worker.load(handle, program)
+        return worker.ended()
+
+    def roll_back(self, to: int) -> int:
+        """To right after change `to`, or one before; which it was."""
+        return self._connected[1].roll_back(to)
+
+    def ended(self) -> int:
+        """The last change that has ended here."""
+        return self._connected[1].ended()
+
+    def learn(self, handle: int, lists: Packed, functions: Packed) -> None:
+        """A program of ranks that this process hosts, or is about to."""
+        self._programs[handle] = unpacked(lists, functions)
+
+    def warm(self) -> None:
+        """Import now what torch's optimizers import at their first step: it takes seconds."""
+        import_module("torch._dynamo")
+
+    def remember(self, sent: Mapping[tuple[int, int, str], tuple[int, bytes]]) -> None:
+        """Plain data that other hosts were sent before."""
+        self._plain.update(sent)
+
+    def open(self, tags: Mapping[Key, int]) -> None:
+        self._connected[0].open(tags)
+
+    def provide(self, needed: Needed) -> list[tuple[str, str]]:
+        """Make ready for a program that names others than torch's ops; those that cannot be had."""
+        return needed.provide()
+
+    def ask(self, method: Callable[..., Any], *arguments: object) -> Any:
+        """Call a method of the worker."""
+        joined, worker = self._connected
+        joined.check()
+        return method(worker, *arguments)
+
+    def load(self, handle: int, lists: Packed, functions: Packed) -> None:
+        self.learn(handle, lists, functions)
+        self.ask(Worker.load, handle, self._programs[handle])
+
+    def unload(self, handle: int) -> None:
+        self._programs.pop(handle, None)
+        for key in [key for key in self._plain if key[0] == handle]:
+            del self._plain[key]
+        if self._worker is not None and handle in self._worker.engines:
+            self._worker.unload(handle)
+
+    def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
+        """Call one that makes this run of a program, or a step of it."""
+        joined, worker = self._connected
+        joined.check()
+        self._counter.begin(handle, run)
+        try:
+            with joined.running(run):
+                if self._copied is not None:
+                    self._copied.check()
+                made = method(worker, *arguments)
+        except HostFailed as failed:
+            if self._memory is not None:  # it will meet others again; gloo's connections break
+                failed.__context__ = None  # once nothing refers to their messages
+                self.leave()
+            raise
+        self._counter.end(measured=method is Worker.run)
+        return made
+
+    def run_program(self, sent: tuple[Any, ...], plain: Plain) -> Any:
+        """`Worker.run`, with the plain data that was sent now or before among the inputs."""
+        own = self._unpacked(sent, plain)
+        return self.run(Worker.run, own.number, own.program, own)
+
+    def undo_program(self, failure: Failure, sent: tuple[Any, ...], plain: Plain) -> Any:
+        """In place of `run_program`, once the run has failed of this where it cannot go on."""
+        own = self._unpacked(sent, plain)
+        return self.run(partial(Worker.undo, failure=failure), own.number, own.program, own)
+
+    def _unpacked(self, sent: tuple[Any, ...], plain: Plain) -> HostRun:
+        """A run as it was sent; with the inputs that are plain data."""
+        own = HostRun.of(sent)
+        run, handle = own.number, own.program
+        inputs: dict[int, Any] = dict(own.inputs)
+        for rank, named in plain.items():
+            for name, data in named.items():
+                if isinstance(data, bytes):
+                    self._plain[handle, rank, name] = run, data
+                since, known = self._plain[handle, rank, name]
+                if since != (run if isinstance(data, bytes) else data):
+                    raise RuntimeError(f"input {name!r} was last sent for run {since}, not {data}")
+                if rank <= _FLAGS_AT:
+                    self.obey(known)
+                else:
+                    inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
+        return own
+
+    def obey(self, flags: bytes) -> None:
+        """What torch's kernels obey on the controller, they obey here."""
+        if flags != self._flags:
+            obey(marshal.loads(flags))
+            self._flags = flags
+
+    @property
+    def _connected(self) -> tuple[Joined, Worker]:
+        assert self._joined is not None and self._worker is not None, "connect comes first"
+        return self._joined, self._worker

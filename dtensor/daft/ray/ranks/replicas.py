@@ -1,0 +1,354 @@
+"""A host's snapshots once more, with a process on another machine, should its own be lost.
+
+    keeper = Keeper(folder, secret, "10.0.0.2")           # in a process on the other machine
+    store = CopiedFile(SnapshotFile.create(folder, (0,)))
+    store.copy_to(keeper.door, secret, (0,))              # what there is; then all that comes
+    store.keep(7, {(0, "w"): w}, {}, (), before=False)    # w: f32[4]; sent, too
+    store.states(6, 7)                                    # returns when the other one has it
+
+What the store does with its file it tells the keeper over one connection, in order, and the keeper
+does it with a file of the same name. So that is at any time what this one was some operations ago:
+whoever opens it finds whole versions. A state counts as kept when the keeper has said so; hence
+what the controller knows to have ended has ended on two machines. The copy is begun anew where one
+of the two is another process than before: in a file beside, which takes the name when all is there.
+
+Invariants: who connects has to prove that he knows the launch's secret before anything else is
+read, as does who answers; what follows is neither encrypted nor signed. A keeper that has ended, or
+has no memory, fails no operation: `check` raises, from then on. One process at a time writes a
+file: it holds a lock on another beside, and who comes after it ends one that a signal has stopped.
+
+Not here: who keeps whose copies (`membership.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import secrets
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from dtensor.daft.diagnosis.seen import thread
+from dtensor.daft.ray.channel.messages import (
+    ASKED,
+    CLAIM_BYTES,
+    GAVE,
+    NONCE_BYTES,
+    RAISED,
+    TOLD,
+    Invitation,
+    Kind,
+    Message,
+    claimed,
+    encoded,
+    incoming,
+    join,
+    proof,
+    send,
+    widen,
+)
+from dtensor.daft.undo.snapshot_file import SnapshotFile
+from dtensor.daft.undo.snapshots import Key, Keys, Record, Store
+
+Door: TypeAlias = tuple[str, int]
+"""Where a keeper listens."""
+ANSWER_S = 30.0
+"""How long a proof may take."""
+LET_GO_S = 5.0
+"""How long a process that runs may hold a file that another one is to write."""
+END_S = 30.0
+
+
+def _key(secret: bytes) -> bytes:
+    return hmac.digest(secret, b"copies of snapshots", "sha256")
+
+
+class CopiedFile(Store):
+    """A `SnapshotFile`, and a copy of it where `copy_to` says."""
+
+    outlives = True
+
+    def __init__(self, file: SnapshotFile) -> None:
+        self._file = file
+        self._records: dict[int, Record] = {}  # that are there, the oldest first
+        self._sock: socket.socket | None = None
+        self._answers: Generator[Message | None] | None = None
+        self._said = 0, 0  # the states that the file has
+        self._broken = ""
+
+    def copy_to(self, door: Door | None, secret: bytes, ranks: Sequence[int]) -> None:
+        """To this keeper from now on, to nobody else; None: to nobody. Returns when it has all.
+        `ConnectionError` if it does not come to that."""
+        self._hang_up()
+        self._broken = ""
+        if door is None:
+            return
+        invitation = Invitation(index=ranks[0], path=None, address=door, key=_key(secret))
+        self._sock = join(invitation, ANSWER_S)
+        self._answers = incoming(self._sock)
+        self._tell(KeptCopy.begin, tuple(ranks))
+        for record in self._records.values():
+            self._tell_record(record)
+        self._tell(KeptCopy.states, *self._said)
+        self._ask(KeptCopy.complete)
+        if self._broken:
+            raise ConnectionError(self._broken)
+
+    def check(self) -> None:
+        """Raises if the copy has broken off."""
+        if self._broken:
+            raise ConnectionError(self._broken)
+
+    def keep(
+        self,
+        number: int,
+        tensors: Mapping[Key, torch.Tensor],
+        others: Mapping[Key, object],
+        gone: Keys,
+        *,
+        before: bool,
+    ) -> Record:
+        record = self._file.keep(number, tensors, others, gone, before=before)
+        self._records[id(record)] = record
+        self._tell_record(record)
+        return record
+
+    def drop(self, record: Record) -> None:
+        del self._records[id(record)]
+        self._tell(KeptCopy.drop, id(record))
+        self._file.drop(record)
+
+    def states(self, oldest: int, newest: int) -> None:
+        moved = newest != self._said[1]
+        self._said = oldest, newest
+        self._file.states(oldest, newest)
+        if moved:
+            self._ask(KeptCopy.states, oldest, newest)
+        else:  # the order is all that matters
+            self._tell(KeptCopy.states, oldest, newest)
+
+    def found(self) -> tuple[int, int, list[Record]]:
+        oldest, newest, records = self._file.found()
+        self._said = oldest, newest
+        self._records = {id(record): record for record in records}
+        return oldest, newest, records
+
+    def close(self) -> None:
+        self._hang_up()
+        self._records.clear()
+        self._file.close()
+
+    def _tell_record(self, r: Record) -> None:
+        self._tell(KeptCopy.keep, id(r), r.number, r.tensors, r.others, r.gone, r.before)
+
+    def _tell(self, method: Any, *given: object) -> None:
+        self._send(TOLD, method, given)
+
+    def _ask(self, method: Any, *given: object) -> None:
+        """Returns when it is done there."""
+        self._send(ASKED, method, given)
+        if self._answers is None:
+            return
+        try:
+            while (answer := next(self._answers)) is None:
+                pass
+        except EOFError:
+            self._break_off("its process has ended, or its machine")
+        else:
+            if answer.kind != GAVE:
+                self._break_off(str(answer.value()))
+
+    def _send(self, kind: Kind, method: Any, given: tuple[object, ...]) -> None:
+        if self._sock is not None:
+            try:
+                send(self._sock, encoded(0, kind, (method,), given))
+            except OSError as error:
+                self._break_off(str(error))
+
+    def _break_off(self, reason: str) -> None:
+        self._broken = f"the copy of snapshots on another machine broke off: {reason}"
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._sock is not None:
+            self._sock.close()
+        self._sock = self._answers = None
+
+
+class KeptCopy:
+    """The copy of one host's file, as its keeper has it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ranks: tuple[int, ...] = ()
+        self._folder = folder
+        self._file: SnapshotFile | None = None
+        self._lock = -1
+        self._records: dict[int, Record] = {}
+
+    def begin(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self._lock = hold(self._folder, ranks)
+        self._file = SnapshotFile.create(self._folder, ranks, beside=True)
+
+    def keep(
+        self,
+        name: int,
+        number: int,
+        tensors: Mapping[Key, torch.Tensor],
+        others: Mapping[Key, object],
+        gone: Keys,
+        before: bool,
+    ) -> None:
+        self._records[name] = self._there.keep(number, tensors, others, gone, before=before)
+
+    def drop(self, name: int) -> None:
+        self._there.drop(self._records.pop(name))
+
+    def states(self, oldest: int, newest: int) -> None:
+        self._there.states(oldest, newest)
+
+    def complete(self) -> None:
+        """It is the copy from now on, and what was one before is none."""
+        SnapshotFile.beside(self._folder, self.ranks).replace(
+            SnapshotFile.path(self._folder, self.ranks)
+        )
+
+    def close(self) -> None:
+        self._records.clear()
+        if self._file is not None:
+            self._file.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+
+    @property
+    def _there(self) -> SnapshotFile:
+        assert self._file is not None, "begin comes first"
+        return self._file
+
+
+class Keeper:
+    """Keeps copies for whoever connects and knows the secret, each in a thread. `door`: where."""
+
+    def __init__(self, folder: Path, secret: bytes, address: str) -> None:
+        self._folder = folder
+        self._key = _key(secret)
+        self._listening = socket.create_server((address, 0))
+        self.door: Door = self._listening.getsockname()[:2]
+        self._open: list[tuple[KeptCopy, socket.socket, threading.Thread]] = []
+        self._changed = threading.Lock()
+        threading.Thread(target=self._listen, name="keeper", daemon=True).start()
+
+    def end(self, ranks: Sequence[tuple[int, ...]]) -> None:
+        """Nothing more comes from these; their files are as they are."""
+        with self._changed:
+            ending = [each for each in self._open if each[0].ranks in ranks]
+        for _, sock, _ in ending:
+            with suppress(OSError):  # it has ended
+                sock.shutdown(socket.SHUT_RDWR)
+        for _, _, keeping in ending:
+            keeping.join()
+
+    def _listen(self) -> None:
+        while True:
+            sock, _ = self._listening.accept()
+            kept = KeptCopy(self._folder)
+            keeping = threading.Thread(target=self._keep, args=(kept, sock), daemon=True)
+            with self._changed:
+                self._open = [each for each in self._open if each[2].is_alive()]
+                keeping.start()
+                self._open.append((kept, sock, keeping))
+
+    def _keep(self, kept: KeptCopy, sock: socket.socket) -> None:
+        with sock:
+            try:
+                if self._knows(sock):
+                    _serve(kept, sock)
+            except (EOFError, OSError):  # the other end has gone
+                pass
+            finally:
+                kept.close()
+
+    def _knows(self, sock: socket.socket) -> bool:
+        """Whether it is somebody of the launch."""
+        widen(sock)
+        sock.settimeout(ANSWER_S)
+        nonce, said = secrets.token_bytes(NONCE_BYTES), b""
+        sock.sendall(nonce)
+        while len(said) < CLAIM_BYTES:
+            if not (more := sock.recv(CLAIM_BYTES - len(said))):
+                return False
+            said += more
+        known = claimed(self._key, nonce, said)
+        if known is None:
+            return False
+        sock.sendall(proof(self._key, known[1]))
+        sock.settimeout(None)
+        return True
+
+
+def _serve(kept: KeptCopy, sock: socket.socket) -> None:
+    """Do what comes; what fails, the next that is asked says, and nothing is done after it."""
+    failed = ""
+    for message in incoming(sock):
+        if message is None:
+            continue
+        if not failed:
+            try:
+                (method,) = message.functions
+                method(kept, *message.value())
+            except Exception as error:  # no memory for one
+                notes = getattr(error, "__notes__", [])
+                failed = "\n".join((f"{type(error).__name__}: {error}", *notes))
+        if message.kind == ASKED:
+            send(sock, encoded(0, RAISED if failed else GAVE, (), failed))
+
+
+def hold(folder: Path, ranks: Sequence[int]) -> int:
+    """From now on this process alone writes the file of these ranks there; a descriptor, by which
+    it does as long as that is open. One that holds it still is about to let go, or is ended."""
+    path = SnapshotFile.path(folder, ranks).with_suffix(".lock")
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    end = time.monotonic() + LET_GO_S
+    while not _is_taken(descriptor):
+        holder = int(os.pread(descriptor, 20, 0) or b"0")
+        if time.monotonic() > end or thread(holder, holder).state in ("T", "t"):
+            _end(holder, path)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            break
+        time.sleep(0.01)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, b"%d" % os.getpid(), 0)
+    return descriptor
+
+
+def _is_taken(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _end(process: int, path: Path) -> None:
+    if process in (0, os.getpid()):
+        raise RuntimeError(f"{path} is held by process {process}, which is not to be ended.")
+    with suppress(ProcessLookupError):
+        handle = os.pidfd_open(process)
+        try:
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(handle, select.POLLIN)
+            if not poll.poll(int(END_S * 1000)):
+                raise RuntimeError(f"Process {process}, which holds {path}, did not end.")
+        finally:
+            os.close(handle)

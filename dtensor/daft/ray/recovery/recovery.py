@@ -1,0 +1,511 @@
+"""A lost host is replaced, and what is not sure is done again.
+
+    recovery = Recovery(launch, max_restarts=100)
+    recovery.sent()                            # more was sent: it may have to be sent again
+    recovery.recover(error, epoch)             # None: wait for the same calls again
+
+Example, two ranks that train, rank 1 is killed in step 7, when step 8 is submitted already. Rank 0
+fails in step 7, as a transfer breaks. Then, in `recover`:
+
+    replace     the process of rank 1 is ended, if it is not; a spare takes its place
+    leave       rank 0 closes its connections; all it was told before is over when it answers
+    meet        both connect anew, under a prefix of this epoch, and make their programs ready
+    cut         step 6 has ended on both, says rank 0 and what rank 1 left; 7 and 8 have not
+    roll back   both are where they were after step 6
+    again       steps 7 and 8 are sent again, with copies of what they were given; the futures that
+                the user has of them resolve with these
+
+Where a connection breaks between processes that are all there, the same, without the first line;
+and where a call of a run raises behind the vote, when its rank cannot go on: that run is not done
+again, but undone on all ranks, and its future raises.
+
+Invariants: calls have the numbers that they had, and so ranks count runs as before. What a user has
+read once is not read again: it would be the same. A host that is lost meanwhile starts the next
+epoch; nothing of an older epoch (store, memory, connections, answers) is used in a later one. With
+the lock of the launch held, so that threads that call meanwhile wait. What cannot be recovered, as
+the memory of a machine that is gone, is the error that it would have been without this.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.cluster.log import Log, Recovered, SentCall
+from dtensor.daft.errors import (
+    ActorLost,
+    ClusterClosed,
+    CommunicationError,
+    DaftError,
+    Failure,
+    TaskError,
+)
+from dtensor.daft.ray.bootstrap.starting import START_S
+from dtensor.daft.ray.channel.messages import ASKED, GAVE, HostFailed
+from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, Reply, RunChannel
+from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch
+from dtensor.daft.ray.ranks.ranks import Ranks
+from dtensor.daft.ray.ranks.replicas import Door
+from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
+from dtensor.daft.ray.recovery.membership import Crew, HostCall, ring
+from dtensor.daft.undo.undone import Undone
+
+STOPPED_S = 0.75
+"""A process that a signal has stopped for so long is lost, where it can be replaced."""
+MEET_S = 10.0
+"""How long hosts may stand still that have nothing to do but to meet."""
+SLICE_S = 0.25
+SETTLE_S = 2.0  # a death may show a moment later than what comes of it
+TOGETHER_S = 0.1
+MOST_BYTES = 1 << 28
+MOST_CALLS = 2048
+"""Of the log: from then on a call waits for earlier ones to be sure."""
+MOST_AT_ONCE = 3
+"""How often hosts may be lost in one run, one after the other, before it is taken for the cause."""
+
+
+@dataclass(slots=True)
+class _Lost:
+    """So far, in one recovery."""
+
+    failures: list[Failure] = field(default_factory=list[Failure])
+    ranks: list[int] = field(default_factory=list[int])
+    by: list[str] = field(default_factory=list[str])
+
+
+class Recovering(Protocol):
+    """The launch, as far as this needs it."""
+
+    crew: Crew
+    watch: HostWatch
+    loaded: LoadedOnHosts
+    log: Log
+
+    @property
+    def failure(self) -> DaftError | None: ...
+
+    @property
+    def closed(self) -> bool: ...
+
+    @property
+    def lock(self) -> Any: ...
+
+    def interrupted(self) -> None:
+        """It cannot be used any more."""
+        ...
+
+
+class Recovery:
+    def __init__(self, launch: Recovering, changes: Changes, max_restarts: int) -> None:
+        self.epoch: int = 0
+        self.recovered: list[Recovered] = []
+        self.gone: dict[tuple[int, str], ActorLost] = {}  # values of ranks, until they are put anew
+        self._launch = launch
+        self._changes = changes
+        self._max_restarts = max_restarts
+        self._restarts = 0
+        self._stuck: tuple[int, int] = (-1, 0)  # the first run done again, how often in a row
+        self._later: list[tuple[int, Callable[[], None]]] = []
+        self._copies: dict[int, int | None] = {}  # by process of a host, that of its keeper
+        self._places_of: list[list[str]] = []  # by host, the machines that have its snapshots
+
+    # -- what is sent ---------------------------------------------------------------------------
+    def sent(self) -> None:
+        """More was, and is in the log: it may have to be sent again. Raises what it has come to, if
+        a host is lost that is not replaced."""
+        launch, log = self._launch, self._launch.log
+        if log.is_long:
+            self.settle()
+        if log.nbytes > MOST_BYTES or len(log.calls) > MOST_CALLS:
+            self._wait_for_some()
+        if any(self._channel.is_broken(process.index) for process in launch.crew.all):
+            self._recover_or_raise(launch.watch.root((), ()), self.epoch)
+
+    def settle(self) -> None:
+        """Drop from the log what is sure."""
+        log = self._launch.log
+        log.drop(self._changes.base)
+        while self._later and (not log.calls or self._later[0][0] <= log.calls[0].serial):
+            self._later.pop(0)[1]()
+
+    def when_sure(self, act: Callable[[], None]) -> None:
+        """Do it once all that was sent before will not be sent again."""
+        self._later.append((self._launch.log.added, act))
+        self.settle()
+
+    def own(self, messages: Sequence[Any]) -> None:
+        """These were sent with what their callers had lent, and have ended if all is well: what is
+        not sure yet is copied."""
+        with self._launch.lock:
+            mine, log = {id(message) for message in messages}, self._launch.log
+            for call in log.calls:
+                if id(call.message) in mine and call.change is not None and _gave(call):
+                    self._changes.heard(call.host, call.change)
+            self.settle()
+            for call in log.calls:
+                if id(call.message) in mine:
+                    call.message.given, call.message.lent = call.message.given.kept(), False
+
+    def _wait_for_some(self) -> None:
+        epoch = self.epoch
+        try:
+            ended = self._wait(self._ask_all(Ranks.ended))
+        except ActorLost as error:
+            return self._recover_or_raise(error, epoch)
+        for host, change in enumerate(self._launch.log.ended(ended)):
+            self._changes.heard(host, change)
+        self.settle()
+
+    def _recover_or_raise(self, error: DaftError, epoch: int) -> None:
+        if (failed := self.recover(error, epoch)) is not None:
+            raise failed
+
+    # -- when one is lost -----------------------------------------------------------------------
+    def recover(self, error: DaftError, epoch: int) -> DaftError | None:
+        """None if calls that failed with the error, and were waited for since this epoch, can be
+        waited for again; else what it has come to."""
+        launch = self._launch
+        with launch.lock:
+            if self.epoch != epoch or launch.failure is not None:
+                return launch.failure
+            if launch.closed:
+                return error
+            if isinstance(error, TaskError) and not self._undo(error.failure):
+                return error
+            try:
+                found = self._replace(error)
+            except DaftError as failed:
+                return failed
+            except BaseException:  # Ctrl-C, or the launch is closed: nobody knows who is where
+                launch.interrupted()
+                raise
+            if isinstance(error, TaskError) and not found.ranks:
+                return None  # whoever reads the run's result hears of it
+            self.recovered.append(found)
+        warnings.warn(str(found), RuntimeWarning, stacklevel=3)
+        return None
+
+    def meet(self) -> None:
+        """All hosts meet anew, those that have joined too. With nothing under way, and the lock
+        held; DaftError if they cannot."""
+        found = self._replace(ActorLost(Failure(rank=None, reason="hosts did not meet.")))
+        if found.ranks:  # lost meanwhile
+            self.recovered.append(found)
+            warnings.warn(str(found), RuntimeWarning, stacklevel=3)
+
+    def _undo(self, failure: Failure) -> bool:
+        """A call of a run has raised where its rank could not go on, as in an update: that run is
+        not done again, and gives this. False if it is none of those that can be done again."""
+        calls = self._launch.log.calls
+        own = [call for call in calls if call.run is not None and call.run == failure.step]
+        for call in own:  # when it is sent again, it only says that it was undone
+            call.undone = True
+            call.message.functions = Ranks.undo_program, failure
+        return bool(own)
+
+    def _replace(self, error: DaftError) -> Recovered:
+        begin, lost = time.monotonic(), _Lost()
+        while True:
+            self.epoch += 1
+            try:
+                runs = self._start_epoch(error, lost)
+            except ActorLost as more:
+                if more is error or self._launch.closed:
+                    raise
+                error = more
+            else:
+                break
+        return Recovered(
+            failures=tuple(lost.failures),
+            ranks=tuple(lost.ranks),
+            by=tuple(lost.by),
+            runs=len(runs),
+            begun=begin,
+            seconds=time.monotonic() - begin,
+        )
+
+    def _start_epoch(self, error: DaftError, lost: _Lost) -> set[int]:
+        """The runs that are done again. Raises `error` if it cannot be mended, and another
+        `ActorLost` if another one is lost meanwhile."""
+        launch, crew, log = self._launch, self._launch.crew, self._launch.log
+        channel = self._channel
+        if crew.several:  # a machine's connections break together
+            channel.listen(TOGETHER_S)
+        gone = self._gone()
+        self._restarts += len(gone)
+        if not gone:  # connections broke between hosts that are all there
+            lost.failures.append(error.failure)
+        if self._restarts > self._max_restarts:
+            error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
+            raise error
+        old_ranks = [crew.hosts[host] for host in gone]
+        places = self._places(gone)
+        for host in gone:
+            old = crew.host(host)
+            process, by = crew.replace(host, places[host])
+            lost.failures.append(launch.watch.lost[old.index].failure)
+            lost.ranks += crew.hosts[host]
+            lost.by.append(by)
+            end = time.monotonic() + SETTLE_S
+            while not channel.is_broken(old.index) and time.monotonic() < end:
+                channel.listen(0.01)  # what it has said to the last is read
+            launch.loaded.teach(partial(crew.tell, process), host)
+        # new processes too: nobody begins to connect to one that has not started
+        asked = self._ask_all(Ranks.leave, old_ranks)
+        self._wait(asked, whatever=True)
+        for each in asked:
+            channel.forget_unread(each.host.index)
+        prefix = f"ranks {self.epoch}"
+        join = crew.meeting(prefix, launch.loaded.tags, launch.watch.patience_s)
+        asked = [self._ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in enumerate(crew.hosts)]
+        ended = self._wait(asked)
+        cut = self._changes.cut(log.ended(ended))
+        again = log.again(cut)
+        runs = {call.run for call in again if call.run is not None}
+        self._check(error, ended, runs)
+        there = self._wait([self._ask(host, Ranks.roll_back, to) for host, to in cut.items()])
+        if there != list(cut.values()):
+            error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
+            raise error
+        self._changes.rolled_back(cut)
+        if not gone:  # a connection of copies may have broken, too
+            self._copies.clear()
+        self.begin_copies(self._wait_long)
+        for host in gone:
+            self._note_gone(host, error)
+        spoiled = {call.run for call in again if self._reads_gone(call)}
+        for call in again:
+            if call.asked is not None and call.run in spoiled:
+                call.asked.gone = next(iter(self.gone.values()))
+        launch.loaded.start_over()
+        for call in again:
+            call.gave = call.gave or _gave(call)
+            self._send_again(call)
+        for spare in crew.hire():
+            launch.loaded.teach(partial(crew.tell, spare), None)
+        self._check_again(again)
+        return runs
+
+    def _reads_gone(self, call: SentCall) -> bool:
+        """Whether it makes a run that may read what was lost with a process."""
+        message: HostCall = call.message
+        if message.program is None:
+            return False
+        ranks = self._launch.crew.hosts[call.host]
+        read = (*message.stored, *self._launch.loaded.state(message.program, ranks))
+        return any(key in self.gone for key in read)
+
+    def _send_again(self, call: SentCall) -> None:
+        message: HostCall = call.message
+        crew, process = self._launch.crew, self._launch.crew.host(call.host)
+        if message.plain:
+            crew.tell(process, Ranks.remember, message.plain)
+        reply = crew.send(call.host, message)
+        call.number = reply.number
+        if call.asked is not None:
+            call.asked.host, call.asked.ref, call.asked.since = process, reply, None
+
+    def _check_again(self, again: Sequence[SentCall]) -> None:
+        """Wait for the calls whose answers somebody may have read; raises if one fails now: what
+        follows would be wrong."""
+        launch = self._launch
+        given = [
+            (call, call.asked)
+            for call in again
+            if call.gave and not call.undone and call.asked is not None and call.asked.gone is None
+        ]
+        asked = [each for _, each in given]
+        while not self._channel.came([each.ref for each in asked], SLICE_S):
+            if launch.closed:
+                raise ClusterClosed("This cluster was closed while a lost host was replaced.")
+            launch.watch.look(asked, launch.watch.deadline_s)
+            self._raise_lost(None)
+        undone = [each.ref for call, each in given if not _gave(call)]
+        if not undone:
+            return
+        why = [error for reply in undone if (error := self._channel.failure(reply)) is not None]
+        end = time.monotonic() + (SETTLE_S if why else 0.0)
+        while time.monotonic() < end:  # another one may be lost, and this come of it
+            self._raise_lost(None)
+            time.sleep(0.02)
+        found = [reply.message.value() for reply in undone if not reply.failed]
+        why += [fault.error for each in found for fault in each.faults]
+        reason = "what had ended well was done again, as a rank was lost, and failed then."
+        reason += "".join(f"\n  {error}" for error in why[:1])
+        raise CommunicationError(Failure(rank=None, reason=reason)) from next(iter(why), None)
+
+    # -- copies on another machine --------------------------------------------------------------
+    def begin_copies(self, wait: Callable[[Sequence[Asked]], list[Any]]) -> None:
+        """What hosts keep is with others of another machine, too, from now on; where both are the
+        processes that they were, it is already."""
+        crew = self._launch.crew
+        if not crew.several:
+            return
+        keepers = ring([process.machine for process in crew.all])
+        pairs = {
+            crew.host(host).index: None if keeper is None else crew.host(keeper).index
+            for host, keeper in enumerate(keepers)
+        }
+        self._copies = {each: keeper for each, keeper in self._copies.items() if each in pairs}
+        new = [
+            host
+            for host, process in enumerate(crew.all)
+            if self._copies.get(process.index, -1) != pairs[process.index]
+        ]
+        for host in new:
+            self._copies.pop(crew.host(host).index, None)
+        needed = sorted({keeper for host in new if (keeper := keepers[host]) is not None})
+        secret = crew.home.secret
+        given = secret, crew.home.address
+        doors = wait([self._ask(keeper, Ranks.keep_copies, *given) for keeper in needed])
+        door_of: dict[int | None, Door] = dict(zip(needed, doors, strict=True))
+        wait([self._ask(h, Ranks.copy_to, door_of.get(keepers[h]), secret) for h in new])
+        self._copies = pairs
+        both = enumerate(keepers)
+        self._places_of = [[crew.host(h).machine for h in b if h is not None] for b in both]
+
+    def _places(self, gone: Sequence[int]) -> dict[int, list[str]]:
+        """By lost host, the machines where what it had is, of those that are there; the
+        controller's if none is."""
+        crew, found = self._launch.crew, dict[int, list[str]]()
+        living = crew.living(gone)
+        for host in gone:
+            old = crew.host(host)
+            places = [old.machine]
+            keeper = self._copies.get(old.index)
+            by = None if keeper is None else crew.place(keeper)
+            if by is not None and by not in gone:  # else its copy may be an old one
+                places.append(crew.host(by).machine)
+            if not living.intersection(places):
+                places = [place for own in self._places_of[host : host + 1] for place in own]
+            found[host] = [place for place in places if place in living] or [crew.controllers]
+        return found
+
+    def _note_gone(self, host: int, error: DaftError) -> None:
+        """What the process had that no snapshot has."""
+        for rank, name in self._launch.loaded.replayable(self._launch.crew.hosts[host]):
+            reason = (
+                f"{name!r} was lost with the process of this rank, which was replaced: values that "
+                f"are written over in place, as those of caches, are in no snapshot.\n"
+                f"  fix: launch again with what was saved, by dt.load_state_dict for one"
+            )
+            failure = Failure(rank=rank, known_as=error.failure.known_as, reason=reason)
+            self.gone[rank, name] = ActorLost(failure)
+
+    def check_there(self, keys: Iterable[tuple[int, str]]) -> None:
+        """Raises if one of these values of ranks was lost."""
+        for key in keys:
+            if key in self.gone:
+                raise ActorLost(self.gone[key].failure)
+
+    def _gone(self) -> list[int]:
+        """The hosts that are lost now."""
+        launch = self._launch
+        launch.watch.find([process.index for process in launch.crew.all])
+        return [h for h, p in enumerate(launch.crew.all) if p.index in launch.watch.lost]
+
+    def _check(self, error: DaftError, ended: Sequence[int], runs: set[int]) -> None:
+        """Raises the error if what is sure is not there any more, or if it comes again and
+        again."""
+        if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
+            kept = any(keeper is not None for keeper in self._copies.values())
+            copies = ", and so is the copy on another machine" if kept else ""
+            error.add_note(f"it was not replaced: what it had is gone with it{copies}")
+            raise error
+        first, times = min(runs, default=-1), 1
+        if first >= 0 and first == self._stuck[0]:
+            times += self._stuck[1]
+        self._stuck = first, times
+        if times > MOST_AT_ONCE:
+            error.add_note(
+                f"it was not replaced: run {first} was begun {times} times, and lost each time"
+            )
+            raise error
+
+    @property
+    def _channel(self) -> RunChannel:
+        return self._launch.crew.channel
+
+    def _ask(self, host: int, method: Callable[..., Any], *given: object) -> Asked:
+        process = self._launch.crew.host(host)
+        return Asked(process, self._channel.send(process.index, ASKED, (method,), given))
+
+    def _ask_all(self, method: Callable[..., Any], *given: object) -> list[Asked]:
+        return [self._ask(host, method, *given) for host in range(len(self._launch.crew.all))]
+
+    def _wait_long(self, asked: Sequence[Asked]) -> list[Any]:
+        """For what may take as long as it takes to send all of a host's state."""
+        return self._wait(asked, patience_s=max(START_S, self._launch.watch.deadline_s))
+
+    def _wait(
+        self, asked: Sequence[Asked], *, whatever: bool = False, patience_s: float = MEET_S
+    ) -> list[Any]:
+        """What they give; `ActorLost` if a host is lost meanwhile. `whatever`: not what they raise
+        either."""
+        launch = self._launch
+        replies = [each.ref for each in asked]
+        while True:
+            if launch.closed:
+                raise ClusterClosed("This cluster was closed while a lost host was replaced.")
+            raised: Exception | None = None
+            try:
+                if whatever:
+                    if self._channel.came(replies, SLICE_S):
+                        raised = None if not any(reply.lost for reply in replies) else CallLost("")
+                        if raised is None:
+                            return []
+                    else:
+                        raise NotYet
+                else:
+                    found = self._channel.get(replies, SLICE_S)
+                    for each in asked:
+                        each.host.answered = True
+                        each.host.watch()
+                    return found
+            except NotYet:
+                launch.watch.look(asked, patience_s)
+            except Exception as error:  # a host may raise anything, because another is lost, too
+                raised = error
+            self._raise_lost(raised)
+
+    def _raise_lost(self, raised: Exception | None) -> None:
+        """`ActorLost` if a host is lost; else what a call has raised, if it has."""
+        launch = self._launch
+        end = time.monotonic() + (SETTLE_S if raised is not None else 0.0)
+        while True:
+            lost = self._gone()
+            if lost:
+                raise launch.watch.lost[launch.crew.host(lost[0]).index]
+            if raised is None:
+                return
+            if time.monotonic() > end:
+                break
+            time.sleep(0.02)
+        if isinstance(raised, CallLost):  # alive, but it cannot be called
+            for process in launch.crew.all:
+                if self._channel.is_broken(process.index):
+                    reason = "its connection to the controller broke, though the process is alive."
+                    raise launch.watch.lose(process, reason)
+        reason = f"hosts did not meet again: {type(raised).__name__}: {raised}"
+        raise CommunicationError(Failure(rank=None, reason=reason)) from raised
+
+
+def answered(call: SentCall, channel: RunChannel) -> bool:
+    """Whether a call's answer is here: what it gave, or what it raised by itself."""
+    reply: Reply | None = None if call.asked is None else call.asked.ref
+    if reply is None or reply.message is None:
+        return False
+    return reply.message.kind == GAVE or not isinstance(channel.failure(reply), HostFailed)
+
+
+def _gave(call: SentCall) -> bool:
+    """Whether it is answered, by no failure."""
+    reply: Reply | None = None if call.asked is None else call.asked.ref
+    if reply is None or reply.message is None or reply.failed:
+        return False
+    return not isinstance(reply.message.value(), Undone)

@@ -1,0 +1,145 @@
+"""The wire between actors on CPUs: gloo's point-to-point messages, and nothing else of gloo.
+
+    wire = join_gloo(store, 0, (0, 1), "127.0.0.1", secret)              # actor 0 of two
+    transport = ExchangeTransport(wire, (0, 1))
+
+Invariants: one process group spans all actors. Each key has two tags of its own, on which gloo
+keeps the order: an exchange has the even one, the second half of a large all_reduce the odd one.
+That half runs in the key's helper thread. A peer that dies makes the `wait` of this one raise, as
+does one on a machine that falls silent.
+Gloo's ports take whoever comes first and says a small number, so each peer proves once, over the
+connection that is used from then on, that it knows the launch's secret: nothing else is read before
+that. What follows is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dtensor.daft.ir.instructions import Key
+from dtensor.daft.ray.bootstrap.dead_connections import connections, listen_to_those
+from dtensor.daft.ray.transports.exchange import Finish, Messages, Wire, Work
+from dtensor.daft.run.transport import Pending
+from dtensor.private_torch import Store
+
+PATIENCE_S = 86400.0
+"""How long a message may wait for a peer that computes. One that dies breaks its connections at
+once, and the controller ends one that has stopped or stands still: nothing else is a time-out."""
+
+
+PROOF_TAG = 1 << 30
+"""Above those of all keys; the next one too."""
+PROOF_BYTES = 32
+
+
+class Messenger(Protocol):
+    """What is used of `ProcessGroupGloo`, whose stubs leave it out."""
+
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
+
+
+def gloo_group(
+    store: Store, index: int, size: int, own_address: str, patience_s: float = PATIENCE_S
+) -> Messenger:
+    """Blocks until all members have come."""
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore
+    device = dist.ProcessGroupGloo.create_device(hostname=own_address)  # pyright: ignore
+    options._devices = [device]  # pyright: ignore
+    options._timeout = timedelta(seconds=patience_s)  # pyright: ignore
+    return cast(Messenger, dist.ProcessGroupGloo(store, index, size, options))  # pyright: ignore
+
+
+def join_gloo(
+    store: Store, index: int, host_of: Sequence[int], own_address: str, secret: bytes
+) -> GlooWire:
+    """Actor `index`'s wire to the others; blocks until all have joined. `ConnectionError` if one
+    does not know the launch's secret."""
+    size = max(host_of) + 1
+    before = connections()
+    group = gloo_group(store, index, size, own_address)
+    prove(group, index, [peer for peer in range(size) if peer != index], secret)
+    listen_to_those(connections() - before)
+    return GlooWire(group, host_of)
+
+
+def prove(group: Messenger, index: int, peers: Sequence[int], secret: bytes) -> None:
+    """To each other that all know the secret: each answers the number of another, drawn for it."""
+
+    def exchange(tag: int, messages: Mapping[int, bytes]) -> dict[int, bytes]:
+        own = {p: torch.frombuffer(bytearray(m), dtype=torch.uint8) for p, m in messages.items()}
+        found = {peer: torch.empty(PROOF_BYTES, dtype=torch.uint8) for peer in peers}
+        works = [group.recv([data], peer, tag) for peer, data in found.items()]
+        works += [group.send([data], peer, tag) for peer, data in own.items()]
+        for work in works:
+            work.wait()
+        return {peer: data.numpy().tobytes() for peer, data in found.items()}
+
+    def answer(by: int, to: int, number: bytes) -> bytes:
+        return hmac.digest(secret, b"gloo" + struct.pack("<II", by, to) + number, "sha256")
+
+    drawn = {peer: secrets.token_bytes(PROOF_BYTES) for peer in peers}
+    asked = exchange(PROOF_TAG, drawn)
+    said = exchange(PROOF_TAG + 1, {peer: answer(index, peer, asked[peer]) for peer in peers})
+    for peer in peers:
+        if not hmac.compare_digest(said[peer], answer(peer, index, drawn[peer])):
+            raise ConnectionError(
+                f"who has connected to actor {index} in place of actor {peer} is not of this launch"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Helped(Pending):
+    future: Future[tuple[Tensor, ...]]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        return self.future.result()
+
+
+class GlooWire(Wire):
+    def __init__(self, group: Messenger, host_of: Sequence[int]) -> None:
+        self._group: Messenger | None = group
+        self._host_of = tuple(host_of)
+        self._tags: dict[Key, int] = {}
+        self._helpers: dict[Key, ThreadPoolExecutor] = {}
+
+    def open(self, tags: Mapping[Key, int]) -> None:
+        self._tags.update(tags)
+
+    def empty(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def post(self, key: Key, sends: Messages, recvs: Messages, half: int) -> Sequence[Work]:
+        group = self._group
+        if group is None:
+            raise RuntimeError("The connections of this actor are closed.")
+        tag = 2 * self._tags[key] + half
+        works = [group.recv([data], self._host_of[m], tag) for m, data in recvs.items()]
+        works += [group.send([data], self._host_of[m], tag) for m, data in sends.items()]
+        return works
+
+    def later(self, key: Key, finish: Finish) -> Pending:
+        def run() -> tuple[Tensor, ...]:
+            torch.set_num_threads(1)  # of this thread: more would change the bits
+            with torch.no_grad():
+                return finish()
+
+        if key not in self._helpers:
+            self._helpers[key] = ThreadPoolExecutor(1, f"channel {key[1]}")
+        return _Helped(self._helpers[key].submit(run))
+
+    def close(self) -> None:
+        for helper in self._helpers.values():
+            helper.shutdown(wait=False, cancel_futures=True)
+        self._group = None

@@ -1,0 +1,147 @@
+"""The actors of a launch whose memory one of them shares, and how they find each other.
+
+    own = Neighbours.create(own_place(node), 0, (0, 1))       # actor 0, of rank 0; 1 of rank 1
+    seen = own.look(cards)                                    # of everybody's `own.card`: "0 1"
+    own.settle(all_seen)                                      # True: they share, by all `look`s
+    own.shares(((0, 1), "tp", "collective"))                  # True
+
+Each actor has a segment. It begins with its nonce, whether its actor has closed, and for each own
+rank and each rank a semaphore: the starts of the other that concern this one. They are made before
+anybody can open it. What follows are the windows of programs (`same_host.py`), and far behind them
+a directory: by the program's number, where its window begins.
+
+Invariants: who shares is the same for all: the actors of a *place*, a machine since it was started
+and a namespace of processes on it, if each of them could open all others' segments, else none of
+that place. It does not import Ray, and knows no programs.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from dtensor.daft.ir.instructions import Key
+from dtensor.daft.ray.transports.segments import Card, Segment, calls
+from dtensor.daft.ray.transports.slots import LINE
+
+CLOSED = "The connections of this actor are closed."
+FLAG = LINE // 2
+"""A byte of a first line, behind a segment's nonce: its actor has closed; behind a window's title:
+its actor has unloaded the program."""
+_DIRECTORY = 1 << 61  # in the middle of a segment
+_ENTRY = 8  # bytes
+
+
+def own_place(node: str) -> str:
+    """Where processes share memory and see each other in `/proc`: a machine since it was started,
+    and a namespace of processes on it. `node`: what those who start processes call the machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{node} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no /proc: `Neighbours.create` gives None there
+        return node
+
+
+class Neighbours:
+    """As actor `index` sees them; `host_of`: by rank, its actor."""
+
+    def __init__(self, own: Segment, index: int, host_of: Sequence[int]) -> None:
+        self.index = index
+        self.host_of: tuple[int, ...] = tuple(host_of)
+        self.segments: dict[int, Segment] = {index: own}
+        self.heads = {index: own.map(0, self.head_bytes(index))}
+        self.told: Callable[[int], None] | None = None
+        self._here = {index}
+        for rank, host in enumerate(host_of):
+            for other in range(len(host_of)) if host == index else ():
+                calls().initialise(self.inbox(rank, other), 1, 0)
+
+    @staticmethod
+    def create(place: str, index: int, host_of: Sequence[int]) -> Neighbours | None:
+        """None where the system lacks what this needs."""
+        try:
+            own = Segment.create(place)
+        except (AttributeError, OSError):  # not Linux, or another C library
+            return None
+        return Neighbours(own, index, host_of)
+
+    @property
+    def card(self) -> str:
+        return json.dumps(asdict(self.segments[self.index].card))
+
+    def look(self, cards: Sequence[str]) -> str:
+        """Open the segments of this place, of everybody's `cards`, "" for none. Who was found."""
+        place = self.segments[self.index].card.place
+        found = {i: Card(**json.loads(card)) for i, card in enumerate(cards) if card}
+        self._here = {i for i, card in found.items() if card.place == place}
+        for i in sorted(self._here - {self.index}):
+            segment = Segment.open(found[i])
+            if segment is not None:
+                self.segments[i] = segment
+                self.heads[i] = segment.map(0, self.head_bytes(i))
+        return " ".join(map(str, sorted(self.segments)))
+
+    def settle(self, seen: Sequence[str]) -> bool:
+        """Whether anything is shared, by what everybody's `look` has found; if not, this closes."""
+        opened = [set(map(int, text.split())) for text in seen]
+        if len(self._here) > 1 and all(opened[i] >= self._here for i in self._here):
+            return True
+        self.close()
+        return False
+
+    def shares(self, key: Key) -> bool:
+        """Whether it crosses actors, all of them here."""
+        actors = {self.host_of[rank] for rank in key[0]}
+        return len(actors) == len(key[0]) > 1 and actors <= self.segments.keys()
+
+    def head_bytes(self, actor: int) -> int:
+        return whole_pages(LINE * (1 + self.host_of.count(actor) * len(self.host_of)))
+
+    def inbox(self, rank: int, other: int) -> int:
+        """The semaphore that counts the starts of `other` which concern `rank`."""
+        actor = self.host_of[rank]
+        row = self.host_of[:rank].count(actor) * len(self.host_of)
+        return self.heads[actor].address + LINE * (1 + row + other)
+
+    def announce(self, number: int, begin: int) -> None:
+        """Tell whoever looks where the own window of a program begins."""
+        where = _DIRECTORY + _ENTRY * number
+        self.segments[self.index].write(where, begin.to_bytes(_ENTRY, "little"))
+
+    def announced(self, actor: int, number: int) -> int:
+        """Where an actor's window of a program begins; 0 if it has not loaded that."""
+        where = _DIRECTORY + _ENTRY * number
+        return int.from_bytes(self.segments[actor].read(where, _ENTRY), "little")
+
+    def check(self, rank: int) -> None:
+        """Raises if no start of this rank's can come any more."""
+        if not self.segments:
+            raise RuntimeError(CLOSED)
+        actor = self.host_of[rank]
+        if self.segments[actor].ended:
+            raise RuntimeError(f"The process of rank {rank} has ended.")
+        if self.heads[actor].bytes[FLAG]:
+            raise RuntimeError(f"The connections of rank {rank}'s actor are closed.")
+
+    def tell(self, rank: int) -> None:
+        """Whoever looks at this actor hears that it waits for this rank; -1: nobody knows which."""
+        if self.told is not None:
+            self.told(rank)
+
+    def close(self) -> None:
+        """Whoever waits for this actor hears of it."""
+        if self.segments:
+            self.heads[self.index].bytes[FLAG] = 1
+        for segment in self.segments.values():
+            segment.close()
+        self.segments.clear()
+        self.heads.clear()
+
+
+def whole_pages(nbytes: int) -> int:
+    """`nbytes`, up to a whole number of pages."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

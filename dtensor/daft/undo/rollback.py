@@ -1,0 +1,172 @@
+"""A worker's snapshots, told in its own words: puts, deletes, runs.
+
+    undoing = Undoing(table, Copies())
+    undoing.load(7, host_program)
+    undoing.begin_run(7, inputs, {}, {}, TableChange(12, committed=11))   # then it runs
+    undoing.end_run()                                                # its state is what it wrote
+
+What a run writes the program says: state that a call writes or makes, inputs that are `changed` and
+stand in the table; of both, what is replayable belongs to no change. Besides, a run writes what it
+is to keep, and drops what nobody needs.
+
+Invariant: what a change that raised has written is of the next one that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dtensor.daft.ir.host_program import HostProgram
+from dtensor.daft.undo.snapshots import Keys, Snapshots, Store
+from dtensor.daft.undo.undone import COUNTERS
+
+Named = Mapping[int, Iterable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Stands among a run's inputs for the value in the rank's table that is called ``name``."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TableChange:
+    """What a host is told of a change of its table: its number; `committed`: once it has ended
+    here, nobody asks for a state before that one; `taken`: the state after it is to be kept."""
+
+    number: int
+    committed: int = 0
+    taken: bool = True
+
+
+UNNUMBERED = TableChange(0)
+
+
+class Undoing:
+    def __init__(self, table: dict[tuple[int, str], object], store: Store) -> None:
+        self.snapshots: Snapshots = Snapshots(table, store)
+        self._table = table
+        self._outlives = store.outlives
+        self._writes: dict[int, _Writes] = {}  # by program
+        self._change = UNNUMBERED  # the one under way, as what follows
+        self._alone: Keys = ()
+        self._dropped: Keys = ()
+        self._written: tuple[Keys, Keys] = (), ()
+
+    def load(self, handle: int, program: HostProgram) -> None:
+        self._writes[handle] = _Writes.of(program)
+
+    def unload(self, handle: int) -> None:
+        del self._writes[handle]
+
+    def begin(self, change: TableChange, *named: Named) -> None:
+        """A put or a delete of these."""
+        keys = tuple(key for some in named for key in _keys(some))
+        self._change, self._written, self._dropped = change, ((), ()), ()
+        self._alone += keys
+        self.snapshots.begin(keys if self._asked_for(change) else ())
+
+    def begin_run(
+        self,
+        handle: int,
+        inputs: Mapping[int, Mapping[str, object]],
+        keep: Mapping[str, str],
+        drop: Named,
+        change: TableChange,
+    ) -> None:
+        writes = self._writes[handle]
+        if writes.alone:
+            self.snapshots.take()  # to which this run may be undone
+        self._change, self._dropped = change, _keys(drop) if drop else ()
+        state, _ = self._written = writes.keys(inputs)
+        if keep or drop:
+            self._alone += (*writes.kept(keep), *self._dropped)
+        if self._asked_for(change):
+            state = (*state, *self._alone, COUNTERS)
+        self.snapshots.begin(state)
+
+    def _asked_for(self, change: TableChange) -> bool:
+        """Whether somebody may ask for the state before a change once it has ended: in one process
+        that has all hosts, nobody does, and a run is undone while it is under way."""
+        return self._outlives or change.committed < change.number
+
+    def end(self) -> None:
+        """All that it was to write was written."""
+        state, replayed = self._written
+        self._end(state, self._alone, replayed)
+
+    def undo(self) -> None:
+        """The run under way has written, and is not to have: but for what it drops."""
+        self.snapshots.roll_back(self.snapshots.ended)
+        for key in self._dropped:
+            self._table.pop(key, None)
+
+    def end_undone(self) -> None:
+        """It wrote nothing but that it was undone, and what is replayable."""
+        self._end((), (*self._alone, COUNTERS), self._written[1])
+
+    def _end(self, state: Keys, alone: Keys, replayed: Keys) -> None:
+        change = self._change
+        self.snapshots.end(
+            change.number,
+            written=state,
+            alone=alone,
+            replayed=replayed,
+            committed=change.committed,
+            take=change.taken,
+        )
+        self._alone = ()
+
+    def roll_back(self, to: int) -> int:
+        self._alone = ()
+        return self.snapshots.roll_back(to)
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """What a program's runs write in the table: state, of which some by replayable writes alone;
+    of `inputs` that are changed, with whether they are replayable, those that stand there.
+    `outputs`: by rank, what may be kept."""
+
+    state: Keys
+    replayable: Keys
+    inputs: tuple[tuple[int, str, bool], ...]
+    outputs: tuple[tuple[int, frozenset[str]], ...]
+    alone: bool
+
+    @staticmethod
+    def of(program: HostProgram) -> _Writes:
+        state: tuple[dict[tuple[int, str], None], ...] = ({}, {})
+        inputs: list[tuple[int, str, bool]] = []
+        for rank, own in program.ranks.items():
+            made = {name for i in own.instructions for name in (*i.outputs, *i.writes)}
+            for name in own.state:
+                if name in made:
+                    state[name in own.replayable][rank, name] = None
+            inputs += [(rank, name, name in own.replayable) for name in own.changed]
+        outputs = tuple((rank, frozenset(own.outputs)) for rank, own in program.ranks.items())
+        return _Writes(tuple(state[0]), tuple(state[1]), tuple(inputs), outputs, program.alone)
+
+    def keys(self, inputs: Mapping[int, Mapping[str, object]]) -> tuple[Keys, Keys]:
+        """In a run with these inputs: what belongs to it, and what is replayable."""
+        if not self.inputs:
+            return self.state, self.replayable
+        stored: tuple[list[tuple[int, str]], ...] = ([], [])
+        for rank, name, replayable in self.inputs:
+            if isinstance(value := inputs[rank][name], Stored):
+                stored[replayable].append((rank, value.name))
+        return (*self.state, *stored[0]), (*self.replayable, *stored[1])
+
+    def kept(self, keep: Mapping[str, str]) -> Keys:
+        return tuple(
+            (rank, name)
+            for rank, outputs in self.outputs
+            for output, name in keep.items()
+            if output in outputs
+        )
+
+
+def _keys(names: Named) -> Keys:
+    return tuple((rank, name) for rank, own in names.items() for name in own)

@@ -1,0 +1,171 @@
+"""The numbers that a step changes on the user's optimizer, advanced where no gradients are.
+
+    ghost = Ghost(kind, {"w": {"step": 3}})
+    told = ghost.step(groups=(("w", "b"),), trained={"w", "b"}, options=({"lr": 0.1, "k": 3},), {})
+    told                                   # ({"lr": 0.1, "k": 4},), {}: what torch's step leaves
+
+`group["k"] += 1` and `self.step_count += 1` are state of the controller's optimizer: each step is
+sent them as they stand, and the ranks begin from these. What they become is the same wherever the
+parameters are, since no element is ever read to Python. So a step of the same class over parameters
+of one element finds it: one for neighbours in a group with the same numbers in their state, which
+have a gradient where the real ones have.
+
+Invariant: the probe compares what comes out with what torch's own step leaves.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from dtensor.runtime.optimizer.optimizer_kind import (
+    OptimizerKind,
+    bare_step,
+    copied,
+    options_of,
+    plain_attributes,
+    same,
+)
+
+GRADIENT = 1e-3
+
+Told = tuple[tuple[dict[str, Any], ...], dict[str, Any]]
+"""The options of each group, and the object's attributes."""
+
+
+@dataclass(slots=True, eq=False)
+class Ghost:
+    """``numbers``: of parameters that have a state already, their entries by label."""
+
+    kind: OptimizerKind
+    numbers: Mapping[str, Mapping[str, Any]]
+    of: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
+    state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict[torch.Tensor, Any])
+    _last: tuple[object, object] = (None, None)
+
+    def step(
+        self,
+        groups: tuple[tuple[str, ...], ...],
+        trained: Set[str],
+        options: Sequence[Mapping[str, Any]],
+        attributes: Mapping[str, Any],
+    ) -> Told:
+        """What the options and attributes are after a step in which ``trained`` had gradients."""
+        if self._last != (groups, trained):
+            self._stand_in(groups, trained)
+            self._last = groups, trained
+        held = [dict.fromkeys(self.of[label] for label in group) for group in groups]
+        *told, told_attributes = copied((*map(dict, options), dict(attributes)))
+        given = [{**o, "params": [*h]} for o, h in zip(told, held, strict=True)]
+        own = self.kind.make(given, told_attributes)
+        for parameter, entries in self.state.items():
+            own.state[parameter] = entries
+        for label, parameter in self.of.items():
+            parameter.grad = torch.full_like(parameter, GRADIENT) if label in trained else None
+        with torch.enable_grad():
+            bare_step(own)
+        self.state = dict(own.state)
+        return tuple(options_of(group) for group in own.param_groups), plain_attributes(own)
+
+    def kept(self) -> tuple[Any, ...]:
+        """What `restore` brings back."""
+        return dict(self.of), copy.deepcopy({id(p): s for p, s in self.state.items()}), self._last
+
+    def restore(self, kept: tuple[Any, ...]) -> None:
+        self.of, state, self._last = kept
+        self.state = {p: state[id(p)] for p in self.of.values() if id(p) in state}
+
+    def _stand_in(self, groups: Sequence[Sequence[str]], trained: Set[str]) -> None:
+        """One parameter for neighbours that are alike: in a group, with the same past, trained or
+        not. In the order of the group, for the last may leave what an option has."""
+        alike: list[tuple[tuple[object, ...], list[str]]] = []
+        for number, group in enumerate(groups):
+            for label in group:
+                past = id(self.of[label]) if label in self.of else self._past(label)
+                key = number, past, label in trained
+                if not alike or alike[-1][0] != key:
+                    alike.append((key, []))
+                alike[-1][1].append(label)
+        before, self.of = self.of, {}
+        taken = set[int]()
+        for _, labels in alike:
+            first = before.get(labels[0])
+            if first is not None and id(first) not in taken:
+                taken.add(id(first))
+                made = first
+            else:
+                made = Parameter(torch.full((1,), 0.5))
+                state = self._begun(labels[0]) if first is None else self.state.get(first)
+                if state:
+                    self.state[made] = copied(state)
+            self.of.update(dict.fromkeys(labels, made))
+        self.state = {p: s for p, s in self.state.items() if p in set(self.of.values())}
+
+    def _past(self, label: str) -> object:
+        """What tells a parameter's state from another's, before this has seen it."""
+        entries, known = self.numbers.get(label, {}), self.kind.entries
+        numbers = ((k, float(v)) for k, v in entries.items() if k in known and known[k].number)
+        return tuple(sorted(numbers)), frozenset(entries)
+
+    def _begun(self, label: str) -> dict[str, Any]:
+        """A state as the parameter's, of one element."""
+        found: dict[str, Any] = {}
+        for key, value in self.numbers.get(label, {}).items():
+            entry = self.kind.entries.get(key)
+            if entry is None or value is None or entry.number:
+                python = entry is not None and entry.python is not None
+                found[key] = entry.python(value) if python else copied(value)  # type: ignore
+            else:
+                found[key] = entry.begun()
+        return found
+
+
+def advance(
+    optimizer: torch.optim.Optimizer,
+    ghost: Ghost,
+    groups: tuple[tuple[str, ...], ...],
+    trained: Set[str],
+) -> Callable[[], None]:
+    """A step was called: the optimizer has what becomes of its groups' options and attributes. What
+    is given brings back what they were, but for what the user has written since."""
+    kept = ghost.kept()
+    places: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
+    before = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
+    before = [*copied(tuple(before))]
+    options, attributes = ghost.step(groups, trained, before[:-1], before[-1])
+    after = [*options, attributes]
+    shared: dict[int, Any] = {}
+    for place, old, new in zip(places, before, after, strict=True):
+        _turn(place, old, new, shared)
+
+    def undo() -> None:
+        ghost.restore(kept)
+        for place, old, new in zip(places, before, after, strict=True):
+            known = {k: place[k] for k in {*old, *new} if k in place}
+            own = {k for k in {*old, *new} if (k in known) != (k in new)}
+            own |= {k for k in known if k in new and not same(known[k], new[k])}
+            then, back = ({k: v for k, v in one.items() if k not in own} for one in (new, old))
+            _turn(place, then, back, {})
+
+    return undo
+
+
+def _turn(
+    place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], shared: dict[int, Any]
+) -> None:
+    """What differs becomes the new; a tensor in place, as others may hold it."""
+    for key in old.keys() - new.keys():
+        place.pop(key, None)
+    for key, value in new.items():
+        if key in old and same(old[key], value):
+            continue
+        here = place.get(key)
+        if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
+            here.copy_(value)
+        else:
+            place[key] = copied(value, shared)

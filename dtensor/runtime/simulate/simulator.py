@@ -1,0 +1,246 @@
+"""The program of a step run against a virtual clock: who computes, sends and waits when.
+
+    trace = simulate(plan, OneFOneB(8).grid(4, 4), topology)
+    print(trace); trace.save("trace.json")
+
+The ranks of one stage that differ in other axes do the same on equal shards, so one of them stands
+for all: the one at coordinate 0, which has the largest. Its list of instructions is the one that an
+actor would run. A `Call` lasts as long as its ops by the roofline; a message as long as the
+alpha-beta model says, in the background, after those before it on its channel; a `Wait` until its
+messages are complete. A message begins when all its members have started it; those that no rank
+here stands for start when ours does. The controller's call stands before it all, as one `CALL`.
+
+What a rank holds: values by their storage, of which a view has none of its own, the optimizer's
+state, and what a call makes for itself while it runs. So it is what `plan.memory` predicts, but for
+gradients that are not made yet, which a plan without microbatches counts from the start.
+
+Invariant: it ends when `plan.cost` says, which replays one action of each kind. Not modelled:
+contention between channels; what `Free` and an empty `Wait` take.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from dtensor.daft import (
+    Call,
+    Collective,
+    Commit,
+    Free,
+    Instruction,
+    RankProgram,
+    Recv,
+    Send,
+    Vote,
+    Wait,
+)
+from dtensor.daft.ir.instructions import Start, key_of
+from dtensor.daft.verification.pairing import starts_of_waits
+from dtensor.runtime.lower.actions import Actions
+from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
+from dtensor.runtime.lower.code import Functions
+from dtensor.runtime.lower.program import lower_rank
+from dtensor.runtime.schedule import Grid
+from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, run
+from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.steps import updates_of
+from dtensor.sharding.redistribute.topology import Topology, ring_bytes
+
+
+def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
+    """The predicted trace of one run. ``topology``: to price with; default the plan's."""
+    plan = replace(plan, topology=topology or plan.topology)
+    ranks = representatives(plan)
+    trains = bool(updates_of(plan.steps))
+    state = {
+        i.name: f"state {i.label}"
+        for i in plan.inputs
+        if i.kind in ("parameter", "buffer", "constant")
+    }
+    shared = Shared(plan, Actions(plan, grid), torch.device("cpu"), priced=True)
+    roles = Roles(optimizer="optimizer" if trains else None, state=state)
+    functions = Functions()
+    programs: dict[int, RankProgram] = {}
+    lists: dict[int, list[Item]] = {}
+    builders: dict[int, RankBuilder] = {}
+    for rank in ranks:
+        builder = RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
+        programs[rank] = lower_rank(builder)
+        lists[rank] = _items(builder, programs[rank])
+        builders[rank] = builder
+    call = plan.topology.step_latency
+    times = run(lists, call)
+    spans: list[Span] = []
+    changes: list[tuple[tuple[float, int], ...]] = []
+    for rank, program in programs.items():
+        if call:
+            spans.append(Span(rank=rank, track="wait", label=CALL, begin=0.0, end=call))
+        spans += _spans(rank, program, times[rank])
+        changes.append(tuple(_held(builders[rank], program, times[rank], call)))
+    return Trace(
+        name=plan.name,
+        ranks=ranks,
+        alike=plan.mesh.size // len(ranks),
+        spans=tuple(sorted(spans, key=lambda s: (s.begin, s.rank, s.end))),
+        peak_bytes=tuple(max(held for _, held in of) for of in changes),
+        held_bytes=tuple(changes),
+    )
+
+
+def representatives(plan: Plan) -> tuple[int, ...]:
+    """A rank for each coordinate of the stage axis: the one at 0 of all other axes."""
+    axis = plan.stage_axis
+    if axis is None:
+        return (0,)
+    return tuple(
+        plan.mesh.rank({a: at if a == axis else 0 for a in plan.mesh.axes})
+        for at in range(plan.mesh.axis_size(axis))
+    )
+
+
+def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
+    """What stands beside the program's values: the optimizer's state, and copies to undo a step."""
+    own = [plan.memory[stage] for stage in stages]
+    return sum(memory.optimizer + memory.masters + memory.snapshots for memory in own)
+
+
+# -- a rank's list ---------------------------------------------------------------------------------
+
+
+def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
+    """What the rank does, by its instructions that take time."""
+    calls = (i.seconds for i in builder.instructions if isinstance(i, LocalCode))
+    waits = starts_of_waits(program.instructions)
+    items: list[Item] = []
+    for at, item in enumerate(program.instructions):
+        match item:
+            case Call():
+                seconds = next(calls)
+                items.append(Stretch(seconds, seconds))
+            case Send() | Recv() | Collective():
+                members, *channel = key_of(builder.rank, item)
+                seconds = _seconds(builder, item)
+                items.append(Begin(at, members, tuple(channel), seconds))
+            case Wait():
+                items.append(Until(waits[at]))
+            case Free() | Vote() | Commit():
+                pass
+    return items
+
+
+def _seconds(builder: RankBuilder, item: Start) -> float:
+    """Of a message: as the step says whose it is; of others, by what is sent."""
+    plan = builder.plan
+    if id(item) in builder.priced.messages:
+        return builder.priced.messages[id(item)]
+    match item:
+        case Send(buffer=buffer) | Recv(buffer=buffer):
+            kind, axis, num, sent = "transfer", plan.stage_axis or "", 2, buffer.nbytes
+        case Collective(kind=kind, group=group):
+            axis, num = _axis(plan, group), len(group)
+            sent = ring_bytes(kind, sum(buffer.nbytes for buffer in item.in_buffers), num)
+    return plan.topology.collective_seconds(kind, axis, num=num, bytes_sent=sent)
+
+
+def _axis(plan: Plan, group: tuple[int, ...]) -> str:
+    """The axis along which the members lie."""
+    first, second = (plan.mesh.coordinates(rank) for rank in group[:2])
+    return next(axis for axis in first if first[axis] != second[axis])
+
+
+# -- what comes of it ------------------------------------------------------------------------------
+
+
+def _timed(
+    program: RankProgram, times: Sequence[Interval]
+) -> Iterator[tuple[Instruction, Interval | None]]:
+    """Each instruction and when it is; None of those that take no time."""
+    each = iter(times)
+    for item in program.instructions:
+        yield item, None if isinstance(item, Free | Vote | Commit) else next(each)
+
+
+def _spans(rank: int, program: RankProgram, times: Sequence[Interval]) -> Iterator[Span]:
+    for item, interval in _timed(program, times):
+        if interval is not None and interval[1] > interval[0]:
+            yield span_of(rank, _track(item), item, *interval)
+
+
+def _track(item: Instruction) -> Track:
+    match item:
+        case Call():
+            return "compute"
+        case Wait():
+            return "wait"
+        case _:
+            return "communication"
+
+
+def _held(
+    b: RankBuilder, program: RankProgram, times: Sequence[Interval], begin: float
+) -> Iterator[tuple[float, int]]:
+    """(From when on, bytes held); what a message makes is held when it is started, a storage while
+    a value of the table lies in it, and besides, what a call makes while it runs."""
+    held = _state_bytes(b.plan, b.stages)
+    sizes, users = dict(program.nbytes), Counter[str]()
+    segments = (item for item in b.instructions if isinstance(item, LocalCode))
+
+    def change(values: Sequence[str], sign: int) -> int:
+        found = 0
+        for value in values:
+            storage = b.priced.storage.get(value, value)
+            before = users[storage] > 0
+            users[storage] += sign
+            if before != (users[storage] > 0):
+                found += sign * sizes.get(storage, 0)
+        return found
+
+    held += change((*program.inputs, *program.state), 1)
+    yield 0.0, held
+    now = begin
+    for item, interval in _timed(program, times):
+        within = _held_within(b, next(segments), item.outputs) if isinstance(item, Call) else 0
+        if within:
+            yield now, held + within
+        if isinstance(item, Call | Wait) and interval is not None:
+            now = interval[1]
+        match item:
+            case Recv(value=value, buffer=buffer):
+                sizes[value] = buffer.nbytes
+            case Collective(outputs=made, out_buffers=buffers):
+                sizes.update((v, buffer.nbytes) for v, buffer in zip(made, buffers, strict=True))
+            case _:
+                pass
+        changed = change(item.outputs, 1)
+        if isinstance(item, Free):
+            changed += change(item.values, -1)
+        if changed:
+            held += changed
+            yield now, held
+
+
+def _held_within(b: RankBuilder, segment: LocalCode, outputs: Sequence[str]) -> int:
+    """Bytes, at most, of what a call makes, while it runs: values die at their last use."""
+    last: dict[str, int] = {}  # by storage
+    for number, line in enumerate(segment.code.lines):
+        for name in line.reads:
+            value = b.place(segment, name)
+            last[b.priced.storage.get(value, value)] = number
+    stay = {b.priced.storage.get(value, value) for value in outputs}
+    live: list[tuple[int, int]] = []  # last line, bytes
+    held = most = 0
+    for line, value in segment.made:
+        if value in b.priced.storage:
+            continue
+        held -= sum(nbytes for end, nbytes in live if end < line)
+        live = [(end, nbytes) for end, nbytes in live if end >= line]
+        end = len(segment.code.lines) if value in stay else last.get(value, line)
+        live.append((end, b.nbytes[value]))
+        held += b.nbytes[value]
+        most = max(most, held)
+    return most
