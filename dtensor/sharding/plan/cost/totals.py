@@ -24,7 +24,7 @@ from dtensor.sharding.plan.cost.memory import Memory, memory_of
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.cost.step_cost import step_cost
 from dtensor.sharding.plan.record import Cost, PlanRecord
-from dtensor.sharding.plan.steps import Compute, Norm, StepPhase
+from dtensor.sharding.plan.steps import StepPhase, norm_of
 
 Key = tuple[str, StepPhase, str]
 """Axis, phase and kind of messages."""
@@ -166,16 +166,18 @@ class PlanTotals:
     def _walked(self) -> tuple[tuple[RankWork, ...], Mapping[Key, tuple[SentTotals, ...]]]:
         """By stage, what all steps add up to."""
         plan, topology = self.plan, self.plan.topology
+        norm = norm_of(plan.steps)
         work = [RankWork()] * plan.num_stages
         sent: dict[Key, list[SentTotals]] = {}
         for step in plan.steps:
             times = step_times(plan, step)
-            flops = step.flops if isinstance(step, Compute) else 0
-            for stage in range(plan.num_stages) if isinstance(step, Norm) else step.stages:
+            for stage in range(plan.num_stages) if step is norm else step.stages:
                 cost = step_cost(plan, step, stage)
                 compute = cost.compute_seconds(topology)
                 communication = cost.communication_seconds(topology)
-                work[stage] += RankWork(compute * times, communication * times, flops * times)
+                work[stage] += RankWork(
+                    compute * times, communication * times, int(cost.flops.number) * times
+                )
                 for message in cost.messages:
                     key = (message.axis, step.phase, message.kind)
                     stages = sent.setdefault(key, [SentTotals()] * plan.num_stages)
