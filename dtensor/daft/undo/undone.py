@@ -95,7 +95,7 @@ def detached(error: DaftError) -> DaftError:
     return type(error)(replace(failure, raised=raised))
 
 
-_INNER = tuple(str(Path(file).parent) + "/" for file in (__file__, torch.__file__))
+_INNER = (f"{Path(__file__).parents[1] / 'run'}/", f"{Path(torch.__file__).parent}/")
 
 
 def shortened(error: BaseException) -> BaseException:

@@ -41,6 +41,7 @@ import sysconfig
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -67,7 +68,7 @@ _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
 KNOWN = frozenset({"aten", "prim", "prims", "dt"})
 """Namespaces of ops that every actor has."""
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_DAFT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_DAFT = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep
 _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 
 
