@@ -86,7 +86,7 @@ def test_a_step_over_twenty_lengths(backend: Backend, few: int, request: Any) ->
             if number % 8 == 7:
                 assert on_hosts(run) == [len(handles(run))] * len(on_hosts(run))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("plan_call", "loaded_program"):
+        for module in ("step.plan_call", "step.loaded_program"):
             patch.setattr(f"dtensor.api.{module}.MOST_PLANS", 1000)
         step = trained()
         with dt.launch(MESH):
