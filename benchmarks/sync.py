@@ -145,7 +145,7 @@ def lacking(policy: dt.ParallelModule, plan: dt.SyncPlan) -> int:
     return sum(
         t.target.local_nbytes(t.target.mesh.coordinates(rank))
         for t in plan.transfers.values()
-        for rank in t.targets
+        for rank in t.there.at
     )
 
 
