@@ -25,8 +25,9 @@ class PlanningError(ValueError):
 def check_kind(
     what: str, value: object, kind: type[Any] | UnionType, wanted: str, fix: str
 ) -> None:
-    """PlanningError unless ``value`` is of the kind; ``wanted`` is its name with an article."""
-    if not isinstance(value, kind):
+    """PlanningError unless ``value`` is of the kind, and not a class that has what instances of the
+    kind have; ``wanted`` is its name with an article."""
+    if isinstance(value, type) or not isinstance(value, kind):
         raise PlanningError(f"{what} is {shown(value)}, not {wanted}.\nfix: {fix}")
 
 

@@ -110,7 +110,8 @@ def test_the_planner_pays_for_ops_too() -> None:
     free = replace(plan, topology=replace(KNOWN, op_latency=0.0)).cost
     paid = replace(plan, topology=KNOWN).cost
     assert paid.compute_seconds > free.compute_seconds + 20e-5
-    assert paid.communication_seconds == free.communication_seconds
+    assert paid.communication_seconds <= free.communication_seconds  # more of it is hidden
+    assert paid.seconds > free.seconds
 
 
 @pytest.mark.parametrize(

@@ -141,8 +141,8 @@ longest       mm  models.py:26   x6  15.4 ns
               mm  models.py:51   x6  12.3 ns
               mm  models.py:100  x3   7.7 ns
 computes      372.74 kFLOP
-predicted     120.32 us a step (H100 SXM bf16, NVLink)
-              compute 193.3 ns, communication 120.12 us""",
+predicted     140.32 us a step (H100 SXM bf16, NVLink)
+              compute 193.3 ns, communication 140.12 us""",
     )
 
 
@@ -295,7 +295,8 @@ def test_hardware_that_is_stated_wrongly() -> None:
     with pytest.raises(dt.PlanningError, match="name is 3"):
         dt.Topology(name=3)  # type: ignore[arg-type]
     step = mlp_step()
-    step.options = replace(step.options, topology=dt.topologies.h100(infiniband=("dp",)))
+    planning = replace(step.options.planning, topology=dt.topologies.h100(infiniband=("dp",)))
+    step.options = replace(step.options, planning=planning)
     with pytest.raises(dt.PlanningError, match="states no \\w+ for axis 'tp'"):
         step.plan(*data())
 

@@ -118,7 +118,7 @@ communication per rank and step
   tp  forward  1 all_reduce  512 B sent
 
 compute per rank and step    40.96 kFLOP
-predicted    10.03 us a step (H100 SXM bf16, NVLink): compute 28.4 ns, communication 10.00 us""",
+predicted    20.03 us a step (H100 SXM bf16, NVLink): compute 28.4 ns, communication 20.00 us""",
     )
 
 
@@ -280,7 +280,8 @@ def test_flop_and_seconds() -> None:
     assert micro.totals.stages[0].communication_seconds == pytest.approx(
         4 * latency + num_bytes / 200e9
     )
-    assert half.cost.seconds == pytest.approx(half.totals.stages[0].seconds)
+    vote = latency  # of the commit point, which is no step of a plan
+    assert half.cost.seconds == pytest.approx(half.totals.stages[0].seconds + vote, rel=1e-3)
 
 
 def main() -> None:

@@ -132,8 +132,8 @@ def test_a_layer_is_one_message_and_the_next_is_on_its_way() -> None:
     for item in program.ranks[0].instructions:
         if isinstance(item, Collective) and item.kind == "all_gather":
             events.append(f"start {item.outputs[0].split('.')[0]}")
-        elif isinstance(item, Wait) and item.label.startswith(("F0", "B0")):
-            if "all_gather" in item.label:
+        elif isinstance(item, Wait) and item.label and item.label.numbered in ("F0", "B0"):
+            if item.label.verb == "all_gather":
                 events.append(f"wait {item.values[0].split('.')[0]}")
         elif isinstance(item, Call) and "mm" in dict(program.functions)[item.fn].source:
             events.append("compute")

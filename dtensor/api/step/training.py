@@ -637,7 +637,8 @@ def train_step(
     if elementwise:
         state_elementwise(optimizer)
     check_optimizer(optimizer)
-    if schedule is not None and not isinstance(schedule, Schedule):
+    is_schedule = isinstance(schedule, Schedule) and not isinstance(schedule, type)
+    if schedule is not None and not is_schedule:
         raise PlanningError(
             f"schedule={schedule!r} is not a schedule; fix: dt.OneFOneB(microbatches=4), "
             f"dt.GPipe(microbatches=4) or dt.Custom(...)"
