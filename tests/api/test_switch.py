@@ -201,7 +201,7 @@ def test_there_and_back(here: str, there: str, monkeypatch: pytest.MonkeyPatch) 
         assert len(specs) == 4 * len(resident.stored)  # the optimizer's step and two moments
         assert {n for n, _ in before} == specs.keys() and len(plan.transfers) == len(specs)
         lacking = sum(
-            len(wanted - before.get(key, set())) * specs[key[0]][0].dtype.itemsize
+            len(wanted - before.get(key, set())) * specs[key[0]].spec.dtype.itemsize
             for key, wanted in after.items()
         )
         assert sent == {"switch of GPT": plan.bytes_sent} and plan.bytes_sent == lacking
