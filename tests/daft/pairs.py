@@ -33,9 +33,9 @@ from dtensor.daft import (
     Recv,
     Send,
     Wait,
+    interference,
     verify,
 )
-from dtensor.daft import interference
 from tests.daft.explore import B, Transfer, drawn
 from tests.daft.explore import exhaustive as transfers_alone
 from tests.daft.programs import function, program

@@ -33,11 +33,11 @@ from dtensor.daft import (
     Send,
     Stored,
     Wait,
+    interference,
     launch_cluster,
 )
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.transports.joining import Join, connect_cpu, lost_key, meet
-from dtensor.daft import interference
 from tests.daft.actor_classes import Model, same
 from tests.daft.pairs import (
     HANGS,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.daft import Call, Label, Program
+from dtensor.daft import Call, Label
+from dtensor.daft.ir.host_program import HostProgram
 from dtensor.runtime.optimizer import shard_optimizer
 from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer
 from tests.api.precision import build
@@ -21,11 +22,11 @@ from tests.models import GPT, batch
 BF16 = torch.bfloat16
 
 
-def said(program: Program) -> list[int]:
+def said(program: HostProgram) -> list[int]:
     """By rank, the bytes that its program states."""
     functions = dict(program.functions)
     found: list[int] = []
-    for rank in program.ranks:
+    for rank in program.ranks.values():
         calls = [
             i.fn for i in rank.instructions if isinstance(i, Call) and i.label == Label("update")
         ]
