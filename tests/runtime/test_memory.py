@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import dtensor as dt
 from dtensor.daft import Call, Label
-from dtensor.daft.run.worker import Worker
+from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer
 from tests.api.training import MEGATRON, TWO_STAGES, Placed, Run
 from tests.models import GPT, batch
@@ -120,9 +120,9 @@ def measure(run: Run, one: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Meter,
                     meter.add(value, owner)
             meter.sample()
 
-        def start(worker: Worker, handle: int, inputs: Any, *more: Any) -> None:
-            begin(worker, handle, inputs, *more)
-            for (owner, _), value in worker.engines[handle].values.items():
+        def start(worker: Worker, one: HostRun) -> None:
+            begin(worker, one)
+            for (owner, _), value in worker.engines[one.program].values.items():
                 if isinstance(value, torch.Tensor):
                     meter.add(value, owner)
 
