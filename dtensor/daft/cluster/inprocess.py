@@ -62,7 +62,8 @@ class InProcessCluster(HostedCluster):
         self._diagnose = diagnose
         hosts_of(size, ranks_per_actor)  # checks them
         copies = None if snapshot_every is None else Copies()
-        transport = TRANSPORTS[device.type, "process"](Meeting(ranks=everyone))
+        connect = TRANSPORTS.get((device.type, "process"), TRANSPORTS["cpu", "process"])
+        transport = connect(Meeting(ranks=everyone))
         self._worker = Worker(everyone, device, transport, lent=True, snapshots=copies)
         super().__init__(size, device, (everyone,), seed)
         self.immediate = True
