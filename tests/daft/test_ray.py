@@ -385,8 +385,8 @@ def test_plain_data_goes_when_it_has_changed(
     def noted(
         self: RunChannel, host: int, kind: Any, functions: Any, given: Any, *, lent: bool
     ) -> Any:
-        plain = given[3].get(host)  # besides what kernels obey
-        sent.append((plain or given[2][host])["x"])
+        (_, _, inputs, *_), plain = given
+        sent.append((plain.get(host) or inputs[host])["x"])  # `plain` has the kernels' flags, too
         return send(self, host, kind, functions, given, lent=lent)
 
     handle, other = three.load(_told()), three.load(_told())

@@ -168,7 +168,7 @@ def _obeying(function: Function, folder: Path) -> Function:
     wrapped = "\n\n_ordered = forward\n\n\ndef forward(*values):\n    _obey(_orders)\n"
     wrapped += "    return _ordered(*values)\n"
     bindings = (*function.bindings, ("_obey", obey), ("_orders", str(folder)))
-    return replace(function, source=function.source + wrapped, bindings=bindings)
+    return replace(function, source=function.source + wrapped, bindings=bindings, body=None)
 
 
 def asked_elsewhere(*words: str) -> tuple[int, str]:
