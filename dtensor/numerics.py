@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
@@ -127,11 +127,13 @@ class Reduction:
         made = first.dtype if dtype is None else dtype
         if len(parts) == 1:
             return first.to(made, copy=True, memory_format=torch.contiguous_format)
-        wide = self.widens and is_narrow(first.dtype)
-        taken = (p.float() if wide else p for p in parts)
+        taken: Iterable[Tensor] = parts
+        if self.widens and is_narrow(first.dtype):
+            taken = (p.float() for p in taken)
         if self.unit > 1:
-            taken = (p.reshape(-1, self.unit) for p in taken)
-        return functools.reduce(self.fold, taken).to(made).reshape(first.shape).contiguous()
+            rows = (p.reshape(-1, self.unit) for p in taken)
+            return functools.reduce(self.fold, rows).to(made).reshape(first.shape).contiguous()
+        return functools.reduce(self.fold, taken).to(made).contiguous()
 
     def parts_of(self, x: Tensor, num: int, generator: torch.Generator) -> Sequence[Tensor]:
         """Random tensors whose fold is ``x``."""

@@ -38,7 +38,7 @@ class StoredTensor:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.at) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
+        if not len(self.at) == len(self.ranks) == len(set(self.ranks)):
             raise PlanningError(
                 f"{self.label or self.spec} is on the ranks {list(self.at)} of {self.spec.mesh}, "
                 f"and as the launch counts on {list(self.ranks)}; "
