@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from dtensor.sharding.plan.cost.step_cost import Resized, StepCost, step_cost
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Accumulate
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 
@@ -64,7 +63,7 @@ class StepPrices:
             costs=tuple(numbers),
             number=np.array(found, np.int64),
             repeats=np.array([s.in_microbatch and not s.once for s in steps], np.bool_),
-            sums=np.array([isinstance(s, Accumulate) for s in steps], np.bool_),
+            sums=np.array([s.sums_microbatches for s in steps], np.bool_),
         )
 
     def resized(self, scale: Scale) -> Resized:

@@ -23,10 +23,9 @@ do transfers between stages (program.py) and gathers of parameters, whose place 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
 
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import Redistribute, Step
+from dtensor.sharding.plan.steps import Step
 
 CUT_SECONDS = 2e-6
 """What it costs to cut local code in two: an instruction more, and what it reads and makes."""
@@ -47,11 +46,11 @@ def early(
     before: dict[int, list[Step]] = {}
     late: set[int] = set()
     for at, step in enumerate(steps):
-        if not _communicates(step):
+        if not step.may_be_late:
             continue
         sources = [made[name] for name in step.reads if name in made]
         begin = 1 + max(sources, default=-1)
-        if any(_communicates(steps[source]) for source in sources):
+        if any(steps[source].may_be_late for source in sources):
             begin = at
         end = min((read[name] for name in step.gives if name in read), default=len(steps))
         inside = (other for other in steps[begin:end] if other is not step)
@@ -67,21 +66,8 @@ def early(
     return tuple(order), frozenset(late)
 
 
-def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Redistribute, ...]:
+def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Step, ...]:
     """Reductions of gradients that the end of a step has, and a backward may begin: all that they
     read is made by its ``steps``. With microbatches it is not, for these add up."""
     made = {name for step in steps for name in step.gives}
-    return tuple(
-        step
-        for step in plan.steps
-        if isinstance(step, Redistribute)
-        and step.bucket
-        and step.phase == "optimizer"
-        and not step.in_place
-        and made.issuperset(step.operands)
-    )
-
-
-def _communicates(step: Step) -> TypeGuard[Redistribute]:
-    gathers = isinstance(step, Redistribute) and step.bucket and step.kind == "all_gather"
-    return isinstance(step, Redistribute) and not (step.is_free or gathers or step.tied)
+    return tuple(s for s in plan.steps if s.reduces_gradients and made.issuperset(s.reads))

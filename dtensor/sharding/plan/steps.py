@@ -85,6 +85,21 @@ class _Step:
         return False
 
     @property
+    def may_be_late(self) -> bool:
+        """Whether ranks may go on before its messages are there."""
+        return False
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Whether it is a reduction of gradients at the end of a training step."""
+        return False
+
+    @property
+    def sums_microbatches(self) -> bool:
+        """Whether it is there only where there are several microbatches."""
+        return False
+
+    @property
     def label(self) -> str:
         """What its messages are of."""
         return ""
@@ -217,6 +232,14 @@ class Redistribute(_Step):
         return self.bucket or self.results[0]
 
     @property
+    def may_be_late(self) -> bool:
+        return not (self.is_free or self.tied or (self.bucket and self.kind == "all_gather"))
+
+    @property
+    def reduces_gradients(self) -> bool:
+        return bool(self.bucket) and self.phase == "optimizer" and not self.in_place
+
+    @property
     def label(self) -> str:
         return f"the gradients of {self.of[0]}" if self.tied else self.bucket or self.operands[0]
 
@@ -344,6 +367,10 @@ class Accumulate(_Step):
     source: ClassVar[str] = ""
     op: ClassVar[None] = None
     moves: ClassVar[tuple[Move, ...]] = ()
+
+    @property
+    def sums_microbatches(self) -> bool:
+        return True
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -15,16 +15,7 @@ from dataclasses import dataclass
 
 from dtensor.sharding.plan.cost.step_cost import messages_of, step_cost
 from dtensor.sharding.plan.record import PlanRecord
-from dtensor.sharding.plan.steps import (
-    Accumulate,
-    Compute,
-    Norm,
-    Redistribute,
-    Step,
-    StepPhase,
-    Transfer,
-    Update,
-)
+from dtensor.sharding.plan.steps import Norm, Redistribute, Step, StepPhase, Transfer
 
 
 def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float]:
@@ -68,16 +59,15 @@ def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:
 
 def collectives_of(plan: PlanRecord, step: Step) -> tuple[PlannedCollective, ...]:
     """What one step communicates; of a Norm, or a tie, on each of its stages."""
-    source = ""
     match step:
-        case Compute() | Accumulate() | Update():
-            return ()
         case Redistribute(tied=(_, *_)):
-            names = dict(zip(step.tied, step.results, strict=True))
+            names, source = dict(zip(step.tied, step.results, strict=True)), ""
         case Redistribute(name=name, source=source) | Transfer(result=name, source=source):
             names = {step.stage: name}
         case Norm():
-            names = dict.fromkeys(range(plan.num_stages), step.result)
+            names, source = dict.fromkeys(range(plan.num_stages), step.result), ""
+        case _:
+            return ()
     return tuple(
         PlannedCollective(
             name=name,
