@@ -316,7 +316,8 @@ class _Contents:
     def _head(self) -> dict[str, Any]:
         plan = self.plan
         totals, topology = plan.totals, plan.topology
-        cost, memory = totals.cost, asdict(totals.memory)
+        cost, held = totals.cost, totals.memory
+        memory = {**asdict(held), "not_at_once": -held.not_at_once}  # a sum
         by_kind = totals.most_sent(lambda key: (key[0], key[2]))
         return {
             "seconds": cost.seconds,

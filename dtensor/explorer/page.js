@@ -30,7 +30,7 @@ const clamp = (x, low, high) => Math.max(low, Math.min(high, x));
 function bytes(n) {
   let size = n;
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
-    if (size < 1024) return unit === "B" ? `${n} B` : `${size.toFixed(1)} ${unit}`;
+    if (Math.abs(size) < 1024) return unit === "B" ? `${n} B` : `${size.toFixed(1)} ${unit}`;
     size /= 1024;
   }
   return `${size.toFixed(1)} TiB`;
@@ -1179,8 +1179,8 @@ function sideBySide() {
   row("bytes sent", PLANS.map((p) => p.head.sent), bytes);
   row("messages", PLANS.map((p) => p.head.collectives), (n) => n.toLocaleString("en"));
   head("memory of the fullest rank");
-  for (const [key, name] of MEMORY) if (PLANS.some((p) => p.head.memory[key]))
-    row(name, PLANS.map((p) => p.head.memory[key]), bytes);
+  for (const [key, name] of [...MEMORY, ["not_at_once", "not at once"]])
+    if (PLANS.some((p) => p.head.memory[key])) row(name, PLANS.map((p) => p.head.memory[key]), bytes);
   row("total", PLANS.map((p) => sum(Object.values(p.head.memory))), bytes);
   const kinds = [...new Set(PLANS.flatMap((p) => p.head.by_kind.map(([axis, kind]) => `${kind} over ${axis}`)))];
   if (kinds.length) head("collectives of a rank in a step");

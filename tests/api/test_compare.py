@@ -81,9 +81,12 @@ def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free.cost.bubble == pytest.approx(1 / 3, abs=0.02)  # of stages that are nearly equal
     assert 1 / 3 < one.bubble < 1  # and of messages between them
     assert one.memory == max(one.plan.memory, key=lambda m: m.total)
-    # a rank hosts stages 0 and 2, or 1 and 3: their memory and their seconds add up
+    # a rank hosts stages 0 and 2, or 1 and 3, and all that they hold but for activations adds up
+    parameters = [m.parameters for m in two.plan.memory]
+    assert two.memory.parameters in (parameters[0] + parameters[2], parameters[1] + parameters[3])
     totals = [m.total for m in two.plan.memory]
-    assert two.memory.total == max(totals[0] + totals[2], totals[1] + totals[3])
+    most = max(totals[0] + totals[2], totals[1] + totals[3])
+    assert most / 2 < two.memory.total < most
     assert two.plan.totals.estimate > 0.9 * one.plan.totals.estimate
     assert two.num_collectives > one.num_collectives
 

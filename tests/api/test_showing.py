@@ -130,8 +130,8 @@ plan gpt      mesh(dp=2, tp=2)
 steps         223, of which 12 communicate; AdamW updates 28 parameters
 axis dp       opened by tokens
 axis tp       opened by *qkv.weight, *up.weight
-memory        92.6 KiB: parameters 16.3 KiB, gradients 16.3 KiB, optimizer state 32.6 KiB,
-              activations 27.4 KiB
+memory        81.6 KiB: parameters 16.3 KiB, gradients 16.3 KiB, optimizer state 32.6 KiB,
+              activations 27.4 KiB, not at once -11.1 KiB
 sent          tp  forward    4 all_reduce   4.0 KiB  40.02 us
               tp  backward   4 all_reduce   4.0 KiB  40.02 us
               dp  optimizer  3 all_reduce  16.3 KiB  30.08 us

@@ -89,7 +89,7 @@ class LaunchSession(MeshSession):
     if not TYPE_CHECKING:  # for a checker all of them are there
 
         def __getattr__(self, name: str) -> Any:
-            if name in ("launch", "cluster") and self._state in _NO_RANKS:
+            if name in ("launch", "cluster", "_ranks") and self._state in _NO_RANKS:
                 fix = _ANEW if self._state == "given up" else "run.start(), or `with run:`"
                 raise self._refused(f"was {self._state}, and has no ranks", fix)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

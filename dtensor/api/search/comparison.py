@@ -376,7 +376,8 @@ def _table_of(comparison: Comparison) -> str:
     blocks = [_decides(comparison.rows, planned)]
     if planned:
         blocks.append(_sent(planned))
-        columns = [c for c in _MEMORY if c.title != "masters" or any(map(c.number, planned))]
+        rare = ("masters", "not at once")
+        columns = [c for c in _MEMORY if c.title not in rare or any(map(c.number, planned))]
         blocks.append(_block("memory of the fullest rank", columns, planned, planned))
     first = max(len(row[0]) for block in blocks for row in block)
     for block in blocks:
@@ -401,6 +402,7 @@ _MEMORY = (
     _Column("optimizer", lambda r: r.memory.optimizer, _size),
     _Column("masters", lambda r: r.memory.masters, _size),
     _Column("activations", lambda r: r.memory.activations, _size),
+    _Column("not at once", lambda r: -r.memory.not_at_once, lambda num: f"-{_size(-num)}"),
     _Column("total", lambda r: r.memory.total, _size),
 )
 

@@ -83,15 +83,15 @@ class Noted:
 
 
 class MeshSession:
-    """A mesh on ranks of a launched cluster. ``cluster``: the mesh's ranks; ``ranks``: the numbers
-    that the launch has for them; ``mode``: how programs run, compiled or interpreted."""
+    """A mesh on ranks of a launched cluster. ``cluster``: the mesh's ranks; ``mode``: how programs
+    run, compiled or interpreted."""
 
     def __init__(self, mesh: Mesh, cluster: Cluster, launch: Launch) -> None:
         self.mesh = mesh
         self.cluster = cluster
         at = tuple(range(mesh.size))
         self._at = at
-        self.ranks: tuple[int, ...] = cluster.ranks if isinstance(cluster, Part) else at
+        self._ranks: tuple[int, ...] = cluster.ranks if isinstance(cluster, Part) else at
         self.launch = launch
         self.mode: Mode = launch.mode
         self.noted: Noted | None = None  # the last run of those that are `noting`
@@ -117,11 +117,16 @@ class MeshSession:
         """What local code is."""
         return self.launch.local
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The numbers that the launch has for the mesh's ranks."""
+        return self._ranks
+
     def stored(self, label: str, spec: TensorSpec, at: Sequence[int] | None = None) -> StoredTensor:
         """A value that is here, or is to be, on these ranks of the mesh; by default on those that
         the spec says."""
         if at is None and not spec.on:  # each result of an eager op is such
-            return StoredTensor(label, spec, self._at, self.ranks)
+            return StoredTensor(label, spec, self._at, self._ranks)
         return StoredTensor.of(label, spec, holders_of(spec) if at is None else at, self.ranks)
 
     # -- values -----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import torch
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.actions import Actions
 from dtensor.runtime.lower.builder import Roles, Shared
-from dtensor.runtime.schedule import Grid, Kind, in_flight
+from dtensor.runtime.schedule import Grid, Kind, held_at_once, in_flight
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.record import Cost, PlanRecord
@@ -55,6 +55,11 @@ class GridTimetable:
     @property
     def in_flight(self) -> tuple[int, ...]:
         return () if self.grid is None else in_flight(self.grid)
+
+    def held(self, stages: Sequence[int]) -> Collection[tuple[int, tuple[int, ...]]]:
+        if self.grid is None:  # the later stages run while a microbatch is kept in those before
+            return {(at, (1,) * at + (0,) * (len(stages) - at)) for at in range(len(stages))}
+        return held_at_once(self.grid, stages)
 
     def first(self, num_microbatches: int) -> GridTimetable:
         """Of the first microbatches alone."""

@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 
 from dtensor.runtime.schedule.custom import Custom, Ordered
 from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place, validate
-from dtensor.runtime.schedule.measure import Costs, bubble, in_flight, timeline, waits
+from dtensor.runtime.schedule.measure import Costs, bubble, held_at_once, in_flight, timeline, waits
 from dtensor.runtime.schedule.published import GPipe, Interleaved1F1B, LoopedBFS, OneFOneB
 from dtensor.runtime.schedule.search import Found, Searched
 from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2, ZBV, DualPipeV
@@ -44,6 +44,7 @@ __all__ = [
     "Schedule",
     "Searched",
     "bubble",
+    "held_at_once",
     "in_flight",
     "place",
     "timeline",

@@ -11,13 +11,13 @@ takes no time here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
 from dtensor.runtime.schedule.grid import Action, Grid, replay
 
-__all__ = ["Costs", "bubble", "in_flight", "timeline", "waits"]
+__all__ = ["Costs", "bubble", "held_at_once", "in_flight", "timeline", "waits"]
 
 PerStage = float | tuple[float, ...]
 
@@ -95,3 +95,16 @@ def in_flight(grid: Grid) -> tuple[int, ...]:
         held[action.stage] += action.held
         most[action.stage] = max(most[action.stage], held[action.stage])
     return tuple(most)
+
+
+def held_at_once(grid: Grid, stages: Sequence[int]) -> set[tuple[int, tuple[int, ...]]]:
+    """While each action of the rank of these stages runs, the index of its stage, and by stage the
+    microbatches whose activations are held besides its own."""
+    held = dict.fromkeys(stages, 0)
+    found: set[tuple[int, tuple[int, ...]]] = set()
+    for _, _, action in grid.actions():
+        if action.stage in held:
+            others = held | {action.stage: held[action.stage] - (action.kind != "F")}
+            found.add((stages.index(action.stage), tuple(others.values())))
+            held[action.stage] += action.held
+    return found

@@ -80,7 +80,8 @@ class Plan(PlanRecord):
     @property
     def memory(self) -> tuple[Memory, ...]:
         """By stage, bytes of its fullest rank: ``parameters``, ``gradients``, ``optimizer``,
-        ``masters``, ``activations`` and others; ``total``."""
+        ``masters``, ``activations`` and others, which are not all there at once; ``total``: the
+        most at once."""
         return self.totals.stage_memory
 
     @property

@@ -13,7 +13,7 @@ Invariants: those that verify.py checks. A plan knows no actors and no backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, Protocol
@@ -196,6 +196,11 @@ class Timetable(Protocol):
     @property
     def in_flight(self) -> tuple[int, ...]:
         """By stage, how many microbatches it holds at a time."""
+        ...
+
+    def held(self, stages: Sequence[int]) -> Collection[tuple[int, tuple[int, ...]]]:
+        """What a rank of these stages holds at once: while an action runs of the one at an index,
+        by stage, the microbatches kept besides."""
         ...
 
     def cost(self, plan: PlanRecord) -> Cost:

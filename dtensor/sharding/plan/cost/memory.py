@@ -8,8 +8,9 @@ Activations are the peak over one step: the batch and what is computed once a st
 microbatches in flight keep for their backward, and the most that one microbatch's forward and
 backward hold at a time, each value freed after its last use. A view of a live value adds nothing.
 A microbatch's gradients live until its backward ends, where they are added to the accumulators;
-without microbatches they are the accumulators themselves and count as gradients. The flat buffer
-of a bucket exists when activations do not, so the larger of the two counts.
+without microbatches they are the accumulators themselves and count as gradients, some of which are
+made after the activations' peak. The flat buffer of a bucket exists when activations do not, so the
+larger of the two counts.
 
 Where the launch keeps copies of what a step writes, to undo it, they count, each value as often as
 it is kept; not what a file of them needs besides (numbers, names, the ends of pages).
@@ -20,7 +21,7 @@ Not here: what a kernel allocates within, the allocator's fragmentation; time (s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 
@@ -47,11 +48,13 @@ class Memory:
     activations: int
     masters: int = 0  # float32 copies of parameters
     snapshots: int = 0  # copies of what the step writes, where the launch keeps such
+    not_at_once: int = 0  # gradients made after the activations' peak, stages that peak in turn
 
     @property
     def total(self) -> int:
+        """The most that is held at once."""
         held = self.parameters + self.gradients + self.optimizer + self.masters
-        return held + self.activations + self.snapshots
+        return held + self.activations + self.snapshots - self.not_at_once
 
 
 def memory_of(plan: PlanRecord) -> tuple[Memory, ...]:
@@ -68,23 +71,33 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     )
     gradients = waiting_gradients(plan, stage)
     updates = updates_of(plan.steps, [stage])
-    total = sum(gradients.values())
-    buckets = [  # gradients are gone when updated parameters are gathered
-        _flat(step) - (total if step.in_place else 0)
-        for step in plan.steps
-        if isinstance(step, Redistribute) and step.bucket
-        if step.stage == stage and not step.in_microbatch
-    ]
-    specs = plan.value_specs()  # activations are gone when gradients are cast
-    casts = sum(_cast_bytes(step, specs[step.gradient].dtype) for step in updates)
+    own = _activations(plan, stage, gradients)
+    flying = plan.in_flight[stage] if stage < len(plan.in_flight) else 1
+    kept = own.once + (flying - 1) * own.saved
+    activations = max(kept + own.peak, own.end)
     return Memory(
         parameters=parameters,
-        gradients=total,
+        gradients=sum(gradients.values()),
         optimizer=sum(step.state_bytes for step in updates),
         masters=sum(step.master_bytes for step in updates),
-        activations=max(_activations(plan, stage, gradients), *buckets, casts),
+        activations=activations,
         snapshots=plan.copies * _written(plan, stage) if plan.copies else 0,
+        not_at_once=activations - max(kept + own.above, own.end),
     )
+
+
+def rank_memory(plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory]) -> Memory:
+    """Of the fullest rank of these ``stages``, of which each alone holds that much."""
+    whole = Memory(*map(sum, zip(*map(astuple, each), strict=True)))
+    if len(stages) < 2 or plan.timetable is None:
+        return whole
+    own = [_activations(plan, stage, waiting_gradients(plan, stage)) for stage in stages]
+    most = max(
+        own[running].above + sum(kept * of.saved for kept, of in zip(held, own, strict=True))
+        for running, held in plan.timetable.held(stages)
+    )
+    at_once = max(sum(of.once for of in own) + most, sum(of.end for of in own))
+    return replace(whole, not_at_once=whole.activations - at_once)
 
 
 def _written(plan: PlanRecord, stage: int) -> int:
@@ -161,7 +174,20 @@ class _Stage:
             self.last[self.storage[name]] = at
 
 
-def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """Bytes of one stage: of what is there ``once`` a step; of what a microbatch keeps from forward
+    to backward, its peak, and how far that is ``above`` all gradients, some of which are made after
+    it; and at the ``end`` of the step, when these are gone."""
+
+    once: int
+    saved: int
+    peak: int
+    above: int
+    end: int
+
+
+def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> _Activations:
     values = _Stage()
     always: dict[str, None] = {}  # storages that live as long as the step
     uncounted = set(gradients)  # counted as parameters or as gradients
@@ -190,11 +216,25 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
             ends = first_backward if values.last[storage] < first_backward else len(walk)
             values.last[storage] = ends - 1
     values.nbytes.update((values.storage[v], 0) for v in uncounted if v in values.storage)
-    base = sum(values.nbytes[name] for name in always)
+    once = sum(values.nbytes[name] for name in always)
     made = [[n for n, _ in _made(step, stage) if values.storage[n] == n] for step in walk]
-    saved, peak = _peak(made, values, frozenset(always), first_backward)
-    flying = plan.in_flight[stage] if stage < len(plan.in_flight) else 1
-    return base + (flying - 1) * saved + peak
+    own = {values.storage[v]: nbytes for v, nbytes in gradients.items() if v in values.storage}
+    coming = [sum(own.get(name, 0) for name in names) for names in made]
+    saved, peak, above = _peaks(made, coming, values, frozenset(always), first_backward)
+    return _Activations(once, saved, peak, above, _end(plan, stage, sum(gradients.values())))
+
+
+def _end(plan: PlanRecord, stage: int, gradients: int) -> int:
+    """Bytes beside ``gradients`` while they are reduced, cast, and parameters are gathered."""
+    buckets = [  # gradients are gone when updated parameters are gathered
+        _flat(step) - (gradients if step.in_place else 0)
+        for step in plan.steps
+        if isinstance(step, Redistribute) and step.bucket
+        if step.stage == stage and not step.in_microbatch
+    ]
+    specs = plan.value_specs()
+    casts = (_cast_bytes(s, specs[s.gradient].dtype) for s in updates_of(plan.steps, [stage]))
+    return max(*buckets, sum(casts), 0)
 
 
 def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:
@@ -202,22 +242,29 @@ def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:
     return plan.standing.get(name) or step.viewed
 
 
-def _peak(
-    made: Sequence[Sequence[str]], values: _Stage, always: frozenset[str], first_backward: int
-) -> tuple[int, int]:
-    """Bytes that one microbatch keeps from forward to backward, and its peak."""
+def _peaks(
+    made: Sequence[Sequence[str]],
+    coming: Sequence[int],
+    values: _Stage,
+    always: frozenset[str],
+    first_backward: int,
+) -> tuple[int, int, int]:
+    """Bytes that one microbatch keeps from forward to backward, its peak, and that above all
+    gradients, whose bytes are ``coming`` with these steps."""
     dying: dict[int, list[str]] = {}
     for name, at in values.last.items():
         if name not in always:
             dying.setdefault(at, []).append(name)
     live = peak = saved = 0
+    above = missing = -sum(coming)
     for at, names in enumerate(made):
         if at == first_backward:
             saved = live
         live += sum(values.nbytes[name] for name in names if name not in always)
-        peak = max(peak, live)
+        missing += coming[at]
+        peak, above = max(peak, live), max(above, live + missing)
         live -= sum(values.nbytes[name] for name in dying.get(at, ()))
-    return saved, peak
+    return saved, peak, above
 
 
 def _made(step: Step, stage: int) -> list[tuple[str, TensorSpec]]:

@@ -16,11 +16,11 @@ Not here: what one step comes to (step_cost.py), what one stage holds (memory.py
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from dtensor.sharding.plan.cost.memory import Memory, memory_of
+from dtensor.sharding.plan.cost.memory import Memory, memory_of, rank_memory
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.cost.step_cost import step_cost
 from dtensor.sharding.plan.record import Cost, PlanRecord
@@ -111,9 +111,9 @@ class PlanTotals:
     @cached_property
     def rank_memory(self) -> tuple[Memory, ...]:
         """By rank of the stage axis, of all its stages."""
-        stages = [astuple(memory) for memory in self.stage_memory]
-        ranks = (zip(*(stages[s] for s in held), strict=True) for held in self.plan.hosted)
-        return tuple(Memory(*map(sum, rank)) for rank in ranks)
+        each = self.stage_memory
+        hosted = self.plan.hosted
+        return tuple(rank_memory(self.plan, held, [each[s] for s in held]) for held in hosted)
 
     @property
     def memory(self) -> Memory:
