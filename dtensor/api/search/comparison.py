@@ -402,7 +402,7 @@ _MEMORY = (
     _Column("optimizer", lambda r: r.memory.optimizer, _size),
     _Column("masters", lambda r: r.memory.masters, _size),
     _Column("activations", lambda r: r.memory.activations, _size),
-    _Column("not at once", lambda r: -r.memory.not_at_once, lambda num: f"-{_size(-num)}"),
+    _Column("not at once", lambda r: -r.memory.not_at_once, _size),
     _Column("total", lambda r: r.memory.total, _size),
 )
 

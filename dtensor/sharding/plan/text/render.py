@@ -522,7 +522,7 @@ def _memory(totals: PlanTotals) -> list[str]:
         kept = f"  kept to undo a step, x{plan.copies}"
         rows.append([kept, *(size_text(m.snapshots) for m in memory)])
     if any(m.not_at_once for m in memory):
-        rows.append(["  not at once", *(f"-{size_text(m.not_at_once)}" for m in memory)])
+        rows.append(["  not at once", *(size_text(-m.not_at_once) for m in memory)])
     rows.append(["  total", *(size_text(m.total) for m in memory)])
     above = above_memory(totals)
     return [*table(rows), *([f"! {above}"] if above else [])]

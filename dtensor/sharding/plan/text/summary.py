@@ -143,7 +143,7 @@ def _memory(totals: PlanTotals) -> list[Row]:
     where = f" on stage{several} {' and '.join(map(str, stages))}"
     where = where if totals.plan.num_stages > 1 else ""
     parts = ", ".join(f"{what} {size_text(size)}" for what, size in held.items() if size)
-    parts += f", not at once -{size_text(most.not_at_once)}" if most.not_at_once else ""
+    parts += f", not at once {size_text(-most.not_at_once)}" if most.not_at_once else ""
     above = above_memory(totals)
     text = f"{size_text(most.total)}{where}" + (f": {parts}" if parts else "")
     text += f"; {above}" if above else ""

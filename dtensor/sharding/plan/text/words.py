@@ -34,7 +34,7 @@ def size_text(num_bytes: int) -> str:
     """Bytes in binary units: ``512 B``, ``2.0 MiB``."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
+        if abs(size) < 1024:
             return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
