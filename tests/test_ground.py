@@ -226,8 +226,9 @@ def test_the_path_of_the_readmes_example():
     # what is private of torch: 1,400 lines, a third of them run, and four files;
     # where signals act, launches that are objects: 600 lines, 250 of them run, and one file;
     # a prediction by the schedule's grid, costs of steps as data, the store, records of what hosts
-    # have and of generated lines: 2,500 lines, 570 of them run, and twelve files
-    assert files <= 117 and lines <= 31_980 and ran <= 13_150, text
+    # have and of generated lines: 2,500 lines, 570 of them run, and twelve files;
+    # memory that is held at once: 70 lines, 30 of them run
+    assert files <= 117 and lines <= 32_060 and ran <= 13_180, text
 
 
 def test_long_files_are_looked_at():

@@ -57,11 +57,6 @@ class Memory:
         return held + self.activations + self.snapshots - self.not_at_once
 
 
-def memory_of(plan: PlanRecord) -> tuple[Memory, ...]:
-    """Per stage."""
-    return tuple(stage_memory(plan, stage) for stage in range(plan.num_stages))
-
-
 def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     """Bytes of the fullest rank of ``stage``."""
     parameters = sum(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from dtensor.sharding.plan.cost.memory import Memory, memory_of, rank_memory
+from dtensor.sharding.plan.cost.memory import Memory, rank_memory, stage_memory
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.cost.step_cost import step_cost
 from dtensor.sharding.plan.record import Cost, PlanRecord
@@ -106,7 +106,7 @@ class PlanTotals:
     @cached_property
     def stage_memory(self) -> tuple[Memory, ...]:
         """Of a rank of each stage."""
-        return memory_of(self.plan)
+        return tuple(stage_memory(self.plan, stage) for stage in range(self.plan.num_stages))
 
     @cached_property
     def rank_memory(self) -> tuple[Memory, ...]:
