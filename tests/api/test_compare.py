@@ -86,7 +86,7 @@ def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.memory.parameters in (parameters[0] + parameters[2], parameters[1] + parameters[3])
     totals = [m.total for m in two.plan.memory]
     most = max(totals[0] + totals[2], totals[1] + totals[3])
-    assert most / 2 < two.memory.total < most
+    assert two.memory.total + two.memory.not_at_once == most and two.memory.not_at_once > 0
     assert two.plan.totals.estimate > 0.9 * one.plan.totals.estimate
     assert two.num_collectives > one.num_collectives
 
