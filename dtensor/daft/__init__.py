@@ -46,8 +46,8 @@ from dtensor.daft.ir.program import Function, Program, RankProgram
 from dtensor.daft.ir.text import parse_instructions
 from dtensor.daft.launching import launch, launch_cluster, spawn
 from dtensor.daft.run.worker import Stored
-from dtensor.daft.tasks.actors import ActorHandle, Session
-from dtensor.daft.tasks.futures import TaskFuture
+from dtensor.daft.tasks.actors import ActorHandle, Session, end
+from dtensor.daft.tasks.futures import TaskFuture, wait
 from dtensor.daft.tasks.groups import (
     GroupFuture,
     Scatter,
@@ -58,6 +58,7 @@ from dtensor.daft.tasks.groups import (
 )
 from dtensor.daft.tasks.interference import Bound, Conflict, Interference, interference
 from dtensor.daft.tasks.recording import Compiled, compile
+from dtensor.daft.tasks.streams import TaskStream
 from dtensor.daft.tasks.task import returns
 from dtensor.daft.verification.pairing import merge
 from dtensor.daft.verification.verifier import Report, verify
@@ -99,6 +100,7 @@ __all__ = [
     "Stored",
     "TaskError",
     "TaskFuture",
+    "TaskStream",
     "Vote",
     "Wait",
     "WorkerGroup",
@@ -106,6 +108,7 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "compile",
+    "end",
     "interference",
     "launch",
     "launch_cluster",
@@ -114,4 +117,5 @@ __all__ = [
     "returns",
     "spawn",
     "verify",
+    "wait",
 ]

@@ -28,11 +28,13 @@ from dtensor.daft.diagnosis.one_process import status_here
 from dtensor.daft.tasks.actors import (
     ActorHandle,
     Session,
+    check_alone,
     current_session,
     enter,
     info_of,
     sessions,
 )
+from dtensor.daft.tasks.futures import user_line
 from dtensor.daft.tasks.local_session import LocalSession
 
 
@@ -50,10 +52,12 @@ def launch(
     long an actor's process may be silent before it counts as lost, or take to start;
     `call_deadline_s`: how long a method may take before its process is ended (both Ray only).
     `seed` picks one of the legal orders in which compiled functions run in-process.
-    ValueError for another backend, and for seconds that are none.
+    ValueError for another backend, and for seconds that are none; RuntimeError within another
+    launch that is open.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
-    return enter(_session(backend, address, deadline_s, call_deadline_s, seed))
+    check_alone()
+    return enter(_session(backend, address, deadline_s, call_deadline_s, seed), user_line())
 
 
 class Offer:

@@ -75,9 +75,9 @@ def test_the_innermost_launch_has_them() -> None:
     with daft.launch() as outer:
         with dt.launch(TRAIN):
             assert actors.info_of(daft.spawn(Reward)).session is not outer
-            with daft.launch() as inner:
-                assert actors.info_of(daft.spawn(Reward)).session is inner
         assert actors.info_of(daft.spawn(Reward)).session is outer
+    with dt.launch(TRAIN), daft.launch() as inner:
+        assert actors.info_of(daft.spawn(Reward)).session is inner
 
 
 def test_they_end_with_the_launch(backend: Any) -> None:

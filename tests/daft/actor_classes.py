@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,3 +123,54 @@ def same(u: Any, v: Any) -> bool:
     if isinstance(u, list | tuple):
         return len(u) == len(v) and all(map(same, u, v))
     return bool(u == v)
+
+
+class Feeder:
+    """What users of other systems try first: methods that wait and that yield, a property."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    @property
+    def size(self) -> int:
+        return 3
+
+    async def slowly(self, x: Any) -> Any:
+        self.turn += 1
+        await asyncio.sleep(0)
+        return x, self.turn
+
+    async def fail_slowly(self) -> None:
+        await asyncio.sleep(0)
+        raise ValueError("not in time")
+
+    async def meet(self, first: bool) -> list[str]:
+        """What is bound to an event loop lives from call to call."""
+        if first:
+            self.queue: asyncio.Queue[str] = asyncio.Queue()
+            self.task = asyncio.create_task(self.queue.get())
+            await asyncio.sleep(0)
+            return []
+        await self.queue.put("kept")
+        return [await self.task]
+
+    def batches(self, x: Tensor, number: int) -> Iterator[Tensor]:
+        for i in range(number):
+            self.turn = i
+            yield x + i
+        if number > 2:
+            raise ValueError("no more than two")
+
+    async def later(self, number: int) -> AsyncIterator[int]:
+        for i in range(number):
+            await asyncio.sleep(0)
+            yield i
+
+    def lazily(self) -> Iterator[int]:
+        return (i for i in range(3))
+
+    def call(self, function: Callable[[Any], Any], x: Any) -> Any:
+        return function(x)
+
+    def last(self) -> int:
+        return self.turn

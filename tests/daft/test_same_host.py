@@ -455,7 +455,7 @@ def _loads_and_unloads(here: Here) -> tuple[int, int]:
     segment = transport._neighbours.segments[here.index]
 
     def held() -> int:
-        return os.stat(f"/proc/self/fd/{segment._descriptor}").st_blocks * 512
+        return os.stat(f"/proc/self/fd/{segment.descriptor}").st_blocks * 512
 
     large = _sums(buffer=Buffer((1 << 18,), torch.float32))
     fed = [{"x0": torch.ones(1 << 18)}] * 2

@@ -80,7 +80,6 @@ class Cluster:
         home = SimpleNamespace(
             processes=self.processes,
             folder=SimpleNamespace(path=Path("/nowhere")),
-            announce=lambda key: None,
         )
         self.watch = HostWatch(
             cast(Any, self),
@@ -108,6 +107,8 @@ class Cluster:
         loaded = SimpleNamespace(lines={0: self.lines}.get)
         seen = SimpleNamespace(crew=crew, loaded=loaded)
         return RayCluster.waits(cast(RayCluster, seen), there)
+
+    def tell_of_loss(self, host: int) -> None: ...
 
     def due(self, asked: Sequence[Asked]) -> Mapping[int, int]:
         return {each.host.index: RUN for each in asked}

@@ -54,7 +54,7 @@ from dtensor.daft.ray.ranks.ranks import Plain, Ranks
 from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
 from dtensor.daft.ray.recovery.membership import Crew, HostCall
 from dtensor.daft.ray.recovery.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
-from dtensor.daft.ray.transports.joining import check_groups, check_routes
+from dtensor.daft.ray.transports.joining import check_groups, check_routes, lost_key
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status import Status
@@ -517,6 +517,9 @@ class RayCluster(HostedCluster):
         # between runs it may unpack what it is given, or load it
         known = None if place is None else self._at(place, at)
         return known is None or isinstance(instruction_at(known[0].program, known[1]), Call)
+
+    def tell_of_loss(self, host: int) -> None:
+        self._home.announce(lost_key(host))
 
     def waits(self, there: Mapping[int, Progress]) -> dict[int, Waits]:
         """By processes, which hosts are; those that meet say themselves for whom they wait."""

@@ -27,16 +27,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import TracebackType
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor
 
 from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
 from dtensor.daft.tasks.frozen import Frozen
 from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_frames, user_line
+from dtensor.daft.tasks.streams import TaskStream
 from dtensor.daft.tasks.task import CREATE, Task, declared
-from dtensor.daft.tasks.values import Placeholder, ValuePickler, encode, failure_of
+from dtensor.daft.tasks.values import Placeholder, encode, failure_of, own_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,6 @@ class Session(FutureOwner):
     """What `launch` starts. `calls` counts the calls to actors' processes; `bytes_sent` and
     `bytes_received` the bytes of values that the controller itself sent and got."""
 
-    pickler: type[ValuePickler] = ValuePickler
-
     def __init__(self) -> None:
         self.calls: int = 0
         self.bytes_sent: int = 0
@@ -75,7 +75,12 @@ class Session(FutureOwner):
         # tasks have one order, the same in every process
         self.lock: threading.RLock = threading.RLock()
         self.closed: bool = False
+        self.opened_at: str = ""  # the user's line, of a launch of actors alone
         self._raised: set[tuple[str, ...]] = set()
+
+    def room(self, nbytes: int) -> Tensor:
+        """Where the message of an argument is put."""
+        return own_room(nbytes)
 
     # -- what a backend does --------------------------------------------------------------------
     @abstractmethod
@@ -104,6 +109,10 @@ class Session(FutureOwner):
         """One call to each process; the futures of the program's results. `None`: not used."""
 
     @abstractmethod
+    def end(self, actor: ActorInfo, failure: Failure) -> None:
+        """End the process of an actor; futures of what lives there fail so."""
+
+    @abstractmethod
     def failures(self) -> list[DaftError]:
         """What failed in methods, and the actors lost, so far; waits for all tasks."""
 
@@ -129,7 +138,7 @@ class Session(FutureOwner):
             )
         if not inspect.isclass(cls):
             raise TypeError(f"An actor is spawned of a class, got {cls!r}.\n  at {user_line()}")
-        encoded = encode((tuple(args), dict(kwargs)), self.pickler)
+        encoded = encode((tuple(args), dict(kwargs)), room=self.room)
         with self.lock:
             if host is not None:
                 process = host.process
@@ -144,13 +153,13 @@ class Session(FutureOwner):
                 process = self.new_process(name or cls.__name__, dict(resources or {}))
             actor = ActorInfo(len(self.actors), self._name(cls, name), cls, process, self)
             self.actors.append(actor)
-            task = Task(actor=actor.name, name=CREATE, issued=user_frames(), pickler=self.pickler)
+            task = Task(actor=actor.name, name=CREATE, issued=user_frames())
             self.create(actor, task, encoded.message, self.inputs(encoded.placeholders))
         return actor
 
     def submit(self, actor: ActorInfo, task: Task, args: object) -> TaskFuture:
         self.check_open()
-        encoded = encode(args, self.pickler)
+        encoded = encode(args, room=self.room)
         inputs = self.inputs(encoded.placeholders)
         with self.lock:
             return self.dispatch(actor, task, encoded.message, inputs)
@@ -181,8 +190,8 @@ class Session(FutureOwner):
     def note_raised(self, failure: Failure) -> None:
         self._raised.add(_origin(failure))
 
-    def item(self, future: TaskFuture, key: object) -> TaskFuture:
-        return operation(self.actors[future.actor], "item", future, key)
+    def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
+        return operation(self.actors[future.actor], name, future, *given)
 
     def misuse(self, future: TaskFuture, what: str) -> Exception:
         if recorder.get() is not None:
@@ -259,17 +268,14 @@ class ActorHandle(Placeholder):
     def __getattr__(self, name: str) -> Method:
         actor = self._actor
         member = inspect.getattr_static(actor.cls, name, None)
-        if name.startswith("_") or member is None or isinstance(member, property):
-            public = [n for n in dir(actor.cls) if not n.startswith("_")]
-            near = difflib.get_close_matches(name, public, n=1)
+        if name.startswith("_") or not callable(getattr(member, "__func__", member)):
             raise AttributeError(
                 f"Actor {actor.name!r} of class {actor.cls.__qualname__} has no public method "
-                f"{name!r}."
-                + (f"\n  Fix: did you mean {near[0]!r}?" if near else f"\n  It has: {public}.")
+                f"{name!r}{_other_than(name, member, actor.cls)}"
             )
         return Method(actor, name)
 
-    def __call__(self, *args: object, **kwargs: object) -> TaskFuture:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return Method(self._actor, "__call__")(*args, **kwargs)
 
     def __repr__(self) -> str:
@@ -286,17 +292,38 @@ class Method:
     actor: ActorInfo
     name: str
 
-    def __call__(self, *args: object, **kwargs: object) -> TaskFuture:
-        actor = self.actor
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """A `TaskFuture`, or of a method that yields a `TaskStream`."""
+        actor, stream = self.actor, _yields(self.actor.cls, self.name)
+        if stream and recorder.get() is not None:
+            raise misused_in_recording(f"{actor.name}.{self.name}", "its values are asked for")
         task = Task(
             actor=actor.name,
             name=self.name,
             issued=user_frames(),
             returns=declared(actor.cls, self.name),
-            pickler=actor.session.pickler,
+            stream=stream,
         )
         arguments: tuple[object, object] = (args, kwargs)
-        return (recorder.get() or actor.session).submit(actor, task, arguments)
+        made = (recorder.get() or actor.session).submit(actor, task, arguments)
+        return TaskStream(made) if stream else made
+
+
+@lru_cache(maxsize=4096)
+def _yields(cls: type, name: str) -> bool:
+    """Whether a method is a generator, plain or `async`."""
+    member: Any = inspect.getattr_static(cls, name, None)
+    method = inspect.unwrap(getattr(member, "__func__", member))
+    return inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method)
+
+
+def _other_than(name: str, member: object, cls: type) -> str:
+    """What there is instead."""
+    if isinstance(member, property):
+        return f": it is a property.\n  Fix: call a method that gives self.{name}."
+    public = [n for n in dir(cls) if not n.startswith("_") and callable(getattr(cls, n, None))]
+    near = difflib.get_close_matches(name, public, n=1)
+    return f".\n  Fix: did you mean {near[0]!r}?" if near else f".\n  It has: {public}."
 
 
 def info_of(handle: ActorHandle) -> ActorInfo:
@@ -310,7 +337,6 @@ def operation(actor: ActorInfo, name: str, *args: object) -> TaskFuture:
         name=name,
         issued=user_frames(),
         operation=True,
-        pickler=actor.session.pickler,
     )
     arguments: tuple[object, object] = (args, dict[str, object]())
     return (recorder.get() or actor.session).submit(actor, task, arguments)
@@ -326,9 +352,37 @@ def current_session() -> Session:
     return last if isinstance(last, Session) else last()
 
 
-def enter(session: Session) -> Session:
+def check_alone() -> None:
+    """RuntimeError where a launch of actors is open."""
+    for other in sessions:
+        if isinstance(other, Session) and other.opened_at:
+            raise RuntimeError(
+                f"A launch is open already: the one at {other.opened_at}.\n  at {user_line()}\n"
+                f"  Fix: spawn the actors in that one, or leave it before, by close() say."
+            )
+
+
+def enter(session: Session, opened_at: str) -> Session:
+    session.opened_at = opened_at
     sessions.append(session)
     return session
+
+
+def end(actor: ActorHandle) -> None:
+    """End an actor, and its process, with whatever else lives there: `host=`.
+
+    What it is doing is not waited for. Futures of its tasks that have not ended raise `ActorLost`,
+    and so do those of later ones and of what depends on them; values that it sent stay where they
+    are. TypeError for what is no actor. Twice is fine.
+    """
+    if not isinstance(actor, ActorHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"end takes an actor, got {actor!r}.\n  at {user_line()}")
+    info = info_of(actor)
+    info.session.check_open()
+    reason = f"it was ended by daft.end, at {user_line()}"
+    failure = Failure(rank=None, actor=info.name, reason=reason)
+    info.session.note_raised(failure)
+    info.session.end(info, failure)
 
 
 def misused_in_recording(title: str, what: str) -> ProgramError:

@@ -95,7 +95,7 @@ class Invoke:
     owned: tuple[int, ...]
 
     def __call__(self, subject: Subject, *messages: Tensor) -> tuple[Tensor]:
-        return (self.task.run(subject, self.arguments, messages, self.owned),)
+        return (self.task.run(subject, self.arguments, messages, self.owned, copies=True),)
 
 
 def freeze(

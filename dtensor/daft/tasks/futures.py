@@ -16,8 +16,10 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -43,8 +45,14 @@ class FutureOwner(ABC):
     @abstractmethod
     def ready(self, future: TaskFuture) -> bool: ...
 
+    def wait_for_some(  # noqa: B027 - where tasks run as they are called, all are there
+        self, futures: Sequence[TaskFuture], num: int, end: float | None
+    ) -> None:
+        """Return when so many of them are there, or the time has come (monotonic, in seconds)."""
+
     @abstractmethod
-    def item(self, future: TaskFuture, key: object) -> TaskFuture: ...
+    def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
+        """A task of daft's own with the value, where that is made."""
 
     @abstractmethod
     def misuse(self, future: TaskFuture, what: str) -> Exception:
@@ -85,7 +93,7 @@ class TaskFuture(Future, Placeholder):
         return self.owner.ready(self)
 
     def __getitem__(self, key: object) -> TaskFuture:
-        return self.owner.item(self, key)
+        return self.owner.then(self, "item", key)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.title}>"
@@ -137,6 +145,39 @@ class TaskFuture(Future, Placeholder):
         raise ProgramError("The controller computes with a list of futures.")
 
 
+def wait(
+    futures: Sequence[TaskFuture], num: int = 1, timeout: float | None = None
+) -> tuple[list[TaskFuture], list[TaskFuture]]:
+    """The first `num` of these futures to be there, and the others, both in the order given: fewer
+    than `num` after `timeout` seconds. One that has failed is there.
+
+    TypeError for what is no future; ValueError for one that is given twice, and for a `num` that is
+    not within 1 and their number.
+    """
+    given = list(futures)
+    for each in given:
+        if not isinstance(each, TaskFuture):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"wait takes futures of tasks, got {each!r}.\n  at {user_line()}\n"
+                f"  Fix: wait(list(group_future)) for those of a group."
+            )
+    if len({id(each) for each in given}) < len(given):
+        raise ValueError(f"A future is given twice to wait.\n  at {user_line()}")
+    if type(num) is not int or not 1 <= num <= len(given):
+        raise ValueError(
+            f"num={num!r} of {len(given)} futures to wait for.\n  at {user_line()}\n"
+            f"  Fix: a number from 1 to how many are given."
+        )
+    owners = list(dict.fromkeys(each.owner for each in given))
+    if len(owners) > 1:
+        raise ValueError(f"These futures are of several launches.\n  at {user_line()}")
+    end = None if timeout is None else time.monotonic() + timeout
+    owners[0].wait_for_some(given, num, end)
+    done = [each for each in given if each.done()][:num]
+    chosen = set(map(id, done))
+    return done, [each for each in given if id(each) not in chosen]
+
+
 def user_frames() -> tuple[str, ...]:
     """Where the user called from: "file:line in function: code", innermost first."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
@@ -144,13 +185,15 @@ def user_frames() -> tuple[str, ...]:
     while frame is not None and len(found) < MAX_FRAMES:
         file = frame.f_code.co_filename
         if not file.startswith(_OWN):
-            code = linecache.getline(file, frame.f_lineno, frame.f_globals).strip()
-            found.append(
-                f"{_short(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
-                + (f": {code}" if code else "")
-            )
+            found.append(_line(file, frame.f_lineno, frame.f_code.co_name, os.getcwd()))
         frame = frame.f_back
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _line(file: str, number: int, function: str, folder: str) -> str:
+    code = linecache.getline(file, number).strip()
+    return f"{_short(file)}:{number} in {function}" + (f": {code}" if code else "")
 
 
 def user_line() -> str:

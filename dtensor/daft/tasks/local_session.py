@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from dtensor.daft.errors import DaftError, TaskError
+from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.engine import Engine, Inputs, Table
 from dtensor.daft.run.transport import TRANSPORTS, Meeting
@@ -22,6 +22,7 @@ from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import SELF, Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture
 from dtensor.daft.tasks.task import Subject, Task
+from dtensor.daft.tasks.values import encode_failure
 from dtensor.daft.undo.undone import Undone
 from dtensor.daft.verification.verifier import verify
 
@@ -101,7 +102,14 @@ class LocalSession(Session):
     def failures(self) -> list[DaftError]:
         return [TaskError(f) for subject in self._subjects.values() for f in subject.failures]
 
+    def end(self, actor: ActorInfo, failure: Failure) -> None:
+        for other in self.actors:
+            if other.process == actor.process:
+                self._subjects[other.key].end(encode_failure(ActorLost(failure)))
+
     def stop(self) -> None:
+        for subject in self._subjects.values():
+            subject.close()
         self._subjects.clear()
         self._loaded.clear()
 

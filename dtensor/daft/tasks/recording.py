@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, cast
 
+import numpy
 from torch import Tensor
 
 from dtensor.daft.errors import ProgramError
@@ -40,6 +41,7 @@ from dtensor.daft.tasks.values import encode
 from dtensor.private_torch import pytree
 
 P = ParamSpec("P")
+_LEAVES = frozenset((int, float, bool, str, type(None), Tensor, numpy.ndarray, TaskFuture))
 
 
 class Recording(FutureOwner):
@@ -58,7 +60,7 @@ class Recording(FutureOwner):
                 f"Actor {actor.name!r} is of another launch than the one that the function is "
                 f"compiled in.\n  at {user_line()}\n  Fix: use actors of one launch."
             )
-        encoded = encode(args, actor.session.pickler)
+        encoded = encode(args)
         inputs: list[int] = []
         for given in encoded.placeholders:
             if not isinstance(given, TaskFuture) or given.owner is not self:
@@ -79,10 +81,10 @@ class Recording(FutureOwner):
     def ready(self, future: TaskFuture) -> bool:
         raise self.misuse(future, "it is asked whether it is there")
 
-    def item(self, future: TaskFuture, key: object) -> TaskFuture:
+    def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
         if future.actor < 0:
             raise self.misuse(future, "an item of it is asked for")
-        return operation(self.session.actors[future.actor], "item", future, key)
+        return operation(self.session.actors[future.actor], name, future, *given)
 
     def misuse(self, future: TaskFuture, what: str) -> Exception:
         return misused_in_recording(future.title, what)
@@ -96,6 +98,7 @@ class _Loaded:
     frozen: Frozen
     number: int
     returned: Any
+    results: tuple[int, ...]  # the tasks that make what it returned
 
 
 class Compiled(Generic[P]):
@@ -117,7 +120,8 @@ class Compiled(Generic[P]):
         )
         if loaded is None:
             frozen, returned = self._record(session, leaves, spec)
-            loaded = _Loaded(session, frozen, session.load(frozen), returned)
+            results = tuple(_results(returned))
+            loaded = _Loaded(session, frozen, session.load(frozen), returned, results)
             self._loaded = [(k, own) for k, own in self._loaded if not own.session.closed]
             self._loaded.append((key, loaded))
         inputs = [
@@ -125,7 +129,7 @@ class Compiled(Generic[P]):
             for leaf, ranks in zip(leaves, loaded.frozen.arguments, strict=True)
         ]
         made = session.run(loaded.number, inputs)
-        futures = dict(zip(_results(loaded.returned), made, strict=True))
+        futures = dict(zip(loaded.results, made, strict=True))
 
         def fill(leaf: Any) -> Any:
             match leaf:
@@ -136,6 +140,8 @@ class Compiled(Generic[P]):
                 case _:
                     return leaf
 
+        if isinstance(loaded.returned, TaskFuture):
+            return fill(loaded.returned)
         return pytree.tree_map(fill, loaded.returned)
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Frozen:
@@ -149,7 +155,10 @@ class Compiled(Generic[P]):
             leaf if _is_static(leaf) else recording.argument(i, f"argument {i} of {self.name}")
             for i, leaf in enumerate(leaves)
         ]
-        args, kwargs = pytree.tree_unflatten(symbols, spec)
+        args: Any = symbols
+        kwargs: dict[str, Any] = {}
+        if spec is not None:
+            args, kwargs = pytree.tree_unflatten(symbols, spec)
         token = recorder.set(recording)
         try:
             returned = cast(Callable[..., Any], self.fn)(*args, **kwargs)
@@ -182,9 +191,13 @@ def compile(fn: Callable[P, Any]) -> Compiled[P]:
 
 
 def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any, object]:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if not kwargs and all(type(arg) in _LEAVES for arg in args):  # most are, and it takes a while
+        leaves, spec, form = list(args), None, len(args)
+    else:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        form = spec
     statics = tuple((i, repr(leaf)) for i, leaf in enumerate(leaves) if _is_static(leaf))
-    return leaves, spec, (spec, statics)
+    return leaves, spec, (form, statics)
 
 
 def _futures(returned: Any) -> list[TaskFuture]:
@@ -209,7 +222,7 @@ def _input(session: Session, leaf: Any) -> TaskFuture | Tensor:
     if isinstance(leaf, TaskFuture):
         (found,) = session.inputs([leaf])
         return found
-    encoded = encode(leaf, session.pickler)
+    encoded = encode(leaf, room=session.room)
     if encoded.placeholders:
         raise TypeError(
             f"An argument of a compiled function hides a future: {leaf!r}.\n  at {user_line()}\n"

@@ -7,7 +7,8 @@ Invariants: a task ends in a message, whatever happens: the result's, or a failu
 controller issued the task and where the method failed. A task that is given a failure does not
 run: its result is that failure, so the root cause goes on and no cascade. Arguments and results
 are copies; a method may change what it is given. One kernel thread and no autocast of the
-caller's: the same bits in every backend and mode.
+caller's: the same bits in every backend and mode. An `async def` method is run to its end, in an
+event loop of the actor's; what one that yields has made is asked for value by value (`streams.py`).
 
 A few tasks are not methods but `OPERATIONS`: what futures and groups need done where values are.
 
@@ -20,8 +21,20 @@ element by itself, so that cutting changes no bit. They know nothing of actors.
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+import inspect
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Coroutine,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -35,11 +48,12 @@ from dtensor.daft.raised import Raised, interrupts, reason_of, trace_of, traceba
 from dtensor.daft.run.engine import local_execution
 from dtensor.daft.tasks.values import (
     Encoded,
-    ValuePickler,
+    Room,
     decode,
     encode,
     encode_failure,
     is_failure,
+    own_room,
 )
 from dtensor.numerics import Reduction
 from dtensor.private_torch import pytree
@@ -52,11 +66,69 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True)
 class Subject:
-    """An actor's object where it lives; what failed here first, for whoever asks."""
+    """An actor's object where it lives; what failed here first, for whoever asks. `room`: where
+    the messages of its results are put."""
 
     instance: object = None
     unborn: Tensor | None = None
     failures: list[Failure] = field(default_factory=list[Failure])
+    room: Room = own_room
+    streams: dict[int, Iterator[Any]] = field(default_factory=dict[int, Iterator[Any]])
+    items: dict[int, Any] = field(default_factory=dict[int, Any])  # by stream, what it has yielded
+    _opened: int = 0
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """What it gives, in the event loop of this object."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._loop.run_until_complete(coroutine)
+        # in-process, below a loop of the caller's, as in a notebook: a thread has one loop
+        with ThreadPoolExecutor(1) as helper:
+            return helper.submit(self._alone, self._loop, coroutine).result()
+
+    @staticmethod
+    def _alone(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        with user_execution():
+            return loop.run_until_complete(coroutine)
+
+    def open(self, given: Any) -> int:
+        """What a method has given whose values are asked for one by one; its number here."""
+        if isinstance(given, AsyncGenerator):
+            given = self._items(given)  # pyright: ignore[reportUnknownArgumentType]
+        if not isinstance(given, Iterator):
+            raise TypeError(f"it yields its values, and gave a {type(given).__name__}")
+        self._opened += 1
+        self.streams[self._opened] = given
+        return self._opened
+
+    def _items(self, given: AsyncGenerator[Any, None]) -> Generator[Any]:
+        try:
+            while True:
+                try:
+                    made = self.awaited(given.__anext__())  # type: ignore[arg-type]
+                except StopAsyncIteration:
+                    return
+                yield made
+        finally:
+            self.awaited(given.aclose())  # type: ignore[arg-type]
+
+    def end(self, failure: Tensor) -> None:
+        """From now on this is what its methods give."""
+        self.close()
+        self.instance, self.unborn, self._loop = None, failure, None
+
+    def close(self) -> None:
+        """Generators end where they stand."""
+        for stream in self.streams.values():
+            if isinstance(stream, Generator):
+                stream.close()
+        self.streams.clear()
+        if self._loop is not None:
+            self._loop.close()
 
 
 def returns(*buffers: Buffer) -> Callable[[F], F]:
@@ -87,14 +159,30 @@ def declared(cls: type, name: str) -> tuple[Buffer, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """`name` is of a method, or of an operation that needs no object."""
+    """`name` is of a method, or of an operation of ours; `stream`: of a method that yields."""
 
     actor: str
     name: str
     issued: tuple[str, ...]
     operation: bool = False
     returns: tuple[Buffer, ...] | None = None
-    pickler: type[ValuePickler] = ValuePickler
+    stream: bool = False
+
+    def plain(self) -> tuple[Any, ...]:
+        """As it goes to another process: a pickled dataclass takes four times as long."""
+        return self.actor, self.name, self.issued, self.operation, self.returns, self.stream
+
+    @staticmethod
+    def of(plain: tuple[Any, ...]) -> Task:
+        actor, name, issued, operation, returns, stream = plain
+        return Task(
+            actor=actor,
+            name=name,
+            issued=issued,
+            operation=operation,
+            returns=returns,
+            stream=stream,
+        )
 
     @property
     def title(self) -> str:
@@ -113,7 +201,7 @@ class Task:
         def keep(*args: Any, **kwargs: Any) -> None:
             made.append(get_class()(*args, **kwargs))
 
-        message = self._run(subject, keep, arguments, inputs, ())
+        message = self._run(subject, keep, arguments, inputs, (), False)
         if is_failure(message):
             subject.unborn = message
         else:
@@ -124,16 +212,21 @@ class Task:
         subject: Subject,
         arguments: Tensor,
         inputs: Sequence[Tensor],
-        owned: Sequence[int] = (),
+        owned: Collection[int] = (),
+        *,
+        copies: bool = False,
     ) -> Tensor:
-        """The message of the result. `owned`: the inputs that nobody reads after this."""
+        """The message of the result. `owned`: the inputs that nobody reads after this; `copies`:
+        others read the arguments."""
         if subject.unborn is not None:
             return subject.unborn
-        if self.operation:
-            method: Callable[..., object] = OPERATIONS[self.name]
+        if self.name in STREAMING and self.operation:
+            method: Callable[..., object] = functools.partial(STREAMING[self.name], subject)
+        elif self.operation:
+            method = OPERATIONS[self.name]
         else:
             method = functools.partial(_call, subject.instance, self.name)
-        return self._run(subject, method, arguments, inputs, owned)
+        return self._run(subject, method, arguments, inputs, owned, copies)
 
     def _run(
         self,
@@ -141,17 +234,25 @@ class Task:
         method: Callable[..., object],
         arguments: Tensor,
         inputs: Sequence[Tensor],
-        owned: Sequence[int],
+        owned: Collection[int],
+        copies: bool,
     ) -> Tensor:
         for message in inputs:
             if is_failure(message):
                 return message
-        with user_execution():
+        # in a compiled function, which `copies` its arguments, the engine has seen to the rest
+        with torch.enable_grad() if copies else user_execution():
             try:
                 values = [decode(m, copy=i not in owned) for i, m in enumerate(inputs)]
-                args, kwargs = decode(arguments, values)
+                args, kwargs = decode(arguments, values, copy=copies)
                 del values
-                encoded = encode(method(*args, **kwargs), self.pickler)
+                made = method(*args, **kwargs)
+                if inspect.iscoroutine(made):
+                    made = subject.awaited(made)
+                if self.stream:
+                    made = subject.open(made)
+                encoded = encode(made, room=subject.room)
+                del made
                 self._check(encoded)
             except BaseException as error:
                 if interrupts(error):
@@ -263,6 +364,31 @@ def join(given: object, pieces: Sequence[list[Any]]) -> object:
     return pytree.tree_unflatten(joined, spec)
 
 
+def advance(subject: Subject, number: int) -> bool:
+    """Whether a stream has one more value, which waits to be taken."""
+    try:
+        subject.items[number] = next(subject.streams[number])
+    except StopIteration:
+        del subject.streams[number]
+        return False
+    return True
+
+
+def taken(subject: Subject, number: int) -> object:
+    return subject.items.pop(number)
+
+
+def closed(subject: Subject, number: int) -> None:
+    stream = subject.streams.pop(number, None)
+    if isinstance(stream, Generator):
+        stream.close()
+
+
+STREAMING: Mapping[str, Callable[..., object]] = {
+    "advance": advance,
+    "taken": taken,
+    "closed": closed,
+}
 OPERATIONS: Mapping[str, Callable[..., object]] = {
     "value": value,
     "item": item,

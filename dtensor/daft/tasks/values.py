@@ -1,31 +1,38 @@
 """Values on their way between actors: one flat message of bytes for each, whatever it holds.
 
-    message = encode({"loss": 0.5, "logits": torch.ones(2, 3)})     # u8, a copy: a snapshot
+    message = encode({"loss": 0.5, "logits": torch.ones(2, 3)}).message     # u8, a snapshot
     decode(message)                                                 # {"loss": 0.5, "logits": ...}
 
-A message is 24 bytes (the header's length, what kind of message, how many tensors), a pickled
-header, and the bytes of each tensor, aligned. Tensors may be anywhere in the value, in a user's own
-classes too: they are taken out as it is pickled. So a message never shares memory with the value
-that it was made from, and one value is one transfer, whose size only the sender knows.
+A message is a head (kind, length of the pickle, number of buffers), the buffers' lengths, the
+pickle, and the buffers, aligned. Buffers are what pickle's protocol 5 takes out of band: the bytes
+of tensors and of numpy arrays, wherever they are in the value, in a user's own classes too. They
+are copied once, into the message; so that never shares memory with the value that it was made from,
+and one value is one transfer, whose size only the sender knows.
 
 A tensor that is elsewhere goes as the tensor that it stands for: whoever defines such a class says
 in `SENT_AS` how to get that.
 
 Invariants: a tensor comes out with its dtype, shape and bits, contiguous, without a gradient, on
-the CPU or, where the process has one, on the kind of device it came from; a tensor that a value
-holds twice is one tensor again. Everything else goes as pickle carries it. A failure is a message
-too, so that what depends on a failed task gets its root cause as its value.
+the CPU or, where the process has one, on the kind of device it came from; an array or tensor that a
+value holds twice is one again. Everything else goes as cloudpickle carries it: classes and
+functions of a script, lambdas too. A failure is a message too, so that what depends on a failed
+task gets its root cause as its value.
 """
 
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
+import numpy
 import torch
 from torch import Tensor
 
@@ -38,11 +45,19 @@ from dtensor.daft.errors import (
     TaskError,
 )
 
+_cloudpickle: Any = cloudpickle  # which has no types
+
 ALIGN = 64
-PREAMBLE = 24
+SMALL_BYTES = 1 << 12
+"""A message below has memory of Python's, which is had sooner."""
+_HEAD = struct.Struct("<3Q")
+LARGE_BYTES = 1 << 22
+"""Of a buffer: from here on a second core copies half of it."""
 
 Kind: TypeAlias = int
 VALUE = 0
+Room: TypeAlias = Callable[[int], Tensor]
+"""Where a message of so many bytes is put: u8."""
 SENT_AS: dict[type, Callable[[Any], Tensor]] = {}
 """By class, what gives the tensor that is sent in place of one."""
 FAILURES: dict[int, type[DaftError]] = {
@@ -51,112 +66,137 @@ FAILURES: dict[int, type[DaftError]] = {
     3: CommunicationError,
     4: HostError,
 }
+_DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_PLAIN = frozenset("?bhilqBHILQefdFD")
+"""numpy's characters of dtypes that have no more to them."""
+_OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8))
 
 
 class Placeholder:
     """Stands, anywhere in a value, for one that an actor has or will have."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    tensors: tuple[tuple[torch.dtype, tuple[int, ...], str], ...]
-    body: bytes
-
-
-class ValuePickler(pickle.Pickler):
+class _ValuePickler(_cloudpickle.Pickler):
     """Takes tensors and placeholders out of what it pickles."""
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, 5)
-        self.tensors: list[Tensor] = []
+    def __init__(self, file: io.BytesIO, take: Callable[[pickle.PickleBuffer], object]) -> None:
+        super().__init__(  # pyright: ignore[reportUnknownMemberType]
+            file, protocol=5, buffer_callback=take
+        )
+        self.metas: list[tuple[torch.dtype, tuple[int, ...]]] = []
         self.placeholders: list[Placeholder] = []
-        self._seen: dict[int, tuple[str, int]] = {}
-        self._kept: list[object] = []
 
-    def persistent_id(self, obj: Any) -> tuple[str, int] | None:
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)  # pyright: ignore[reportUnknownVariableType]
+        if kind in (Tensor, torch.nn.Parameter) and _is_plain(obj):
+            return self._tensor(obj)
+        if kind is numpy.ndarray and _is_plain_array(obj):
+            return _array, (pickle.PickleBuffer(obj), obj.dtype.char, obj.shape)
+        if obj is _array or obj is _tensor or obj is placeholder:
+            return obj.__name__  # a third of the time that it takes otherwise
         if isinstance(obj, Placeholder):
-            return self._take("placeholder", self.placeholders, obj)
-        if type(obj) in (Tensor, torch.nn.Parameter) and _is_plain(obj):
-            return self._take("tensor", self.tensors, obj)
+            self.placeholders.append(obj)
+            return placeholder, (len(self.placeholders) - 1,)
         if (sent_as := SENT_AS.get(obj.__class__)) is not None:
-            if id(obj) not in self._seen:
-                self._seen[id(obj)] = ("tensor", len(self.tensors))
-                self.tensors.append(sent_as(obj))
-                self._kept.append(obj)
-            return self._seen[id(obj)]
-        return None
+            return self._tensor(sent_as(obj))
+        return super().reducer_override(obj)  # pyright: ignore
 
-    def _take(self, kind: str, taken: list[Any], obj: Any) -> tuple[str, int]:
-        # `taken` keeps obj alive, so that its id stays its own
-        if id(obj) not in self._seen:
-            self._seen[id(obj)] = (kind, len(taken))
-            taken.append(obj)
-        return self._seen[id(obj)]
+    def _tensor(self, tensor: Tensor) -> Any:
+        shape = tuple(tensor.shape)
+        self.metas.append((tensor.dtype, shape))
+        data, device = tensor.detach(), tensor.device.type
+        if device != "cpu" or data.is_conj() or data.is_neg():
+            data = data.cpu().resolve_conj().resolve_neg()
+        data = data.contiguous()
+        if tensor.dtype not in _OF_NUMPY:
+            data = data.view(-1).view(torch.uint8)
+        raw = pickle.PickleBuffer(data.numpy().data)
+        return _tensor, (raw, _NAMES[tensor.dtype], shape, device)
+
+
+def placeholder(index: int) -> object:
+    """The placeholder of this number; who decodes has the values."""
+    raise LookupError(f"placeholder {index} of a message that was decoded without values")
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, body: bytes, tensors: Sequence[Tensor], values: Sequence[object]) -> None:
-        super().__init__(io.BytesIO(body))
-        self._tensors = tensors
+    def __init__(self, body: bytes, buffers: Sequence[Any], values: Sequence[object]) -> None:
+        super().__init__(io.BytesIO(body), buffers=buffers)
         self._values = values
 
-    def persistent_load(self, pid: tuple[str, int]) -> object:
-        kind, index = pid
-        return self._tensors[index] if kind == "tensor" else self._values[index]
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module == __name__:
+            return self._values.__getitem__ if name == "placeholder" else globals()[name]
+        return super().find_class(module, name)
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
+    """`tensors`: those of the value, in the order in which they were met."""
+
     message: Tensor
     placeholders: tuple[Placeholder, ...]
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
-def encode(
-    value: object, pickler: type[ValuePickler] = ValuePickler, kind: Kind = VALUE
-) -> Encoded:
+def own_room(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
     """The message of a value and the placeholders in it, in the order `decode` takes them."""
-    file = io.BytesIO()
-    writer = pickler(file)
+    file, taken = io.BytesIO(), list[pickle.PickleBuffer]()
+    writer = _ValuePickler(file, taken.append)
     try:
         writer.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"This value cannot go between actors: it does not pickle ({error}).\n"
             f"  value: {type(value).__module__}.{type(value).__qualname__}\n"
-            f"  Fix: give or return tensors and plain data, and define classes and functions at "
-            f"the top of a module."
+            f"  Fix: give or return tensors, arrays and plain data."
         ) from error
-    metas = tuple((t.dtype, tuple(t.shape), t.device.type) for t in writer.tensors)
-    header = pickle.dumps(_Header(metas, file.getvalue()), 5)
-    offsets, total = _offsets(len(header), metas)
-    message = torch.empty(total, dtype=torch.uint8)
-    message[:PREAMBLE].view(torch.int64).copy_(torch.tensor([len(header), kind, len(metas)]))
-    message[PREAMBLE : PREAMBLE + len(header)] = torch.frombuffer(
-        bytearray(header), dtype=torch.uint8
-    )
-    with torch.no_grad():
-        for tensor, offset in zip(writer.tensors, offsets):
-            _piece(message, offset, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
-    return Encoded(message, tuple(writer.placeholders), tuple(meta[:2] for meta in metas))
+    body, raws = file.getbuffer(), [buffer.raw() for buffer in taken]
+    lengths = [raw.nbytes for raw in raws]
+    begin, at = _HEAD.size + 8 * len(raws), list[int]()
+    total = begin + len(body)
+    for length in lengths:
+        at.append(-(-total // ALIGN) * ALIGN)
+        total = at[-1] + length
+    if total < SMALL_BYTES:
+        view = memoryview(bytearray(total))
+        message = torch.frombuffer(view, dtype=torch.uint8)
+    else:
+        message = room(total)
+        view = message.numpy().data
+    _HEAD.pack_into(view, 0, kind, len(body), len(raws))
+    struct.pack_into(f"<{len(raws)}Q", view, _HEAD.size, *lengths)
+    view[begin : begin + len(body)] = body
+    for raw, offset in zip(raws, at):
+        _copy(view[offset : offset + raw.nbytes], raw)
+    return Encoded(message, tuple(writer.placeholders), tuple(writer.metas))
 
 
 def decode(message: Tensor, values: Sequence[object] = (), *, copy: bool = True) -> Any:
     """The value. Without `copy` its tensors are the message's memory, which must have no other
     reader."""
-    length, kind, _ = _preamble(message)
+    view = message.numpy().data
+    kind, size, num = _HEAD.unpack_from(view)
     assert kind == VALUE, "a failure has no value"
-    header = _header(message, length)
-    offsets, _ = _offsets(length, header.tensors)
-    tensors: list[Tensor] = []
-    for (dtype, shape, device), offset in zip(header.tensors, offsets):
-        tensor = _piece(message, offset, dtype, shape)
-        if device == "cuda" and torch.cuda.is_available():
-            tensor = tensor.cuda()
-        elif copy:
-            tensor = tensor.clone()
-        tensors.append(tensor)
-    return _Unpickler(header.body, tensors, values).load()
+    if num and copy:
+        view = message.clone().numpy().data
+    begin = _HEAD.size + 8 * num
+    total, buffers = begin + size, list[memoryview]()
+    for length in struct.unpack_from(f"<{num}Q", view, _HEAD.size):
+        at = -(-total // ALIGN) * ALIGN
+        total = at + length
+        buffers.append(view[at:total])
+    return _Unpickler(bytes(view[begin : begin + size]), buffers, values).load()
+
+
+def pickled(value: object) -> bytes:
+    """As it goes within a message, without tensors' being taken out."""
+    return _cloudpickle.dumps(value)
 
 
 def encode_failure(error: DaftError) -> Tensor:
@@ -166,52 +206,32 @@ def encode_failure(error: DaftError) -> Tensor:
 
 def failure_of(message: Tensor) -> DaftError | None:
     """The error that a message carries, if it is one."""
-    length, kind, _ = _preamble(message)
+    kind, size, _ = _preamble(message)
     if kind == VALUE:
         return None
-    failure = _Unpickler(_header(message, length).body, (), ()).load()
+    failure = pickle.loads(message[_HEAD.size : _HEAD.size + size].numpy().data)
     assert isinstance(failure, Failure)
     return FAILURES[kind](failure)
 
 
 def is_failure(message: Tensor) -> bool:
-    return _preamble(message)[1] != VALUE
-
-
-def has_tensors(message: Tensor) -> bool:
-    return _preamble(message)[2] > 0
+    return _preamble(message)[0] != VALUE
 
 
 def _preamble(message: Tensor) -> tuple[int, int, int]:
-    return struct.unpack_from("3q", message[:PREAMBLE].numpy())  # pyright: ignore
+    return _HEAD.unpack_from(message.numpy().data)
 
 
-def _header(message: Tensor, length: int) -> _Header:
-    header = pickle.loads(message[PREAMBLE : PREAMBLE + length].numpy().tobytes())
-    assert isinstance(header, _Header)
-    return header
+def _tensor(data: Any, dtype: str, shape: tuple[int, ...], device: str) -> Tensor:
+    if len(data):
+        tensor = torch.frombuffer(data, dtype=_DTYPES[dtype]).view(shape)
+    else:
+        tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+    return tensor.cuda() if device == "cuda" and torch.cuda.is_available() else tensor
 
 
-def _offsets(
-    length: int, metas: Sequence[tuple[torch.dtype, tuple[int, ...], str]]
-) -> tuple[list[int], int]:
-    """Where each tensor's bytes begin, and the length of the message."""
-    at, found = _aligned(PREAMBLE + length), list[int]()
-    for dtype, shape, _ in metas:
-        found.append(at)
-        at = _aligned(at + torch.Size(shape).numel() * dtype.itemsize)
-    return found, at
-
-
-def _aligned(at: int) -> int:
-    return -(-at // ALIGN) * ALIGN
-
-
-def _piece(message: Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    return message[offset : offset + nbytes].view(dtype).view(shape)
+def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> numpy.ndarray[Any, Any]:
+    return numpy.frombuffer(data, dtype).reshape(shape)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -221,3 +241,27 @@ def _is_plain(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and tensor.device.type in ("cpu", "cuda")
     )
+
+
+def _is_plain_array(array: numpy.ndarray[Any, Any]) -> bool:
+    return array.dtype.char in _PLAIN and array.dtype.isnative and array.flags.c_contiguous
+
+
+def _copy(to: memoryview, raw: memoryview) -> None:
+    """numpy gives up the GIL for what takes long."""
+    if raw.nbytes < ALIGN * ALIGN:
+        to[:] = raw
+        return
+    there, given = numpy.frombuffer(to, numpy.uint8), numpy.frombuffer(raw, numpy.uint8)
+    if len(given) < LARGE_BYTES or len(os.sched_getaffinity(0)) < 2:
+        numpy.copyto(there, given)
+        return
+    half = len(given) // 2
+    other = _copier().submit(numpy.copyto, there[half:], given[half:])
+    numpy.copyto(there[:half], given[:half])
+    other.result()
+
+
+@cache
+def _copier() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "copy of a value")

@@ -1,164 +1,195 @@
-"""Spawned objects in a host, and what they are asked to do.
+"""Spawned objects in a process, and what they are asked to do.
 
-Example (the controller does this, `session.py`, through `Host.call`):
+Example (the controller does this, `session.py`, over its `RunChannel`):
 
-    objects = Objects(counter)
-    objects.create(0, 7, pickled_class, task, arguments)
-    kept = objects.call(0, 8, task, arguments, *kept_before)      # Ray resolves these
+    objects = Objects(counter, meeting, 3)
+    objects.create(0, 7, pickled_class, task, arguments, ())
+    objects.call(0, 8, task, arguments, ((5, 2),), ())      # value 5 comes from process 2
+    objects.send(8, 4)                                      # process 4 needs the result
 
-Invariants: a tensor that a task makes is put into Ray's object store, by this process, and the
-controller gets a reference to it in a `Kept`: it can hand on what it never has. Values without
-tensors, and failures, come back as they are. Nothing a user's method raises leaves as an exception.
-Each compiled function has connections of its own (`joining.py`), so that one that fails leaves the
-others as they are.
+Invariants: what a task makes stays here, in the object store, under the number of its call, and
+goes to whoever uses it without passing the controller; the controller gets small values along with
+the answer. Nothing is raised: a failure is a value, be it of a user's method, of what was lost with
+another process, or of this one, so that nobody waits for what will not come.
 """
 
 from __future__ import annotations
 
 import pickle
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
-import numpy
-import ray
-import ray.cloudpickle
-import ray.exceptions
 import torch
 from torch import Tensor
 
-from dtensor.daft.errors import ActorLost, Failure
+from dtensor.daft.errors import DaftError, Failure, HostError, as_sent
 from dtensor.daft.ir.host_program import HostProgram
-from dtensor.daft.raised import interrupts
+from dtensor.daft.raised import Raised, interrupts, reason_of
+from dtensor.daft.ray.actors.object_store import (
+    CONTROLLER,
+    HostGone,
+    Key,
+    ObjectStore,
+    StoreMeeting,
+)
+from dtensor.daft.ray.actors.value_transport import ValueTransport, lost
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
-from dtensor.daft.ray.channel.messages import HostFailed
-from dtensor.daft.ray.transports.joining import Join, Joined, host_failed
+from dtensor.daft.ray.channel.messages import Payload
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.tasks.frozen import SELF
 from dtensor.daft.tasks.task import Subject, Task
-from dtensor.daft.tasks.values import ValuePickler, encode_failure, has_tensors
+from dtensor.daft.tasks.values import encode_failure
 from dtensor.daft.undo.undone import Undone
 
-_ray: Any = ray  # Ray's stubs leave most of its types unknown
-_cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
+SMALL_BYTES = 1 << 12
+"""A value of so many goes to the controller with the answer, in case that somebody asks for it."""
 
-Bytes: TypeAlias = numpy.ndarray[Any, numpy.dtype[numpy.uint8]]
-
-
-class CloudPickler(ValuePickler, _cloudpickle.Pickler):
-    """Takes classes and functions of the user's script along, which hosts cannot import."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A message in the object store; `maker` is lost with its process, and the message too."""
-
-    ref: Any
-    maker: str
-
-
-Given: TypeAlias = Kept | Bytes
+Given: TypeAlias = tuple[Key, int | None]
+"""A value, and the process that it comes from; None: it is here."""
+Packed: TypeAlias = bytes | Given
+"""A message of the controller's: itself, or, where it is large, as a value."""
+Answer: TypeAlias = tuple[int, bytes | None]
+"""The length of a value's message; that itself if it is small."""
+Answers: TypeAlias = tuple[int, tuple[Answer, ...]]
+"""Of a call; and the bytes that went to other processes meanwhile."""
 
 
 class Objects:
-    def __init__(self, counter: ProgramCounter) -> None:
+    def __init__(self, counter: ProgramCounter, meeting: StoreMeeting, index: int) -> None:
         self._counter = counter
+        self._store = ObjectStore(meeting, index)
         self._subjects: dict[int, Subject] = {}
-        self._programs: dict[int, tuple[Joined, Engine] | HostFailed] = {}
+        self._programs: dict[int, tuple[ValueTransport, Engine | DaftError]] = {}
 
     def create(
-        self, actor: int, number: int, cls: bytes, task: Task, arguments: Bytes, *inputs: Given
-    ) -> None:
-        subject = self._subjects[actor] = Subject()
-        self._counter.begin(-1, number)
-        task.create(subject, lambda: pickle.loads(cls), read_only(arguments), _messages(inputs))
-        self._counter.end()
+        self,
+        actor: int,
+        number: int,
+        cls: bytes,
+        task: tuple[Any, ...],
+        arguments: Packed,
+        given: Sequence[Given],
+    ) -> Payload:
+        subject = self._subjects[actor] = Subject(room=self._store.room)
+        with self._failing() as failed:
+            messages, own = list(map(self._message, given)), self._message(arguments)
+            self._counter.begin(-1, number)
+            Task.of(task).create(subject, lambda: pickle.loads(cls), own, messages)
+            self._counter.end()
+        if failed:
+            subject.unborn = failed[0]
+        return _answered(0, ())
 
-    def call(self, actor: int, number: int, task: Task, arguments: Bytes, *inputs: Given) -> Given:
-        self._counter.begin(-1, number)
-        message = task.run(self._subjects[actor], read_only(arguments), _messages(inputs))
-        made = keep(message, task.actor)
-        self._counter.end()
-        return made
+    def call(
+        self,
+        actor: int,
+        number: int,
+        task: tuple[Any, ...],
+        arguments: Packed,
+        given: Sequence[Given],
+        dropped: Sequence[Key],
+    ) -> Payload:
+        with self._failing() as made:
+            if dropped:
+                self._store.drop(dropped)
+            messages, own = list(map(self._message, given)), self._message(arguments)
+            self._counter.begin(-1, number)
+            subject, every = self._subjects[actor], range(len(messages))
+            made.append(Task.of(task).run(subject, own, messages, every))
+            self._counter.end()
+        return _answered(0, (self._keep(number, made[0]),))
+
+    def send(self, key: Key, to: int) -> None:
+        self._store.send(key, to)
 
     def load(
-        self,
-        number: int,
-        program: HostProgram,
-        actors: Mapping[int, int],
-        join: Join,
-        index: int,
+        self, number: int, program: HostProgram, actors: Mapping[int, int], host_of: Sequence[int]
     ) -> None:
-        """`actors`: those of this host, by their rank; `index`: which of the program's hosts it is.
-        Blocks until the others have joined."""
-        table: Table = {(rank, SELF): self._subjects[actor] for rank, actor in actors.items()}
+        """`actors`: those of this process, by their rank; `host_of`: the process of each rank."""
+        transport = ValueTransport(self._store, program, host_of)
         try:
-            joined = Joined.by(join, index, tuple(actors), torch.device("cpu"))
-            engine = Engine(program, table, joined.transport)
-        except BaseException as error:  # nobody waits for this: its runs raise it
+            table: Table = {(rank, SELF): self._subjects[actor] for rank, actor in actors.items()}
+            self._programs[number] = transport, Engine(program, table, transport)
+        except BaseException as error:  # nobody waits for this: it is what its runs give
             if interrupts(error):
                 raise
-            self._programs[number] = host_failed(error, join.hosts)
-        else:
-            self._programs[number] = joined, engine
+            self._programs[number] = transport, _of_host(error)
 
     def run(
         self,
         number: int,
         run: int,
-        ranks: Sequence[int],
-        wanted: Sequence[tuple[int, str, str]],
+        wanted: Sequence[tuple[int, str]],
         names: Sequence[tuple[int, str]],
-        *inputs: Given,
-    ) -> Given | tuple[Given, ...] | None:
-        """`ranks`: those of this host; `wanted`: (rank, value, name of the actor); `names`: rank
-        and name of each input."""
-        fed: dict[int, dict[str, object]] = {rank: {} for rank in ranks}
-        for (rank, name), message in zip(names, _messages(inputs), strict=True):
-            fed[rank][name] = message
-        program = self._programs[number]
-        if isinstance(program, HostFailed):
-            raise program
-        joined, engine = program
-        joined.check()
-        self._counter.begin(number, run)
-        with joined.running():
+        given: Sequence[Packed],
+        dropped: Sequence[Key],
+    ) -> Payload:
+        """`wanted`: rank and name of each result; `names`: rank and name of each that is given."""
+        transport, engine = self._programs[number]
+        transport.start(run)
+        found: dict[tuple[int, str], Tensor] = {}
+        with self._failing() as failed:
+            if dropped:
+                self._store.drop(dropped)
+            if isinstance(engine, DaftError):
+                raise engine
+            fed: dict[int, dict[str, object]] = {rank: {} for rank in engine.program.ranks}
+            for (rank, name), each in zip(names, given, strict=True):
+                fed[rank][name] = self._message(each)
+            self._counter.begin(number, run)
             made = engine.run(fed, self._counter.view)
             if isinstance(made, Undone):
                 raise made.faults[0].error
-        outcomes = tuple(keep(made[rank][value], maker) for rank, value, maker in wanted)
-        self._counter.end()
-        return outcomes if len(outcomes) > 1 else next(iter(outcomes), None)
+            self._counter.end()
+            for rank, value in wanted:
+                message = made[rank][value]
+                assert isinstance(message, Tensor)
+                found[rank, value] = message
+        if failed:
+            transport.fail(failed[0])
+        answers = [self._keep((run, v), found.get((r, v), *failed)) for r, v in wanted]
+        return _answered(transport.sent_bytes, tuple(answers))
 
     def failures(self) -> list[Failure]:
         return [failure for subject in self._subjects.values() for failure in subject.failures]
 
+    @contextmanager
+    def _failing(self) -> Generator[list[Tensor]]:
+        """What is raised within is a failure, as a message in the list."""
+        made: list[Tensor] = []
+        try:
+            yield made
+        except BaseException as error:
+            if interrupts(error):
+                raise
+            self._counter.end()
+            made[:] = [encode_failure(_of_host(error))]
 
-def keep(message: object, maker: str) -> Given:
-    assert isinstance(message, Tensor)
-    data = message.numpy()
-    return Kept(_ray.put(data), maker) if has_tensors(message) else data
+    def _message(self, given: Packed) -> Tensor:
+        """Its own, as a method may change what it gets."""
+        if isinstance(given, bytes):
+            return torch.frombuffer(bytearray(given), dtype=torch.uint8)
+        key, holder = given
+        try:  # what the controller has sent is for one call
+            return self._store.take(key, holder, keeps=holder != CONTROLLER)
+        except HostGone as gone:
+            return lost(gone)
+
+    def _keep(self, key: Key, message: Tensor) -> Answer:
+        self._store.put(key, message)
+        nbytes = message.numel()
+        return nbytes, message.numpy().tobytes() if nbytes <= SMALL_BYTES else None
 
 
-def message_of(outcome: Given) -> Tensor:
-    """The message, in memory of Ray's: not to be changed. A failure if it was lost."""
-    if not isinstance(outcome, Kept):
-        return read_only(outcome)
-    try:
-        return read_only(_ray.get(outcome.ref))
-    except ray.exceptions.RayError as error:
-        reason = f"a value that it made was lost with its process. {str(error).splitlines()[0]}"
-        return encode_failure(ActorLost(Failure(rank=None, actor=outcome.maker, reason=reason)))
+def _of_host(error: BaseException) -> DaftError:
+    """One of daft's own."""
+    sent = as_sent(error)
+    if isinstance(sent, DaftError):
+        return sent
+    return HostError(Failure(rank=None, reason=reason_of(error), raised=Raised(error)))
 
 
-def _messages(outcomes: Sequence[Given]) -> list[Tensor]:
-    return [message_of(outcome) for outcome in outcomes]
-
-
-def read_only(data: Bytes) -> Tensor:
-    """Bytes in memory of Ray's."""
-    with warnings.catch_warnings():
-        # torch warns that the array is read-only: whoever reads it copies.
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(data)  # pyright: ignore[reportUnknownMemberType]
+def _answered(sent_bytes: int, answers: tuple[Answer, ...]) -> Payload:
+    made: Answers = sent_bytes, answers
+    return Payload.plain(made)

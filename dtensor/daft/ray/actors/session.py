@@ -1,12 +1,13 @@
-"""Actors in processes of Ray's: a task is one call that nobody waits for.
+"""Actors in processes of Ray's: a task is one message that nobody waits for.
 
     with daft.launch(backend="ray"):                         # about 3 s, and 1 s for each actor
         a, b = daft.spawn(Model), daft.spawn(Model)
         out = b.execute(a.execute(x))                        # 2 calls, no wait
 
-Ray places processes, notices their death and carries calls; tensors go from actor to actor through
-its object store. Calls of one controller to one process keep their order, and a task depends only
-on tasks before it, so that no order of tasks can hang.
+Ray places processes, starts and ends them, and reports their death; calls go over a connection of
+our own, and values from process to process (`object_store.py`). Calls of one process keep their
+order, and a task depends only on tasks before it, so that no order of tasks can hang. How much is
+under way is bounded (`under_way.py`).
 
 Invariants: a process that dies, or whose heartbeat stops for `deadline_s`, is named, with what it
 was doing, by every future that depends on it; the others go on. Leaving ends all processes.
@@ -15,11 +16,13 @@ was doing, by every future that depends on it; the others go on. Leaving ends al
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-import ray.cloudpickle
+import torch
 from torch import Tensor
 
 from dtensor.daft.diagnosis.diagnosis import Waits
@@ -27,28 +30,67 @@ from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Call, Instruction
 from dtensor.daft.ir.text import excerpt
-from dtensor.daft.ray.actors.objects import CloudPickler, Objects, message_of
+from dtensor.daft.ray.actors.object_store import (
+    CONTROLLER,
+    HostGone,
+    Key,
+    ObjectStore,
+    StoreMeeting,
+)
+from dtensor.daft.ray.actors.objects import Objects, Packed
+from dtensor.daft.ray.actors.under_way import Held, RemoteValue, UnderWay
 from dtensor.daft.ray.bootstrap.progress import Progress
-from dtensor.daft.ray.channel.processes import Home, HostProcess, RayCalls
-from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch
-from dtensor.daft.ray.transports.joining import Join, check_routes, connect_of
+from dtensor.daft.ray.bootstrap.starting import LOOPBACK
+from dtensor.daft.ray.channel.messages import ASKED, TOLD, Payload
+from dtensor.daft.ray.channel.processes import Home, HostProcess
+from dtensor.daft.ray.diagnosis.watch import SLICE_S, Asked, HostWatch
+from dtensor.daft.ray.transports.slabs import SHARED_BYTES
 from dtensor.daft.tasks.actors import ActorInfo, Session
 from dtensor.daft.tasks.frozen import Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture, user_frames, user_line
 from dtensor.daft.tasks.task import Task
-from dtensor.daft.tasks.values import encode_failure
+from dtensor.daft.tasks.values import encode_failure, failure_of, pickled
 from dtensor.daft.verification.pairing import instruction_at
+from dtensor.signals import standing_in, wait
 
-SMALL_BYTES = 1 << 16  # of an argument, to go with the call
 MAX_RECENT = 10_000  # calls of a process that are remembered
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
-_cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessPart:
+    """What a process does in a run of a compiled function. `fed`: arguments by their numbers, and
+    `names`, rank and name of each; `wanted`: rank and name of each result."""
+
+    process: int
+    title: str
+    fed: tuple[int, ...]
+    names: tuple[tuple[int, str], ...]
+    wanted: tuple[tuple[int, str], ...]
+
+    @staticmethod
+    def all_of(frozen: Frozen, number: int) -> list[_ProcessPart]:
+        found: list[_ProcessPart] = []
+        for ranks, process in zip(frozen.hosts, frozen.processes, strict=True):
+            fed = [
+                (index, rank)
+                for index, users in enumerate(frozen.arguments)
+                for rank in users
+                if rank in ranks
+            ]
+            part = _ProcessPart(
+                process=process,
+                title=f"{frozen.program.name}, function {number}, process {process}",
+                fed=tuple(index for index, _ in fed),
+                names=tuple((rank, argument(index)) for index, rank in fed),
+                wanted=tuple(sorted({r for r in frozen.results if r[0] in ranks})),
+            )
+            found.append(part)
+        return found
 
 
 class RaySession(Session):
-    pickler = CloudPickler
-
     def __init__(
         self,
         *,
@@ -59,16 +101,30 @@ class RaySession(Session):
         super().__init__()
         self.failure: DaftError | None = None  # none is of all actors
         self._home = Home(address, deadline_s)
+        self._channel = self._home.connect()
+        several = self._home.address != LOOPBACK
+        self._meeting = StoreMeeting(
+            folder=self._home.folder.path,
+            secret=self._home.secret,
+            address=self._home.address,
+            port=self._home.store.port if several else None,
+        )
+        self._store = ObjectStore(self._meeting, CONTROLLER)
+        self._under_way = UnderWay(self._store, self._channel)
         self.watch: HostWatch = HostWatch(
             self,
             self._home,
-            RayCalls(),
+            self._channel,
             deadline_s=deadline_s,
             call_deadline_s=call_deadline_s,
             due=None,
         )
-        self._loaded: list[Frozen] = []
+        self._loaded: list[tuple[Frozen, list[_ProcessPart]]] = []
         self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # number of a call: what it is
+        self._last: dict[int, int] = {}  # by process, the number of its last call
+
+    def room(self, nbytes: int) -> Tensor:
+        return self._store.room(nbytes)
 
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
         _check_resources(name, resources)
@@ -80,28 +136,57 @@ class RaySession(Session):
         options["resources"] = {
             kind: n for kind, n in resources.items() if kind not in ("CPU", "GPU", "memory")
         }
-        process = self._home.spawn(Objects, options=options)
+        line = self._channel.add()
+        process = self._home.spawn(Objects, self._meeting, line, options=options)
+        assert line == process.index, "a process has the number of its line"
+        process.serve(self._channel.invitation(line))
+        self._store.connect(line)
         hosts = {p.counter.path.name: (p.index,) for p in self._home.processes}
         self._home.folder.say("actors", hosts)
-        return process.index
+        return line
+
+    # -- calls ------------------------------------------------------------------------------------
 
     def create(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> None:
-        host = self._home.processes[actor.process]
         number = self._number(task.title, task.issued, arguments)
-        cls = _cloudpickle.dumps(actor.cls)
-        refs = [future.value for future in inputs]
-        host.tell(Objects.create, actor.key, number, cls, task, arguments.numpy(), values=refs)
+        values = [future.value.value for future in inputs]
+        given = [self._deliver(value, actor.process) for value in values]
+        packed = self._packed(arguments, number, "arguments", actor.process)
+        cls = pickled(actor.cls)
+        what = (actor.key, number, cls, task.plain(), packed, given)
+        self._call(actor.process, Objects.create, what, task.title, values, arguments.numel())
 
     def dispatch(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> TaskFuture:
-        host = self._home.processes[actor.process]
-        number = self._number(task.title, task.issued, arguments)
-        refs = [future.value for future in inputs]
-        ref = host.call(Objects.call, actor.key, number, task, arguments.numpy(), values=refs)
-        return TaskFuture(self, actor.key, task.title, ref)
+        process, title = actor.process, task.title
+        self._under_way.hold_up((title,), self._look)
+        number = self._number(title, task.issued, arguments)
+        values = [future.value.value for future in inputs]
+        given = [self._deliver(value, process) for value in values]
+        packed = self._packed(arguments, number, "arguments", process)
+        dropped = self._under_way.dropped.pop(process, ())
+        what = (actor.key, number, task.plain(), packed, given, dropped)
+        made = RemoteValue(self._under_way, process, number, number)
+        self._call(process, Objects.call, what, title, values, arguments.numel(), made)
+        return TaskFuture(self, actor.key, title, Held(made))
+
+    def _call(
+        self,
+        process: int,
+        method: Any,
+        what: tuple[Any, ...],
+        title: str,
+        given: Sequence[RemoteValue],
+        nbytes: int,
+        *made: RemoteValue,
+    ) -> None:
+        submission = self._under_way.add((title,), given, nbytes)
+        reply = self._channel.send(process, ASKED, (method,), Payload.plain(what))
+        self._under_way.called(process, title, submission, reply, made)
+        self._last[process] = self.calls
 
     def _number(self, title: str, issued: tuple[str, ...], arguments: Tensor | None = None) -> int:
         """That of a new call; what it is will be remembered."""
@@ -112,103 +197,176 @@ class RaySession(Session):
             del self._recent[next(iter(self._recent))]
         return self.calls
 
+    def _packed(self, message: Tensor, number: int, name: str, to: int) -> Packed:
+        """What goes along with a call; a large message goes as a value, which needs no copy."""
+        if message.numel() < SHARED_BYTES:
+            return message.numpy().tobytes()
+        self._store.send_message((number, name), message, to)
+        return (number, name), CONTROLLER
+
+    def _deliver(self, value: RemoteValue, to: int) -> tuple[Key, int | None]:
+        """Its holder sends it, once; where it comes from, None if it is there."""
+        holder = value.holder
+        if holder == to:
+            return value.key, None
+        if to not in value.there:
+            value.there.add(to)
+            if self._last[holder] == value.number:  # nothing is between its call and this
+                what = Payload.plain((value.key, to))
+                self._channel.send(holder, TOLD, (Objects.send,), what)
+            else:
+                self._store.ask(value.key, holder, to)
+        return value.key, holder
+
+    def _look(self) -> None:
+        wait()  # for signals
+        self.watch.look((), self.watch.deadline_s)
+
     def wait_for(self, future: TaskFuture, timeout: float | None) -> Tensor:
-        host = self._home.processes[self.actors[future.actor].process]
+        value: RemoteValue = future.value.value
+        end = None if timeout is None else time.monotonic() + timeout
+        host = self._home.processes[value.holder]
         try:
-            (kept,) = self.watch.get([Asked(host, future.value)], timeout)
+            self.watch.get([Asked(host, value.reply)], timeout)
+            self._under_way.look_back()
+            message = self._message(value, host, end)
         except DaftError as error:
             return encode_failure(error)
-        message = message_of(kept)
         self.bytes_received += message.numel()
+        error = failure_of(message)
+        if isinstance(error, ActorLost) and error.failure.peers:  # it was to get a value from there
+            return encode_failure(self.watch.root((), error.failure.peers))
         return message
+
+    def _message(self, value: RemoteValue, host: HostProcess, end: float | None) -> Tensor:
+        if value.message is not None:
+            return torch.frombuffer(bytearray(value.message), dtype=torch.uint8)
+        if CONTROLLER not in value.there:
+            value.there.add(CONTROLLER)
+            self._store.ask(value.key, value.holder)
+        try:
+            while True:
+                left = SLICE_S if end is None else min(SLICE_S, end - time.monotonic())
+                if self._store.wait(value.key, value.holder, max(0.0, left)):
+                    return self._store.take(value.key, value.holder)
+                self._look()
+                if end is not None and time.monotonic() >= end:
+                    raise TimeoutError("The result is not there yet; ask again.")
+                if value.holder in self.watch.lost:
+                    raise HostGone(value.holder)
+        except HostGone:
+            raise self.watch.root((), (value.holder,)) from None
 
     def ready(self, future: TaskFuture) -> bool:
         self.check_open()
-        done, _ = _ray.wait([future.value], timeout=0)
-        return bool(done) or self.actors[future.actor].process in self.watch.lost
+        value: RemoteValue = future.value.value
+        assert value.reply is not None
+        return self._channel.came([value.reply]) or value.holder in self.watch.lost
+
+    # -- compiled functions -----------------------------------------------------------------------
 
     def load(self, frozen: Frozen) -> int:
         self._check_lost(frozen)
-        host_of = tuple(
-            next(h for h, ranks in enumerate(frozen.hosts) if rank in ranks)
+        process_of = tuple(
+            next(p for p, ranks in zip(frozen.processes, frozen.hosts) if rank in ranks)
             for rank in range(len(frozen.actors))
         )
-        parts = host_programs(frozen.program, frozen.hosts, frozen.report.lists)
+        programs = host_programs(frozen.program, frozen.hosts, frozen.report.lists)
         with self.lock:
             number = len(self._loaded)
-            self._loaded.append(frozen)
-            join = Join(
-                address=self._home.address,
-                port=self._home.store.port,
-                secret=self._home.secret,
-                prefix=f"program{number}",
-                hosts=frozen.processes,
-                host_of=host_of,
-                tags={key: i for i, key in enumerate(check_routes(frozen.program, host_of))},
-                connect=connect_of(frozen.processes, "cpu"),
-            )
-            for h, (own, process) in enumerate(zip(parts, frozen.processes, strict=True)):
+            self._loaded.append((frozen, _ProcessPart.all_of(frozen, number)))
+            for own, process in zip(programs, frozen.processes, strict=True):
                 actors = {rank: frozen.actors[rank] for rank in own.ranks}
                 self.calls += 1
-                self._home.processes[process].tell(Objects.load, number, own, actors, join, h)
+                self._last[process] = self.calls
+                what = (number, own, actors, process_of)
+                self._channel.send(process, TOLD, (Objects.load,), what)
         return number
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
-        frozen = self._loaded[loaded]
+        frozen, parts = self._loaded[loaded]
         self._check_lost(frozen)
-        refs: list[Any] = []
-        for given in inputs:
-            if isinstance(given, Tensor):
-                self.bytes_sent += given.numel()
-                small = given.numel() <= SMALL_BYTES
-                refs.append(given.numpy() if small else _ray.put(given.numpy()))
-            else:
-                refs.append(given.value if given is not None else None)
-        issued, made = user_frames(), dict[tuple[int, str], Any]()
+        issued, made = user_frames(), dict[tuple[int, str], RemoteValue]()
+        values = [given.value.value for given in inputs if isinstance(given, TaskFuture)]
+        nbytes = sum(given.numel() for given in inputs if isinstance(given, Tensor))
+        titles = [part.title for part in parts]
         asked: list[HostProcess] = []
         with self.lock:
+            self._under_way.hold_up(titles, self._look)
+            submission = self._under_way.add(titles, values, nbytes)
+            self.bytes_sent += nbytes
+            run = self.calls + 1
             try:
-                for ranks, process in zip(frozen.hosts, frozen.processes, strict=True):
-                    host = self._home.processes[process]
-                    fed = [
-                        (index, rank)
-                        for index, users in enumerate(frozen.arguments)
-                        for rank in users
-                        if rank in ranks
-                    ]
-                    wanted = sorted({result for result in frozen.results if result[0] in ranks})
-                    run = self._number(frozen.program.name, issued)
-                    asked.append(host)
-                    call = host.call(
-                        Objects.run,
-                        loaded,
-                        run,
-                        ranks,
-                        [(rank, value, frozen.names[rank]) for rank, value in wanted],
-                        [(rank, argument(index)) for index, rank in fed],
-                        values=[refs[index] for index, _ in fed],
-                        num_returns=max(1, len(wanted)),
-                    )
-                    made.update(zip(wanted, call if len(wanted) > 1 else [call]))
+                with standing_in():
+                    for part in parts:
+                        process = part.process
+                        number = self._number(frozen.program.name, issued)
+                        asked.append(self._home.processes[process])
+                        own = [
+                            RemoteValue(self._under_way, process, number, (run, value))
+                            for _, value in part.wanted
+                        ]
+                        given = [
+                            self._given(inputs[index], run, f"{name}<{rank}", process)
+                            for index, (rank, name) in zip(part.fed, part.names, strict=True)
+                        ]
+                        dropped = self._under_way.dropped.pop(process, ())
+                        what = Payload.plain((loaded, run, part.wanted, part.names, given, dropped))
+                        reply = self._channel.send(process, ASKED, (Objects.run,), what)
+                        self._under_way.called(process, part.title, submission, reply, own)
+                        self._last[process] = number
+                        made.update(zip(part.wanted, own, strict=True))
             except BaseException:
                 # Hosts that were asked would wait for the others' parts, and all behind with them.
                 for host in asked:
                     self.watch.end(host, "the process was ended: a step was half submitted.")
                 raise
         return [
-            TaskFuture(self, frozen.actors[result[0]], title, made[result])
+            TaskFuture(self, frozen.actors[result[0]], title, Held(made[result]))
             for result, title in zip(frozen.results, frozen.titles, strict=True)
         ]
 
+    def _given(
+        self, given: TaskFuture | Tensor | None, run: int, name: str, process: int
+    ) -> Packed:
+        assert given is not None, "an argument that nobody uses is fed to nobody"
+        if isinstance(given, TaskFuture):
+            return self._deliver(given.value.value, process)
+        return self._packed(given, run, name, process)
+
     def _check_lost(self, frozen: Frozen) -> None:
         """A program that has lost one of its processes is not sent to the others."""
+        broken = any(map(self._channel.is_broken, frozen.processes))
+        if not (broken or self.watch.lost):
+            return
         if (lost := self.watch.find(frozen.processes)) is not None:
             self.note_raised(lost.failure)
             raise ActorLost(lost.failure)
 
+    def wait_for_some(self, futures: Sequence[TaskFuture], num: int, end: float | None) -> None:
+        while True:
+            waiting = [f for f in futures if not self.ready(f)]
+            needed = num - (len(futures) - len(waiting))
+            left = SLICE_S if end is None else min(SLICE_S, end - time.monotonic())
+            if needed <= 0 or left <= 0.0:
+                return
+            self._channel.came_some([f.value.value.reply for f in waiting], needed, left)
+            self._look()
+
+    def end(self, actor: ActorInfo, failure: Failure) -> None:
+        host = self._home.processes[actor.process]
+        if host.index not in self.watch.lost:
+            self.watch.lost[host.index] = ActorLost(failure)
+            self.tell_of_loss(host.index)
+            host.kill()
+            host.end()
+
     def failures(self) -> list[DaftError]:
         hosts = [host for host in self._home.processes if host.index not in self.watch.lost]
-        asked = [Asked(host, host.call(Objects.failures)) for host in hosts]
+        asked = [
+            Asked(host, self._channel.send(host.index, ASKED, (Objects.failures,), ()))
+            for host in hosts
+        ]
         found: list[DaftError] = []
         for each in asked:
             try:
@@ -219,6 +377,7 @@ class RaySession(Session):
         return [*found, *(lost for _, lost in sorted(self.watch.lost.items()))]
 
     def stop(self) -> None:
+        self._store.close()
         self._home.close()
 
     # -- what the watch asks --------------------------------------------------------------------
@@ -246,9 +405,15 @@ class RaySession(Session):
     def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
         return {}  # hosts need not move: nobody is ended for standing still
 
+    def tell_of_loss(self, host: int) -> None:
+        self._store.lost(host)
+        for process in self._home.processes:
+            if process.index not in self.watch.lost:
+                self._store.tell_of_loss(host, process.index)
+
     def _at(self, host: int, at: Progress) -> tuple[Instruction, str]:
         """The instruction of a compiled function that a host was last seen at, and whose it is."""
-        frozen = self._loaded[at.program]
+        frozen, _ = self._loaded[at.program]
         site = frozen.report.lists[frozen.processes.index(host)][at.position]
         return instruction_at(frozen.program, site), frozen.names[site[0]]
 

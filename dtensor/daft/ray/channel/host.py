@@ -3,16 +3,15 @@
 Example (the controller does this, `processes.py`):
 
     actor = ray.remote(num_cpus=0)(Host).remote("/tmp/.../host0", Objects)
-    actor.call.remote((Objects.call, 0, 8, task), ref)   # a method of what it hosts, and arguments
-    actor.serve.remote(invitation)                       # or: calls come over a connection
+    actor.serve.remote(invitation)                       # calls come over a connection
 
-Calls come from Ray, or, while it serves, over the connection alone (`run_channel.py`): the thread
-that carries out Ray's calls reads them there, and blocks where there are none.
+The thread that carries out Ray's calls reads ours from the connection (`run_channel.py`), and
+blocks where there are none.
 
-Invariants: calls are carried out one at a time, in the order of their submission. What a `tell`
-raises, which nobody reads, the next `call` raises, whatever that comes to. Nothing that is raised
-ends the process, but for what a signal's handler raises; what goes to the controller is an error of
-daft's own. It knows nothing of what it hosts (`ranks.py`, `objects.py`).
+Invariants: calls are carried out one at a time, in the order of their submission. What is raised by
+one that was told, which nobody reads, the next that is asked raises, whatever that comes to.
+Nothing that is raised ends the process, but for what a signal's handler raises; what goes to the
+controller is an error of daft's own. It knows nothing of what it hosts (`ranks.py`, `objects.py`).
 """
 
 from __future__ import annotations
@@ -69,12 +68,10 @@ class Host:
         self._unread: Exception | None = None
         self._hosted = kind(self._counter, *arguments)
 
-    def call(self, what: tuple[Any, ...], *values: object) -> Any:
-        """`what`: a method and its arguments, of which `values` are the last."""
-        method, *given = what
+    def call(self, method: Callable[..., Any], *given: object) -> Any:
         unread, self._unread = self._unread, None
         try:
-            made = method(self._hosted, *given, *values)  # in any case: others may wait for it
+            made = method(self._hosted, *given)  # in any case: others may wait for it
         except BaseException as error:
             if interrupts(error):
                 raise
@@ -86,10 +83,9 @@ class Host:
             raise unread
         return made
 
-    def tell(self, what: tuple[Any, ...], *values: object) -> None:
-        method, *given = what
+    def tell(self, method: Callable[..., Any], *given: object) -> None:
         try:
-            method(self._hosted, *given, *values)
+            method(self._hosted, *given)
         except BaseException as error:
             if interrupts(error):
                 raise
@@ -115,11 +111,11 @@ class Host:
                     raise
                 self._unread = self._unread or _as_sent(error)
             else:
-                self.tell(what)
+                self.tell(*what)
             return ()
         raised = RAISED if self._unread is None else UNREAD
         try:
-            made = self.call((*message.functions, *message.value()))
+            made = self.call(*message.functions, *message.value())
             return encoded(message.number, GAVE, (), made)
         except BaseException as error:
             if interrupts(error):

@@ -188,6 +188,11 @@ class Payload:
         body, large = _pickled(value)
         return Payload(body, [buffer.raw() for buffer in large])
 
+    @staticmethod
+    def plain(value: object) -> Payload:
+        """Of what pickle takes as it is, in a third of the time: no tensors, nothing of scripts."""
+        return Payload(pickle.dumps(value, 5), ())
+
     def kept(self) -> Payload:
         return Payload(self.body, [bytes(buffer) for buffer in self.buffers])
 

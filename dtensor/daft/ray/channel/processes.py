@@ -2,11 +2,10 @@
 
     home = Home(address=None, deadline_s=60.0)       # joins a Ray, or starts one on this machine
     process = home.spawn(Ranks, (0,), "cpu")         # and its counter file; nothing is waited for
-    ref = process.call(Ranks.get, {0: ("w",)})       # Ray's reference to what it will give
+    process.serve(channel.invitation(0))             # from now on it is called over that
     home.close()                                     # all end, and Ray if it was started here
 
-How a call of Ray's reaches a host is here, and here alone; one that `serves` is called over a
-connection instead (`run_channel.py`). On this machine there is also a handle to the process, which
+On this machine there is also a handle to the process, which
 ends it even when it is stopped: Ray's kill needs the process to answer.
 
 Invariants: only what was started here is ended here, and all of it, whatever raises meanwhile.
@@ -19,7 +18,7 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -45,7 +44,7 @@ from dtensor.daft.ray.bootstrap.starting import (
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
 from dtensor.daft.ray.channel.host import Host
 from dtensor.daft.ray.channel.messages import Invitation
-from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, RunChannel
+from dtensor.daft.ray.channel.run_channel import RunChannel
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 END_S = 30.0
@@ -91,28 +90,6 @@ class HostProcess:
     def answered(self, answered: bool) -> None:
         if answered != self._answered:
             self._answered = self.counter.answered = answered
-
-    # -- calls ----------------------------------------------------------------------------------
-    # Ray resolves references that are arguments of their own; each argument costs it 20 us.
-    def call(
-        self,
-        method: Callable[..., object],
-        *given: object,
-        values: Sequence[object] = (),
-        num_returns: int = 1,
-    ) -> Any:
-        """Ray's reference to what the method of what it hosts gives; or a list of them. `values`
-        are the last arguments: Ray's references, which it resolves, or the values themselves."""
-        remote = self.actor.call
-        if num_returns != 1:
-            remote = remote.options(num_returns=num_returns)
-        return remote.remote((method, *given), *values)
-
-    def tell(
-        self, method: Callable[..., object], *given: object, values: Sequence[object] = ()
-    ) -> Any:
-        """Nobody reads what it gives; what it raises comes with the next call."""
-        return self.actor.tell.remote((method, *given), *values)
 
     def serve(self, invitation: Invitation) -> None:
         """From now on it is called over a connection, until that is closed."""
@@ -211,46 +188,6 @@ class HostProcess:
         poll = select.poll()
         poll.register(self._process, select.POLLIN)
         return bool(poll.poll(int(seconds * 1000)))
-
-
-class RayCalls:
-    """What has become of calls of Ray's."""
-
-    def get(self, refs: Sequence[Any], seconds: float) -> list[Any]:
-        """As `RunChannel.get`."""
-        try:
-            return _ray.get(list(refs), timeout=seconds)
-        except ray.exceptions.GetTimeoutError:
-            raise NotYet from None
-        except ray.exceptions.RayTaskError as error:
-            cause: object = error.cause
-            if isinstance(cause, ray.exceptions.RayError):
-                raise CallLost(str(cause)) from None
-            if isinstance(cause, Exception):
-                raise cause from cause.__cause__ or error
-            raise
-        except ray.exceptions.RayError as error:
-            raise CallLost(str(error)) from None
-
-    def failure(self, ref: Any) -> Exception | None:
-        """As `RunChannel.failure`."""
-        try:
-            self.get([ref], 0)
-        except NotYet:
-            return None
-        except Exception as error:  # whatever it is that the call has raised
-            return error
-        return None
-
-    def came(self, refs: Sequence[Any]) -> bool:
-        refs = list(refs)
-        return len(_ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
-
-    def listen(self, seconds: float) -> None:
-        time.sleep(seconds)
-
-    def broken(self) -> Sequence[int]:
-        return ()
 
 
 class Home:

@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,10 @@ from typing import Any
 from dtensor.daft.errors import HostError, as_sent
 from dtensor.daft.raised import RaisedThere, interrupts
 from dtensor.daft.ray.bootstrap.dead_connections import is_quiet
+from dtensor.daft.ray.channel.guests import LONGEST_PATH, Guests
 from dtensor.daft.ray.channel.messages import (
     ASKED,
-    CLAIM_BYTES,
     MOST_PIECES,
-    NONCE_BYTES,
     RAISED,
     UNREAD,
     Data,
@@ -49,17 +49,12 @@ from dtensor.daft.ray.channel.messages import (
     Kind,
     Message,
     Payload,
-    claimed,
     encoded,
     incoming,
-    proof,
     unsent,
-    widen,
 )
 from dtensor.signals import standing_in
 
-LONGEST_PATH = 100
-"""Bytes of a unix socket's path that every system takes."""
 MOST_UNREAD = 8
 """Calls of a host whose answers nobody has read: from then on each call reads what has come. Else a
 host would stand still in a write, its socket full of results, until somebody waits for one."""
@@ -110,15 +105,6 @@ class _Connection:
         self.machine = ""  # its address, if it is another
 
 
-class _Guest:
-    """Somebody who has not yet said who it is."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self.said = b""
-
-
 class RunChannel:
     """To so many hosts; `folder` is the launch's own, `address` where others reach this
     machine, None if all are on it."""
@@ -128,10 +114,9 @@ class RunChannel:
         self.rank_of: Callable[[int], int | None] = lambda _: None  # the first of a host
         self._key = secrets.token_bytes(32)
         self._lines = [_Connection() for _ in range(num_hosts)]
-        self._guests: dict[int, _Guest] = {}  # by descriptor, as what follows
-        self._joined: dict[int, _Connection] = {}
-        self._listening: dict[int, socket.socket] = {}
+        self._joined: dict[int, _Connection] = {}  # by descriptor
         self._poll = select.epoll()
+        self._guests = Guests(self._poll, self._key, self._welcomes)
         self._path: str | None = None
         self._address: tuple[str, int] | None = None
         self._changed = threading.Condition()
@@ -143,18 +128,12 @@ class RunChannel:
         if len(path.encode()) <= LONGEST_PATH:
             sock = socket.socket(socket.AF_UNIX)
             sock.bind(path)
-            self._listen(sock)
+            self._guests.listen(sock)
             self._path = path
         if address is not None or self._path is None:
             sock = socket.create_server((address or "127.0.0.1", 0))
-            self._listen(sock)
+            self._guests.listen(sock)
             self._address = sock.getsockname()[:2]
-
-    def _listen(self, sock: socket.socket) -> None:
-        sock.listen(socket.SOMAXCONN)
-        sock.setblocking(False)
-        self._listening[sock.fileno()] = sock
-        self._poll.register(sock, select.EPOLLIN)
 
     def add(self) -> int:
         """One more host; its number."""
@@ -255,6 +234,10 @@ class RunChannel:
         """Whether they have, or will never, after so long at most."""
         return self._wait(lambda: all(reply.came for reply in replies), seconds)
 
+    def came_some(self, replies: Sequence[Reply], num: int, seconds: float) -> bool:
+        """Whether so many of them have, or never will, after so long at most."""
+        return self._wait(lambda: sum(reply.came for reply in replies) >= num, seconds)
+
     def listen(self, seconds: float) -> None:
         """Read what comes for so long."""
         end = time.monotonic() + seconds
@@ -279,10 +262,7 @@ class RunChannel:
             self._closed = True
             for line in self._lines:
                 self._break(line)
-            for sock in (*self._listening.values(), *(g.sock for g in self._guests.values())):
-                sock.close()
-            self._listening.clear()
-            self._guests.clear()
+            self._guests.close()
             writer = self._writer
         if writer is not None:
             writer.join()
@@ -328,10 +308,9 @@ class RunChannel:
                     if event & select.EPOLLOUT:
                         with self._changed:
                             self._write_on(line)
-                elif (guest := self._guests.get(descriptor)) is not None:
-                    self._hear(guest)
-                elif (sock := self._listening.get(descriptor)) is not None:
-                    self._receive(sock)
+                else:
+                    with self._changed:
+                        self._guests.hear(descriptor)
             if self._waiting:  # who looks whether it is done counts as such before that
                 with self._changed:
                     self._changed.notify_all()
@@ -443,48 +422,20 @@ class RunChannel:
 
     # -- who comes --------------------------------------------------------------------------------
 
-    def _receive(self, listening: socket.socket) -> None:
-        try:
-            sock, _ = listening.accept()
-        except BlockingIOError:
-            return
-        sock.setblocking(False)
-        widen(sock)
-        guest = _Guest(sock)
-        self._guests[sock.fileno()] = guest
-        self._poll.register(sock, select.EPOLLIN)
-        sock.send(guest.nonce)  # there is room for it
+    def _welcomes(self, index: int) -> Callable[[socket.socket], None] | None:
+        """Whether a host that knows the key may join: what is done with it then."""
+        line = self._lines[index] if index < len(self._lines) else None
+        if line is None or line.sock is not None or line.broken:
+            return None
+        return partial(self._join, line)
 
-    def _hear(self, guest: _Guest) -> None:
-        """A guest that knows the key is a host from now on; any other is shown out."""
-        try:
-            more = guest.sock.recv(CLAIM_BYTES - len(guest.said))
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        guest.said += more
-        if more and len(guest.said) < CLAIM_BYTES:
-            return
-        descriptor = guest.sock.fileno()
-        del self._guests[descriptor]
-        known = claimed(self._key, guest.nonce, guest.said) if more else None
-        if known is None or not 0 <= known[0] < len(self._lines):
-            guest.sock.close()
-            return
-        index, nonce = known
-        line = self._lines[index]
-        if line.sock is not None or line.broken:
-            guest.sock.close()
-            return
-        with self._changed:
-            guest.sock.send(proof(self._key, nonce))
-            line.sock, line.messages = guest.sock, incoming(guest.sock)
-            if guest.sock.family != socket.AF_UNIX:
-                line.machine = str(guest.sock.getpeername()[0])
-            self._joined[descriptor] = line
-            if line.unwritten:
-                self._write_later(line)
+    def _join(self, line: _Connection, sock: socket.socket) -> None:
+        line.sock, line.messages = sock, incoming(sock)
+        if sock.family != socket.AF_UNIX:
+            line.machine = str(sock.getpeername()[0])
+        self._joined[sock.fileno()] = line
+        if line.unwritten:
+            self._write_later(line)
 
 
 def _settled(replies: Sequence[Reply]) -> bool:

@@ -1,7 +1,7 @@
 """The hosts of a launch, as the controller sees them: who is alive, who was lost, and doing what.
 
-    watch = HostWatch(controller, home, RayCalls(), deadline_s=60, call_deadline_s=3600, due=None)
-    watch.get([Asked(process, process.call(Objects.failures))])     # or the root cause of a failure
+    watch = HostWatch(controller, home, channel, deadline_s=60, call_deadline_s=3600, due=None)
+    watch.get([Asked(process, channel.send(0, ASKED, (Objects.failures,), ()))])  # or the root
 
 A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
 killed, host 0 says "Connection closed by peer": the root is `ActorLost` for host 1, with the
@@ -35,9 +35,8 @@ from dtensor.daft.ray.bootstrap.progress import Progress
 from dtensor.daft.ray.bootstrap.starting import START_S
 from dtensor.daft.ray.channel.messages import HostFailed
 from dtensor.daft.ray.channel.processes import Home, HostProcess
-from dtensor.daft.ray.channel.run_channel import CallLost, NotYet
+from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, RunChannel
 from dtensor.daft.ray.diagnosis.stragglers import Late
-from dtensor.daft.ray.transports.joining import lost_key
 from dtensor.signals import wait
 
 SLICE_S = 0.25  # how often a waiting controller looks at the hosts
@@ -128,26 +127,8 @@ class Controller(Protocol):
         """For whom those hosts wait that do, by where all are."""
         ...
 
-
-class Calls(Protocol):
-    """What has become of calls, by what stands for their results."""
-
-    def get(self, refs: Sequence[Any], seconds: float, /) -> list[Any]:
-        """What they gave; raises `NotYet`, `CallLost`, or what one has raised."""
-        ...
-
-    def failure(self, ref: Any, /) -> Exception | None:
-        """What one has raised, `CallLost` too, so far."""
-        ...
-
-    def came(self, refs: Sequence[Any], /) -> bool: ...
-
-    def listen(self, seconds: float, /) -> None:
-        """For so long to what is said, of calls and of connections that break."""
-        ...
-
-    def broken(self) -> Sequence[int]:
-        """The hosts that can be called no longer."""
+    def tell_of_loss(self, host: int) -> None:
+        """A host is lost: those that wait for it are told."""
         ...
 
 
@@ -159,7 +140,7 @@ class HostWatch:
         self,
         controller: Controller,
         home: Home,
-        calls: Calls,
+        calls: RunChannel,
         *,
         deadline_s: float,
         call_deadline_s: float,
@@ -292,7 +273,7 @@ class HostWatch:
         if host.index not in self.lost:
             failure = self._controller.describe(host.index, host.counter.read(), reason)
             self.lost[host.index] = ActorLost(failure)
-            self._home.announce(lost_key(host.index))
+            self._controller.tell_of_loss(host.index)
         return self.lost[host.index]
 
     def _lose_dead(self, host: HostProcess, text: str = "") -> None:

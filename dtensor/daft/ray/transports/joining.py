@@ -1,7 +1,7 @@
 """Hosts that run a program together: what crosses between them, how they find each other, and what
 a failure of one does.
 
-Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` and `objects.py` do this):
+Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` does this):
 
     joined = Joined.by(join, 0, (0,), torch.device("cpu"))      # blocks until both have come
     engine = Engine(host_program, table, joined.transport)

@@ -133,7 +133,7 @@ class Segment:
 
     def __init__(self, card: Card, descriptor: int, process: int) -> None:
         self.card = card
-        self._descriptor = descriptor
+        self.descriptor: int = descriptor
         self._process = process
         self._mapped = range(0)  # of the segment
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -185,25 +185,25 @@ class Segment:
         end = begin + nbytes
         if not self._mapped.start <= begin <= end <= self._mapped.stop:
             self._mapped = range(begin, max(end, min(begin + MAPPED_BYTES, SIZE)))
-            memory = mmap.mmap(self._descriptor, len(self._mapped), offset=begin)
+            memory = mmap.mmap(self.descriptor, len(self._mapped), offset=begin)
             self._memory = torch.frombuffer(memory, dtype=torch.uint8)
         first = self._mapped.start
         return Window(self._memory[begin - first : end - first])
 
     def read(self, begin: int, nbytes: int) -> bytes:
-        return os.pread(self._descriptor, nbytes, begin)
+        return os.pread(self.descriptor, nbytes, begin)
 
     def write(self, begin: int, data: bytes) -> None:
-        os.pwrite(self._descriptor, data, begin)
+        os.pwrite(self.descriptor, data, begin)
 
     def drop(self, begin: int, nbytes: int) -> None:
         """Free the pages of what nobody uses any more."""
-        if calls().allocate(self._descriptor, _PUNCH, begin, nbytes):
+        if calls().allocate(self.descriptor, _PUNCH, begin, nbytes):
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
 
     def close(self) -> None:
         """Windows stay as long as they are used."""
         self._mapped, self._memory = range(0), torch.empty(0, dtype=torch.uint8)
-        os.close(self._descriptor)
+        os.close(self.descriptor)
         os.close(self._process)
