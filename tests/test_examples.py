@@ -4,6 +4,7 @@ for pre-training, fine-tuning and reinforcement learning, do in small what they 
 from __future__ import annotations
 
 import functools
+import importlib
 import runpy
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor import daft
 from tests.api.training import assert_losses_close
 
 HERE = Path(__file__).parent.parent / "examples" / "parallelisms"
@@ -129,3 +131,20 @@ def test_adapters_are_tuned_saved_and_merged(beside: Path, tmp_path: Path) -> No
     assert losses["read back"] == losses["adapted"]
     assert losses["merged"] == pytest.approx(losses["adapted"], abs=1e-5)
     assert (tmp_path / "adapters" / "adapter_model.safetensors").exists()
+
+
+DAFT = sorted(path.stem for path in (HERE.parent / "daft").glob("*.py"))
+SMALL = [name for name in DAFT if name not in ("run", "train_and_generate", "two_models")]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.parametrize("name", SMALL)
+def test_a_program_of_actors_gives_the_same_on_ray(name: str, ray_session: None) -> None:
+    assert len((HERE.parent / "daft" / f"{name}.py").read_text().splitlines()) <= 40
+    program = importlib.import_module(f"examples.daft.{name}")
+    found: list[Any] = []
+    for backend in ("inprocess", "ray"):
+        with daft.launch(backend, deadline_s=120.0):  # type: ignore[arg-type]
+            found.append(program.run())
+    assert found[0] == found[1] and found[0]
