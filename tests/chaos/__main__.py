@@ -4,6 +4,7 @@
     python -m tests.chaos --inprocess 0 --ray 13
     python -m tests.chaos --recover 200 --seed 0          # ranks that are replaced (`recover.py`)
     python -m tests.chaos --named 30 --disk 40            # errors (`named.py`), disks (`disk.py`)
+    python -m tests.chaos --tasks 100                     # spawned actors (`tasks.py`)
 
 Kinds of cycles (`kinds.py`) take turns. After each, nothing may be left over (`watch.py`) relative
 to the state before it; a first cycle of each kind in-process, and two in each place on Ray, warm
@@ -35,6 +36,7 @@ from tests.chaos.named import named
 from tests.chaos.recover import Row as FaultRow
 from tests.chaos.recover import recover
 from tests.chaos.recover import table as fault_table
+from tests.chaos.tasks import tasks
 from tests.chaos.watch import alive, held, left
 
 PATIENCE_S = 20.0  # for what has been told to end
@@ -57,11 +59,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--recover", type=int, default=0, help="faults that are recovered from")
     parser.add_argument("--named", type=int, default=0, help="faults that end launches")
     parser.add_argument("--disk", type=int, default=0, help="faults of checkpoints")
+    parser.add_argument("--tasks", type=int, default=0, help="faults of spawned actors")
     parser.add_argument("--programs", default="", help="of these, in programs whose name has this")
     parser.add_argument("--seed", type=int, default=0, help="that faults are drawn from")
     parser.add_argument("--spares", type=int, default=1, help="of each launch with them")
     options = parser.parse_args(argv)
-    if options.recover or options.named or options.disk:
+    if options.recover or options.named or options.disk or options.tasks:
         return faults(options)
     warnings.simplefilter("ignore")
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
@@ -105,6 +108,8 @@ def faults(options: argparse.Namespace) -> int:
         wrong += named(options.named, options.seed, done, only=only, kinds=options.kinds)
     if options.disk:
         wrong += disk(options.disk, options.seed, done, only=only, kinds=options.kinds)
+    if options.tasks:
+        wrong += tasks(options.tasks, options.seed, done)
     count = sum(row.count for row in done.values())
     print(fault_table(done))
     print(f"{count} faults as they should be, {wrong} not, {time.monotonic() - begun:.0f} s")

@@ -5,6 +5,7 @@
     python -m tests.daft.explore --sequences      # runs on some of the ranks: `sequences.py`
     python -m tests.daft.explore --undo           # with calls that fail: `undo.py`
     python -m tests.daft.explore --slots          # memory that actors share: `slots.py`
+    python -m tests.daft.explore --tasks          # calls of spawned actors: `task_programs.py`
 
 A program is some operations, each a send or a collective of a group, and for each rank an order of
 its starts and waits. `can_hang` explores all states that the ranks' lists and the queues of a
@@ -241,6 +242,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sequences", action="store_true")
     parser.add_argument("--undo", action="store_true")
     parser.add_argument("--slots", action="store_true")
+    parser.add_argument("--tasks", action="store_true")
     options = parser.parse_args(argv)
     if options.pairs:
         from tests.daft.pairs import report  # which imports this file
@@ -258,6 +260,10 @@ def main(argv: Sequence[str]) -> int:
         from tests.daft.slots import report as report_slots
 
         return report_slots(2_000 if options.random is None else options.random, options.seed)
+    if options.tasks:
+        from tests.daft.task_programs import report as report_tasks
+
+        return report_tasks(200 if options.random is None else options.random, options.seed)
     number_drawn = 100_000 if options.random is None else options.random
     wrong = 0
     for ranks, count, channels in (
