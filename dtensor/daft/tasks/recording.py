@@ -17,8 +17,9 @@ compiled give the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, ParamSpec, cast
 
 import numpy
@@ -131,18 +132,9 @@ class Compiled(Generic[P]):
         made = session.run(loaded.number, inputs)
         futures = dict(zip(loaded.results, made, strict=True))
 
-        def fill(leaf: Any) -> Any:
-            match leaf:
-                case TaskFuture():
-                    return futures[leaf.value] if leaf.value >= 0 else leaves[-1 - leaf.value]
-                case GroupFuture():
-                    return GroupFuture(leaf.group, [fill(future) for future in leaf])
-                case _:
-                    return leaf
-
         if isinstance(loaded.returned, TaskFuture):
-            return fill(loaded.returned)
-        return pytree.tree_map(fill, loaded.returned)
+            return _filled(futures, leaves, loaded.returned)
+        return pytree.tree_map(partial(_filled, futures, leaves), loaded.returned)
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Frozen:
         """What a call with these arguments would run. Loads and runs nothing."""
@@ -207,6 +199,18 @@ def _futures(returned: Any) -> list[TaskFuture]:
         if isinstance(leaf, TaskFuture | GroupFuture):
             found += [leaf] if isinstance(leaf, TaskFuture) else leaf
     return found
+
+
+def _filled(futures: Mapping[int, TaskFuture], leaves: Sequence[Any], leaf: Any) -> Any:
+    """A leaf of what a function returned, in a run. No closure: one that calls itself would keep
+    values and arguments until Python looks for cycles."""
+    match leaf:
+        case TaskFuture():
+            return futures[leaf.value] if leaf.value >= 0 else leaves[-1 - leaf.value]
+        case GroupFuture():
+            return GroupFuture(leaf.group, [_filled(futures, leaves, each) for each in leaf])
+        case _:
+            return leaf
 
 
 def _results(returned: Any) -> list[int]:
