@@ -56,6 +56,7 @@ from dtensor.daft.ray.channel.messages import (
 from dtensor.daft.ray.transports.peers import own_place
 from dtensor.daft.ray.transports.segments import Card, Segment
 from dtensor.daft.ray.transports.slabs import MOST_PROCESSES, SHARED_BYTES, Lent, OpenSlabs, Slabs
+from dtensor.signals import standing_in
 
 Key: TypeAlias = int | tuple[int, str]
 """The number of the call that makes a value; of a compiled function's run, that and its name."""
@@ -142,7 +143,8 @@ class ObjectStore:
     def __init__(self, meeting: StoreMeeting, index: int) -> None:
         self.index = index
         self._meeting = meeting
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # Ctrl-C in a Condition's `with` would leave that locked
+        self._changed = threading.Condition(self._lock)
         self._values: dict[Key, Held] = {}
         self._wanted: dict[Key, set[int]] = {}  # processes that it goes to when it is made
         self._sent: dict[Key, set[int]] = {}
@@ -181,7 +183,7 @@ class ObjectStore:
         return made
 
     def put(self, key: Key, message: Held) -> None:
-        with self._changed:
+        with self._lock:
             if key in self._dropped:
                 self._dropped.remove(key)
                 return
@@ -193,7 +195,7 @@ class ObjectStore:
 
     def send(self, key: Key, to: int) -> None:
         """To another process, which has to have it once."""
-        with self._changed:
+        with self._lock:
             message = self._values.get(key)
             if message is None:
                 self._wanted.setdefault(key, set()).add(to)
@@ -210,17 +212,18 @@ class ObjectStore:
 
     def take(self, key: Key, holder: int | None, *, keeps: bool = True) -> Tensor:
         """The message of a value that is here or on its way from `holder`; `HostGone`."""
-        while not self.wait(key, holder, SLICE_S):
+        while not self.wait(key, holder, SLICE_S, asks=keeps):
             pass
-        with self._changed:
+        with self._lock:
             held = self._values[key] if keeps else self._values.pop(key)
         return self._open(held)
 
-    def wait(self, key: Key, holder: int | None, seconds: float) -> bool:
-        """Whether it is here, after so long at most; LookupError if it never will be."""
+    def wait(self, key: Key, holder: int | None, seconds: float, *, asks: bool = True) -> bool:
+        """Whether it is here, after so long at most; LookupError if it never will be. `asks`: for
+        what the holder keeps; of what it does not, it would remember for ever who has asked."""
         end = time.monotonic() + seconds
         while True:
-            with self._changed:
+            with standing_in(), self._lock:
                 if key in self._values:
                     return True
                 if self._failed is not None:
@@ -237,7 +240,10 @@ class ObjectStore:
                     self._changed.wait(left)
                     continue
             self._read_until(key, reading, left)
-        self.ask(key, holder)
+        if asks:
+            self.ask(key, holder)
+        else:
+            self.connect(holder)
         return False
 
     def _read_until(self, key: Key, reading: _Reading, seconds: float) -> None:
@@ -246,10 +252,11 @@ class ObjectStore:
         with reading.lock:
             if reading.ended or key in self._values:  # the thread may just have read it
                 return
-            self._poll.modify(reading.sock, 0)
             try:
+                self._poll.modify(reading.sock, 0)
                 if reading.poll.poll(seconds * 1000):
-                    self._take_in(reading)
+                    with standing_in():  # else an interrupt loses what was read
+                        self._take_in(reading)
             finally:
                 if not reading.ended:
                     self._poll.modify(reading.sock, select.EPOLLIN)
@@ -259,7 +266,7 @@ class ObjectStore:
         self._say(holder, (_SEND, key, self.index if to is None else to))
 
     def drop(self, keys: Iterable[Key]) -> None:
-        with self._changed:
+        with self._lock:
             for key in keys:
                 if self._values.pop(key, None) is None:
                     self._dropped.add(key)
@@ -276,7 +283,7 @@ class ObjectStore:
 
     def lost(self, host: int) -> None:
         """A process has ended, as the controller says."""
-        with self._changed:
+        with self._lock:
             self._ended.add(host)
             self._changed.notify_all()
 
@@ -294,7 +301,7 @@ class ObjectStore:
         return None if lent is None else (self.index, *lent)
 
     def close(self) -> None:
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._values.clear()
             self._changed.notify_all()
@@ -355,7 +362,7 @@ class ObjectStore:
     # -- what is sent -----------------------------------------------------------------------------
 
     def _say(self, to: int, what: tuple[Any, ...]) -> None:
-        with self._changed:
+        with standing_in(), self._lock:
             wire = self._wires.get(to)
             if wire is None:
                 wire = self._wires[to] = _Wire(to)
@@ -376,6 +383,7 @@ class ObjectStore:
 
     def _connect(self, wire: _Wire) -> None:
         if (found := self._find(wire.to)) is None:
+            self._end(wire)
             return
         own, shares = self._own_slabs, False
         if own is not None and found.slabs is not None:
@@ -392,7 +400,7 @@ class ObjectStore:
             self._end(wire)
             return
         sock.setblocking(False)
-        with self._changed:
+        with self._lock:
             if self._closed:
                 sock.close()
                 return
@@ -435,7 +443,7 @@ class ObjectStore:
 
     def _end(self, wire: _Wire) -> None:
         """Whoever is there has ended."""
-        with self._changed:
+        with self._lock:
             wire.ended = True
             wire.unsent.clear()
             wire.pieces = []
@@ -465,7 +473,7 @@ class ObjectStore:
         try:
             self._read_and_write()
         except BaseException as error:  # who waits for a value has to hear of it
-            with self._changed:
+            with self._lock:
                 self._failed = error
                 self._changed.notify_all()
         self._hang_up()
@@ -478,7 +486,7 @@ class ObjectStore:
                     if event & ~select.EPOLLOUT:
                         self._end(wire)
                         continue
-                    with self._changed:
+                    with self._lock:
                         if wire.sock is not None:
                             self._poll.modify(wire.sock, select.EPOLLRDHUP)
                             self._write(wire)
@@ -505,7 +513,7 @@ class ObjectStore:
                 self._say(process, (_DROP, tuple(keys)))
 
     def _hang_up(self) -> None:
-        with self._changed:
+        with self._lock:
             self._guests.close()
             for wire in self._wires.values():
                 if wire.sock is not None:
@@ -526,7 +534,7 @@ class ObjectStore:
         def joins(sock: socket.socket) -> None:
             reading = _Reading(process, sock)
             self._incoming[sock.fileno()] = reading
-            with self._changed:
+            with self._lock:
                 self._reading[process] = reading
                 self._changed.notify_all()
 
@@ -541,8 +549,9 @@ class ObjectStore:
             reading.ended = True
             del self._incoming[reading.sock.fileno()]
             reading.sock.close()
-            with self._changed:
+            with self._lock:
                 del self._reading[reading.process]
+                self._others.pop(reading.process, None)  # its memory, when no value there is left
                 self._has_ended(reading.process)
 
     def _hear(self, what: tuple[Any, ...]) -> None:

@@ -167,7 +167,7 @@ class RaySession(Session):
         values = [future.value.value for future in inputs]
         given = [self._deliver(value, process) for value in values]
         packed = self._packed(arguments, number, "arguments", process)
-        dropped = self._under_way.dropped.pop(process, ())
+        dropped = self._under_way.to_drop(process)
         what = (actor.key, number, task.plain(), packed, given, dropped)
         made = RemoteValue(self._under_way, process, number, number)
         self._call(process, Objects.call, what, title, values, arguments.numel(), made)
@@ -183,10 +183,11 @@ class RaySession(Session):
         nbytes: int,
         *made: RemoteValue,
     ) -> None:
-        submission = self._under_way.add((title,), given, nbytes)
-        reply = self._channel.send(process, ASKED, (method,), Payload.plain(what))
-        self._under_way.called(process, title, submission, reply, made)
-        self._last[process] = self.calls
+        with standing_in():  # else an interrupt leaves it counted as under way
+            submission = self._under_way.add((title,), given, nbytes)
+            reply = self._channel.send(process, ASKED, (method,), Payload.plain(what))
+            self._under_way.called(process, title, submission, reply, made)
+            self._last[process] = self.calls
 
     def _number(self, title: str, issued: tuple[str, ...], arguments: Tensor | None = None) -> int:
         """That of a new call; what it is will be remembered."""
@@ -231,6 +232,7 @@ class RaySession(Session):
             self._under_way.look_back()
             message = self._message(value, host, end)
         except DaftError as error:
+            self.check_open()
             return encode_failure(error)
         self.bytes_received += message.numel()
         error = failure_of(message)
@@ -249,6 +251,7 @@ class RaySession(Session):
                 left = SLICE_S if end is None else min(SLICE_S, end - time.monotonic())
                 if self._store.wait(value.key, value.holder, max(0.0, left)):
                     return self._store.take(value.key, value.holder)
+                self.check_open()
                 self._look()
                 if end is not None and time.monotonic() >= end:
                     raise TimeoutError("The result is not there yet; ask again.")
@@ -310,7 +313,7 @@ class RaySession(Session):
                             self._given(inputs[index], run, f"{name}<{rank}", process)
                             for index, (rank, name) in zip(part.fed, part.names, strict=True)
                         ]
-                        dropped = self._under_way.dropped.pop(process, ())
+                        dropped = self._under_way.to_drop(process)
                         what = Payload.plain((loaded, run, part.wanted, part.names, given, dropped))
                         reply = self._channel.send(process, ASKED, (Objects.run,), what)
                         self._under_way.called(process, part.title, submission, reply, own)

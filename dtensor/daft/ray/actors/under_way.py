@@ -167,11 +167,12 @@ class UnderWay:
 
     def add(self, titles: Sequence[str], given: Sequence[RemoteValue], nbytes: int) -> Submission:
         """`nbytes` that the controller itself sends."""
-        for title in titles:
-            method = self._methods[title]
-            method.under_way += 1
-            nbytes += method.nbytes
-        self._bytes += nbytes
+        with self._lock:
+            for title in titles:
+                method = self._methods[title]
+                method.under_way += 1
+                nbytes += method.nbytes
+            self._bytes += nbytes
         return Submission(titles, given, nbytes, len(titles))
 
     def called(
@@ -179,7 +180,13 @@ class UnderWay:
     ) -> None:
         for value in values:
             value.reply = reply
-        self._calls.setdefault(process, deque()).append(CallUnderWay(reply, title, of, values))
+        with self._lock:  # others may look back
+            self._calls.setdefault(process, deque()).append(CallUnderWay(reply, title, of, values))
+
+    def to_drop(self, process: int) -> Sequence[Key]:
+        """What it is told to drop with its next call."""
+        with self._lock:
+            return self.dropped.pop(process, ())
 
     def hold_up(self, titles: Sequence[str], look: Callable[[], None]) -> None:
         """Wait until so much is under way that these may be, too. `look`: at the processes, whether

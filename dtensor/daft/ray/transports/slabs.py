@@ -157,6 +157,8 @@ class OpenSlabs:
         self._index = index
         self._given_back: Counter[int] = Counter()
         self._lock = threading.RLock()  # a finalizer may come in between
+        self._closed = False
+        self._owner = os.getpid()
 
     @staticmethod
     def of(card: Card, index: int) -> OpenSlabs | None:
@@ -168,16 +170,29 @@ class OpenSlabs:
         return Lent(self, begin, nbytes)
 
     def open(self, lent: Lent) -> Tensor:
-        return _private(self._segment, lent.begin, lent.nbytes, lent)
+        with self._lock:
+            if self._closed:
+                raise OSError("its memory is closed")
+            return _private(self._segment, lent.begin, lent.nbytes, lent)
 
     def give_back(self, begin: int) -> None:
+        if os.getpid() != self._owner:  # a fork lets go of what its parent still has
+            return
         with self._lock:
+            if self._closed:  # the descriptor may be another file's by now
+                return
             self._given_back[begin] += 1
             times = self._given_back[begin] & 0xFFFFFFFF
             self._segment.write(begin + 4 * self._index, times.to_bytes(4, "little"))
 
     def close(self) -> None:
-        self._segment.close()
+        with self._lock:
+            closed, self._closed = self._closed, True
+            if not closed:
+                self._segment.close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Lent:
