@@ -24,6 +24,7 @@ import difflib
 import inspect
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ class Session(FutureOwner):
         self.closed: bool = False
         self.opened_at: str = ""  # the user's line, of a launch of actors alone
         self._raised: set[tuple[str, ...]] = set()
+        self.abandoned: deque[TaskFuture] = deque()  # streams; finalizers append
 
     def room(self, nbytes: int) -> Tensor:
         """Where the message of an argument is put."""
@@ -159,10 +161,19 @@ class Session(FutureOwner):
 
     def submit(self, actor: ActorInfo, task: Task, args: object) -> TaskFuture:
         self.check_open()
+        self._close_abandoned()
         encoded = encode(args, room=self.room)
         inputs = self.inputs(encoded.placeholders)
         with self.lock:
             return self.dispatch(actor, task, encoded.message, inputs)
+
+    def _close_abandoned(self) -> None:
+        """Generators of streams that nobody has any more end where they stand."""
+        opened: list[TaskFuture] = []
+        while self.abandoned:
+            opened.append(self.abandoned.popleft())
+        for each in opened:
+            self.then(each, "closed")
 
     def inputs(self, placeholders: Sequence[Placeholder]) -> list[TaskFuture]:
         found: list[TaskFuture] = []
@@ -306,7 +317,7 @@ class Method:
         )
         arguments: tuple[object, object] = (args, kwargs)
         made = (recorder.get() or actor.session).submit(actor, task, arguments)
-        return TaskStream(made) if stream else made
+        return TaskStream(made, actor.session.abandoned) if stream else made
 
 
 @lru_cache(maxsize=4096)
@@ -379,6 +390,11 @@ def end(actor: ActorHandle) -> None:
         raise TypeError(f"end takes an actor, got {actor!r}.\n  at {user_line()}")
     info = info_of(actor)
     info.session.check_open()
+    if recorder.get() is not None:
+        raise ProgramError(
+            f"An actor is ended while a function is recorded.\n  at {user_line()}\n"
+            f"  Fix: end it before or after."
+        )
     reason = f"it was ended by daft.end, at {user_line()}"
     failure = Failure(rank=None, actor=info.name, reason=reason)
     info.session.note_raised(failure)

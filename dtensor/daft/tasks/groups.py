@@ -27,6 +27,7 @@ from dtensor.daft.tasks.actors import (
     recorder,
 )
 from dtensor.daft.tasks.futures import TaskFuture, user_line
+from dtensor.daft.tasks.streams import TaskStream
 from dtensor.numerics import REDUCTIONS
 
 
@@ -140,13 +141,16 @@ class GroupMethod:
     members: tuple[ActorHandle, ...]
     name: str
 
-    def __call__(self, *args: Any, **kwargs: Any) -> GroupFuture:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A `GroupFuture`, or of a method that yields the list of the members' streams."""
         size = len(self.members)
         given = [_own(size, i, args, kwargs) for i in range(size)]
         futures = [
             getattr(member, self.name)(*own_args, **own_kwargs)
             for member, (own_args, own_kwargs) in zip(self.members, given, strict=True)
         ]
+        if any(isinstance(each, TaskStream) for each in futures):
+            return futures
         return GroupFuture([info_of(member) for member in self.members], futures)
 
 

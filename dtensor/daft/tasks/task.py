@@ -366,11 +366,12 @@ def join(given: object, pieces: Sequence[list[Any]]) -> object:
 
 def advance(subject: Subject, number: int) -> bool:
     """Whether a stream has one more value, which waits to be taken."""
+    stream = subject.streams.pop(number)
     try:
-        subject.items[number] = next(subject.streams[number])
+        subject.items[number] = next(stream)
     except StopIteration:
-        del subject.streams[number]
         return False
+    subject.streams[number] = stream
     return True
 
 
@@ -380,6 +381,7 @@ def taken(subject: Subject, number: int) -> object:
 
 def closed(subject: Subject, number: int) -> None:
     stream = subject.streams.pop(number, None)
+    subject.items.pop(number, None)
     if isinstance(stream, Generator):
         stream.close()
 

@@ -265,3 +265,6 @@ def _copy(to: memoryview, raw: memoryview) -> None:
 @cache
 def _copier() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "copy of a value")
+
+
+os.register_at_fork(after_in_child=_copier.cache_clear)  # there its thread is not
