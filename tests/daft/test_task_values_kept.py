@@ -149,6 +149,17 @@ def test_values_of_actors_on_ray(ray_session: None):
 
 
 @pytest.mark.ray
+def test_an_actor_that_ends_before_it_has_started(ray_session: None):
+    with daft.launch("ray", deadline_s=120.0):
+        a = daft.spawn(Keeper)
+        early = a.same(1)
+        daft.end(a)
+        for future in (early, a.same(torch.ones(MANY))):
+            with pytest.raises(daft.ActorLost, match="it was ended by daft.end, at"):
+                future.get(timeout=60.0)
+
+
+@pytest.mark.ray
 def test_an_interrupt_loses_no_value(ray_session: None):
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

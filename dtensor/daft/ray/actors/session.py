@@ -409,6 +409,7 @@ class RaySession(Session):
         return {}  # hosts need not move: nobody is ended for standing still
 
     def tell_of_loss(self, host: int) -> None:
+        self._channel.lose(host)
         self._store.lost(host)
         for process in self._home.processes:
             if process.index not in self.watch.lost:

@@ -244,6 +244,12 @@ class RunChannel:
         self._wait(lambda: False, seconds)
         time.sleep(max(0.0, end - time.monotonic()))  # it was closed
 
+    def lose(self, host: int) -> None:
+        """It has ended: where it had not joined, nothing else tells who waits for its calls."""
+        with standing_in(), self._changed:
+            if self._lines[host].sock is None:
+                self._break(self._lines[host])
+
     def is_broken(self, host: int) -> bool:
         return self._lines[host].broken
 
