@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,3 +182,18 @@ def test_an_interrupt_loses_no_value(ray_session: None):
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_a_class_that_does_not_pickle_is_refused_before_anything_starts():
+    lock = threading.Lock()
+
+    class Locked:
+        def locked(self) -> bool:
+            return lock.locked()
+
+    with daft.launch() as session:
+        with pytest.raises(
+            TypeError, match=r"Locked cannot go to a process of its own[^$]*__init__"
+        ):
+            daft.spawn(Locked)
+        assert not session.actors

@@ -39,7 +39,7 @@ from dtensor.daft.tasks.frozen import Frozen
 from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_frames, user_line
 from dtensor.daft.tasks.streams import TaskStream
 from dtensor.daft.tasks.task import CREATE, Task, declared
-from dtensor.daft.tasks.values import Placeholder, encode, failure_of, own_room
+from dtensor.daft.tasks.values import Placeholder, encode, failure_of, own_room, pickled
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,7 @@ class Session(FutureOwner):
             )
         if not inspect.isclass(cls):
             raise TypeError(f"An actor is spawned of a class, got {cls!r}.\n  at {user_line()}")
+        _check_pickles(cls)
         encoded = encode((tuple(args), dict(kwargs)), room=self.room)
         with self.lock:
             if host is not None:
@@ -373,6 +374,17 @@ def check_alone() -> None:
             )
 
 
+def _check_pickles(cls: type) -> None:
+    try:
+        pickled(cls)
+    except Exception as error:  # of whatever it refers to
+        raise TypeError(
+            f"Class {cls.__qualname__} cannot go to a process of its own: it does not pickle "
+            f"({error}).\n  at {user_line()}\n"
+            f"  Fix: make what it refers to in __init__, or define it in a module."
+        ) from error
+
+
 def enter(session: Session, opened_at: str) -> Session:
     session.opened_at = opened_at
     sessions.append(session)
@@ -383,8 +395,9 @@ def end(actor: ActorHandle) -> None:
     """End an actor, and its process, with whatever else lives there: `host=`.
 
     What it is doing is not waited for. Futures of its tasks that have not ended raise `ActorLost`,
-    and so do those of later ones and of what depends on them; values that it sent stay where they
-    are. TypeError for what is no actor. Twice is fine.
+    and so do those of later ones and of what depends on them. Values that it has sent stay where
+    they are; one that no other process has is lost with it. TypeError for what is no actor. Twice
+    is fine.
     """
     if not isinstance(actor, ActorHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"end takes an actor, got {actor!r}.\n  at {user_line()}")

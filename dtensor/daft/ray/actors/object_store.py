@@ -39,6 +39,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from dtensor.daft.errors import ActorLost, Failure
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.bootstrap.starting import LOOPBACK, START_S, own_node, reached_at
 from dtensor.daft.ray.channel.guests import LONGEST_PATH, Guests
@@ -56,6 +57,7 @@ from dtensor.daft.ray.channel.messages import (
 from dtensor.daft.ray.transports.peers import own_place
 from dtensor.daft.ray.transports.segments import Card, Segment
 from dtensor.daft.ray.transports.slabs import MOST_PROCESSES, SHARED_BYTES, Lent, OpenSlabs, Slabs
+from dtensor.daft.tasks.values import encode_failure
 from dtensor.signals import standing_in
 
 Key: TypeAlias = int | tuple[int, str]
@@ -571,8 +573,7 @@ class ObjectStore:
         if isinstance(packed, tuple):
             process, begin, nbytes = packed
             slabs = self._others.get(process)
-            if slabs is not None:  # else it had ended before its memory could be opened
-                self.put(key, slabs.take(begin, nbytes))
+            self.put(key, _unread(process) if slabs is None else slabs.take(begin, nbytes))
         else:
             own = bytearray(packed) if isinstance(packed, bytes) else packed
             self.put(key, torch.frombuffer(own, dtype=torch.uint8))
@@ -583,6 +584,11 @@ class ObjectStore:
         slabs = OpenSlabs.of(Card(**card), self.index)
         if slabs is not None:
             self._others[index] = slabs
+
+
+def _unread(process: int) -> Tensor:
+    reason = "a value that it made cannot be read: it has ended, or too many files are open here."
+    return encode_failure(ActorLost(Failure(rank=None, peers=(process,), reason=reason)))
 
 
 def _out_of_band(buffer: pickle.PickleBuffer) -> bool:
