@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from dtensor.daft.errors import Failure
 from dtensor.daft.tasks.values import decode, encode, encode_failure, failure_of
 from dtensor.numerics import DTYPES
 from tests.daft.actor_classes import Batch, Model, Unborn, same
+from tests.daft.programs import ctrl_c_interrupts
 
 X = torch.arange(8.0).reshape(2, 4)
 
@@ -172,3 +174,14 @@ def test_a_group_is_addressed_as_one():
             daft.all_reduce(group.execute(daft.Scatter([X, X, X[:1]]))).get()
         with pytest.raises(AttributeError, match="no public method"):
             group.nothing()
+
+
+class Computes:
+    def interrupted(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_a_task_computes():
+    """It ends what was called, and is no failure of the actor's."""
+    with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt), daft.launch():
+        daft.spawn(Computes).interrupted()

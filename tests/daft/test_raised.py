@@ -295,12 +295,6 @@ def test_what_code_raises_is_its_own() -> None:
             raise
 
 
-def test_ctrl_c_while_a_task_computes() -> None:
-    """It ends what was called, and is no failure of the actor's."""
-    with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt), daft.launch():
-        daft.spawn(Computes).interrupted()
-
-
 def calls(act: Callable[[], object]) -> Program:
     made = function("act", "def forward():\n    act()\n    return (1,)", act=act)
     return program([Call("act", (), ("y",))], functions=[made], outputs=[("y",)])
@@ -338,8 +332,3 @@ def test_a_second_ctrl_c_ends_an_instruction(
             cluster.run(loaded, [{}])
         assert "interrupted" in str(cluster.failure)
     assert "SIGINT is held back" in capfd.readouterr().err
-
-
-class Computes:
-    def interrupted(self) -> None:
-        sigint()

@@ -19,6 +19,7 @@ import torch
 from dtensor import daft
 from dtensor.daft.ray.actors.object_store import ObjectStore
 from dtensor.daft.tasks.task import Subject
+from tests.chaos.actors import wait_for_file
 from tests.daft.actor_classes import Model
 
 MANY = 1 << 20
@@ -64,6 +65,9 @@ class Keeper:
 
     def wanted(self) -> int:
         return sum(len(o._wanted) for o in gc.get_objects() if type(o) is ObjectStore)
+
+    def writes(self, path: str) -> None:
+        Path(path).write_text("begun")
 
     def get_kept(self) -> Any:
         return self.kept
@@ -197,3 +201,10 @@ def test_a_class_that_does_not_pickle_is_refused_before_anything_starts():
         ):
             daft.spawn(Locked)
         assert not session.actors
+
+
+@pytest.mark.ray
+def test_a_task_begins_though_the_controller_waits_for_nothing(ray_session: None, tmp_path: Path):
+    with daft.launch("ray", deadline_s=120.0):
+        daft.spawn(Keeper).writes(str(tmp_path / "begun"))
+        wait_for_file(str(tmp_path / "begun"))

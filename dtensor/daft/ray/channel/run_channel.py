@@ -387,16 +387,17 @@ class RunChannel:
             self._poll.modify(line.sock, select.EPOLLIN)
 
     def _write_later(self, line: _Connection) -> None:
-        if line.sock is None:
-            return
-        self._poll.modify(line.sock, select.EPOLLIN | select.EPOLLOUT)
+        if line.sock is not None:
+            self._poll.modify(line.sock, select.EPOLLIN | select.EPOLLOUT)
         if self._writer is None and not self._closed:
             self._writer = threading.Thread(target=self._write_all, name="run channel", daemon=True)
             self._writer.start()
 
     def _write_all(self) -> None:
         def written() -> bool:
-            return not any(line.unwritten and line.sock is not None for line in self._lines)
+            # A host that has not joined counts: it joins when somebody reads, and who has called
+            # it may be at something else.
+            return not any(line.unwritten and not line.broken for line in self._lines)
 
         while True:
             self._wait(written, WRITER_S)
