@@ -158,11 +158,8 @@ def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
         ) from error
     body, raws = file.getbuffer(), [buffer.raw() for buffer in taken]
     lengths = [raw.nbytes for raw in raws]
-    begin, at = _HEAD.size + 8 * len(raws), list[int]()
-    total = begin + len(body)
-    for length in lengths:
-        at.append(-(-total // ALIGN) * ALIGN)
-        total = at[-1] + length
+    begin = _HEAD.size + 8 * len(raws)
+    offsets, total = _offsets(begin + len(body), lengths)
     if total < SMALL_BYTES:
         view = memoryview(bytearray(total))
         message = torch.frombuffer(view, dtype=torch.uint8)
@@ -172,7 +169,7 @@ def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
     _HEAD.pack_into(view, 0, kind, len(body), len(raws))
     struct.pack_into(f"<{len(raws)}Q", view, _HEAD.size, *lengths)
     view[begin : begin + len(body)] = body
-    for raw, offset in zip(raws, at):
+    for raw, offset in zip(raws, offsets):
         _copy(view[offset : offset + raw.nbytes], raw)
     return Encoded(message, tuple(writer.placeholders), tuple(writer.metas))
 
@@ -186,12 +183,19 @@ def decode(message: Tensor, values: Sequence[object] = (), *, copy: bool = True)
     if num and copy:
         view = message.clone().numpy().data
     begin = _HEAD.size + 8 * num
-    total, buffers = begin + size, list[memoryview]()
-    for length in struct.unpack_from(f"<{num}Q", view, _HEAD.size):
-        at = -(-total // ALIGN) * ALIGN
-        total = at + length
-        buffers.append(view[at:total])
+    lengths = struct.unpack_from(f"<{num}Q", view, _HEAD.size)
+    offsets, _ = _offsets(begin + size, lengths)
+    buffers = [view[at : at + length] for at, length in zip(offsets, lengths)]
     return _Unpickler(bytes(view[begin : begin + size]), buffers, values).load()
+
+
+def _offsets(end: int, lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Where each buffer begins, after what ends there, and the length of the message."""
+    found = list[int]()
+    for length in lengths:
+        found.append(-(-end // ALIGN) * ALIGN)
+        end = found[-1] + length
+    return found, end
 
 
 def pickled(value: object) -> bytes:

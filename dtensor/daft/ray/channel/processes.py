@@ -5,8 +5,8 @@
     process.serve(channel.invitation(0))             # from now on it is called over that
     home.close()                                     # all end, and Ray if it was started here
 
-On this machine there is also a handle to the process, which
-ends it even when it is stopped: Ray's kill needs the process to answer.
+On this machine there is also a handle to the process, which ends it even when it is stopped: Ray's
+kill needs the process to answer.
 
 Invariants: only what was started here is ended here, and all of it, whatever raises meanwhile.
 """

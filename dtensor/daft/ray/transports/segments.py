@@ -67,6 +67,8 @@ class CLibrary(NamedTuple):
     wait: Callable[[int, int, Any], int]
     """sem_clockwait: without the GIL."""
     allocate: Callable[[int, int, int, int], int]
+    map: Callable[[int | None, int, int, int, int, int], int | None]
+    unmap: Callable[[int, int], int]
 
 
 @cache
@@ -79,14 +81,25 @@ def calls() -> CLibrary:
     short.sem_trywait.argtypes = (pointer,)
     long.sem_clockwait.argtypes = (pointer, number, ctypes.POINTER(_Timespec))
     long.fallocate.argtypes = (number, number, ctypes.c_int64, ctypes.c_int64)
+    size, offset = ctypes.c_size_t, ctypes.c_int64
+    long.mmap.argtypes = (pointer, size, number, number, number, offset)
+    long.mmap.restype = pointer
+    long.munmap.argtypes = (pointer, size)
     return CLibrary(
-        short.sem_init, short.sem_post, short.sem_trywait, long.sem_clockwait, long.fallocate
+        short.sem_init,
+        short.sem_post,
+        short.sem_trywait,
+        long.sem_clockwait,
+        long.fallocate,
+        long.mmap,
+        long.munmap,
     )
 
 
 def take(semaphore: int, check: Callable[[], None]) -> None:
     """Wait for a post. `check` raises if none can come; it is asked every `SLICE_S`."""
-    _, _, trywait, wait, _ = calls()
+    library = calls()
+    trywait, wait = library.take, library.wait
     for _ in range(TRIES):
         if not trywait(semaphore):
             return

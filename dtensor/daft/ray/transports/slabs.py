@@ -25,13 +25,11 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dtensor.daft.ray.transports.segments import Card, Segment
+from dtensor.daft.ray.transports.segments import Card, Segment, calls
 
 SHARED_BYTES = 1 << 16
 """A smaller message is sent: to map it would cost more."""
@@ -215,8 +213,8 @@ def _private(segment: Segment, begin: int, nbytes: int, keep: object) -> Tensor:
     as long as it is."""
     length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
-    address = _calls().mmap(None, length, protection, flags, segment.descriptor, begin + HEAD_BYTES)
-    if address == ctypes.c_void_p(-1).value:
+    address = calls().map(None, length, protection, flags, segment.descriptor, begin + HEAD_BYTES)
+    if address is None or address == ctypes.c_void_p(-1).value:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     memory = (ctypes.c_ubyte * nbytes).from_address(address)
@@ -225,25 +223,8 @@ def _private(segment: Segment, begin: int, nbytes: int, keep: object) -> Tensor:
 
 
 def _unmap(address: int, length: int, keep: object) -> None:
-    _calls().munmap(address, length)
+    calls().unmap(address, length)
 
 
 def _tensor(memory: ctypes.Array[ctypes.c_ubyte]) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-@cache
-def _calls() -> Any:
-    calls = ctypes.CDLL(None, use_errno=True)
-    number = ctypes.c_int
-    calls.mmap.restype = ctypes.c_void_p
-    calls.mmap.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        number,
-        number,
-        number,
-        ctypes.c_int64,
-    )
-    calls.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    return calls
