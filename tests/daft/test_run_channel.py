@@ -361,6 +361,9 @@ def test_an_interrupt_while_a_message_is_read(
 ) -> None:
     """Nothing that comes later is taken for what was lost; one while it waits changes nothing."""
     with channel_of(tmp_path) as (channel, (echo,)):
+        assert channel.get([ask(channel, Echo.give, 0)], 30.0) == [0]
+        if (writer := channel._writer) is not None:  # the host had not joined; it would read, too
+            writer.join()
         reply = ask(channel, Echo.wait)
 
         def pressed(seconds: float) -> None:
