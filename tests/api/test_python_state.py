@@ -4,6 +4,7 @@ PyTorch, or an error that names it; none is ignored."""
 from __future__ import annotations
 
 import contextvars
+import copy
 import enum
 import functools
 import itertools
@@ -1414,6 +1415,25 @@ def test_a_dict_with_methods_of_its_own_is_read_as_a_dict() -> None:
         SCALES[net] = 3.0
         found.append(float(step(x)))
     assert found == pytest.approx([2 * wanted, 3 * wanted], rel=1e-5)
+
+
+def test_attributes_of_the_parallelized_model_are_the_modules() -> None:
+    """As a user of plain torch sets them: on what `parallelize` has returned."""
+    plain, net = Net(), Net()
+    net.load_state_dict(plain.state_dict())
+    model: Any = dt.parallelize(net, MESH, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = dt.train_step(model, cross_entropy, optimizer)
+    x, y = batch(0)
+    with dt.launch(MESH):
+        for scale, down in [(1.0, plain.down), (2.0, plain.down), (2.0, nn.Linear(16, 4))]:
+            plain.scale = model.scale = scale
+            plain.down, model.down = down, copy.deepcopy(down)
+            assert float(step(x, y)) == pytest.approx(cross_entropy(plain, x, y).item(), rel=1e-5)
+    assert net.scale == model.scale == 2.0 and model.down is net.down
+    del model.scale
+    assert not hasattr(net, "scale")
+    assert model.mesh is MESH and copy.deepcopy(model).mesh == MESH
 
 
 def test_a_misspelt_capture() -> None:

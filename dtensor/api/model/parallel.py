@@ -50,7 +50,8 @@ class ParallelModule:
 
     ``module`` is the one that was given, unchanged, with the same parameters; ``mesh`` is its mesh,
     ``placements`` has an entry for each parameter and buffer, ``zero`` is the axis over which state
-    is stored split, and the level, or None.
+    is stored split, and the level, or None. Other attributes are the module's, read and set:
+    ``model.scale = 2.0`` sets ``model.module.scale``.
     """
 
     # Of the others, ``stage_plan``: which stage holds which;
@@ -78,7 +79,6 @@ class ParallelModule:
         misaligned: OnMisaligned = "error",
         patterns: Mapping[str, StatedRoles] | None = None,
     ) -> None:
-        self.module = module
         self.labels = Labels(module)
         self.seen: SeenModule = self.labels.see()
         self.patterns: Mapping[str, StatedRoles] = patterns or {}
@@ -97,6 +97,7 @@ class ParallelModule:
         self.version = 0
         self.switches = 0
         self.steps: Counter = Counter()
+        self.module = module  # last: from here on a new attribute is the module's
 
     @property
     def stages(self) -> dict[str, list[list[str]] | Auto]:
@@ -229,6 +230,17 @@ class ParallelModule:
         if name == "module":
             raise AttributeError(name)
         return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # as it is read, so that the next step computes with what was set
+        own = self.__dict__
+        if name in own or "module" not in own or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.module, name)
 
     def __repr__(self) -> str:
         stated = sum(1 for p in self.placements if p.pattern is not None)
