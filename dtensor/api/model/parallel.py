@@ -6,18 +6,13 @@
 The wrapper holds no tensors of its own. Where a program runs, the cluster holds shards, made of the
 controller's values at first use. Reading the module's tensors fetches them (home.py).
 
-Of what is stated besides placements and stages, ``zero=`` and ``recompute=`` are checked here:
+``zero=`` is checked here:
 
     zero_of({"dp": 3}, mesh, None)                  # ("dp", 3)
     zero_of({"dp": 3}, Mesh(dp=1), None)            # None: one rank has nothing to split over
-    globs = recompute_of(["blocks.*"], model)       # ("blocks.*",)
-    recomputed_modules(globs, model, flow)          # frozenset({"blocks.0", "blocks.0.attn", ...})
 
-A glob means a module when it matches any of its names. Of nested modules that match, the outermost
-that is called is one region; a container that is never called (nn.ModuleList) is none.
-
-Not here: what the two mean (sharding/plan/passes), placements (model/stating/placing.py), stages
-(model/stating/stages.py).
+Not here: what it means (sharding/plan/passes), placements (model/stating/placing.py), stages
+(model/stating/stages.py), ``recompute=`` (model/stating/recomputed.py).
 """
 
 from __future__ import annotations
@@ -31,13 +26,12 @@ from torch import nn
 
 from dtensor.api.model.initial import Init, Initial
 from dtensor.api.model.labels import Labels, SeenModule
-from dtensor.api.model.stating.patterns import is_patterns, listing, matches, names_of, no_match
 from dtensor.api.model.stating.placing import ParameterPlacement, resolve, restated
+from dtensor.api.model.stating.recomputed import recompute_of
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, stage_of
 from dtensor.api.values.randomness import Counter
 from dtensor.errors import PlanningError, check_kind, check_word
-from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import OnMisaligned, dealt
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -320,7 +314,7 @@ def parallelize(
     check_mesh(mesh)
     plan = stage_of(module, mesh, stages)
     placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
-    again = recompute_of(recompute, module)
+    again = () if recompute is None else recompute_of(recompute, module)
     split = zero_of(zero, mesh, plan.axis)
     check_word("misaligned", misaligned, get_args(OnMisaligned))
     stores = cast(OnMisaligned, misaligned)
@@ -356,7 +350,7 @@ def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
     return found
 
 
-# -- zero= and recompute= --------------------------------------------------------------------------
+# -- zero= -----------------------------------------------------------------------------------------
 
 
 def zero_of(
@@ -387,65 +381,3 @@ def zero_of(
             f"differ; fix: {fix}"
         )
     return (axis, level) if level and size > 1 else None
-
-
-def recompute_of(recompute: Sequence[str] | None, module: nn.Module) -> tuple[str, ...]:
-    """The globs. PlanningError for what is no list of globs, and for a glob without a match."""
-    if recompute is None:
-        return ()
-    if isinstance(recompute, str):
-        raise PlanningError(
-            f"recompute={recompute!r} is one text where it should be a list of patterns.\n"
-            f"fix: recompute=[{recompute!r}]"
-        )
-    if not is_patterns(recompute):
-        example = next((name for name, _ in module.named_children()), "blocks.*")
-        raise PlanningError(
-            f"recompute={recompute!r} is not a list of patterns over names of modules.\n"
-            f"fix: recompute=[{example!r}]"
-        )
-    names = _modules(module)
-    for glob in recompute:
-        if not any(matches(glob, name) for name in names):
-            raise no_match(glob, "recompute", module, names_of(module), kind="module")
-    return tuple(recompute)
-
-
-def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) -> frozenset[str]:
-    """Every name of the modules that the globs match.
-
-    PlanningError for a glob of which the program calls no module: nothing would run again. It may
-    match none, in a module that was changed since.
-    """
-    found: set[str] = set()
-    called = {c.partition("@")[0] for op in flow.ops if op.phase == "forward" for c in op.calls}
-    names = _modules(module)
-    for glob in globs:
-        same = {id(m) for name, m in names.items() if matches(glob, name)}
-        mine = {name for name, m in names.items() if id(m) in same}
-        if mine and not mine & called:
-            raise _not_called(glob, sorted(mine), called)
-        found |= mine
-    return frozenset(found)
-
-
-def _modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Full names, a shared module under each of its own; without the root, which has none."""
-    return {n: m for n, m in module.named_modules(remove_duplicate=False) if n}
-
-
-def _not_called(glob: str, mine: Sequence[str], called: set[str]) -> PlanningError:
-    inside = sorted(c for c in called if any(c.startswith(f"{name}.") for name in mine))
-    inside = [c for c in inside if not any(c.startswith(f"{outer}.") for outer in inside)]
-    lines = [
-        f'the pattern "{glob}" of recompute matches no module that the program calls.',
-        f"  it matches: {listing(mine)}",
-    ]
-    if inside:
-        count = sum(matches(f"{glob}.*", name) for name in inside)
-        lines.append(f"  called inside: {listing(inside)}")
-        lines.append(f'fix: "{glob}.*" matches {count} of these {len(inside)}')
-    else:
-        lines.append(f"  called: {listing(sorted(called))}")
-        lines.append("fix: name modules whose forward the program runs, or remove the pattern")
-    return PlanningError("\n".join(lines))

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 
 from dtensor.api.model.models import Models
-from dtensor.api.model.parallel import ParallelModule, recomputed_modules
+from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.stating.auto_stages import cut
 from dtensor.api.model.stating.placing import (
     InputPins,
@@ -37,6 +37,7 @@ from dtensor.api.model.stating.placing import (
     planner_pins,
     restated,
 )
+from dtensor.api.model.stating.recomputed import recomputed_modules
 from dtensor.api.model.stating.stages import StagePlan, stage_at, with_parts
 from dtensor.api.store.handle import TensorHandle, contiguous_layout
 from dtensor.api.store.session import MeshSession

@@ -30,12 +30,8 @@ import torch
 import torch.optim.optimizer as hooks
 
 from dtensor.api.model.labels import SeenModule
-from dtensor.api.model.parallel import (
-    ParallelModule,
-    check_parallel,
-    not_the_models,
-    recompute_of,
-)
+from dtensor.api.model.parallel import ParallelModule, check_parallel, not_the_models
+from dtensor.api.model.stating.recomputed import recompute_of
 from dtensor.api.step.loaded_program import load, on_stage
 from dtensor.api.step.plan_call import (
     PROFILER,
@@ -653,7 +649,7 @@ def train_step(
         check_masters(optimizer)
     rule_of(optimizer, master_weights)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
-    again = recompute_of(recompute, model.module)
+    again = () if recompute is None else recompute_of(recompute, model.module)
     check_recompute(model, again)
     planning = Options(
         inputs=inputs,
