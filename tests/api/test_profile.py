@@ -283,12 +283,14 @@ def test_on_ray() -> None:
     run = Run.of("tp2_pp2")
     with dt.launch(run.mesh, backend="ray"):
         profile = run.step.profile(3, *batches(1)[0])
+        single = run.step.profile(1, *batches(1)[0])
     check_sums(profile, 4)
     for own in profile.ranks:
         assert own.other_ranks.seconds == 0.0
         assert own.overhead["channel"].seconds > 0
         assert sum(spent.seconds for spent in own.waiting.values()) > 0
-    assert min(own.idle.seconds for own in profile.ranks) == pytest.approx(0.0, abs=1e-3)
+    # of a single step: which rank takes longest may differ between the steps of a median
+    assert min(own.idle.seconds for own in single.ranks) == 0.0
 
 
 def test_without_a_batch_it_is_of_the_last_ones() -> None:
