@@ -1,6 +1,6 @@
 """Every family of transformers, small, over two ranks: `python -m tests.huggingface_sweep`.
 
-    python -m tests.huggingface_sweep                     # all of them; writes docs/huggingface.md
+    python -m tests.huggingface_sweep                     # all of them; writes the table
     python -m tests.huggingface_sweep --only 'qwen*'      # some, printed; nothing is written
     python -m tests.huggingface_sweep --resume            # goes on where an earlier run stopped
     python -m tests.huggingface_sweep --table-only        # the table of what was found before
@@ -37,7 +37,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--table-only", action="store_true")
     parser.add_argument("--trace", action="store_true", help="print tracebacks")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "huggingface.jsonl")
-    parser.add_argument("--table", type=Path, default=ROOT / "docs" / "huggingface.md")
+    parser.add_argument(
+        "--table", type=Path, default=ROOT / "benchmarks" / "results" / "huggingface.md"
+    )
     options = parser.parse_args(argv)
     from tests.huggingface_sweep.judge import families
     from tests.huggingface_sweep.table import load, summary, write

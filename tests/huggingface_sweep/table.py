@@ -1,4 +1,4 @@
-"""docs/huggingface.md from the records of a run: the summary, the refusals, one line a family."""
+"""benchmarks/results/huggingface.md from the records of a run: summary, refusals, a line a family."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _reason(record: Record) -> str:
 
 _HEAD = """# Families of Hugging Face's transformers
 
-Written by `make hf` (`python -m tests.huggingface_sweep`); not to be edited by hand.
+Written by `make hf` (`python -m tests.huggingface_sweep`); do not edit. [The guide](../../docs/huggingface.md).
 """
 
 _METHOD = """
