@@ -1,4 +1,4 @@
-"""benchmarks/results/huggingface.md from the records of a run: summary, refusals, a line a family."""
+"""benchmarks/results/huggingface.md from the records of a run: summary, refusals, families."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def _reason(record: Record) -> str:
 
 _HEAD = """# Families of Hugging Face's transformers
 
-Written by `make hf` (`python -m tests.huggingface_sweep`); do not edit. [The guide](../../docs/huggingface.md).
+Written by `make hf` (`python -m tests.huggingface_sweep`); do not edit. The guide:
+[Hugging Face models](../../docs/huggingface.md).
 """
 
 _METHOD = """
