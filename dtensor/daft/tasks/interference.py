@@ -17,8 +17,8 @@ Runs have one total order, in which one controller submits them, and each actor 
 parts in that order, one after the other. So an actor may be in the later of two runs while another
 is still in the earlier: they overlap. Given that, programs that are sound alone cannot hang, and
 their values are those of one run after the other, whatever they share: the proof is in
-docs/design/0009-several-programs.md, and tests/daft/pairs.py tries all interleavings. What they
-share decides what *another order of submission* would give, and that is what is found here.
+docs/design/0019-runs-on-their-own-ranks.md, and tests/daft/pairs.py tries all interleavings. The
+shared state decides the results of *another order of submission*: that is found here.
 
 It believes what calls declare to write, and knows nothing of values that share storage.
 """
