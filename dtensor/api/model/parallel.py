@@ -24,6 +24,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import nn
 
+from dtensor.api.model.as_module import AsModule
 from dtensor.api.model.initial import Init, Initial
 from dtensor.api.model.labels import Labels, SeenModule
 from dtensor.api.model.stating.placing import ParameterPlacement, resolve, restated
@@ -32,13 +33,14 @@ from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, stage_of
 from dtensor.api.values.randomness import Counter
 from dtensor.errors import PlanningError, check_kind, check_word
+from dtensor.misspelled import checked_call
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import OnMisaligned, dealt
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 
 
-class ParallelModule:
+class ParallelModule(AsModule):
     """What `parallelize` returns: a module, the mesh it lives on, and what was stated of its
     parameters. It goes into `train_step`, and is an argument of compiled functions.
 
@@ -198,27 +200,6 @@ class ParallelModule:
             )
         return self.module.state_dict()
 
-    def train(self, mode: bool = True) -> ParallelModule:
-        """As torch's: puts the module in training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> ParallelModule:
-        """As torch's: puts the module in evaluation mode."""
-        return self.train(False)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "a parallelized module runs inside a program: call it in a function given to "
-            "dt.compile or dt.train_step, as in dt.compile(lambda model, x: model(x), mesh)"
-        )
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(
-            "a parallelized module generates on its ranks: gen = dt.generator(model, slots=8, "
-            "length=256), then gen(prompts, max_new_tokens=64); model.module.generate runs here"
-        )
-
     def __getattr__(self, name: str) -> Any:
         # only for names that the wrapper itself lacks: config, submodules
         if name == "module":
@@ -266,6 +247,7 @@ class _StatedOf:
         return _StatedOf(placed, {label: own for label, own in self.held.items() if label in known})
 
 
+@checked_call
 def parallelize(
     module: nn.Module,
     mesh: Mesh,

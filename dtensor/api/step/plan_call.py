@@ -17,7 +17,6 @@ Planning changes neither the model nor what asks for the plan. Nothing is launch
 
 from __future__ import annotations
 
-import dataclasses
 import time
 import warnings
 from collections import OrderedDict
@@ -39,10 +38,10 @@ from dtensor.api.model.stating.placing import (
 )
 from dtensor.api.model.stating.recomputed import recomputed_modules
 from dtensor.api.model.stating.stages import StagePlan, stage_at, with_parts
+from dtensor.api.step.open_arguments import opened
 from dtensor.api.store.handle import TensorHandle, contiguous_layout
 from dtensor.api.store.session import MeshSession
 from dtensor.api.values.lazy_parameters import as_it_is
-from dtensor.daft import Future, GroupFuture
 from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.capture.call_as_module import leaf_names
@@ -53,7 +52,6 @@ from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result
 from dtensor.frontend.reads.reads import Reads, custom_ops
 from dtensor.frontend.source import caller_level
-from dtensor.numerics import dtype_name
 from dtensor.private_torch import pytree
 from dtensor.provider import Provider
 from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
@@ -80,7 +78,6 @@ PROFILER = Provider[Profiled]("profiles steps")
 """Given how many, a session, what takes a step, what waits for what it gave, and the plans."""
 
 MOST_RECAPTURES = 3
-_DEEPEST = 4  # how far into an unknown object tensors are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +93,8 @@ class BoundCall:
         """PlanningError for an argument whose tensors are out of sight."""
         if not kwargs and all(isinstance(x, _LEAVES) for x in args):
             return BoundCall(fn, args, _flat(len(args)))
-        leaves, tree = pytree.tree_flatten((args, dict(kwargs)))
-        for leaf in leaves:
-            check_leaf(leaf)
-        return BoundCall(fn, tuple(leaves), tree)
+        leaves, tree = opened(args, dict(kwargs))
+        return BoundCall(fn, leaves, tree)
 
     def key(self) -> object:
         """What the captured program depends on of its arguments: shapes, dtypes, placements,
@@ -648,56 +643,3 @@ def shape_of_leaf(leaf: Any) -> Any:
             shape, dtype, grad = tuple(leaf.shape), leaf.dtype, leaf.requires_grad
         return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(grad)
     return leaf
-
-
-def check_leaf(leaf: Any) -> None:
-    """PlanningError for an object with tensors inside, which pytrees do not open: they would be
-    constants, and a later call's would not be looked at."""
-    match leaf:
-        case torch.Tensor() | TensorSpec() | ParallelModule() | torch.nn.Module():
-            return
-        case int() | float() | complex() | str() | bytes() | None:
-            return
-        case Future() | GroupFuture():
-            raise PlanningError(
-                f"an argument is {leaf!r}, whose value is not here yet.\n"
-                f"fix: wait for it, as in future.get()"
-            )
-        case _:
-            found = next(_tensors("", leaf, _DEEPEST), None)
-    if found is None:
-        return
-    path, tensor = found
-    kind = type(leaf).__name__
-    fix = f"torch.export.register_dataclass({kind})" if dataclasses.is_dataclass(leaf) else ""
-    if isinstance(leaf, Mapping):
-        fix = "pass dict(...) of it"
-    shape = ",".join(map(str, tensor.shape))
-    raise PlanningError(
-        f"an argument is a {kind}, and tensors inside one are not seen as arguments.\n"
-        f"  {kind}{path}: {dtype_name(tensor.dtype)}[{shape}]\n"
-        f"fix: {fix or 'pass the tensors themselves, alone or in a dict, list or named tuple'}"
-    )
-
-
-def _tensors(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are reached through mappings, sequences and attributes, with their paths."""
-    inside: Iterable[tuple[str, Any]] = ()
-    match value:
-        case torch.Tensor():
-            yield path, value
-        case type() | torch.nn.Module() | str() | bytes():
-            pass
-        case Mapping():
-            inside = [(f"[{key!r}]", item) for key, item in value.items()]
-        case list() | tuple():
-            inside = [(f"[{i}]", item) for i, item in enumerate(value)]
-        case _ if not callable(value):
-            names: dict[str, None] = dict.fromkeys(getattr(value, "__dict__", ()))
-            if dataclasses.is_dataclass(value):  # with slots it has no __dict__
-                names.update(dict.fromkeys(f.name for f in dataclasses.fields(value)))
-            inside = [(f".{name}", getattr(value, name, None)) for name in names]
-        case _:
-            pass
-    for name, item in inside if depth else ():
-        yield from _tensors(f"{path}{name}", item, depth - 1)

@@ -55,6 +55,7 @@ from dtensor.errors import PlanningError, check_callable, check_kind, check_numb
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
+from dtensor.misspelled import checked_call
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.builder import Roles
@@ -549,6 +550,7 @@ class TrainStep:
             parameter.grad = grad
 
 
+@checked_call
 def train_step(
     model: ParallelModule,
     loss_fn: Callable[..., Any],

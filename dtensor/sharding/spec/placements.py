@@ -22,9 +22,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import Never, cast
 
 from dtensor.errors import PlanningError
+from dtensor.misspelled import checked_call, no_axis
 from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
 
 Intervals = tuple[tuple[int, int], ...]
@@ -33,6 +34,10 @@ Intervals = tuple[tuple[int, int], ...]
 @dataclass(frozen=True, slots=True)
 class Replicate:
     """Every rank of the axis holds the whole tensor."""
+
+    def __init__(self, *axis: Never) -> None:
+        if axis:
+            raise no_axis("Replicate", axis)
 
     def __repr__(self) -> str:
         return "Replicate()"
@@ -122,12 +127,14 @@ REPLICATE = Replicate()
 PARTIAL = Partial("sum")
 
 
+@checked_call
 def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     """``Shard(0)``: a matrix split into blocks of rows. ``blocks`` and ``unit`` are those of
     `Shard`, whose PlanningError it raises."""
     return Shard(0, blocks, unit)  # type: ignore[arg-type]
 
 
+@checked_call
 def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
     """``Shard(-1)``: a matrix split into blocks of columns. ``blocks`` and ``unit`` are those of
     `Shard`, whose PlanningError it raises."""

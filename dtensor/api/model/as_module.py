@@ -1,0 +1,101 @@
+"""What people call on an `nn.Module` and a parallelized one has too, or refuses with what to write.
+
+    model.to(torch.bfloat16)       # of its module, in place; gives the model
+    model.to("cuda")               # PlanningError: a launch says which device the ranks have
+    model(x)                       # TypeError: wrap the call in dt.compile
+    copy.deepcopy(model)           # TypeError: copy.deepcopy(model.module)
+
+Not here: what a parallelized module is (parallel.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from dtensor.errors import PlanningError
+
+
+class AsModule:
+    """Methods of `nn.Module`, by those of ``module``; what gives the module gives the model."""
+
+    module: nn.Module
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's: puts the module in training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """As torch's: puts the module in evaluation mode."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As torch's, of all parameters."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """As torch's for a dtype. PlanningError for a device: a launch says which the ranks have,
+        and the module stays where it is."""
+        given = (*args, *kwargs.values())
+        for device in (x for x in given if isinstance(x, str | int | torch.device)):
+            if not isinstance(device, bool) and torch.device(device).type != "cpu":
+                raise _moved(f"to({device!r})")
+        self.module.to(*args, **kwargs)
+        return self
+
+    def cuda(self, device: object = None) -> Self:
+        """Raises PlanningError: see `to`."""
+        raise _moved("cuda()")
+
+    def cpu(self) -> Self:
+        """As torch's."""
+        return self.to("cpu")
+
+    def float(self) -> Self:
+        """As torch's."""
+        return self.to(torch.float32)
+
+    def double(self) -> Self:
+        """As torch's."""
+        return self.to(torch.float64)
+
+    def half(self) -> Self:
+        """As torch's."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Self:
+        """As torch's."""
+        return self.to(torch.bfloat16)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a parallelized model cannot be called directly; wrap the call in dt.compile, or "
+            "call it in the loss_fn of dt.train_step.\n"
+            "fix: dt.compile(lambda model, x: model(x), mesh)(model, x)"
+        )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            "a parallelized module generates on its ranks: gen = dt.generator(model, slots=8, "
+            "length=256), then gen(prompts, max_new_tokens=64); model.module.generate runs here"
+        )
+
+    def __deepcopy__(self, memo: object) -> Self:
+        raise TypeError(
+            "a parallelized model is not copied: its values are on the ranks, and its module has "
+            "them when it is read.\n"
+            "fix: copy.deepcopy(model.module), which dt.parallelize takes; of averages, "
+            "AveragedModel(model.module), and update_parameters(model.module) after a step"
+        )
+
+
+def _moved(call: str) -> PlanningError:
+    return PlanningError(
+        f"model.{call} does not move a parallelized model: its shards are where the ranks are, and "
+        f"a launch says on which device.\n"
+        f'fix: leave model.{call} out; dt.launch(mesh, device="cuda")'
+    )

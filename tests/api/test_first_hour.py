@@ -1,0 +1,394 @@
+"""What people try in the first hour, out of other libraries' habits: it works, or the error fits on a
+screen and its fix works."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+import warnings
+from collections import UserDict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import dtensor as dt
+from dtensor.__main__ import main
+
+TP2 = dt.Mesh(tp=2)
+PAIR = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
+torch.manual_seed(0)
+X, Y = torch.randn(4, 8), torch.randn(4, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def loss_fn(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def placed(placements: Any = None) -> dt.ParallelModule:
+    torch.manual_seed(1)
+    return dt.parallelize(Net(), TP2, PAIR if placements is None else placements)
+
+
+def adam(model: dt.ParallelModule) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(loss: Callable[..., Any] = loss_fn, placements: Any = None, **stated: Any) -> Any:
+    model = placed(placements)
+    return dt.train_step(model, loss, adam(model), **stated)
+
+
+def raises(call: Callable[[], Any], *words: str, kind: type[Exception] = TypeError) -> str:
+    """The text of what it raises: a screen at most, with a fix."""
+    with pytest.raises(kind) as caught:
+        call()
+    text = str(caught.value)
+    assert "fix: " in text and len(text.splitlines()) <= 12
+    for word in words:
+        assert word in text, text
+    return text
+
+
+# -- what other libraries' loops have --------------------------------------------------------------
+
+
+def test_a_grad_scaler() -> None:
+    scaler, step = torch.amp.GradScaler("cpu"), train()
+    loss = step(X, Y)
+    raises(lambda: scaler.scale(loss), "GradScaler", "torch.bfloat16")
+    raises(lambda: list(loss), "one number")
+
+    def inside(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return scaler.scale(loss_fn(model, x, y))
+
+    raises(lambda: train(inside).plan(X, Y), "GradScaler", kind=dt.PlanningError)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # the fix
+        assert 0 < float(train()(X, Y))
+
+
+@pytest.mark.parametrize("move", [lambda m: m.cuda(), lambda m: m.to("cuda"), lambda m: m.to(0)])
+def test_a_model_is_not_moved(move: Callable[[Any], Any]) -> None:
+    model = placed()
+    raises(lambda: move(model), 'dt.launch(mesh, device="cuda")', kind=dt.PlanningError)
+    with dt.launch(TP2, device="cpu"):  # the fix, where there is no GPU
+        assert 0 < float(dt.train_step(model, loss_fn, adam(model))(X, Y))
+
+
+def test_a_dtype_is_changed_in_place() -> None:
+    model = placed()
+    for changed in (model.to("cpu"), model.cpu(), model.to(torch.float64), model.double()):
+        assert changed is model
+    step = dt.train_step(model, loss_fn, adam(model))
+    assert step(X.double(), Y.double()).tensor().dtype == torch.float64
+    assert model.requires_grad_(False) is model
+
+
+def test_an_averaged_model() -> None:
+    model = placed()
+    raises(lambda: AveragedModel(model), "AveragedModel(model.module)")  # type: ignore[arg-type]
+    raises(lambda: copy.deepcopy(model), "copy.deepcopy(model.module)")
+    average = AveragedModel(model.module)  # the fix
+    step = dt.train_step(model, loss_fn, torch.optim.SGD(model.parameters(), lr=0.1))
+    with dt.launch(TP2):
+        for _ in range(2):
+            step(X, Y)
+            average.update_parameters(model.module)
+        first = average.module.up.weight.detach().clone()
+    assert not torch.equal(first, model.module.up.weight)
+    assert torch.equal(copy.deepcopy(model.module).up.weight, model.module.up.weight)
+
+
+def test_numpy_arrays() -> None:
+    expected = float(train()(X, Y))
+    step = train()
+    assert float(step(X.numpy(), y=Y.numpy())) == expected
+    frozen = np.asfortranarray(X.numpy())[::-1]
+    frozen.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert float(train()(frozen, np.flip(Y.numpy(), 0))) == pytest.approx(expected)
+        step(X.numpy(), Y.numpy())
+    assert len(step.plans) <= 2
+
+
+def test_mappings() -> None:
+    from transformers import BatchEncoding
+
+    expected = float(train()(X, Y))
+
+    def of_batch(model: Any, batch: Any) -> torch.Tensor:
+        assert type(batch) is kind
+        return loss_fn(model, batch["x"], batch["y"])
+
+    for kind in (dict, UserDict, BatchEncoding):
+        step = train(of_batch)
+        assert float(step(kind({"x": X, "y": Y.numpy()}))) == expected
+        step(kind({"x": X.clone(), "y": Y}))
+        assert len(step.plans) == 1
+    assert float(train(lambda m, b: loss_fn(m, b.x, b.y))(BatchEncoding({"x": X, "y": Y})))
+    assert float(train()(**BatchEncoding({"x": X, "y": Y}))) == expected
+
+
+def test_a_mapping_that_cannot_be_made_of_a_dict() -> None:
+    class Odd(UserDict[str, Any]):
+        def __init__(self, a: int, b: int) -> None:
+            super().__init__({"x": X, "y": Y})
+
+    fix = "pass dict(...) of it"
+    raises(
+        lambda: train(lambda m, b: loss_fn(m, **b))(Odd(1, 2)), fix, kind=dt.PlanningError
+    )
+    assert float(train(lambda m, b: loss_fn(m, **b))(dict(Odd(1, 2))))
+
+
+def test_the_name_of_an_option() -> None:
+    text = raises(lambda: train(microbatches=4), "microbatches", "schedule=dt.GPipe(microbatches=4)")
+    assert "train_step" in text
+    assert float(train(schedule=dt.GPipe(microbatches=4))(X, Y))
+    raises(lambda: train(clip_grad_nrom=1.0), "'clip_grad_nrom'", "fix: clip_grad_norm")
+    raises(lambda: train(gradient_accumulation_steps=2), "schedule=dt.GPipe(microbatches=2)")
+    raises(lambda: train(schedule=4), "schedule=4", kind=dt.PlanningError)
+    raises(lambda: train(schedule=dt.GPipe("4")), "'4'", kind=dt.PlanningError)  # type: ignore[arg-type]
+    raises(lambda: dt.train_step(placed(), loss_fn), "optimizer")  # type: ignore[call-arg]
+    raises(lambda: dt.parallelize(Net(), TP2, PAIR, stage=[]), "fix: stages")  # type: ignore[call-arg]
+    assert "*" not in str(inspect.signature(dt.Row)).replace("*, ", "")
+
+
+def test_a_float64_batch() -> None:
+    raises(lambda: train()(X.double(), Y), "x: f64[4,8]", "x.float()", kind=dt.PlanningError)
+    numpy = np.ones((4, 8))
+    raises(lambda: train()(numpy, Y), "astype", kind=dt.PlanningError)
+    raises(
+        lambda: train(lambda m, x, y: loss_fn(m, x * 2, y))(X.double(), Y),
+        "x.float()",
+        kind=dt.PlanningError,
+    )
+    assert float(train()(X.double().float(), Y))
+    assert float(train()(numpy.astype("float32"), Y))
+
+
+def test_swapped_arguments() -> None:
+    model = placed()
+    opt: Any = adam(model)
+    for args in ((loss_fn, model, opt), (model, opt, loss_fn), (opt, loss_fn, model)):
+        raises(
+            lambda args=args: dt.train_step(*args),  # type: ignore[arg-type]
+            "dt.train_step(model, loss_fn, optimizer)",
+            kind=dt.PlanningError,
+        )
+    assert float(dt.train_step(model, loss_fn, opt)(X, Y))
+
+
+def test_a_model_is_not_called() -> None:
+    model: Any = placed()
+    text = raises(lambda: model(X), "a parallelized model cannot be called directly")
+    fix = text.partition("fix: ")[2].splitlines()[0]
+    result = eval(fix, {"dt": dt, "model": model, "mesh": TP2, "x": X})
+    torch.testing.assert_close(result.full_tensor(), model.module(X))
+
+
+def test_gradients_of_parameters_that_are_away() -> None:
+    step = train()
+    model = step.model
+    with dt.launch(TP2):
+        float(step(X, Y))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            for parameter in model.parameters():
+                assert parameter.grad is None
+            step.optimizer.zero_grad()
+            model.module.zero_grad()
+        assert [str(w.message).count("step.gradients(") for w in told] == [1]
+        assert told[0].filename == __file__
+        raises(
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            "clip_grad_norm=1.0",
+            "step.gradients(",
+            kind=dt.PlanningError,
+        )
+        assert set(step.gradients(X, Y)) == {n for n, _ in model.named_parameters()}
+
+
+def test_print_of_a_loss_with_metrics() -> None:
+    def with_metrics(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = loss_fn(model, x, y)
+        return loss, {"root": loss.sqrt(), "half": loss / 2}
+
+    loss, plain = train(with_metrics)(X, Y), train()(X, Y)
+    number = float(loss)
+    assert re.fullmatch(rf"{number} \(root=[\d.]+, half=[\d.]+\)", str(loss))
+    assert repr(loss).startswith("Loss(") and "root=" in repr(loss)
+    assert f"{loss:.3f}" == f"{number:.3f}" and str(plain) == str(float(plain))
+
+
+def test_a_key_of_a_nested_state(tmp_path: Any) -> None:
+    model = placed()
+    opt = adam(model)
+    state = dt.gather_state_dict(model, opt)
+    for key, right in (
+        ("up.weight", 'state["model"]["up.weight"]'),
+        ("param_groups", 'state["optimizer"]["param_groups"]'),
+    ):
+        with pytest.raises(KeyError, match=re.escape(right)):
+            state[key]
+    with pytest.raises(KeyError, match="nothing"):
+        state["nothing"]
+    assert "up.weight" not in state and state.get("up.weight") is None
+    assert type(copy.deepcopy(state)) is dict and isinstance(state, dict)
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert loaded.keys() == state.keys()
+    assert torch.equal(loaded["model"]["up.weight"], model.module.up.weight)
+    dt.load_state_dict(model, opt, loaded)
+
+
+class Crooked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad @ grad.new_ones(3, 5)
+
+
+def _by_value(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return loss_fn(model, x, y) if model(x).sum() > 0 else model(x).sum()
+
+
+def _by_size(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return model(x)[y[:, 0] > 0].reshape(-1, 3).sum()
+
+
+def _crooked(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return loss_fn(model, Crooked.apply(model(x)), y)
+
+
+@pytest.mark.parametrize("loss", [_by_value, _by_size, _crooked])
+def test_torch_dumps_no_graphs(loss: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    raises(lambda: train(loss).plan(X, Y), "test_first_hour.py", kind=dt.PlanningError)
+    assert capfd.readouterr() == ("", "")
+
+
+# -- placements ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Column", "Row", "Replicate"])
+def test_a_placement_names_no_axis(name: str) -> None:
+    text = raises(lambda: getattr(dt, name)("tp"), f"dict(tp=dt.{name}())")
+    fix = eval(text.partition("fix: ")[2].splitlines()[0], {"dt": dt})
+    assert fix == dict(tp=getattr(dt, name)())
+
+
+def test_what_an_eager_redistribute_sends() -> None:
+    x = dt.distribute(X, TP2, tp=dt.Row())
+    dt.testing.assert_collectives(
+        lambda x: x.redistribute(tp=dt.Replicate()),
+        TP2,
+        {},
+        x,
+        forward={"all_gather@tp": 1},
+    )
+    dt.testing.assert_collectives(
+        lambda x: x.redistribute(tp=dt.Column()).redistribute(tp=dt.Row()),
+        TP2,
+        {},
+        dt.spec("f32[4@tp,8]", TP2),
+        forward={"all_to_all@tp": 2},
+    )
+    with pytest.raises(AssertionError, match="expected 0, found 1"):
+        dt.testing.assert_collectives(
+            lambda x: x.redistribute(tp=dt.Replicate()), TP2, {}, x, forward={}
+        )
+
+
+def test_placements_that_split_nothing() -> None:
+    def warned(step: Any, *batch: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            text = str(step.plan(*batch))
+        found = [str(w.message) for w in told]
+        assert bool(found) == ("warning" in text)
+        return found
+
+    (text,) = warned(train(placements={"up.bias": dict(tp=dt.Row())}), X, Y)
+    assert "tp" in text and "%" in text and "fix: " in text
+    (text,) = warned(train(placements={"*": dict(tp=dt.Replicate())}), X, Y)
+    assert "Replicate" in text
+    (text,) = warned(train(placements={}), X, Y)
+    assert "no placement" in text
+    assert warned(train(), X, Y) == []  # the fix
+    assert warned(train(placements={}, inputs=dict(tp=dt.Row())), X, Y) == []
+    for stated in (dict(zero={"tp": 1}), dict(stages={"tp": [["up*"], ["down*"]]})):
+        model = dt.parallelize(Net(), TP2, **stated)  # type: ignore[arg-type]
+        assert warned(dt.train_step(model, loss_fn, adam(model)), X, Y) == []
+
+
+def test_swapped_row_and_column() -> None:
+    swapped = {"up.weight": dict(tp=dt.Column()), "down.weight": dict(tp=dt.Row())}
+    planned = train(placements=swapped).plan(X, Y)
+    text = str(planned)
+    assert "3 all_reduces" in text and "1 all_reduce" in text and "Megatron" in text
+    assert sum(c.kind == "all_reduce" for c in planned.collectives) == 3
+    fixed = train().plan(X, Y)  # the fix
+    assert sum(c.kind == "all_reduce" for c in fixed.collectives) == 1
+    assert "Megatron" not in str(fixed)
+
+
+# -- the command line ------------------------------------------------------------------------------
+
+FILE = """
+import torch
+from torch import nn
+
+
+def make():
+    return nn.Linear(8, 8), lambda model, x: model(x).sum(), torch.zeros(4, 8)
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("explore gpt2 --mesh tp=2 --save out.html", "fix: -o out.html"),
+        ("search gpt2 --ranks 2 --save=out.html", "fix: -o out.html"),
+        ("search llama 8", "search llama --ranks 8"),
+        ("plan llama tp=2", "plan llama --mesh tp=2"),
+        ("plan train.py", "plan train.py:make --mesh tp=2"),
+        ("plan train.py --mesh tp=2", "fix: train.py:make"),
+    ],
+)
+def test_the_command_line(
+    words: str,
+    said: str,
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "train.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(words.split())
+    except SystemExit as ended:
+        status = ended.code
+    told = capsys.readouterr().err
+    assert status == 2 and said in told and len(told.splitlines()) <= 4, told
+    if "plan train.py:make" in told:  # the fix
+        assert main(told.partition("fix: ")[2].split("plan", 1)[1].join(["plan", ""]).split()) == 0
