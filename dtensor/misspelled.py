@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from dtensor.errors import PlanningError
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -45,6 +47,16 @@ def checked_call(function: Callable[P, T]) -> Callable[P, T]:
             raise TypeError(_misfit(function, args, kwargs) or str(error)) from None
 
     return called
+
+
+def check_order(name: str, kinds: Mapping[str, type[object]], *args: object) -> None:
+    """PlanningError for arguments of these kinds, by parameter, in another order."""
+    given = [next((word for word in kinds if isinstance(arg, kinds[word])), "") for arg in args]
+    if sorted(given) == sorted(kinds):
+        raise PlanningError(
+            f"the arguments of {name} are in another order: {', '.join(given)}.\n"
+            f"fix: dt.{name}({', '.join(kinds)})"
+        )
 
 
 def no_axis(name: str, stated: tuple[object, ...]) -> TypeError:
@@ -76,7 +88,8 @@ def _misfit(
     if len(args) > len(takes):
         return (
             f"{name} takes {len(takes)} positional arguments ({', '.join(takes)}), and was given "
-            f"{len(args)}; the others have names: {', '.join(list(known)[len(takes) :])}.\n{example}"
+            f"{len(args)}; the others have names: {', '.join(list(known)[len(takes) :])}.\n"
+            f"{example}"
         )
     missing = [one for one in needed if one not in takes[: len(args)] and one not in kwargs]
     return f"{name} lacks {', '.join(missing)}.\n{example}" if missing else ""

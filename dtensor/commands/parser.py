@@ -15,6 +15,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dtensor.api.model.stating.patterns import nearest
@@ -25,10 +26,20 @@ _MISSING = {
     "--ranks": "--ranks 8",
 }
 """What is said where an argument that a command needs is not there."""
+_WRITES = ("--save", "--out", "--file", "--html")
+"""What people call the option -o."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """Of the whole command line, and of each command."""
+
+    _words: Sequence[str] = ()  # as they were given
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {self._plain(message)}\n")
@@ -48,9 +59,23 @@ class CommandParser(argparse.ArgumentParser):
             return f"{found[1]}: {found[2]}"
         if found := re.match(r"the following arguments are required: (.*)", message):
             names = found[1].split(", ")
+            if "MODEL" not in names and all(name in _MISSING for name in names):
+                return f"{', '.join(names)} is missing.\nfix: {self._completed(names)}"
             fixes = [_MISSING.get(name, f"{self.prog} --help says what it is") for name in names]
             return f"{', '.join(names)} is missing.\nfix: {', '.join(dict.fromkeys(fixes))}"
         return message
+
+    def _completed(self, names: Sequence[str]) -> str:
+        """The command with options that are missing: of a word without a name, or an example."""
+        words = [_with_function(word) for word in self._words]
+        for name in names:
+            option, example = _MISSING[name].split()
+            kind = r"\w+=\d+(,\w+=\d+)*" if "=" in example else r"\d+"
+            bare = [i for i, word in enumerate(words) if i and re.fullmatch(kind, word)]
+            bare = [i for i in bare if not words[i - 1].startswith("-")]
+            stated = words.pop(bare[0]) if bare else example
+            words += [option, stated]
+        return " ".join([self.prog, *words])
 
     def unknown_arguments(self, given: Sequence[str]) -> str:
         """Of arguments that nothing takes: what is said."""
@@ -60,6 +85,10 @@ class CommandParser(argparse.ArgumentParser):
         return self.unknown("option", options[0].partition("=")[0], self._option_strings())
 
     def unknown(self, kind: str, word: str, known: Iterable[str]) -> str:
+        if word in _WRITES:
+            writes = "-o" in self._option_string_actions
+            by = self.prog if writes else f"{self.prog.rpartition(' ')[0]} explore"
+            return f"{word} is no {kind}.\nfix: {by} ... -o FILE.html"
         near = nearest(word, known)
         fix = near[0] if near else f"one of {', '.join(known)}"
         return f"{word} is no {kind}.\nfix: {fix} ({self.prog} --help has all)"
@@ -73,6 +102,14 @@ class CommandParser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 return list(action.choices)
         return []
+
+
+def _with_function(word: str) -> str:
+    """A file of Python's, with the last function that is defined in it."""
+    file = Path(word)
+    if file.suffix != ".py" or not file.is_file():
+        return word
+    return ":".join([word, *re.findall(r"^def ([a-z]\w*)", file.read_text(), re.MULTILINE)[-1:]])
 
 
 def add_command(parsers: Any, name: str, help: str, text: str, epilog: str = "") -> CommandParser:

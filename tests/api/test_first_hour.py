@@ -1,5 +1,5 @@
-"""What people try in the first hour, out of other libraries' habits: it works, or the error fits on a
-screen and its fix works."""
+"""What people try in the first hour, out of other libraries' habits: it works, or the error fits on
+a screen and its fix works."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_grad_scaler() -> None:
 
     raises(lambda: train(inside).plan(X, Y), "GradScaler", kind=dt.PlanningError)
     with torch.autocast("cpu", dtype=torch.bfloat16):  # the fix
-        assert 0 < float(train()(X, Y))
+        assert float(train()(X, Y)) > 0
 
 
 @pytest.mark.parametrize("move", [lambda m: m.cuda(), lambda m: m.to("cuda"), lambda m: m.to(0)])
@@ -88,7 +88,7 @@ def test_a_model_is_not_moved(move: Callable[[Any], Any]) -> None:
     model = placed()
     raises(lambda: move(model), 'dt.launch(mesh, device="cuda")', kind=dt.PlanningError)
     with dt.launch(TP2, device="cpu"):  # the fix, where there is no GPU
-        assert 0 < float(dt.train_step(model, loss_fn, adam(model))(X, Y))
+        assert float(dt.train_step(model, loss_fn, adam(model))(X, Y)) > 0
 
 
 def test_a_dtype_is_changed_in_place() -> None:
@@ -152,14 +152,14 @@ def test_a_mapping_that_cannot_be_made_of_a_dict() -> None:
             super().__init__({"x": X, "y": Y})
 
     fix = "pass dict(...) of it"
-    raises(
-        lambda: train(lambda m, b: loss_fn(m, **b))(Odd(1, 2)), fix, kind=dt.PlanningError
-    )
+    raises(lambda: train(lambda m, b: loss_fn(m, **b))(Odd(1, 2)), fix, kind=dt.PlanningError)
     assert float(train(lambda m, b: loss_fn(m, **b))(dict(Odd(1, 2))))
 
 
 def test_the_name_of_an_option() -> None:
-    text = raises(lambda: train(microbatches=4), "microbatches", "schedule=dt.GPipe(microbatches=4)")
+    text = raises(
+        lambda: train(microbatches=4), "microbatches", "schedule=dt.GPipe(microbatches=4)"
+    )
     assert "train_step" in text
     assert float(train(schedule=dt.GPipe(microbatches=4))(X, Y))
     raises(lambda: train(clip_grad_nrom=1.0), "'clip_grad_nrom'", "fix: clip_grad_norm")
@@ -215,7 +215,7 @@ def test_gradients_of_parameters_that_are_away() -> None:
                 assert parameter.grad is None
             step.optimizer.zero_grad()
             model.module.zero_grad()
-        assert [str(w.message).count("step.gradients(") for w in told] == [1]
+        assert ["step.gradients(" in str(w.message) for w in told] == [True]
         assert told[0].filename == __file__
         raises(
             lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
@@ -367,8 +367,9 @@ def make():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("explore gpt2 --mesh tp=2 --save out.html", "fix: -o out.html"),
-        ("search gpt2 --ranks 2 --save=out.html", "fix: -o out.html"),
+        ("explore gpt2 --mesh tp=2 --save out.html", "explore ... -o FILE.html"),
+        ("search gpt2 --ranks 2 --save=out.html", "search ... -o FILE.html"),
+        ("plan gpt2 --mesh tp=2 --save out.html", "explore ... -o FILE.html"),
         ("search llama 8", "search llama --ranks 8"),
         ("plan llama tp=2", "plan llama --mesh tp=2"),
         ("plan train.py", "plan train.py:make --mesh tp=2"),

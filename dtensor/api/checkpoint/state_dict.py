@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import torch
 
+from dtensor.api.checkpoint.nested_state import NestedState
 from dtensor.api.model.initial import labels_in_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.step.wrapped_optimizers import torchs_own
@@ -71,7 +72,7 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
             key: on_meta[labels[key]] if t.is_meta else t.detach().cpu().clone()
             for key, t in held.items()
         }
-    state: dict[str, Any] = {"model": values}
+    state = NestedState(model=values)
     if model.steps.present():
         state["step"] = model.steps.present()
     if optimizer is not None:

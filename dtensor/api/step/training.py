@@ -55,7 +55,7 @@ from dtensor.errors import PlanningError, check_callable, check_kind, check_numb
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
-from dtensor.misspelled import checked_call
+from dtensor.misspelled import check_order, checked_call
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.builder import Roles
@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from dtensor.runtime.profile import Profile
 
 RUN_AHEAD = 2
+_KINDS = {"model": ParallelModule, "loss_fn": Callable, "optimizer": torch.optim.Optimizer}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,8 +217,16 @@ class Loss(ReadsAsFloat):
     def __float__(self) -> float:
         return float(self.tensor())
 
+    def __str__(self) -> str:
+        return f"{float(self)}{self._beside()}"
+
     def __repr__(self) -> str:
-        return f"Loss({float(self):.6g})" if self.done() else "Loss(running)"
+        return f"Loss({float(self):.6g}{self._beside()})" if self.done() else "Loss(running)"
+
+    def _beside(self) -> str:
+        """The metrics, where there are any."""
+        metrics = ", ".join(f"{name}={value:.6g}" for name, value in self.metrics.items())
+        return metrics and f" ({metrics})"
 
 
 class TrainStep:
@@ -621,6 +630,8 @@ def train_step(
 
     Raises PlanningError, here and at the first `plan` or call.
     """
+    if not (isinstance(model, ParallelModule) and callable(loss_fn)):
+        check_order("train_step", _KINDS, model, loss_fn, optimizer)
     check_parallel("train_step", model)
     if model.source is not None:
         raise PlanningError(

@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -92,7 +93,7 @@ class Away:
         kwargs = kwargs or {}
         if func in _ASKS_NOTHING and not (func == Tensor.type and len(args) + len(kwargs) > 1):
             if func == _GRAD:
-                _refuse_clipping()
+                _asked_for_gradient()
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
@@ -213,18 +214,28 @@ def _write_all(
     return result
 
 
-def _refuse_clipping() -> None:
-    """PlanningError where torch's own clipping asks for a gradient: it would find none, and clip
-    nothing without a word."""
+def _asked_for_gradient() -> None:
+    """PlanningError where torch's own clipping asks: it would find none, and clip nothing without a
+    word. A warning, once for a line, where anything else asks but torch, whose `zero_grad` does."""
     asks: types.FrameType | None = sys._getframe(2)
-    if asks.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+    name = asks.f_globals.get("__name__", "")
+    if not name.startswith("torch."):
+        warnings.warn(
+            "the parameter's .grad is None: its value is on the ranks, and so was its gradient, "
+            "which the step has used up.\n"
+            "fix: step.gradients(*batch), or dt.train_step(..., keep_gradients=True) and "
+            "step.gradients()",
+            stacklevel=3,
+        )
+    if name == "torch.nn.utils.clip_grad":
         while asks is not None and not asks.f_code.co_name.startswith("clip_"):
             asks = asks.f_back  # a comprehension, or a helper
         name = asks.f_code.co_name if asks is not None else "clip_grad"
         raise PlanningError(
             f"torch.nn.utils.{name} finds no gradients: they are on the ranks, and the step has "
             f"used them up\n"
-            f"fix: dt.train_step(..., clip_grad_norm=1.0), which clips within the step"
+            f"fix: dt.train_step(..., clip_grad_norm=1.0), which clips within the step; "
+            f"step.gradients(*batch) gives them"
         )
 
 

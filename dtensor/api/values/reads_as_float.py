@@ -72,6 +72,14 @@ class ReadsAsFloat:
 
     __hash__ = object.__hash__
 
+    def __iter__(self) -> NoReturn:
+        """As of a scalar tensor; torch's GradScaler asks for items of what is no tensor."""
+        raise TypeError(
+            f"a {type(self).__name__} is one number, and has no items.\n"
+            f"fix: float(loss); of a torch.amp.GradScaler: leave it out, for the step has run "
+            f"backward and the optimizer already, and torch.bfloat16 needs no scaling"
+        )
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.tensor().double().numpy().astype(dtype or "float64")
 

@@ -92,6 +92,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     # Not at the top: they load torch's compiler, and with it triton where that is installed.
     from torch._decomp import decompositions
     from torch.export import _trace
+    from torch.fx import graph_module
     from torch.fx.experimental import symbolic_shapes
 
     numbers = itertools.count()  # of checkpoints
@@ -111,6 +112,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         # What torch logs with a traceback it raises too; of a program that depends on data it
         # prints the graph so far.
         (_trace, "print", lambda _: _prints_nothing),
+        (graph_module, "print", lambda _: _prints_nothing),  # the line of a graph that raised
         (torch.autocast, "__init__", _checked_init),
         (torch.autocast, "__enter__", _checked_enter),
         (

@@ -292,6 +292,8 @@ def assigned_attribute(
     names: Sequence[str], source: Source | None, stored: StoredByTorch | None = None
 ) -> PlanningError:
     """For tensors that forward stored in a module, which capture forgets."""
+    if {name.rpartition(".")[2] for name in names} == _OF_A_SCALER:
+        stored = StoredByTorch("torch.amp.GradScaler", f"leave it out: {_NO_SCALER}")
     fix = (
         "return the tensor, or register it as a buffer and change it in place; a cache that "
         "stays as it is: let one call of the module fill it before"
@@ -299,7 +301,7 @@ def assigned_attribute(
     return planning_error(
         "The program stores a tensor in an attribute of a module, which would be lost.",
         *names,
-        *([] if stored is None else [f"stored by {stored.by}, a hook before its forward"]),
+        *([] if stored is None else [f"stored by {stored.by}"]),
         source=source,
         fix=fix if stored is None else stored.fix,
     )
@@ -311,6 +313,11 @@ class StoredByTorch:
 
     by: str
     fix: str
+
+
+_HOOK = "a hook before its forward"
+_OF_A_SCALER = {"_scale", "_growth_tracker"}
+_NO_SCALER = "a step divides no loss by a scale, and torch.bfloat16 needs none"
 
 
 def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:
@@ -326,11 +333,12 @@ def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:
             case WeightNorm() | SpectralNorm() if hook.name == name:
                 kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
                 fix = f"{nn_utils}.remove_{kind}{which}; {nn_utils}.parametrizations.{kind}{which}"
-                return StoredByTorch(f"{nn_utils}.{kind}", fix)
+                return StoredByTorch(f"{nn_utils}.{kind}, {_HOOK}", fix)
             case BasePruningMethod() if hook._tensor_name == name:
                 fix = f"{nn_utils}.prune.remove{which}; to go on with the mask: {nn_utils}."
                 fix += f'parametrize.register_parametrization(module, "{name}", a module that '
-                return StoredByTorch(f"{nn_utils}.prune", f"{fix}multiplies by the mask)")
+                by = f"{nn_utils}.prune, {_HOOK}"
+                return StoredByTorch(by, f"{fix}multiplies by the mask)")
             case _:
                 pass
     return None

@@ -129,7 +129,8 @@ def _in_turn(
 def check_microbatches(microbatches: int) -> None:
     if type(microbatches) is not int or microbatches < 1:
         raise PlanningError(
-            f"A schedule has at least one microbatch, and this one has {microbatches!r}."
+            f"A schedule has at least one microbatch, and this one has {microbatches!r}.\n"
+            f"fix: microbatches=4"
         )
 
 

@@ -127,6 +127,7 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
         ):
             (name,) = maker.operands
         metas[labels.get(name, name)] = flow.metas[name]
+    fix = _other_batch(flow, {meta.dtype for meta in metas.values()})
     widest = reduce(torch.promote_types, (meta.dtype for meta in metas.values()))
     given = " and ".join(sorted({dtype_name(meta.dtype) for meta in metas.values()}))
     other = next((name for name, meta in metas.items() if meta.dtype != widest), "one of them")
@@ -136,8 +137,26 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
                 f"{op.call.name} does not take {given} together.",
                 *(f"  {name}: {meta}" for name, meta in metas.items()),
                 *([f"  {op.source}: {op.source_text}"] if op.source else []),
-                f"fix: make {other} {dtype_name(widest)}, as with .to({widest}), or run it under "
-                f"torch.autocast",
+                fix
+                or f"fix: make {other} {dtype_name(widest)}, as with .to({widest}), or run it "
+                f"under torch.autocast",
             ]
         )
     )
+
+
+def _other_batch(flow: Dataflow, dtypes: set[torch.dtype]) -> str:
+    """What to do where an argument has the one dtype and the parameters another: arguments are
+    cast to these, as float64 of numpy's is."""
+    own = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"} & dtypes
+    given = [i for i in flow.inputs if i.kind == "argument"]
+    other = next((i for i in given if flow.metas[i.name].dtype in dtypes - own), None)
+    if len(own) != 1 or other is None or not flow.metas[other.name].dtype.is_floating_point:
+        return ""
+    wanted = str(*own).removeprefix("torch.")
+    method = _CASTS.get(wanted, f"to(torch.{wanted})")
+    array = f', of a numpy array {other.label}.astype("{wanted}")'
+    return f"fix: pass {other.label}.{method}{array if wanted in _CASTS else ''}"
+
+
+_CASTS = {"float32": "float()", "float64": "double()"}
