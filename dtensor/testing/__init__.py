@@ -1,5 +1,6 @@
 """What users import to unit-test collectives, rules and placements."""
 
+from dtensor.api.eager.policy import eager_collectives
 from dtensor.testing import strategies
 from dtensor.testing.certificates import Certificate, certify
 from dtensor.testing.collectives import assert_collectives, plan_of
@@ -11,6 +12,7 @@ __all__ = [
     "assert_collectives",
     "assert_same",
     "certify",
+    "eager_collectives",
     "plan_of",
     "strategies",
 ]

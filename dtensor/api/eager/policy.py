@@ -17,13 +17,15 @@ anything runs, operands unchanged.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Literal, get_args
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.source import Source, source_here
+from dtensor.sharding.plan.cost.seconds import PlannedCollective
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import size_text
 from dtensor.sharding.redistribute.moves import Move
@@ -107,6 +109,31 @@ def _text(op: str, sent: Sequence[str], before: str, source: Source | None) -> s
         'dt.implicit_redistribution("allow")'
     )
     return "\n".join(lines)
+
+
+COUNTED: list[list[PlannedCollective]] = []
+"""Lists to which ops on DTensors add what they send."""
+
+
+@contextmanager
+def eager_collectives() -> Iterator[list[PlannedCollective]]:
+    """Within, what ops on DTensors send, `redistribute` too, in their order; of the kind that
+    `Plan.collectives` has.
+
+        >>> x = dt.distribute(torch.ones(4, 8), dt.Mesh(tp=2), tp=dt.Row())
+        >>> with dt.testing.eager_collectives() as sent:
+        ...     y = x.redistribute(tp=dt.Replicate())
+        >>> [(c.key, c.bytes_sent) for c in sent]
+        [('all_gather@tp', 64)]
+
+    Reading a value, as `full_tensor` does, is no collective.
+    """
+    found: list[PlannedCollective] = []
+    COUNTED.append(found)
+    try:
+        yield found
+    finally:
+        COUNTED[:] = [one for one in COUNTED if one is not found]
 
 
 # -- what one op sends -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import torch
 
 from dtensor.api.eager.errors import elsewhere, located, note_line, op_name, plain, with_line
 from dtensor.api.eager.graph import CallKey, OneOp, PlannedOp, plan_op
-from dtensor.api.eager.policy import check
+from dtensor.api.eager.policy import COUNTED, check
 from dtensor.api.eager.values import Cell, CellTensor, Made, ReadValue, Value, ViewStep, fresh_name
 from dtensor.api.store.handle import Layout, contiguous_strides, layout_of
 from dtensor.api.store.session import MeshSession
@@ -155,6 +155,8 @@ def _executed(
     _entries.move_to_end(entry.key)
     if entry.planned.moves and not told:
         check(entry.name, entry.planned.moves)
+    for collectives in COUNTED:
+        collectives += entry.planned.plan.collectives
     return _run(session, entry, call, reads)
 
 

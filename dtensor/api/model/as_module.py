@@ -43,9 +43,10 @@ class AsModule:
         given = (*args, *kwargs.values())
         for device in (x for x in given if isinstance(x, str | int | torch.device)):
             number = isinstance(device, int)  # of a GPU; or a flag
-            if device is not True and device is not False:
-                if number or torch.device(device).type != "cpu":
-                    raise _moved(f"to({device!r})")
+            if isinstance(device, bool):
+                continue
+            if number or torch.device(device).type != "cpu":
+                raise _moved(f"to({device!r})")
         self.module.to(*args, **kwargs)
         return self
 

@@ -73,6 +73,7 @@ from dtensor.runtime.schedule import Costs, GPipe, Grid, Published, Schedule, va
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import Training, checked_search
+from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.redistribute.between_meshes import holders_of
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
@@ -320,7 +321,14 @@ class TrainStep:
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         def make(found: Graph | None) -> Planned:
             options = self.planned_with(self.options, self.grid, graph or found)
-            return plan_call(call, self.model.mesh, "loss", options, self._name)
+            planned = plan_call(call, self.model.mesh, "loss", options, self._name)
+            moved = (s for s in planned.plan.steps if isinstance(s, Redistribute))
+            if all(step.phase != "forward" or not step.is_free for step in moved):
+                return planned
+            from dtensor.sharding.plan.swapped import swapped  # seldom needed
+
+            pairs = swapped(planned.request, planned.plan)
+            return replace(planned, plan=replace(planned.plan, swapped=pairs)) if pairs else planned
 
         with ONE_AT_A_TIME:
             call.look()

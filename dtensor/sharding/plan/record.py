@@ -169,6 +169,19 @@ class Hint:
     removed: tuple[tuple[str, str, str, str], ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedPair:
+    """Weights that cost fewer all_reduces turned round. By what the user wrote the pins for:
+    ``summed``: split by what their product sums over, ``given``: by what comes out of it; ``num``
+    and ``other_num``: all_reduces over the axis, as stated and turned round."""
+
+    axis: str
+    summed: tuple[str, ...]
+    given: tuple[str, ...]
+    num: int
+    other_num: int
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Predicted seconds of one step. Of the slowest rank, with all its stages: what it computes,
@@ -253,6 +266,7 @@ class PlanRecord(PlanTerms):
     plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # nothing run again
     state_writes: tuple[StateWrite, ...] = ()  # one of each input that is changed
     hints: tuple[Hint, ...] = ()  # where they were asked for; printed last
+    swapped: tuple[SwappedPair, ...] = ()
     copies: int = 0  # of what a step writes, that the launch keeps to undo it
 
     def __repr__(self) -> str:

@@ -46,6 +46,7 @@ from dtensor.sharding.plan.steps import (
     updates_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
+from dtensor.sharding.plan.text.notices import notices_of
 from dtensor.sharding.plan.text.words import (
     call_text,
     collapse,
@@ -93,7 +94,14 @@ def render(
     the head says of them.
     """
     plan = totals.plan
-    text = [_head(plan), *_axes(totals), *_stored(plan), *_statistics(plan), *note]
+    text = [
+        _head(plan),
+        *_axes(totals),
+        *_stored(plan),
+        *_statistics(plan),
+        *notices_of(plan),
+        *note,
+    ]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
             text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
