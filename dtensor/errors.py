@@ -10,16 +10,49 @@ Not here: what a value is checked for besides its kind, its range and its spelli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 
 class PlanningError(ValueError):
     """The program, its placements or its arguments cannot be planned as stated: a fault to mend in
     the program that called, found before anything ran. It is a ValueError. Its text has one
     sentence of fact, the operands, the line of the program, and a fix that was checked."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def checked_call(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, whose TypeError for arguments that do not fit its parameters says what fits; a
+    TypeError that it raises itself is as it was."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                raise
+            from dtensor.misspelled import misfit  # seldom needed
+
+            raise TypeError(misfit(function, args, kwargs) or str(error)) from None
+
+    return called
+
+
+def check_order(name: str, kinds: Mapping[str, type[object]], *args: object) -> None:
+    """PlanningError for arguments of these kinds, by parameter, in another order."""
+    given = [next((word for word in kinds if isinstance(arg, kinds[word])), "") for arg in args]
+    if sorted(given) == sorted(kinds):
+        raise PlanningError(
+            f"the arguments of {name} are in another order: {', '.join(given)}.\n"
+            f"fix: dt.{name}({', '.join(kinds)})"
+        )
 
 
 def check_kind(

@@ -1,14 +1,10 @@
 """Calls whose arguments do not fit a function's parameters, in words that say what fits.
 
-    @checked_call
-    def Row(*, blocks=1, unit=1): ...
+    misfit(train_step, (model, loss_fn, opt), {"microbatches": 4})
+    # train_step has no option 'microbatches'.
+    # fix: schedule=dt.GPipe(microbatches=4)
 
-    Row("tp")
-    # TypeError: Row takes no positional arguments, and was given 'tp'.
-    # fix: dict(tp=dt.Row())
-
-Invariants: a call that fits is as without it, its signature and its types too; a TypeError that the
-function itself raises passes as it is. Not here: what a value is checked for (errors.py).
+Not here: who asks (`checked_call` of errors.py), what a value is checked for.
 """
 
 from __future__ import annotations
@@ -16,13 +12,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
-
-from dtensor.errors import PlanningError
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from typing import Any
 
 _IN_OTHER_WORDS = {
     "microbatches": "schedule=dt.GPipe(microbatches={})",
@@ -32,31 +22,6 @@ _IN_OTHER_WORDS = {
     "max_grad_norm": "clip_grad_norm={}",
 }
 """What an option of other libraries is called here, with its value."""
-
-
-def checked_call(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose TypeError for arguments that do not fit says what fits."""
-
-    @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # of the function itself
-            raise TypeError(_misfit(function, args, kwargs) or str(error)) from None
-
-    return called
-
-
-def check_order(name: str, kinds: Mapping[str, type[object]], *args: object) -> None:
-    """PlanningError for arguments of these kinds, by parameter, in another order."""
-    given = [next((word for word in kinds if isinstance(arg, kinds[word])), "") for arg in args]
-    if sorted(given) == sorted(kinds):
-        raise PlanningError(
-            f"the arguments of {name} are in another order: {', '.join(given)}.\n"
-            f"fix: dt.{name}({', '.join(kinds)})"
-        )
 
 
 def no_axis(name: str, stated: tuple[object, ...]) -> TypeError:
@@ -69,9 +34,10 @@ def no_axis(name: str, stated: tuple[object, ...]) -> TypeError:
     )
 
 
-def _misfit(
+def misfit(
     function: Callable[..., Any], args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> str:
+    """What does not fit the function's parameters, and what would; "" where that is not known."""
     name, signature = function.__name__, inspect.signature(function)
     known = signature.parameters
     takes = [p.name for p in known.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -181,7 +181,16 @@ def test_the_map_names_every_file():
     }
     assert sorted(listed) == sorted(
         files
-        - {"numerics", "collectives", "errors", "kernel_flags", "provider", "showing", "signals"}
+        - {
+            "numerics",
+            "collectives",
+            "errors",
+            "misspelled",
+            "kernel_flags",
+            "provider",
+            "showing",
+            "signals",
+        }
         - {"private_torch", "__main__"}
     )
     paths = re.findall(r"`([\w/]+(?:\.py|/))`", text)

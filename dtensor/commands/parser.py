@@ -105,11 +105,12 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _with_function(word: str) -> str:
-    """A file of Python's, with the last function that is defined in it."""
+    """A file of Python's, and its function `make`, or the last one."""
     file = Path(word)
     if file.suffix != ".py" or not file.is_file():
         return word
-    return ":".join([word, *re.findall(r"^def ([a-z]\w*)", file.read_text(), re.MULTILINE)[-1:]])
+    names = re.findall(r"^def ([a-z]\w*)", file.read_text(), re.MULTILINE)
+    return ":".join([word, *(["make"] if "make" in names else names[-1:])])
 
 
 def add_command(parsers: Any, name: str, help: str, text: str, epilog: str = "") -> CommandParser:

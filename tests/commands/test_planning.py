@@ -95,7 +95,7 @@ def test_simulate_draws_and_writes(command: Command):
         ("plna", "dtensor: plna is no command.\nfix: plan"),
         ("plan tiny --mehs tp=2 --mesh tp=2", "dtensor plan: --mehs is no option.\nfix: --mesh"),
         ("", "usage: dtensor [-h] COMMAND"),
-        ("plan tiny", "dtensor plan: --mesh is missing.\nfix: --mesh tp=2,pp=2"),
+        ("plan tiny", "plan: --mesh is missing.\nfix: dtensor plan tiny --mesh tp=2,pp=2"),
         ("run tiny --mesh tp=2 --backend rai", "--backend rai is none.\nfix: ray"),
         ("plan tiny --mesh tp2", "--mesh: 'tp2' is no axis with its size.\nfix: tp=2"),
         ("plan tiny --mesh pt=2", "nothing says what the axis 'pt' splits"),

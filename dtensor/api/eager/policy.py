@@ -126,7 +126,7 @@ def eager_collectives() -> Iterator[list[PlannedCollective]]:
         >>> [(c.key, c.bytes_sent) for c in sent]
         [('all_gather@tp', 64)]
 
-    Reading a value, as `full_tensor` does, is no collective.
+    Reading a value, as `full_tensor` does, is no collective. Raises nothing of its own.
     """
     found: list[PlannedCollective] = []
     COUNTED.append(found)

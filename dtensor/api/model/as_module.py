@@ -3,13 +3,15 @@
     model.to(torch.bfloat16)       # of its module, in place; gives the model
     model.to("cuda")               # PlanningError: a launch says which device the ranks have
     model(x)                       # TypeError: wrap the call in dt.compile
-    copy.deepcopy(model)           # TypeError: copy.deepcopy(model.module)
+    AveragedModel(model)           # TypeError: AveragedModel(model.module)
 
 Not here: what a parallelized module is (parallel.py).
 """
 
 from __future__ import annotations
 
+import copy
+import sys
 from typing import Any, Self
 
 import torch
@@ -87,13 +89,18 @@ class AsModule:
             "length=256), then gen(prompts, max_new_tokens=64); model.module.generate runs here"
         )
 
-    def __deepcopy__(self, memo: object) -> Self:
-        raise TypeError(
-            "a parallelized model is not copied: its values are on the ranks, and its module has "
-            "them when it is read.\n"
-            "fix: copy.deepcopy(model.module), which dt.parallelize takes; of averages, "
-            "AveragedModel(model.module), and update_parameters(model.module) after a step"
-        )
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Another model, of a copy of the module. TypeError in torch's AveragedModel, which would
+        find no parameters in it and average nothing without a word."""
+        if sys._getframe(2).f_globals.get("__name__") == "torch.optim.swa_utils":
+            raise TypeError(
+                "AveragedModel finds no parameters in a parallelized model: its module has them.\n"
+                "fix: AveragedModel(model.module), and update_parameters(model.module) after a step"
+            )
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
 
 def _moved(call: str) -> PlanningError:

@@ -32,8 +32,7 @@ from dtensor.api.model.stating.recomputed import recompute_of
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, stage_of
 from dtensor.api.values.randomness import Counter
-from dtensor.errors import PlanningError, check_kind, check_word
-from dtensor.misspelled import checked_call
+from dtensor.errors import PlanningError, check_kind, check_word, checked_call
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import OnMisaligned, dealt
 from dtensor.sharding.spec.mesh import Mesh, check_mesh

@@ -51,11 +51,18 @@ from dtensor.api.values.randomness import numbers_fed
 from dtensor.api.values.reads_as_float import ReadsAsFloat
 from dtensor.daft import DaftError, Future, TaskError
 from dtensor.daft.errors import RunInterrupted
-from dtensor.errors import PlanningError, check_callable, check_kind, check_number, check_word
+from dtensor.errors import (
+    PlanningError,
+    check_callable,
+    check_kind,
+    check_number,
+    check_order,
+    check_word,
+    checked_call,
+)
 from dtensor.frontend.alone import ONE_AT_A_TIME
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
-from dtensor.misspelled import check_order, checked_call
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.builder import Roles

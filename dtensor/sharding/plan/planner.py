@@ -146,17 +146,11 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
 
 
 def _other_batch(flow: Dataflow, dtypes: set[torch.dtype]) -> str:
-    """What to do where an argument has the one dtype and the parameters another: arguments are
-    cast to these, as float64 of numpy's is."""
+    """What to do where float64 of the batch, which numpy makes by default, meets parameters of
+    float32."""
     own = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"} & dtypes
     given = [i for i in flow.inputs if i.kind == "argument"]
-    other = next((i for i in given if flow.metas[i.name].dtype in dtypes - own), None)
-    if len(own) != 1 or other is None or not flow.metas[other.name].dtype.is_floating_point:
+    wide = [i.label for i in given if flow.metas[i.name].dtype == torch.float64]
+    if torch.float64 not in dtypes or own != {torch.float32} or not wide:
         return ""
-    wanted = str(*own).removeprefix("torch.")
-    method = _CASTS.get(wanted, f"to(torch.{wanted})")
-    array = f', of a numpy array {other.label}.astype("{wanted}")'
-    return f"fix: pass {other.label}.{method}{array if wanted in _CASTS else ''}"
-
-
-_CASTS = {"float32": "float()", "float64": "double()"}
+    return f'fix: pass {wide[0]}.float(), of a numpy array {wide[0]}.astype("float32")'

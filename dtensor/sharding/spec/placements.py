@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Never, cast
 
-from dtensor.errors import PlanningError
-from dtensor.misspelled import checked_call, no_axis
+from dtensor.errors import PlanningError, checked_call
 from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
 
 Intervals = tuple[tuple[int, int], ...]
@@ -37,6 +36,8 @@ class Replicate:
 
     def __init__(self, *axis: Never) -> None:
         if axis:
+            from dtensor.misspelled import no_axis  # seldom needed
+
             raise no_axis("Replicate", axis)
 
     def __repr__(self) -> str:

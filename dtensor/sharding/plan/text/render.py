@@ -94,14 +94,8 @@ def render(
     the head says of them.
     """
     plan = totals.plan
-    text = [
-        _head(plan),
-        *_axes(totals),
-        *_stored(plan),
-        *_statistics(plan),
-        *notices_of(plan),
-        *note,
-    ]
+    text = [_head(plan), *_axes(totals), *_stored(plan), *_statistics(plan)]
+    text += [*notices_of(plan), *note]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
             text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
