@@ -127,22 +127,27 @@ def test_numpy_arrays() -> None:
     assert len(step.plans) <= 2
 
 
+def _of_batch(model: Any, batch: Any) -> torch.Tensor:
+    return loss_fn(model, batch.x, batch.y) if hasattr(batch, "x") else loss_fn(model, **batch)
+
+
 def test_mappings() -> None:
-    from transformers import BatchEncoding
+    def of_its_class(model: Any, batch: Any) -> torch.Tensor:
+        assert type(batch) is UserDict
+        return _of_batch(model, batch)
 
-    expected = float(train()(X, Y))
+    step = train(of_its_class)
+    assert float(step(UserDict({"x": X, "y": Y.numpy()}))) == float(train()(X, Y))
+    step(UserDict({"x": X.clone(), "y": Y}))
+    assert len(step.plans) == 1
 
-    def of_batch(model: Any, batch: Any) -> torch.Tensor:
-        assert type(batch) is kind
-        return loss_fn(model, batch["x"], batch["y"])
 
-    for kind in (dict, UserDict, BatchEncoding):
-        step = train(of_batch)
-        assert float(step(kind({"x": X, "y": Y.numpy()}))) == expected
-        step(kind({"x": X.clone(), "y": Y}))
-        assert len(step.plans) == 1
-    assert float(train(lambda m, b: loss_fn(m, b.x, b.y))(BatchEncoding({"x": X, "y": Y})))
-    assert float(train()(**BatchEncoding({"x": X, "y": Y}))) == expected
+@pytest.mark.slow  # importing transformers takes seconds
+def test_a_batch_encoding() -> None:
+    made = pytest.importorskip("transformers.tokenization_utils_base").BatchEncoding
+    step = train(_of_batch)
+    expected = float(step(made({"x": X, "y": Y})))
+    assert expected == float(train()(**made({"x": X, "y": Y})))
 
 
 def test_a_mapping_that_cannot_be_made_of_a_dict() -> None:
