@@ -71,12 +71,13 @@ def _learned(leaf: Any) -> bool:
             kind,
             lambda held: (list(held.values()), list(held)),
             lambda values, keys: kind(dict(zip(keys, values, strict=True))),
-            flatten_with_keys_fn=lambda held: (
-                [(pytree.MappingKey(key), value) for key, value in held.items()],
-                list(held),
-            ),
+            flatten_with_keys_fn=_with_keys,
         )
     return alike
+
+
+def _with_keys(held: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    return [(pytree.MappingKey(key), value) for key, value in held.items()], list(held)
 
 
 def _has_leaves(leaf: Mapping[Any, Any]) -> bool:
