@@ -414,7 +414,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def write_part(folder: str, rank: int, *rest: Any) -> Any:
         if rank == 1:
-            assert ready.wait(30)
+            assert ready.wait(600)
             raise CheckpointError("no space left on the device")
         return write(folder, rank, *rest)
 

@@ -148,7 +148,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def waiting(write: Any) -> Any:
         def call(*args: Any) -> Any:
-            assert ready.wait(60)
+            assert ready.wait(600)
             if ready.fails:  # type: ignore[attr-defined]
                 raise CheckpointError("no space left on the device")
             return write(*args)
