@@ -609,6 +609,8 @@ def test_another_thread_reads_while_steps_run() -> None:
         twins.train(1)
         reader.start()
         twins.train(20)
+        while len(seen) < 2 and reader.is_alive():  # until it has had its turn
+            twins.train(1)
         stop.set()
         reader.join()
     twins.check("after")
