@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from dtensor.daft import ActorLost, Call, Function, Program, RankProgram, TaskEr
 from dtensor.runtime.checkpoint import CheckpointError
 from tests.api import raising
 from tests.api.training import Placed, Run, assert_losses_close, batches, make_model, train_torch
+from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft import raisers
 from tests.daft.raisers import AS_TEXT, NAMES, check, numbered
@@ -189,18 +189,15 @@ def exits(match: str) -> Iterator[None]:
 # -- a lost actor ----------------------------------------------------------------------------------
 
 
-class Heavy(nn.Module):
-    """A step of it takes seconds, so that an actor can be killed in the middle of one."""
+class Two(nn.Module):
+    """A layer for each of two stages."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        for _ in range(6):
-            h = self.second(h).tanh()
-        return h
+        return self.second(self.first(x)).tanh()
 
 
 def squares(model: nn.Module, x: Tensor) -> Tensor:
@@ -231,26 +228,26 @@ def pids_of(session: object) -> list[int]:
     return [found["pid"] for found in cluster.run(cluster.load(program), [{}] * cluster.size).get()]
 
 
-def cpu_seconds(pid: int) -> float:
-    user, system = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 @pytest.mark.ray
-def test_a_killed_actor_is_named(ray_session: None) -> None:
+def test_a_killed_actor_is_named(ray_session: None, tmp_path: Path) -> None:
+    """While it runs its part of a step's forward: it says so, and stays there."""
+    from tests.who_hangs.trials import obeying
+
     stages = {"pp": [["first*"], ["second*"]]}
     where = Placed(axes=dict(pp=2), stages=stages)
-    run = Run.of(where, module=Heavy(), loss=squares, schedule=dt.GPipe(1))
-    small, large = torch.randn(8, 1024), torch.randn(6000, 1024)
-    run.step.plan(large)
-    with dt.launch(run.mesh, backend="ray", deadline_s=NEVER_S) as session:
+    run = Run.of(where, module=Two(), loss=squares, schedule=dt.GPipe(1))
+    x = torch.randn(8, 8)
+    (orders := tmp_path / "orders").mkdir()
+    with (
+        obeying(orders),
+        dt.launch(run.mesh, backend="ray", deadline_s=NEVER_S) as session,
+    ):
         pids = pids_of(session)
         assert all(map(running, pids))
-        float(run.step(small))
-        before = cpu_seconds(pids[1])
-        loss = run.step(large)
-        while cpu_seconds(pids[1]) - before < 0.4:
-            time.sleep(0.02)
+        float(run.step(x))
+        (orders / str(pids[1])).write_text("sleep 0")  # in its next call
+        loss = run.step(x)
+        wait_for_file(str(orders / "begun"), patience_s=600.0)
         assert not loss.done()
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(ActorLost) as caught:
@@ -263,7 +260,7 @@ def test_a_killed_actor_is_named(ray_session: None) -> None:
             in ("\n".join(caught.value.__notes__))
         )
         with pytest.raises(ActorLost) as again:
-            run.step(small)
+            run.step(x)
         assert again.value is caught.value
     assert not any(map(running, pids))
     data = batches(2)
