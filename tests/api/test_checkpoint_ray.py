@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.runtime.checkpoint import Checkpoint
+from tests.chaos.disk import die_at, told
 from tests.models import GPT, batch, loss_fn
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -81,9 +81,8 @@ def test_a_rank_that_is_lost_fails_the_save_by_name(tmp_path: Path) -> None:
         step(torch.tensor([3]))
         dt.save(tmp_path / "1", model).get()
         float(step(torch.tensor([3])))
+        told(session.cluster, 1, die_at, 60_000_000)  # type: ignore[arg-type]  # about half
         future = dt.save(tmp_path / "2", model)
-        host = session.cluster._home.processes[1]  # type: ignore[attr-defined]
-        os.kill(host.counter.pid, signal.SIGKILL)
         future.get()
     assert "rank 1" in str(caught.value)
     assert any("was not written" in note for note in caught.value.__notes__)
