@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -243,9 +244,12 @@ def test_futures_are_no_values() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_slow_actor_stops_no_rank(ray_session: None, tmp_path: Path) -> None:
+def test_a_slow_actor_stops_no_rank(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It waits for nobody and nobody for it, but whoever reads its result."""
-    with dt.launch(TRAIN, PLAY, backend="ray", deadline_s=2.0):
+    monkeypatch.setattr("dtensor.daft.ray.diagnosis.watch.STALE_S", math.inf)  # all are alive
+    with dt.launch(TRAIN, PLAY, backend="ray"):
         reward = daft.spawn(Reward)
         double = dt.compile(lambda t: t * 2, PLAY)
         y = double(torch.ones(2, 3))
@@ -255,6 +259,8 @@ def test_a_slow_actor_stops_no_rank(ray_session: None, tmp_path: Path) -> None:
         for _ in range(20):
             y = double(y)
         assert y.full_tensor()[0, 0] == 2.0**21
+        watch = actors.info_of(reward).session.watch  # type: ignore[attr-defined]
+        watch.deadline_s = 1.0
         with pytest.raises(TimeoutError):
             waiting.get(timeout=4.0)  # longer than deadline_s: a method may
         (tmp_path / "go").touch()
