@@ -11,6 +11,7 @@ step.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import threading
@@ -197,8 +198,7 @@ def _lose_rank(place: Place, how: signal.Signals, what: str) -> object:
         handle = cluster.load(_program(stay))
         future = cluster.run(handle, _feed(begun))
         os.kill(_begun(begun), how)
-        cluster.watch.deadline_s = 1.0  # type: ignore[attr-defined]  # a long one until now
-        with pytest.raises(daft.ActorLost, match=what) as caught:
+        with _deadline(cluster.watch, how), pytest.raises(daft.ActorLost, match=what) as caught:  # type: ignore[attr-defined]
             future.get()
         assert caught.value.failure.rank == 1
         with pytest.raises(daft.ActorLost) as again:
@@ -214,10 +214,9 @@ def _lose_actor(place: Place, how: signal.Signals, what: str) -> object:
         x = torch.ones(2)
         future = b.times(a.block(str(begun)))
         os.kill(_begun(begun), how)
-        session.watch.deadline_s = 2.0  # type: ignore[attr-defined]  # a long one until now
-        with pytest.raises(daft.ActorLost, match=f"actor 'a', block: the process {what}"):
+        words = f"actor 'a', block: the process {what}"
+        with _deadline(session.watch, how), pytest.raises(daft.ActorLost, match=words):  # type: ignore[attr-defined]
             future.get()
-        session.watch.deadline_s = 60.0  # type: ignore[attr-defined]
         assert torch.equal(b.times(x).get(), 2 * x)
     return future
 
@@ -282,6 +281,21 @@ def _begun(file: Path) -> int:
     """The process that has begun; waits for it."""
     wait_for_file(str(file))
     return int(file.read_text())
+
+
+@contextmanager
+def _deadline(watch: Any, how: signal.Signals) -> Iterator[None]:
+    """A short one for a process that a signal has stopped, and it alone: others are alive, though
+    they may come late to say so. A death needs none."""
+    before = watch.deadline_s
+    with pytest.MonkeyPatch.context() as patch:
+        if how == signal.SIGSTOP:
+            patch.setattr("dtensor.daft.ray.diagnosis.watch.STALE_S", math.inf)
+            watch.deadline_s = 1.0
+        try:
+            yield
+        finally:
+            watch.deadline_s = before
 
 
 @contextmanager
