@@ -29,7 +29,7 @@ from dtensor.daft import DaftError
 from dtensor.frontend.alone import ONE_AT_A_TIME
 
 TP, DP = dt.Mesh(tp=2), dt.Mesh(dp=2)
-WAIT_S = 60.0  # far beyond what anything here takes
+WAIT_S = 600.0  # far beyond what anything here takes
 
 
 class Late(Exception):
@@ -309,7 +309,9 @@ def test_the_second_ends_the_launch(
         assert float(WithOp().step()) != 0.0
 
 
-def test_who_waits_for_another_threads_call_is_interrupted() -> None:
+def test_who_waits_for_another_threads_call_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Though what that thread does takes long."""
     has, go = threading.Event(), threading.Event()
 
@@ -318,29 +320,49 @@ def test_who_waits_for_another_threads_call_is_interrupted() -> None:
             has.set()
             assert go.wait(WAIT_S)
 
+    waits = threading.Event()
+
+    def waited_for(lock: object) -> None:  # what a thread does that waits, every now and then
+        if not waits.is_set():
+            waits.set()
+            signal.raise_signal(signal.SIGINT)
+
     training = Training()
     other = threading.Thread(target=holds)
     other.start()
     assert has.wait(WAIT_S)
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(type(ONE_AT_A_TIME), "waited_for", waited_for)
             training.step(0)
-        assert not go.is_set()
+        assert waits.is_set() and not go.is_set()
     finally:
         go.set()
         other.join()
-        timer.join()
     training.step(0)
 
 
 GROUP = """
-import torch
+import os
+import sys
+import time
 import dtensor as dt
 from tests.api.test_interrupts import TP, Training, same
 
 STEPS = 30
+said = 0
+
+
+def say(number):
+    global said
+    said += 1
+    print(number, flush=True)
+
+
+def wait_for_answer():
+    # By then the signal for what was said has come, if there is one: none is on its way.
+    while os.stat(sys.argv[1]).st_size < said:
+        time.sleep(0.001)
 
 
 def main():
@@ -350,10 +372,11 @@ def main():
         over = False
         while not over:
             try:
+                wait_for_answer()
                 while (number := training.model.steps.present()) < STEPS:
-                    loss = training.step(number)
-                    print(number, flush=True)
-                    float(loss)
+                    say(number)
+                    float(training.step(number))
+                    wait_for_answer()
                 over = True
             except KeyboardInterrupt:
                 caught += 1
@@ -370,10 +393,12 @@ main()
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_ctrl_c_to_all_processes_of_a_launch() -> None:
-    """As a terminal sends it: the ranks' and Ray's are in the group, or see that they are not."""
+def test_ctrl_c_to_all_processes_of_a_launch(tmp_path: Path) -> None:
+    """As a terminal sends it: the ranks' and Ray's are in the group, or see that they are not. The
+    child says a step before it begins; its signal, if any, has come before it says the next one."""
+    (answers := tmp_path / "answers").touch()
     child = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", GROUP],
+        [sys.executable, "-W", "ignore", "-c", GROUP, str(answers)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -384,8 +409,12 @@ def test_ctrl_c_to_all_processes_of_a_launch() -> None:
     try:
         for line in child.stdout:
             said.append(line.strip())
-            if said[-1].isdigit() and int(said[-1]) % 3 == 0 and int(said[-1]) < 25:
-                os.killpg(child.pid, signal.SIGINT)
+            if said[-1].isdigit():
+                number = int(said[-1])
+                if number % 3 == 0 and number < 25 and said.count(said[-1]) == 1:
+                    os.killpg(child.pid, signal.SIGINT)
+                with answers.open("a") as file:
+                    file.write(".")
     finally:
         child.kill()
         child.stdout.close()
