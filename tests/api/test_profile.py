@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import dtensor as dt
+from dtensor.api.launch import profiling
 from dtensor.api.launch.profiling import NUM_WARM
 from dtensor.api.step.loaded_program import programs_of
 from dtensor.api.store.session import session_for
@@ -56,6 +57,7 @@ def check_sums(profile: Profile, size: int) -> None:
 # -- of a made-up measurement ----------------------------------------------------------------------
 
 FLOORS = Floors(stamp=0.1e-6, instruction=0.4e-6, quick=1.1e-6, overload=3.1e-6)
+NONE = Floors(stamp=0.0, instruction=0.0, quick=0.0, overload=0.0)
 LINE, WAIT, START, REST, GAP = 10e-6, 50e-6, 20e-6, 1e-6, 1.4e-6
 
 
@@ -179,16 +181,20 @@ def test_many_ranks_are_cut_short() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single", "tp2", "pp2", "dp2_tp2"])
-def test_parts_add_up_in_this_process(name: str) -> None:
+def test_parts_add_up_in_this_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.of(name)
     with dt.launch(run.mesh):
         profile = run.step.profile(3, *batches(1)[0])
         check_sums(profile, run.mesh.size)
         planned = run.step.plans.latest
+        with monkeypatch.context() as patch:  # of a small op all may be dispatch
+            patch.setattr(profiling, "measure_floors", lambda cluster: (NONE,) * cluster.size)
+            undispatched = run.step.profile(1, *batches(1)[0]).ranks[0]
     assert planned is not None and profile.num_steps == 3
     own = profile.ranks[0]
     for op in ("mm", "update", "dt.attention", "native_layer_norm"):
-        assert own.kernels[op].seconds > 0 and own.kernels[op].predicted
+        assert own.kernels[op].times > 0 and own.kernels[op].predicted
+        assert undispatched.kernels[op].seconds > 0
     assert own.kernels["update"].times == 1
     assert (own.other_ranks.seconds > 0) == (run.mesh.size > 1)
     assert own.idle.seconds == 0.0  # ranks of a process take turns
