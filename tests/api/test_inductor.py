@@ -61,7 +61,6 @@ def kernels_of(program: Program) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_all_modes_have_the_same_bits() -> None:
     losses, state, program = trained("tp2", "inductor")
     assert "fused(add, gelu)" in kernels_of(program)
@@ -99,7 +98,6 @@ def test_a_bias_in_the_memory_of_its_product_beside_a_chain() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ray
-@pytest.mark.timeout(900)
 def test_on_ray_the_same_bits() -> None:
     losses, state, _ = trained("tp2", "inductor")
     there, same, _ = trained("tp2", "inductor", "ray")
@@ -108,7 +106,6 @@ def test_on_ray_the_same_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("name", "more"),
     [
@@ -124,7 +121,6 @@ def test_other_placements_and_models(name: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_profile_names_what_was_fused() -> None:
     mesh = dt.Mesh(tp=2)
     f = dt.compile(lambda x, y: ((x * y).relu() + x).sum(), mesh)
