@@ -66,7 +66,7 @@ class Machine:
             [*given, there], env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True
         )
 
-    def run(self, command: str, timeout: float = 120, **settings: str) -> str:
+    def run(self, command: str, timeout: float = 600, **settings: str) -> str:
         """What it prints; `RuntimeError` with that if it fails."""
         with self.start(command, **settings) as process:
             try:
