@@ -42,7 +42,7 @@ def stay(begun: str) -> None:
     part.write_text(str(os.getpid()))
     part.rename(begun)
     while True:
-        time.sleep(0.05)
+        time.sleep(1.0)  # it is hardly ever seen awake
 
 
 def wait_for_file(path: str, patience_s: float = 120.0) -> None:

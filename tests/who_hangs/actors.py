@@ -47,7 +47,7 @@ class Orders:
             case "sleep":
                 _say_begun(order)
                 while order.exists():
-                    time.sleep(0.02)
+                    time.sleep(0.2)  # it is hardly ever seen awake
             case "hold":
                 held_back.begin(order)
             case _:

@@ -90,9 +90,13 @@ class Trials:
 
     def hang(self, how: How, rank: int, after: int) -> Trial:
         with self.hanging(how, rank, after):
-            began = time.monotonic()
-            status = dt.status()
-            seconds = time.monotonic() - began
+            return self.ask(how, rank)
+
+    def ask(self, how: How, rank: int) -> Trial:
+        """While it hangs so."""
+        began = time.monotonic()
+        status = dt.status()
+        seconds = time.monotonic() - began
         return Trial(how=how, rank=rank, named=status.waited_for, seconds=seconds, status=status)
 
     def _settle(self) -> None:
@@ -179,7 +183,7 @@ def asked_elsewhere(*words: str) -> tuple[int, str]:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     return done.returncode, done.stdout or done.stderr
 
