@@ -115,7 +115,7 @@ def launched(name: str, folder: Path, **options: Any) -> Iterator[RayCluster]:
 
 
 def told(cluster: RayCluster, rank: int, method: Callable[..., Any], *given: object) -> None:
-    cluster.channel.get([cluster.ask(rank, method, *given).ref], 60.0)
+    cluster.channel.get([cluster.ask(rank, method, *given).ref], PATIENCE_S)
 
 
 def disk_full(name: str, draw: random.Random, count: int, folder: Path) -> None:
@@ -133,13 +133,13 @@ def disk_full(name: str, draw: random.Random, count: int, folder: Path) -> None:
             saved = trains.save(folder / "full")
             trains.step()
             try:
-                saved.get(60.0)
+                saved.get(PATIENCE_S)
             except CheckpointError as error:
                 check("could not be written" in str(error), error)
             else:
                 raise Wrong("a file that was not written whole is a checkpoint")
             told(cluster, rank, limit_files, resource.RLIM_INFINITY)
-        trains.save(folder / "1").get(60.0)
+        trains.save(folder / "1").get(PATIENCE_S)
         check(sorted(os.listdir(folder)) == ["0", "1"], os.listdir(folder))
     goes_on(name, folder / "0", begun, trains.want)
 
@@ -161,13 +161,13 @@ def writer_killed(name: str, draw: random.Random, count: int, folder: Path) -> N
             saved = trains.save(folder / f"killed{n}")
             trains.step()
             try:
-                saved.get(90.0)
+                saved.get(PATIENCE_S)
             except (CheckpointError, dt.daft.DaftError) as error:
                 check(f"killed{n}" in str(error) + str(getattr(error, "__notes__", "")), error)
                 check(not (folder / f"killed{n}").exists(), "half a checkpoint is there")
             trains.step()
         check(len(cluster.recoveries) >= count, f"{len(cluster.recoveries)} were replaced")
-        trains.save(folder / "1").get(60.0)
+        trains.save(folder / "1").get(PATIENCE_S)
         left = [each for each in os.listdir(folder) if each.startswith(".tmp")]
         check(not left, f"{left} are left")
     goes_on(name, folder / "0", begun, trains.want)
