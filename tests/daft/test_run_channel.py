@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -20,6 +25,7 @@ pytest.importorskip("ray")
 
 from dtensor.daft.errors import HostError
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.channel import run_channel
 from dtensor.daft.ray.channel.host import Host
 from dtensor.daft.ray.channel.messages import (
     ASKED,
@@ -35,6 +41,8 @@ from dtensor.daft.ray.channel.run_channel import MOST_UNREAD, CallLost, NotYet, 
 
 LARGE = 1 << 24
 """Bytes, many times what sockets hold."""
+PATIENCE_S = 600.0
+"""For what comes for certain, on a machine however busy."""
 
 
 class Echo:
@@ -58,7 +66,7 @@ class Echo:
         return self.kept
 
     def wait(self) -> None:
-        self.go.wait(30.0)
+        self.go.wait(PATIENCE_S)
 
     def fail(self, reason: str) -> None:
         raise LookupError(reason)
@@ -96,7 +104,7 @@ def channel_of(folder: Path, count: int = 1, address: str | None = None) -> Iter
         channel.close()
         for host, thread in zip(hosts, threads, strict=True):
             cast(Echo, host._hosted).go.set()
-            thread.join(30.0)
+            thread.join(PATIENCE_S)
             assert host._counter is not None
             host._counter.stop()
         assert not any(thread.is_alive() for thread in threads)
@@ -106,14 +114,21 @@ def ask(channel: RunChannel, what: Callable[..., Any], *given: object, host: int
     return channel.send(host, ASKED, (what,), given)
 
 
+def joined(channel: RunChannel) -> None:
+    """Its host has joined, and nobody but this thread reads."""
+    assert channel.get([ask(channel, Echo.give, 0)], PATIENCE_S) == [0]
+    if (writer := channel._writer) is not None:  # the host had not joined; it would read, too
+        writer.join()
+
+
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])
 def test_calls_keep_their_order(tmp_path: Path, address: str | None) -> None:
     with channel_of(tmp_path, 2, address) as (channel, _):
         for value in range(100):
             channel.send(value % 2, TOLD, (Echo.keep,), (value,))
         first, second = [ask(channel, Echo.all, host=host) for host in (0, 1)]
-        assert channel.get([second], 30.0) == [list(range(1, 100, 2))]
-        assert channel.get([first, second], 30.0) == [list(range(h, 100, 2)) for h in (0, 1)]
+        assert channel.get([second], PATIENCE_S) == [list(range(1, 100, 2))]
+        assert channel.get([first, second], PATIENCE_S) == [list(range(h, 100, 2)) for h in (0, 1)]
         assert channel.came([first, second])
 
 
@@ -124,7 +139,7 @@ def test_a_call_that_has_not_come_back(tmp_path: Path) -> None:
             channel.get([waiting, behind], 0.05)
         assert not channel.came([waiting])
         echo.go.set()
-        assert channel.get([behind, waiting], 30.0) == [3, None]
+        assert channel.get([behind, waiting], PATIENCE_S) == [3, None]
 
 
 SOME = [
@@ -141,14 +156,14 @@ SOME = [
 
 def test_tensors(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, _):
-        (found,) = channel.get([ask(channel, Echo.give, {"all": SOME})], 30.0)
+        (found,) = channel.get([ask(channel, Echo.give, {"all": SOME})], PATIENCE_S)
         for given, came in zip(SOME, found["all"], strict=True):
             assert came.dtype == given.dtype and came.shape == given.shape
             assert torch.equal(came, given) or given.isnan().all()
             assert came.is_contiguous() and not came.requires_grad
             came.zero_()  # it is nobody else's
         parameter = torch.nn.Parameter(torch.ones(2))
-        (found,) = channel.get([ask(channel, Echo.give, parameter)], 30.0)
+        (found,) = channel.get([ask(channel, Echo.give, parameter)], PATIENCE_S)
         assert isinstance(found, torch.nn.Parameter) and found.requires_grad
 
 
@@ -163,10 +178,10 @@ def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
         for echo in echoes:
             echo.go.set()
         for i, reply in enumerate(asked):
-            (found,) = channel.get([reply], 60.0)
+            (found,) = channel.get([reply], PATIENCE_S)
             assert torch.equal(found, torch.arange(LARGE // 8) + i)
-        channel.get(blocked, 30.0)
-        end = time.monotonic() + 30.0
+        channel.get(blocked, PATIENCE_S)
+        end = time.monotonic() + PATIENCE_S
         while any(thread.name == "run channel" for thread in threading.enumerate()):
             assert time.monotonic() < end, "the thread that writes is there with nothing to write"
             time.sleep(0.01)
@@ -176,12 +191,13 @@ def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
 def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
     """So that a host is not held up in its write by results that nobody waits for yet."""
     with channel_of(tmp_path) as (channel, _):
+        joined(channel)
         for _ in range(100):  # many times what sockets hold
             channel.send(0, ASKED, (Echo.make,), (1 << 16,))
-        end = time.monotonic() + 30.0
+        end = time.monotonic() + PATIENCE_S
         while len(channel._lines[0].expected) >= MOST_UNREAD and time.monotonic() < end:
             channel.send(0, TOLD, (Echo.keep,), (1,))
-            time.sleep(0.001)
+            time.sleep(0.02)  # the socket must not fill
         assert len(channel._lines[0].expected) < MOST_UNREAD
         assert channel._writer is None  # which would have read, too
 
@@ -193,7 +209,7 @@ def test_what_was_sent_may_be_changed(tmp_path: Path) -> None:
         reply = ask(channel, Echo.give, given)
         given.fill_(2.0)
         echo.go.set()
-        assert channel.get([reply], 30.0)[0].eq(1.0).all()
+        assert channel.get([reply], PATIENCE_S)[0].eq(1.0).all()
 
 
 def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
@@ -208,7 +224,7 @@ def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
         reply = channel.send(0, ASKED, (Echo.keep,), (lent,), lent=True)
         lent[-1] = 2.0
         echo.go.set()
-        channel.get([reply], 60.0)
+        channel.get([reply], PATIENCE_S)
         assert [kept[-1].item() for kept in echo.kept] == [0.0, 0.0, 2.0]
         assert not any(line.lent or line.unwritten for line in channel._lines)
 
@@ -219,7 +235,7 @@ def test_a_value_for_several_hosts(tmp_path: Path) -> None:
         assert len(once.data) < 8 * 50_000 // 3
         for host in (0, 1):
             channel.send(host, TOLD, (Echo.keep,), (once,))
-            channel.get([ask(channel, Echo.give, None, host=host)], 30.0)
+            channel.get([ask(channel, Echo.give, None, host=host)], PATIENCE_S)
         for echo in echoes:
             assert torch.equal(echo.kept[0].value()["w"], torch.arange(50_000))
 
@@ -228,7 +244,7 @@ def test_a_value_for_several_hosts(tmp_path: Path) -> None:
 def test_many_buffers(tmp_path: Path) -> None:
     values = [torch.full((5_000,), float(i)) for i in range(600)]
     with channel_of(tmp_path) as (channel, _):
-        (found,) = channel.get([ask(channel, Echo.give, values)], 60.0)
+        (found,) = channel.get([ask(channel, Echo.give, values)], PATIENCE_S)
         assert all(came.eq(i).all() for i, came in enumerate(found))
 
 
@@ -238,7 +254,7 @@ def test_threads_get_their_own_answers(tmp_path: Path) -> None:
 
         def run(me: int) -> None:
             for i in range(200):
-                (found,) = channel.get([ask(channel, Echo.give, (me, i), host=i % 2)], 30.0)
+                (found,) = channel.get([ask(channel, Echo.give, (me, i), host=i % 2)], PATIENCE_S)
                 if found != (me, i):
                     wrong.append(found)
 
@@ -246,25 +262,25 @@ def test_threads_get_their_own_answers(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60.0)
+            thread.join(PATIENCE_S)
         assert not any(thread.is_alive() for thread in threads) and not wrong
 
 
 def test_what_a_call_raises(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, _):
         with pytest.raises(LookupError, match="no such") as caught:
-            channel.get([ask(channel, Echo.fail, "no such")], 30.0)
+            channel.get([ask(channel, Echo.fail, "no such")], PATIENCE_S)
         assert "in fail" in str(caught.value.__cause__)
         with pytest.raises(HostError, match="Odd: 1 and 2") as odd:
-            channel.get([ask(channel, Echo.fail_oddly)], 30.0)
+            channel.get([ask(channel, Echo.fail_oddly)], PATIENCE_S)
         assert isinstance(odd.value.__cause__, Odd)
         with pytest.raises(HostError, match="TypeError: cannot pickle") as unpicklable:
-            channel.get([ask(channel, Echo.give_what_does_not_pickle)], 30.0)
+            channel.get([ask(channel, Echo.give_what_does_not_pickle)], PATIENCE_S)
         assert isinstance(unpicklable.value.__cause__, TypeError)
         channel.send(0, TOLD, (Echo.fail,), ("told",))
         with pytest.raises(LookupError, match="told"):
-            channel.get([ask(channel, Echo.give, 1)], 30.0)
-        assert channel.get([ask(channel, Echo.give, 1)], 30.0) == [1]
+            channel.get([ask(channel, Echo.give, 1)], PATIENCE_S)
+        assert channel.get([ask(channel, Echo.give, 1)], PATIENCE_S) == [1]
 
 
 def test_a_host_that_goes(tmp_path: Path) -> None:
@@ -277,11 +293,11 @@ def test_a_host_that_goes(tmp_path: Path) -> None:
         assert message is not None
         send(sock, encoded(message.number, GAVE, (), 1))
         sock.close()
-        assert channel.get([before], 30.0) == [1]
+        assert channel.get([before], PATIENCE_S) == [1]
         with pytest.raises(CallLost):
-            channel.get([before, after], 30.0)
+            channel.get([before, after], PATIENCE_S)
         with pytest.raises(CallLost):
-            channel.get([ask(channel, Echo.give, 3)], 30.0)
+            channel.get([ask(channel, Echo.give, 3)], PATIENCE_S)
         assert channel.broken() == [0]
     channel.close()
     channel.close()
@@ -303,7 +319,7 @@ def test_a_machine_out_of_reach_ends_the_stream(number: int) -> None:
 def join_in_thread(channel: RunChannel) -> Iterator[socket.socket]:
     """The host's end of line 0; the controller has to read meanwhile."""
     found: list[socket.socket] = []
-    thread = threading.Thread(target=lambda: found.append(join(channel.invitation(0), 30.0)))
+    thread = threading.Thread(target=lambda: found.append(join(channel.invitation(0), PATIENCE_S)))
     thread.start()
     read_while_alive(channel, thread)
     with found[0] as sock:
@@ -325,7 +341,7 @@ def test_a_stranger_is_shown_out(tmp_path: Path) -> None:
 
         def knock() -> None:
             try:
-                join(stranger, 30.0)
+                join(stranger, PATIENCE_S)
             except ConnectionError as error:
                 failed.append(error)
 
@@ -340,7 +356,7 @@ def test_a_stranger_is_shown_out(tmp_path: Path) -> None:
             caller = threading.Thread(target=lambda: _answer_falsely(other))
             caller.start()
             with pytest.raises(ConnectionError, match="not the controller"):
-                join(false, 30.0)
+                join(false, PATIENCE_S)
             caller.join()
         with join_in_thread(channel), socket.socket(socket.AF_UNIX) as silent:
             silent.connect(str(tmp_path / "runs"))  # says nothing, and holds up nobody
@@ -361,9 +377,7 @@ def test_an_interrupt_while_a_message_is_read(
 ) -> None:
     """Nothing that comes later is taken for what was lost; one while it waits changes nothing."""
     with channel_of(tmp_path) as (channel, (echo,)):
-        assert channel.get([ask(channel, Echo.give, 0)], 30.0) == [0]
-        if (writer := channel._writer) is not None:  # the host had not joined; it would read, too
-            writer.join()
+        joined(channel)
         reply = ask(channel, Echo.wait)
 
         def pressed(seconds: float) -> None:
@@ -371,10 +385,10 @@ def test_an_interrupt_while_a_message_is_read(
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(channel, "_read_once", pressed)
-            channel.get([reply], 30.0)
+            channel.get([reply], PATIENCE_S)
         assert not channel.interrupted
         echo.go.set()
-        assert channel.get([reply, ask(channel, Echo.give, 4)], 30.0) == [None, 4]
+        assert channel.get([reply, ask(channel, Echo.give, 4)], PATIENCE_S) == [None, 4]
         line = channel._lines[0]
         real = line.messages
 
@@ -386,7 +400,87 @@ def test_an_interrupt_while_a_message_is_read(
         line.messages = half()
         one, two = ask(channel, Echo.give, 1), ask(channel, Echo.give, 2)
         with pytest.raises(KeyboardInterrupt):
-            channel.get([one, two], 30.0)
+            channel.get([one, two], PATIENCE_S)
         assert channel.interrupted
         with pytest.raises(CallLost):
-            channel.get([two], 30.0)
+            channel.get([two], PATIENCE_S)
+
+
+class Pressed(KeyboardInterrupt):
+    """Ctrl-C, told from a real one."""
+
+
+def interrupted_at(place: int, act: Callable[[], object]) -> bool:
+    """Whether there is such a place, of those where Python looks for signals: as a function begins
+    and when one of C's has returned, in the channel and in what it waits by. One came there, whose
+    handler raises."""
+    files, seen = (run_channel.__file__, threading.__file__), 0
+
+    def look(frame: FrameType, kind: str, _: object) -> None:
+        nonlocal seen
+        code = frame.f_code
+        if kind in ("call", "c_return") and code.co_filename in files:
+            seen += code.co_name != "<genexpr>"  # what its end raises is lost
+            if seen == place + 1:
+                sys.setprofile(None)
+                signal.raise_signal(signal.SIGUSR1)
+
+    before = sys.getprofile()
+    try:
+        sys.setprofile(look)
+        act()
+    except Pressed:
+        pass
+    finally:
+        sys.setprofile(before)
+    return seen > place
+
+
+@pytest.fixture
+def presses() -> Iterator[None]:
+    def press(number: int, frame: FrameType | None) -> None:
+        raise Pressed
+
+    before = signal.signal(signal.SIGUSR1, press)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@contextmanager
+def read_by_another(channel: RunChannel) -> Iterator[None]:
+    """A thread that reads all the while."""
+    stop = threading.Event()
+    thread = threading.Thread(target=channel._wait, args=(stop.is_set, 3600.0))
+    thread.start()
+    try:
+        while channel._reader != thread.ident:
+            time.sleep(0.001)
+        yield
+        assert channel._reader == thread.ident
+    finally:
+        stop.set()
+        ask(channel, Echo.give, None)  # whose answer it reads
+        thread.join()
+
+
+@pytest.mark.parametrize("others", [nullcontext, read_by_another])
+def test_an_interrupt_anywhere_in_a_wait(
+    tmp_path: Path, presses: None, others: Callable[..., Any]
+) -> None:
+    """No lock stays, nobody else waits for a thread that has given up, and no answer is lost."""
+    with channel_of(tmp_path) as (channel, _), ThreadPoolExecutor(1) as another:
+        joined(channel)
+        with others() if others is nullcontext else others(channel):
+            reader, place, there = channel._reader, 0, True
+            while there:
+                reply = ask(channel, Echo.give, place)
+                if others is nullcontext:
+                    there = interrupted_at(place, partial(channel.get, [reply], PATIENCE_S))
+                else:  # so that it waits for the other thread
+                    there = interrupted_at(place, partial(channel.came, [Reply(0)], 0.01))
+                assert another.submit(channel._lock.acquire, timeout=PATIENCE_S).result(), place
+                another.submit(channel._lock.release).result()
+                assert (channel._reader, channel._waiting) == (reader, 0), place
+                assert channel.get([reply], PATIENCE_S) == [place]
+                place += 1
+            assert place > 20 and not channel.interrupted, place

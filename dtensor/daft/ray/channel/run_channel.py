@@ -58,6 +58,7 @@ from dtensor.signals import standing_in
 MOST_UNREAD = 8
 """Calls of a host whose answers nobody has read: from then on each call reads what has come. Else a
 host would stand still in a write, its socket full of results, until somebody waits for one."""
+ACTS_S = 0.1  # how often a signal may act, of a thread that waits for the one that reads
 WRITER_S = 0.1  # how often the thread that writes looks whether the channel was closed
 
 
@@ -119,7 +120,8 @@ class RunChannel:
         self._guests = Guests(self._poll, self._key, self._welcomes)
         self._path: str | None = None
         self._address: tuple[str, int] | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # Ctrl-C in a Condition's `with` would leave that locked
+        self._changed = threading.Condition(self._lock)
         self._reader: int | None = None  # the thread that reads
         self._waiting = 0  # threads that wait for it
         self._writer: threading.Thread | None = None
@@ -137,7 +139,7 @@ class RunChannel:
 
     def add(self) -> int:
         """One more host; its number."""
-        with self._changed:
+        with self._lock:
             self._lines.append(_Connection())
             return len(self._lines) - 1
 
@@ -162,7 +164,7 @@ class RunChannel:
         line = self._lines[host]
         reply = Reply(next(line.numbers), host)
         pieces = encoded(reply.number, kind, functions, given)
-        with standing_in(), self._changed:
+        with standing_in(), self._lock:
             if line.broken:
                 reply.lost = True
                 return reply
@@ -246,7 +248,7 @@ class RunChannel:
 
     def lose(self, host: int) -> None:
         """It has ended: where it had not joined, nothing else tells who waits for its calls."""
-        with standing_in(), self._changed:
+        with standing_in(), self._lock:
             if self._lines[host].sock is None:
                 self._break(self._lines[host])
 
@@ -264,7 +266,7 @@ class RunChannel:
 
     def close(self) -> None:
         """Hosts stop to wait for calls. Twice is fine."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             for line in self._lines:
                 self._break(line)
@@ -281,27 +283,43 @@ class RunChannel:
         if done():
             return True
         end, me = time.monotonic() + seconds, threading.get_ident()
-        with self._changed:
-            # who was interrupted as the reader may still be called so
-            self._waiting += 1
-            try:
-                while self._reader not in (None, me):
-                    if done() or self._closed or not self._changed.wait(end - time.monotonic()):
-                        return done()
-            finally:
-                self._waiting -= 1
-            self._reader = me
         try:
-            while not done() and not self._closed:
-                left = end - time.monotonic()
-                self._read_once(max(0.0, left))
-                if left <= 0.0:
-                    break
+            if self._becomes_reader(me, done, end):
+                while not done() and not self._closed:
+                    left = end - time.monotonic()
+                    self._read_once(max(0.0, left))
+                    if left <= 0.0:
+                        break
         finally:
-            with self._changed:
-                self._reader = None
-                self._changed.notify_all()
+            with self._lock:
+                if self._reader == me:
+                    self._reader = None
+                    self._changed.notify_all()
         return done()
+
+    def _becomes_reader(self, me: int, done: Callable[[], bool], end: float) -> bool:
+        """Whether no other thread reads, before it is done or it is too late."""
+        with self._lock:
+            # who was interrupted as the reader may still be called so
+            if self._reader in (None, me):
+                self._reader = me
+                return True
+        while True:
+            with (
+                standing_in(),
+                self._lock,
+            ):  # Ctrl-C in a Condition's `wait` may leave that unlocked
+                self._waiting += 1
+                try:
+                    if self._reader in (None, me):
+                        self._reader = me
+                        return True
+                    left = end - time.monotonic()
+                    if done() or self._closed or left < 0.0:
+                        return False
+                    self._changed.wait(min(left, ACTS_S))
+                finally:
+                    self._waiting -= 1
 
     def _read_once(self, seconds: float) -> None:
         """What there is, or comes first within so long."""
@@ -312,13 +330,13 @@ class RunChannel:
                     if event & ~select.EPOLLOUT:
                         self._read(line)
                     if event & select.EPOLLOUT:
-                        with self._changed:
+                        with self._lock:
                             self._write_on(line)
                 else:
-                    with self._changed:
+                    with self._lock:
                         self._guests.hear(descriptor)
             if self._waiting:  # who looks whether it is done counts as such before that
-                with self._changed:
+                with self._lock:
                     self._changed.notify_all()
 
     def _read(self, line: _Connection) -> None:
@@ -339,7 +357,7 @@ class RunChannel:
 
     def _break(self, line: _Connection, *, interrupted: bool = False) -> None:
         """Nothing comes over it from now on."""
-        with self._changed:
+        with self._lock:
             self.interrupted |= interrupted
             line.broken, line.messages = True, None
             for reply in line.expected:
@@ -356,7 +374,7 @@ class RunChannel:
 
     def own(self) -> None:
         """What was lent and is unwritten is copied."""
-        with self._changed:
+        with self._lock:
             for line in self._lines:
                 if line.lent:
                     line.unwritten = deque(memoryview(bytes(piece)) for piece in line.unwritten)
@@ -401,7 +419,7 @@ class RunChannel:
 
         while True:
             self._wait(written, WRITER_S)
-            with self._changed:
+            with self._lock:
                 if self._closed or written():
                     self._writer = None
                     return
