@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor.errors import PlanningError
@@ -95,6 +95,7 @@ numbers = st.integers(0, 12)
 entries = st.one_of(st.none(), st.builds(Action, st.sampled_from(KINDS), numbers, numbers))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 5).flatmap(lambda n: st.lists(st.tuples(*[entries] * n), min_size=1)))
 def test_any_grid_parses_back(rows: list[tuple[Action | None, ...]]):
     grid = Grid(tuple(rows))

@@ -170,6 +170,7 @@ def test_each_rank_holds_its_own_elements_once(spec: TensorSpec) -> None:
         assert held.numel() == x.numel()
 
 
+@settings(deadline=None)
 @given(size=st.integers(0, 24), num=st.integers(1, 5), blocks=st.integers(1, 4))
 def test_index_sets_partition_the_dim(size: int, num: int, blocks: int) -> None:
     assume(size % blocks == 0)
@@ -178,6 +179,7 @@ def test_index_sets_partition_the_dim(size: int, num: int, blocks: int) -> None:
     assert sorted(held) == list(range(size))
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 24), num=st.integers(1, 5))
 def test_one_block_is_cut_as_chunk_cuts(size: int, num: int) -> None:
     chunks = torch.arange(size).chunk(num)
