@@ -265,7 +265,6 @@ def test_every_package_is_packaged():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_the_example_starts():
     help_text = python("examples/train_gpt.py", "--help")
     for word in ("tp2pp2", "--backend", "--tied", "--resume", "--compare"):

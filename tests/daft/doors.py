@@ -111,7 +111,7 @@ def _strangers() -> dict[str, str]:
         if "RuntimeEnv" in process:
             url = f"http://{address}:{port}/get_or_create_runtime_env"
             try:
-                urllib.request.urlopen(url, b"x", timeout=10)
+                urllib.request.urlopen(url, b"x", timeout=600)
                 found["agent"] = "answered"
             except urllib.error.HTTPError as error:
                 found["agent"] = str(error.code)

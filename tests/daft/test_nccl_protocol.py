@@ -27,6 +27,7 @@ from dtensor.daft.run.worker import HostRun, Worker
 from tests.daft.programs import Collectives, parts_of, pipeline, program, same_bits
 
 CPU = torch.device("cpu")
+PATIENCE_S = 600.0
 
 
 @dataclass
@@ -85,7 +86,7 @@ class Opened:
 
     def make(self, name: str, position: int, size: int) -> Strict:
         self.names.append(name)
-        gloo = gloo_group(PrefixStore(name, self.store), position, size, "127.0.0.1", 20.0)
+        gloo = gloo_group(PrefixStore(name, self.store), position, size, "127.0.0.1", PATIENCE_S)
         self.groups.append(Strict(gloo, position))
         return self.groups[-1]
 
@@ -112,7 +113,7 @@ class Actors:
         start = threading.Barrier(len(self.hosts))
 
         def act(host: int) -> dict[int, dict[str, object]]:
-            start.wait(10)
+            start.wait(PATIENCE_S)
             self.transports[host].open(self.tags)
             self.workers[host].load(handle, parts[host])
             return self.workers[host].run(
@@ -120,7 +121,7 @@ class Actors:
             )
 
         with ThreadPoolExecutor(len(self.hosts)) as pool:
-            results = list(pool.map(act, range(len(self.hosts)), timeout=60))
+            results = list(pool.map(act, range(len(self.hosts)), timeout=PATIENCE_S))
         merged = {rank: named for part in results for rank, named in part.items()}
         return [merged[rank] for rank in range(len(self.actor_of))]
 
@@ -206,7 +207,7 @@ def test_close_aborts_all_at_once() -> None:
 
     class Waits:
         def abort(self) -> None:
-            others.wait(30.0)
+            others.wait(PATIENCE_S)
 
     made: Any = lambda name, position, size: Waits()  # noqa: E731
     wire = NcclWire((0,), torch.device("cpu"), made)

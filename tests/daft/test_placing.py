@@ -94,9 +94,9 @@ time.sleep(silence.SILENT_S + 1.5)
 assert not any(map(silence.is_quiet, (busy, idle)))
 assert full.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0
 full.close()
+began = time.monotonic()  # before the cable is pulled, however long that takes
 print("pull", flush=True)
 sys.stdin.readline()
-began = time.monotonic()
 busy.sendall(b"x")
 for sock in (busy, idle):
     try:

@@ -325,7 +325,9 @@ def test_an_actor_that_dies_between_runs(ray_session: None) -> None:
         _check_failed(cluster, caught.value, pids)
 
 
-def test_an_interrupt_while_the_controller_waits(ray_session: None, tmp_path: Path) -> None:
+def test_an_interrupt_while_the_controller_waits(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It reads nothing then, so all goes on."""
     go = tmp_path / "go"
     source = "def forward():\n    wait_for_file(go)\n    return (7,)"
@@ -335,11 +337,22 @@ def test_an_interrupt_while_the_controller_waits(ray_session: None, tmp_path: Pa
     try:
         with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
             future = cluster.run(cluster.load(made), [{}, {}])
-            timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            with pytest.raises(KeyboardInterrupt):
+            waits, get = threading.Event(), RunChannel.get
+
+            def noted(self: RunChannel, *given: Any) -> list[Any]:
+                waits.set()
+                return get(self, *given)
+
+            def presses() -> None:
+                waits.wait()
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=presses)
+            thread.start()
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(RunChannel, "get", noted)
                 future.get()
-            timer.join()
+            thread.join()
             large = torch.arange(1 << 22)
             cluster.put([{"w": large}, {"w": large + 1}])  # while both are in their call
             go.touch()

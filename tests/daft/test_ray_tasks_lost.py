@@ -47,7 +47,7 @@ def test_a_stopped_actor_and_one_that_takes_too_long_are_named(ray_session: None
     unread = pytest.raises(daft.TaskError, match="actor 'b', fail: ValueError: no good: int")
     with unread, daft.launch("ray") as session:
         a, b, c = (daft.spawn(Model, name=n) for n in "abc")
-        b.fail(1)
+        daft.wait([b.fail(1)])  # or b is in a call for too long, too
         c.meet_in(str(tmp_path)).get()
         session.watch.call_deadline_s = 1.0  # type: ignore[attr-defined]
         with pytest.raises(daft.ActorLost, match="'c', await_mark: .* one call for more than 1 s"):

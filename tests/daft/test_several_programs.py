@@ -346,7 +346,7 @@ def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
     store = SignedStore.open("127.0.0.1", b"secret")
 
     def join(prefix: str) -> None:
-        own = SignedStore.join("127.0.0.1", store.port, b"secret", timedelta(seconds=60))
+        own = SignedStore.join("127.0.0.1", store.port, b"secret", timedelta(seconds=600))
         both = Join(
             address="",
             port=0,
@@ -364,11 +364,11 @@ def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
         with pytest.raises(TimeoutError):
             late.result(0.5)
         PrefixStore("program0", store).set("here1", "")
-        late.result(30)
+        late.result(600)
         lost = pool.submit(join, "program1")
         store.set(lost_key(7), "")
         with pytest.raises(RuntimeError, match="process 7 was lost before it joined"):
-            lost.result(30)
+            lost.result(600)
 
 
 # -- on Ray ----------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_a_half_submitted_step(ray_session: None, monkeypatch: pytest.MonkeyPatc
     """The process that has it would wait for the other's part, and all behind it with it."""
     from dtensor.daft.ray.actors.session import RaySession
 
-    with daft.launch("ray", deadline_s=20.0):
+    with daft.launch("ray", deadline_s=120.0):
         a, b = daft.spawn(Model, 1, name="a"), daft.spawn(Model, 2, name="b")
         step = daft.compile(lambda x: a.add([x, b.execute(a.execute(x))]))
         step(X).get()
