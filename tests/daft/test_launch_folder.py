@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,6 +46,15 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return own
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Of counters, which stands still but for what a test makes of it."""
+    now = time.monotonic_ns()
+    made = SimpleNamespace(monotonic_ns=lambda: now, sleep=time.sleep)
+    monkeypatch.setattr(progress, "time", made)
+    return made
+
+
 @contextmanager
 def launched() -> Iterator[tuple[LaunchFolder, list[ProgramCounter]]]:
     """Three hosts, all threads of this process: 0 and 1 wait for 2, which is in a call."""
@@ -58,7 +67,7 @@ def launched() -> Iterator[tuple[LaunchFolder, list[ProgramCounter]]]:
         folder.write_lines(0, Lines.of(ALL, verify(ALL).lists))
         for counter, thread in zip(counters, threads, strict=True):
             thread.start()
-            while not counter.pid:
+            while not counter.pid or not waits_in(thread, _host):
                 time.sleep(0.001)
             counter.asks(4)
             counter.begin(0, 4)
@@ -72,6 +81,14 @@ def launched() -> Iterator[tuple[LaunchFolder, list[ProgramCounter]]]:
         folder.close()
 
 
+def waits_in(thread: threading.Thread, function: Callable[..., object]) -> bool:
+    """Whether it has come to where it waits, called by this function through one more."""
+    at = sys._current_frames().get(thread.ident or 0)
+    for _ in range(2):
+        at = at and at.f_back
+    return at is not None and at.f_code is function.__code__
+
+
 def _host(counter: ProgramCounter, done: threading.Event) -> None:
     counter.start()
     done.wait()
@@ -79,7 +96,7 @@ def _host(counter: ProgramCounter, done: threading.Event) -> None:
 
 def running_for(counters: list[ProgramCounter], seconds: float, usual: float = 0.0) -> None:
     for counter in counters:
-        counter.view[6] = time.monotonic_ns() - int(seconds * 1e9)
+        counter.view[6] = progress.time.monotonic_ns() - int(seconds * 1e9)
         counter.view[7] = int(usual * 1e9)
 
 
@@ -209,7 +226,9 @@ def test_a_program_whose_lines_find_no_room_runs_all_the_same(
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    scratch: Path, capsys: pytest.CaptureFixture[str], clock: SimpleNamespace
+) -> None:
     assert main(["status"]) == 2
     assert "No launch of yours runs on Ray on this machine" in capsys.readouterr().err
     with launched() as (_, counters):
@@ -288,7 +307,7 @@ def told(late: Late, waited_s: float, times: int = 2) -> list[str]:
 
 
 def test_a_run_that_takes_too_long_is_told_of(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
     with launched() as (folder, counters):
         late = Late(folder.path)
@@ -328,7 +347,14 @@ def test_ranks_in_this_process() -> None:
 
     def ask(x: torch.Tensor) -> tuple[torch.Tensor]:
         """By another thread, while this one is in the call."""
-        thread = threading.Thread(target=lambda: found.append(dt.status(0.05)))
+        caller = threading.current_thread()
+
+        def look() -> None:
+            while not waits_in(caller, ask):
+                time.sleep(0.001)
+            found.append(dt.status(0.05))
+
+        thread = threading.Thread(target=look)
         thread.start()
         thread.join()
         return (x,)

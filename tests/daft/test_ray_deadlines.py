@@ -31,6 +31,8 @@ from tests.daft.programs import program
 
 pytest.importorskip("ray")
 
+from dtensor.daft.ray.cluster import RayCluster
+
 SUM = Buffer((1,), torch.float32)
 
 
@@ -69,15 +71,26 @@ def run(cluster: Cluster, by: Callable[[str], None], file: Path) -> Any:
     return cluster.run(cluster.load(held_up(by)), [fed, fed])
 
 
+def held(cluster: Cluster) -> None:
+    """Return when rank 1 is in its call and rank 0 waits for it; from now on nobody may stand still
+    for more than a second."""
+    assert isinstance(cluster, RayCluster)
+    while [cluster.crew.host(h).counter.read().position for h in (0, 1)] != [2, 0]:
+        time.sleep(0.01)
+    cluster.watch.deadline_s = 1.0
+
+
 @pytest.mark.ray
 def test_a_rank_that_computes_is_left_to_it(ray_session: None, tmp_path: Path) -> None:
-    with launch_cluster(2, backend="ray", deadline_s=1.0) as cluster:
+    with launch_cluster(2, backend="ray", deadline_s=120.0) as cluster:
         future = run(cluster, spin, tmp_path / "go")
+        held(cluster)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             while not caught:
                 with pytest.raises(TimeoutError):
                     future.get(timeout=0.3)
+            cluster.watch.deadline_s = 120.0  # type: ignore[attr-defined]
             (tmp_path / "go").touch()
             assert future.get()[0]["s"].item() == 4.0
         (warning,) = caught
@@ -87,12 +100,14 @@ def test_a_rank_that_computes_is_left_to_it(ray_session: None, tmp_path: Path) -
             "more than 1 s, and may go on for up to 3600 s (call_deadline_s)."
         )
         assert line == "  at net.py:8: spin(path)"
+        never = run(cluster, spin, tmp_path / "never")
+        held(cluster)
         cluster.watch.call_deadline_s = 3.0  # type: ignore[attr-defined]
         with (
             pytest.warns(RuntimeWarning, match="may go on for up to 3 s"),
             pytest.raises(ActorLost, match="in one call for more than 3 s") as lost,
         ):
-            run(cluster, spin, tmp_path / "never").get()
+            never.get()
         assert (lost.value.failure.rank, lost.value.failure.line) == (1, "net.py:8: spin(path)")
 
 
@@ -100,9 +115,11 @@ def test_a_rank_that_computes_is_left_to_it(ray_session: None, tmp_path: Path) -
 def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(
     ray_session: None, tmp_path: Path
 ) -> None:
-    with launch_cluster(2, backend="ray", deadline_s=1.0) as cluster:
+    with launch_cluster(2, backend="ray", deadline_s=120.0) as cluster:
+        never = run(cluster, wait_for_file, tmp_path / "never")
+        held(cluster)
         with pytest.raises(ActorLost, match="no progress for more than 1 s") as lost:
-            run(cluster, wait_for_file, tmp_path / "never").get()
+            never.get()
         assert (lost.value.failure.rank, lost.value.failure.index) == (1, 0)
 
 
@@ -113,9 +130,13 @@ def test_a_run_that_ends_as_the_deadline_passes(
     """The controller looks at the clock after the last call has come back."""
     from dtensor.daft.ray.channel.run_channel import NotYet, Reply, RunChannel
 
-    with launch_cluster(1, backend="ray", deadline_s=1.0) as cluster:
+    with launch_cluster(1, backend="ray", deadline_s=120.0) as cluster:
         one = program([Call("one", (), ("y",))], functions=[ONE], outputs=[("y",)])
         future = cluster.run(cluster.load(one), [{}])
+        assert isinstance(cluster, RayCluster)
+        while not cluster.crew.host(0).counter.read().has_ended(0):
+            time.sleep(0.01)
+        cluster.watch.deadline_s = 1.0
         end, get = time.monotonic() + 3.0, RunChannel.get
 
         def late(self: RunChannel, replies: Sequence[Reply], seconds: float) -> list[Any]:

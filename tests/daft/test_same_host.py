@@ -348,7 +348,7 @@ def test_a_partner_that_is_gone_is_noticed(how: str) -> None:
 
 
 def _folds(here: Here, pipe: Connection) -> None:
-    """Rank 1 dies in the middle of a piece that it has claimed; the others take their time."""
+    """Rank 1 dies in the middle of a piece that it has claimed; each other has claimed one."""
     slots.TOGETHER_BYTES = 0
     hosted = Hosted(here, here.join())
     handle = hosted.load(_sums(3, buffer=Buffer((6,), torch.float32)))
@@ -357,8 +357,9 @@ def _folds(here: Here, pipe: Connection) -> None:
 
     def fails(*given: Any) -> torch.Tensor:
         if here.index == 1:
+            here.store.set("claimed", "")
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.1)
+        here.store.wait(["claimed"])  # else the others fold all
         return fold(*given)
 
     same_host.fold = fails
