@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -126,16 +125,24 @@ def test_all_ranks_at_once_and_again(ray_session: None) -> None:
         assert sum(len(found.ranks) for found in cluster.recoveries) == 4
 
 
-def test_another_is_lost_while_one_is_replaced(ray_session: None) -> None:
+def test_another_is_lost_while_one_is_replaced(
+    ray_session: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with launched(spares=0) as cluster:
         cluster.put(zeros())
         handle = cluster.load(counting())
         cluster.run(handle, fed(1.0)).get()
         lose(cluster, 1)
-        timer = threading.Timer(0.4, lose, (cluster, 0))  # a new process takes longer to start
-        timer.start()
+        replace = cluster.crew.replace
+
+        def loses_another(host: int, places: Sequence[str]) -> Any:
+            found = replace(host, places)  # which is starting
+            if host == 1:
+                lose(cluster, 0)
+            return found
+
+        monkeypatch.setattr(cluster.crew, "replace", loses_another)
         assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 4.0
-        timer.join()
         assert cluster.run(handle, fed(1.0)).get()[1]["y"][0] == 6.0
         assert sorted(r for found in cluster.recoveries for r in found.ranks) == [0, 1]
 
