@@ -305,10 +305,8 @@ class RunChannel:
                 self._reader = me
                 return True
         while True:
-            with (
-                standing_in(),
-                self._lock,
-            ):  # Ctrl-C in a Condition's `wait` may leave that unlocked
+            # Ctrl-C within a Condition's `wait` may leave that unlocked
+            with standing_in(), self._lock:
                 self._waiting += 1
                 try:
                     if self._reader in (None, me):
