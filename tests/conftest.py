@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +20,10 @@ from tests.warm import warm
 
 # As in an actor, and as `make test` has it: with more threads some kernels sum in another order.
 torch.set_num_threads(1)
+
+# A shell starts its background jobs with Ctrl-C ignored, and what they start has it so, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 LONG_S = {"test_copies.py": 45.0, "test_two_hosts.py": 35.0, "test_placing.py": 12.0}
