@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections import defaultdict
@@ -20,6 +21,9 @@ from tests.warm import warm
 
 # As in an actor, and as `make test` has it: with more threads some kernels sum in another order.
 torch.set_num_threads(1)
+
+# Ray starts its workers with the niceness 15: on a busy machine they stand still for a minute.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 # A shell starts its background jobs with Ctrl-C ignored, and what they start has it so, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
