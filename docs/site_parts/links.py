@@ -108,6 +108,7 @@ def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         name = f"files/{title}"
         if path.is_dir():
             there = [f for f in sorted(path.iterdir()) if f.name not in _LEFT_OUT]
+            there = [f for f in there if f.suffix != ".png"]  # pages show them
             waiting |= {f for f in there if _page_of(f).startswith("files/")}
             body = _list(name, there)
         else:
