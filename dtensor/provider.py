@@ -1,31 +1,23 @@
 """What a level offers and one above it does: `plan.save` is planning's, the page the explorer's.
 
-    PAGES = Provider[Writer]("writes plans as pages")      # where it is offered
-    PAGES.use(save_plan)                                   # dtensor/__init__.py, which knows both
-    PAGES.get()(plan, "plan.html")
+    PAGES = Provider[Writer]("dtensor.api.launch.plan_page:save_plan")
+    PAGES.get()(plan, "plan.html")                  # imported now
 
-Invariant: there is one of each; so no level imports what is above it.
+Invariant: no level imports what is above it before that does something for it.
 """
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import pkgutil
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
 
 class Provider(Generic[T]):
-    def __init__(self, what: str) -> None:
-        """``what`` it does, for the error."""
-        self._what = what
-        self._given: T | None = None
-
-    def use(self, given: T) -> None:
-        """From now on this does it."""
-        self._given = given
+    def __init__(self, name: str) -> None:
+        """``name``: ``"module:function"``, what does it."""
+        self._name = name
 
     def get(self) -> T:
-        """RuntimeError where nothing does it: `import dtensor` says what does."""
-        if self._given is None:
-            raise RuntimeError(f"nothing here {self._what}.\nfix: import dtensor")
-        return self._given
+        return cast(T, pkgutil.resolve_name(self._name))

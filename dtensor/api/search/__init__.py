@@ -1,0 +1,1 @@
+from dtensor.api.search import placements as placements

@@ -74,7 +74,7 @@ Grads = Literal["none", "loss", "tangents"]
 Profiled = Callable[
     [int, MeshSession, Callable[[], object], Callable[[object], None], "PlanCache"], Profile
 ]
-PROFILER = Provider[Profiled]("profiles steps")
+PROFILER = Provider[Profiled]("dtensor.api.launch.profiling:profiled")
 """Given how many, a session, what takes a step, what waits for what it gave, and the plans."""
 
 MOST_RECAPTURES = 3

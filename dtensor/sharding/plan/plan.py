@@ -36,7 +36,9 @@ from dtensor.sharding.plan.text.summary import summary_html, summary_text
 from dtensor.sharding.plan.verify import verify
 from dtensor.showing import html_folded
 
-PAGES = Provider[Callable[["Plan", str | os.PathLike[str]], Path]]("writes plans as pages")
+PAGES = Provider[Callable[["Plan", str | os.PathLike[str]], Path]](
+    "dtensor.api.launch.plan_page:save_plan"
+)
 """Given a plan and where to write it, where it was written."""
 
 

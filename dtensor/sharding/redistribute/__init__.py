@@ -1,0 +1,1 @@
+from dtensor.sharding.redistribute import topologies as topologies
