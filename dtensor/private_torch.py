@@ -13,6 +13,7 @@ Ray (daft/ray/bootstrap/private_ray.py).
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -68,6 +69,16 @@ set_tracing_state: Any = _C._set_tracing_state
 is_alias_of: Any = _C._is_alias_of
 jit_get_schemas_for_operator: Any = _C._jit_get_schemas_for_operator
 make_wrapper_subclass: Any = _torch.Tensor._make_wrapper_subclass
+
+
+def op_packet(name: str) -> OpOverloadPacket:
+    """``aten::add`` -> torch.ops.aten.add. The first name of one of dtensor's own ops, ``dt::rope``,
+    registers them. Raises AttributeError where torch has no such op."""
+    namespace, _, op = name.partition("::")
+    if namespace == "dt":
+        importlib.import_module("dtensor.sharding.ops.registered")
+    return getattr(getattr(torch.ops, namespace), op)
+
 
 # -- kernels ---------------------------------------------------------------------------------------
 

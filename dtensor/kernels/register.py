@@ -16,14 +16,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
 
 from dtensor.errors import PlanningError, check_callable, check_kind, check_word
 from dtensor.kernels.registry import Kernel, Registered, current, kernel_of, use
-from dtensor.private_torch import OpOverload, dispatch_get_all_op_names
+from dtensor.private_torch import OpOverload, dispatch_get_all_op_names, op_packet
 
 Function = TypeVar("Function", bound=Callable[..., Any] | None)
 
@@ -98,13 +98,14 @@ def _name(function: Callable[..., Any]) -> str:
 
 def _op_named(name: str) -> OpOverload:
     """ "dt::rms_norm", or as torch prints it: "dt.rms_norm.default"."""
-    known = dispatch_get_all_op_names()
     wanted = name if "::" in name else name.replace(".", "::", 1)
     wanted = wanted.removesuffix(".default")
+    base, _, overload = wanted.partition(".")
+    with suppress(AttributeError):  # so that torch knows it, if it is one of dtensor's
+        packet = op_packet(base)
+    known = dispatch_get_all_op_names()
     if wanted in known:
-        base, _, overload = wanted.partition(".")
-        namespace, _, packet = base.partition("::")
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        return getattr(packet, overload or "default")
     overloads = [n for n in known if n.startswith(f"{wanted}.") and not n.endswith("out")]
     near = sorted(overloads) or difflib.get_close_matches(wanted, known, 3, cutoff=0.5)
     raise PlanningError(

@@ -42,13 +42,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-import torch
-
 from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import Instruction
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.raised import traceback_of
-from dtensor.private_torch import OpOverload, OpOverloadPacket
+from dtensor.private_torch import OpOverload, OpOverloadPacket, op_packet
 
 Built: TypeAlias = Callable[..., tuple[object, ...]]
 
@@ -224,12 +222,7 @@ def _function(name: str, source: str, bindings: Any, lines: Any) -> Function:
 
 # Operators do not pickle by themselves (their bound schema is a C++ object): they go by name.
 def _overload(name: str, overload: str) -> object:
-    return getattr(_packet(name), overload)
-
-
-def _packet(name: str) -> object:
-    namespace, _, op = name.partition("::")
-    return getattr(getattr(torch.ops, namespace), op)
+    return getattr(op_packet(name), overload)
 
 
 def _reduce_overload(op: OpOverload) -> tuple[object, ...]:
@@ -238,7 +231,7 @@ def _reduce_overload(op: OpOverload) -> tuple[object, ...]:
 
 
 def _reduce_packet(op: OpOverloadPacket) -> tuple[object, ...]:
-    return (_packet, (str(op).replace(".", "::", 1),))
+    return (op_packet, (str(op).replace(".", "::", 1),))
 
 
 copyreg.pickle(OpOverload, _reduce_overload)  # type: ignore[arg-type]

@@ -61,6 +61,7 @@ from dtensor.private_torch import (
     below_autograd,
     dispatch_dump,
     get_operation_overload,
+    op_packet,
 )
 
 _cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
@@ -297,8 +298,7 @@ def _origin(name: str, device: torch.device, known: Known) -> tuple[OpOrigin, li
 
 def _overload(name: str) -> OpOverload:
     base, overload = _name_and_overload(name)
-    namespace, _, op = base.partition("::")
-    return getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")
+    return getattr(op_packet(base), overload or "default")
 
 
 class _Begins(Exception):
