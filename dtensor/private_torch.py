@@ -72,8 +72,8 @@ make_wrapper_subclass: Any = _torch.Tensor._make_wrapper_subclass
 
 
 def op_packet(name: str) -> OpOverloadPacket:
-    """``aten::add`` -> torch.ops.aten.add. The first name of one of dtensor's own ops, ``dt::rope``,
-    registers them. Raises AttributeError where torch has no such op."""
+    """``aten::add`` -> torch.ops.aten.add. The first name of an op of dtensor's own, ``dt::rope``,
+    registers them all. Raises AttributeError where torch has no such op."""
     namespace, _, op = name.partition("::")
     if namespace == "dt":
         importlib.import_module("dtensor.sharding.ops.registered")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -161,3 +163,21 @@ def test_what_torch_imports_on_the_way_to_a_kernel(monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     found = origin("wrapped")
     assert asked == ["colorsys"] and found.kernel is not None and found.reason == ""
+
+
+@pytest.mark.slow
+def test_dtensors_own_ops_are_known_where_nothing_has_been_used() -> None:
+    import dtensor.sharding.ops.registered  # noqa: F401 - here
+
+    ops = (torch.ops.dt.rope.default, torch.ops.dt.random_uniform, torch.ops.aten.add.Tensor)
+    code = """
+import pickle, sys
+import torch
+print(*pickle.load(sys.stdin.buffer))
+import dtensor as dt
+print(dt.kernel("dt::rope", "cuda"))
+"""
+    there = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(ops), capture_output=True, check=True
+    )
+    assert there.stdout.decode().splitlines()[0] == " ".join(map(str, ops))
