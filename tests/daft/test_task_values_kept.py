@@ -123,6 +123,11 @@ def test_large_copies_go_on_in_a_fork():
     assert os.waitpid(child, 0)[1] == 0
 
 
+class NeverBegun(Keeper):
+    def __init__(self) -> None:
+        threading.Event().wait(600.0)
+
+
 def memories(process: int | str) -> int:
     """The segments that it has open."""
     found = 0
@@ -156,7 +161,7 @@ def test_values_of_actors_on_ray(ray_session: None):
 @pytest.mark.ray
 def test_an_actor_that_ends_before_it_has_started(ray_session: None):
     with daft.launch("ray", deadline_s=120.0):
-        a = daft.spawn(Keeper)
+        a = daft.spawn(NeverBegun)
         early = a.same(1)
         daft.end(a)
         for future in (early, a.same(torch.ones(MANY))):
