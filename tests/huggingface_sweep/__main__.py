@@ -25,6 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
+PATIENCE_S = 30  # of those: to find a model that plain torch trains
 GIB = 6
 
 
@@ -137,7 +138,7 @@ def _child(family: str, part: Path) -> None:
         put(dataclasses.replace(record, verdict="refused", stage="process"))
 
     started = time.monotonic()
-    put(judge(family, begun))
+    put(judge(family, begun, PATIENCE_S))
     os._exit(0)
 
 

@@ -14,6 +14,7 @@ counts as right only if it is right there.
 from __future__ import annotations
 
 import copy
+import math
 import random
 import time
 import traceback
@@ -58,7 +59,6 @@ HEADS = {
 LOSS, WEIGHT, CHANGE = 1e-5, 1e-4, 1e-3
 RATE = 0.05
 STEPS, CALLS = 2, 5
-PATIENCE_S = 30  # to find a model that plain torch trains
 MOST_PARAMETERS = 20_000_000
 Step = tuple[list[float], dict[str, Tensor]]  # the losses, the weights after them
 
@@ -71,12 +71,15 @@ def families() -> list[str]:
     return sorted(names)
 
 
-def judge(family: str, begun: Callable[[Record], None] | None = None) -> Record:
-    """``begun`` is called with the record so far once plain torch has trained the family."""
+def judge(
+    family: str, begun: Callable[[Record], None] | None = None, patience_s: float = math.inf
+) -> Record:
+    """``begun`` is called with the record so far once plain torch has trained the family;
+    ``patience_s``: how long it is looked for a model that plain torch trains."""
     record = Record(family=family)
     warnings.filterwarnings("ignore")
     warnings.filterwarnings("error", message="The program reads ")  # ours: none is due
-    found = trainable(family, record)
+    found = trainable(family, record, patience_s)
     if found is None:
         return record
     model, batch, plain = found
@@ -98,7 +101,9 @@ def judge(family: str, begun: Callable[[Record], None] | None = None) -> Record:
 # -- what plain torch trains -----------------------------------------------------------------------
 
 
-def trainable(family: str, record: Record) -> tuple[nn.Module, dict[str, Tensor], Step] | None:
+def trainable(
+    family: str, record: Record, patience_s: float = math.inf
+) -> tuple[nn.Module, dict[str, Tensor], Step] | None:
     """A model of the family, a batch, and two steps of plain torch; None with the reason noted."""
     reasons: list[tuple[str, Exception]] = []
     started = time.monotonic()
@@ -110,7 +115,7 @@ def trainable(family: str, record: Record) -> tuple[nn.Module, dict[str, Tensor]
             reasons.append(("configuration", error))
             continue
         for head, cls in classes:
-            if time.monotonic() - started > PATIENCE_S:
+            if time.monotonic() - started > patience_s:
                 break
             try:
                 model = _build(cls, config)
