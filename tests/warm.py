@@ -60,12 +60,16 @@ def warm() -> Iterator[None]:
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         address = os.path.join(folder, "warm")
-        # It ends when nobody holds the other end of its input.
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.warm", address],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **worker_environment()},
-        )
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(address)  # here: a worker may ask before that process has started
+            listener.listen(128)
+            # It ends when nobody holds the other end of its input.
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tests.warm", str(listener.fileno())],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, **worker_environment()},
+            )
         patch.setenv(ADDRESS, address)
         patch.setattr(Node, "start_raylet", start_with_this)
         try:
@@ -121,14 +125,13 @@ def worker_of(argv: list[str]) -> list[str] | None:
 
 
 # -- the warm process -----------------------------------------------------------------------------
-def serve(address: str) -> list[str]:
-    """Fork for who asks, until the input ends. In a fork, it returns script and arguments."""
+def serve(number: int) -> list[str]:
+    """Fork for who asks, until the input ends. In a fork, it returns script and arguments.
+    ``number``: of a socket that listens."""
     import gc
     import selectors
 
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(address)
-    listener.listen(128)
+    listener = socket.socket(fileno=number)
     _import()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would have but one of its threads"
     gc.collect()
@@ -212,7 +215,7 @@ def main(argv: list[str]) -> None:
     if len(argv) == 1:
         import runpy
 
-        script = serve(argv[0])[0]
+        script = serve(int(argv[0]))[0]
         runpy.run_path(script, run_name="__main__")
         return
     wanted = worker_of(argv)
