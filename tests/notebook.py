@@ -29,6 +29,7 @@ class Notebook:
     def __init__(self, folder: Path) -> None:
         file = str(folder / "kernel.json")
         self.kernel = KernelManager(transport="ipc", connection_file=file)  # no port to fight for
+        self.kernel.shutdown_wait_time = 600.0  # by default it is killed after 5 s of its end
 
     def __enter__(self) -> Self:
         self.kernel.start_kernel()
