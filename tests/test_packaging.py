@@ -95,8 +95,8 @@ def test_the_wheel_has_the_package_alone(packages: Path) -> None:
         info = f"dtensor-{dtensor.__version__}.dist-info"
         metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
         scripts = archive.read(f"{info}/entry_points.txt").decode()
-    files = (f for f in (ROOT / "dtensor").rglob("*") if f.is_file() and f.suffix != ".pyc")
-    ours = {str(f.relative_to(ROOT)) for f in files}
+    files = (f for f in (ROOT / "dtensor").rglob("*") if "__pycache__" not in f.parts)
+    ours = {str(f.relative_to(ROOT)) for f in files if f.is_file()}
     assert {name for name in inside if not name.startswith(info)} == ours
     assert "dtensor/py.typed" in inside
     assert set(metadata.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
