@@ -18,6 +18,7 @@ from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 
 PROGRAMS = ("chromium", "chromedriver")
+PATIENCE_S = 600.0  # for the machine: by default a script has 30 s
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
@@ -46,6 +47,8 @@ def browser(
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         driver = webdriver.Chrome(options, Service(shutil.which(PROGRAMS[1])))
         try:
+            driver.set_page_load_timeout(PATIENCE_S)
+            driver.set_script_timeout(PATIENCE_S)
             metrics = dict(width=width, height=height, deviceScaleFactor=1, mobile=False)
             driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
             if dark:

@@ -10,11 +10,12 @@ import torch
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import WebDriverWait
 from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.explorer import save_pages
-from tests.explorer.browser import browser, need_browser
+from tests.explorer.browser import PATIENCE_S, browser, need_browser
 from tests.explorer.pages import gpt_plan, mlp_plan
 from tests.models import square_loss
 
@@ -46,6 +47,11 @@ def texts(driver: Chrome, selector: str) -> list[str]:
     """Of all that the selector finds, seen or not."""
     find = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
     return driver.execute_script(find, selector)
+
+
+def await_script(driver: Chrome, script: str, result: object) -> None:
+    """Until it returns that: an emulation may act after the call that asked for it."""
+    WebDriverWait(driver, PATIENCE_S).until(lambda d: d.execute_script(script) == result)
 
 
 def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: Path):
@@ -143,6 +149,8 @@ def test_a_narrow_window_and_a_dark_one(driver: Chrome, tmp_path: Path):
     try:
         driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", dark)
+        await_script(driver, "return matchMedia('(prefers-color-scheme: dark)').matches", True)
+        await_script(driver, "return [innerWidth, innerHeight]", [900, 700])
         assert driver.execute_script(ground) != light
         wide = "const e = document.documentElement; return [e.scrollWidth, e.scrollHeight]"
         assert driver.execute_script(wide) == [900, 700]
