@@ -24,6 +24,8 @@ torch.set_num_threads(1)
 
 # Ray starts its workers with the niceness 15: on a busy machine they stand still for a minute.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# A raylet ends itself if its agent, a Python process, has not answered after 30 s.
+os.environ.setdefault("RAY_agent_register_timeout_ms", "600000")
 
 # A shell starts its background jobs with Ctrl-C ignored, and what they start has it so, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -95,10 +97,12 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture(scope="session")
 def warm_workers() -> Iterator[None]:
     """Ray's workers are forks of a process that has imported torch (warm.py)."""
-    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray")
+    from dtensor.daft.ray.bootstrap.starting import end_ray
+
     with warm():
         yield
-        ray.shutdown()
+        end_ray()
 
 
 @pytest.fixture(scope="module")
@@ -118,4 +122,6 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()  # before the summary: hypothesis is imported there, and asks the collector
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        ray.shutdown()
+        from dtensor.daft.ray.bootstrap.starting import end_ray
+
+        end_ray()

@@ -19,11 +19,12 @@ import logging
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ RELEASE_S = 10.0
 """How long Ray may take to hand out the GPUs of actors that have just ended."""
 START_S = 180.0
 """How long processes may take to start and to connect: each imports torch, and they share cores."""
+END_S = 30.0
+"""How long one that was killed may take to end, of Ray's own."""
 
 ANSWER_S = 10.0
 """How long an address may take to answer: Ray is perhaps just starting there."""
@@ -72,7 +75,8 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
         environment = worker_environment() | _own_token()
         # Ray that is interrupted while it starts believes that it has not, and the next start of it
         # aborts the process.
-        with _environment(environment), _on_loopback(), held_back():
+        patient = private_ray.patience(START_S)
+        with _environment(environment), _on_loopback(), patient, held_back():
             _read_token()
             _ray.init(
                 include_dashboard=False,
@@ -91,8 +95,12 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
 
 def end_ray() -> None:
     """End what `start_ray` has started. The next Ray of this process has a token of its own."""
+    processes = private_ray.own_processes()
     _ray.shutdown()
     _read_token()
+    for process in processes:  # killed: Ray waits a second for each, and leaves who takes longer
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
 
 
 def _own_token() -> dict[str, str]:
