@@ -1,8 +1,9 @@
-"""How long a Ray that starts is waited for, and that none of its processes is left when it ends."""
+"""How a Ray that starts is waited for, and that none is left that has not started, or has ended."""
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,57 +13,86 @@ pytest.importorskip("ray")
 
 from dtensor.daft.ray.bootstrap import private_ray, starting
 
-
-class Raylet:
-    """Plays the process: it dies at the n-th look."""
-
-    def __init__(self, looks: int) -> None:
-        self.looks = looks
-
-    def poll(self) -> int | None:
-        self.looks -= 1
-        return None if self.looks >= 0 else 1
+Sleeper = subprocess.Popen[bytes]
 
 
-def nodes_known(
-    monkeypatch: pytest.MonkeyPatch, raylet: Raylet, at: int, patience_s: float
-) -> tuple[Any, int]:
-    """What Ray gets that asks once for its node, which is known at the n-th look, at one of which
-    each second passes; and how many looks there were."""
-    looks = 0
+class Services:
+    """Plays Ray's module that starts processes: "raylet" is known at the n-th look, at one of which
+    each second passes; ``dies_at``: a look."""
 
-    def get_node(address: str, name: str) -> str:
-        nonlocal looks
-        looks += 1
-        if looks < at:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, known_at: int, dies_at: int = -1) -> None:
+        self.known_at, self.dies_at = known_at, dies_at
+        self.looks = 0
+        self.started: list[Sleeper] = []
+        clock = SimpleNamespace(monotonic=lambda: float(self.looks), sleep=lambda _: None)
+        monkeypatch.setattr(private_ray, "time", clock)
+        monkeypatch.setattr(private_ray, "_services", self)
+
+    def start_ray_process(self, command: list[str], kind: str, fate_share: bool) -> Any:
+        self.started.append(subprocess.Popen(command))
+        return SimpleNamespace(process=self.started[-1])
+
+    def get_node(self, address: str, name: str) -> str:
+        self.looks += 1
+        if self.looks == self.dies_at:
+            self.started[-1].kill()
+            self.started[-1].wait()
+        if self.looks != self.known_at:
             raise RuntimeError("no such node")
         return f"{name} at {address}"
 
-    services = SimpleNamespace(
-        get_node=get_node, start_raylet=lambda: SimpleNamespace(process=raylet)
-    )
-    clock = SimpleNamespace(monotonic=lambda: float(looks), sleep=lambda _: None)
-    monkeypatch.setattr(private_ray, "_services", services)
-    monkeypatch.setattr(private_ray, "time", clock)
-    try:
-        with private_ray.patience(patience_s):
-            services.start_raylet()
-            return services.get_node("here", "a"), looks
-    except RuntimeError as error:
-        return error, looks
-    finally:
-        assert services.get_node is get_node
+    def init(self, **settings: object) -> str:
+        """As Ray does it."""
+        for kind in ("gcs_server", "raylet"):
+            self.start_ray_process(["sleep", "1e6"], kind, fate_share=True)
+        return self.get_node("here", "a")
+
+    def end(self) -> None:
+        for process in self.started:
+            process.kill()
+            process.wait()
 
 
 def test_a_raylet_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nodes_known(monkeypatch, Raylet(1000), 100, 180.0) == ("a at here", 100)
+    services = Services(monkeypatch, known_at=100)
+    with private_ray.starting(180.0):
+        assert services.init() == "a at here"
+    assert [process.poll() for process in services.started] == [None, None]
+    services.end()
 
 
-def test_not_for_ever_and_no_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    error, looks = nodes_known(monkeypatch, Raylet(1000), 1000, 180.0)
-    assert isinstance(error, RuntimeError) and looks == 181
-    error, looks = nodes_known(monkeypatch, Raylet(5), 1000, 180.0)
-    assert isinstance(error, RuntimeError) and looks == 6
+def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = Services(monkeypatch, known_at=1000)
+    with pytest.raises(RuntimeError, match="no such node"), private_ray.starting(180.0):
+        services.init()
+    assert services.looks == 181
+    assert [process.returncode for process in services.started] == [-9, -9]
+
+
+def play(monkeypatch: pytest.MonkeyPatch, init: Callable[..., object]) -> None:
+    monkeypatch.setattr(starting, "_ray", SimpleNamespace(init=init))
+    monkeypatch.setattr(starting, "_own_folder", str)
+
+
+def test_where_a_raylet_has_ended_another_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = Services(monkeypatch, known_at=100, dies_at=5)
+    play(monkeypatch, lambda **settings: services.init(**settings))
+    starting._start()
+    assert [process.poll() for process in services.started] == [-9, -9, None, None]
+    services.end()
+
+
+def test_but_not_more_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    services = Services(monkeypatch, known_at=-1)
+
+    def dies(**settings: object) -> object:
+        services.dies_at = services.looks + 3
+        return services.init(**settings)
+
+    play(monkeypatch, dies)
+    with pytest.raises(private_ray.RayletEnded, match="has ended while it started, by -9"):
+        starting._start()
+    assert [process.returncode for process in services.started] == [-9] * 2 * starting.STARTS
 
 
 def test_a_process_that_ray_does_not_wait_for_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

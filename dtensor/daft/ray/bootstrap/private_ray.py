@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -28,18 +28,28 @@ with suppress(ImportError):  # Ray 2.50 and 2.51 know no tokens
 _services: Any = services
 _worker: Any = worker
 LOOK_S = 0.1  # how often it is looked whether Ray has started
+END_S = 30.0
+"""How long one of Ray's processes that was killed may take to end."""
+
+
+class RayletEnded(Exception):
+    """A raylet ends itself, for one, where its agents, which Python starts, take more than 15 s to
+    come up, as where processes share cores."""
 
 
 @contextmanager
-def patience(seconds: float) -> Generator[None]:
-    """Within, a Ray that starts waits so long for its raylet, as long as that lives. By itself it
-    gives up after 30 s, which pass where processes share cores, and leaves what it has started."""
-    start, get = _services.start_raylet, _services.get_node
-    raylets: list[Any] = []
+def starting(seconds: float) -> Generator[None]:
+    """Within, a Ray that starts waits so long for its raylet, and `RayletEnded` if that ends: by
+    itself it waits for 30 s in either case. Of one that has not started nothing is left."""
+    start, get = _services.start_ray_process, _services.get_node
+    started: list[subprocess.Popen[bytes]] = []
+    raylets: list[subprocess.Popen[bytes]] = []
 
-    def start_raylet(*given: Any, **named: Any) -> Any:
-        found = start(*given, **named)
-        raylets.append(found.process)
+    def start_ray_process(command: Any, kind: str, *given: Any, **named: Any) -> Any:
+        found = start(command, kind, *given, **named)
+        started.append(found.process)
+        if kind == constants.PROCESS_TYPE_RAYLET:
+            raylets.append(found.process)
         return found
 
     def get_node(*given: Any, **named: Any) -> Any:
@@ -48,16 +58,26 @@ def patience(seconds: float) -> Generator[None]:
             try:
                 return get(*given, **named)
             except RuntimeError:  # it is not known yet
-                lives = bool(raylets) and raylets[-1].poll() is None
-                if not lives or time.monotonic() > end:
+                for raylet in raylets:
+                    if raylet.poll() is not None:
+                        raise RayletEnded(
+                            f"Ray's raylet has ended while it started, by {raylet.returncode}. "
+                            f"Its log, in Ray's folder, says why."
+                        ) from None
+                if time.monotonic() > end:
                     raise
             time.sleep(LOOK_S)
 
-    _services.start_raylet, _services.get_node = start_raylet, get_node
+    _services.start_ray_process, _services.get_node = start_ray_process, get_node
     try:
         yield
+    except BaseException:  # Ray forgets what it has started
+        for process in started:
+            process.kill()
+        await_end(started)
+        raise
     finally:
-        _services.start_raylet, _services.get_node = start, get
+        _services.start_ray_process, _services.get_node = start, get
 
 
 def own_processes() -> list[subprocess.Popen[bytes]]:
@@ -65,3 +85,10 @@ def own_processes() -> list[subprocess.Popen[bytes]]:
     node = _worker._global_node
     started: dict[str, list[Any]] = {} if node is None else node.all_processes
     return [each.process for infos in started.values() for each in infos]
+
+
+def await_end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Of processes that were killed: Ray itself waits a second for each."""
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)

@@ -19,12 +19,11 @@ import logging
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +41,8 @@ RELEASE_S = 10.0
 """How long Ray may take to hand out the GPUs of actors that have just ended."""
 START_S = 180.0
 """How long processes may take to start and to connect: each imports torch, and they share cores."""
-END_S = 30.0
-"""How long one that was killed may take to end, of Ray's own."""
+STARTS = 3
+"""How often Ray is started, where its raylet ends itself."""
 
 ANSWER_S = 10.0
 """How long an address may take to answer: Ray is perhaps just starting there."""
@@ -75,17 +74,9 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
         environment = worker_environment() | _own_token()
         # Ray that is interrupted while it starts believes that it has not, and the next start of it
         # aborts the process.
-        patient = private_ray.patience(START_S)
-        with _environment(environment), _on_loopback(), patient, held_back():
+        with _environment(environment), _on_loopback(), held_back():
             _read_token()
-            _ray.init(
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                num_cpus=8,
-                object_store_memory=100 << 20,
-                _temp_dir=_own_folder(),
-            )
+            _start()
         _own_sessions.add(_session())
     except BaseException:
         end_ray()
@@ -93,14 +84,32 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     return True
 
 
+def _start() -> None:
+    """Of a raylet that ends itself the next one may not: its agents are in the disk's cache then,
+    and the machine is perhaps less busy."""
+    for left in reversed(range(STARTS)):
+        try:
+            with private_ray.starting(START_S):
+                _ray.init(
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    num_cpus=8,
+                    object_store_memory=100 << 20,
+                    _temp_dir=_own_folder(),
+                )
+            return
+        except private_ray.RayletEnded:
+            if not left:
+                raise
+
+
 def end_ray() -> None:
     """End what `start_ray` has started. The next Ray of this process has a token of its own."""
     processes = private_ray.own_processes()
     _ray.shutdown()
     _read_token()
-    for process in processes:  # killed: Ray waits a second for each, and leaves who takes longer
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_S)
+    private_ray.await_end(processes)
 
 
 def _own_token() -> dict[str, str]:
