@@ -44,7 +44,7 @@ def test_fewer_gpus_than_ranks_are_refused_unless_it_is_said() -> None:
             with pytest.raises(DaftError, match=r"actor of ranks \(0, 1, 2, 3\) has no CUDA"):
                 dt.launch(mesh, backend="ray", device="cuda", ranks_per_actor=4).__enter__()
     finally:
-        ray.shutdown()
+        end_ray()
 
 
 @pytest.mark.ray

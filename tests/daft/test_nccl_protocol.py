@@ -270,9 +270,9 @@ def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
 @pytest.mark.ray
 def test_too_few_gpus_are_an_error_at_launch() -> None:
     ray = pytest.importorskip("ray")
-    from dtensor.daft.ray.bootstrap.starting import ranks_per_gpu
+    from dtensor.daft.ray.bootstrap.starting import end_ray, ranks_per_gpu
 
-    ray.shutdown()  # that of earlier tests
+    end_ray()  # that of earlier tests
     with pytest.raises(ValueError, match="need 1000 free GPUs, one for each actor"):
         launch_cluster(1000, backend="ray", device="cuda", ranks_per_actor=1)
     assert not ray.is_initialized()
@@ -289,4 +289,4 @@ def test_too_few_gpus_are_an_error_at_launch() -> None:
         ):
             ranks_per_gpu(4, None)
     finally:
-        ray.shutdown()
+        end_ray()
