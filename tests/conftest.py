@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -113,9 +114,28 @@ def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[
     from dtensor.daft.ray.bootstrap.starting import start_ray
 
     start_ray(None)
-    with nullcontext() if request.path.name == "test_chaos.py" else handed_on():
+    with (
+        hosts_may_stand_still(),
+        nullcontext() if request.path.name == "test_chaos.py" else handed_on(),
+    ):
         yield
     assert ray.is_initialized()
+
+
+@contextmanager
+def hosts_may_stand_still() -> Iterator[None]:
+    """The machine may hold processes up for many seconds, of which a heartbeat that does not come,
+    or a meeting that does not go on, says nothing. Tests stop those that are to have stopped, by a
+    signal; test_watch.py makes up a clock for the others."""
+    from dtensor.daft.ray.diagnosis import watch
+    from dtensor.daft.ray.recovery.recovery import Recovery
+
+    meeting = Recovery._wait.__kwdefaults__
+    assert meeting is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "STALE_S", math.inf)
+        patch.setitem(meeting, "patience_s", 600.0)
+        yield
 
 
 def pytest_sessionfinish() -> None:

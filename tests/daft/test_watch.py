@@ -150,6 +150,30 @@ def at(position: int, run: int = RUN, **what: Any) -> Progress:
     return Progress(position, 0 if position >= 0 else -1, run, 0.1, 100, 100, **what)
 
 
+def silent(seconds: float) -> Progress:
+    """Whose last heartbeat is so old."""
+    return replace(at(CALL), beat_s=seconds)
+
+
+def test_one_without_a_heartbeat_has_stopped(made: Any) -> None:
+    """Though no signal did that: a debugger, or a machine that is gone."""
+    cluster = made(at(WAIT), at(WAIT), silent(watch.STALE_S))
+    cluster.watch.deadline_s = 1.0
+    assert cluster.pass_by(4.0) == {}  # it may be late
+    cluster.processes[2].at = silent(watch.STALE_S + 1)
+    ((host, why),) = cluster.pass_by(1.0).items()
+    assert host == 2 and "the process has stopped: no heartbeat for 6.0 s" in why
+
+
+@pytest.mark.parametrize("of_two", [dict(burns=0.1), dict(starves=True)])
+def test_one_that_computes_may_be_late_with_its_heartbeat(made: Any, of_two: Any) -> None:
+    cluster = made(at(WAIT), at(WAIT), silent(1.0), **of_two)
+    with pytest.warns(RuntimeWarning, match="it has computed for more than 60 s"):
+        assert cluster.pass_by(90.0) == {}
+    cluster.processes[2].at = silent(90.0)
+    assert cluster.pass_by(90.0) == {}
+
+
 def meets(rank: int | None = None) -> Progress:
     """Between runs, where it waits for a rank to come."""
     return at(-1, run=-1, peer=rank)
