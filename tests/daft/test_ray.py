@@ -29,9 +29,10 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.ir.instructions import Buffer
-from dtensor.daft.ray.channel.run_channel import RunChannel
+from dtensor.daft.ray.channel.run_channel import NotYet, RunChannel
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.ray.diagnosis import watch
+from dtensor.daft.ray.diagnosis.watch import HostWatch
 from dtensor.daft.ray.transports.joining import check_routes
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
@@ -373,6 +374,64 @@ def test_a_connection_that_breaks(ray_session: None, monkeypatch: pytest.MonkeyP
         with pytest.raises(ActorLost, match="rank 1: its connection to the controller") as caught:
             cluster.run(cluster.load(_fragile()), _feed()).get()
         _check_failed(cluster, caught.value, pids)
+
+
+def test_a_host_that_fails_since_another_is_lost_is_not_what_is_raised(
+    ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the loss is seen first, and what that host was told says so before it is raised."""
+    go = tmp_path / "go"
+    dies = function("dies", "def forward(x, go):\n    die(go)\n    return (x,)", die=_die_at)
+    fine = function("fine", "def forward(x, go):\n    return (x,)")
+    add = Collective("all_reduce", (0, 1), ("y",), ("s",), (SUM,), (SUM,), "sum", "c")
+    made = program(
+        *[[Call(name, ("x", "go"), ("y",)), add, Wait(("s",))] for name in ("fine", "dies")],
+        functions=[dies, fine],
+        inputs=[("x", "go")] * 2,
+        outputs=[("s", "y")] * 2,
+    )
+    alone = program(
+        [Call("fine", ("x", "go"), ("y",))],
+        [],
+        functions=[fine],
+        inputs=[("x", "go"), ()],
+        outputs=[("y",), ()],
+    )
+    fed: dict[str, object] = {"x": torch.ones(1), "go": str(go)}
+    with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
+        assert isinstance(cluster, RayCluster)
+        hangs = cluster.run(cluster.load(made), [fed, fed])
+        behind = cluster.run(
+            cluster.load(alone), [fed, {}]
+        )  # rank 0 is told of it when it has failed
+        channel, watching = cluster.channel, cluster.watch
+        root, get = HostWatch.root, RunChannel.get
+
+        def first(self: RunChannel, replies: Any, seconds: float) -> list[Any]:
+            if not watching.lost:  # what comes is not heard of before the loss is seen
+                time.sleep(seconds)
+                raise NotYet
+            return get(self, replies, seconds)
+
+        def then(self: HostWatch, *given: Any) -> Exception:
+            found = root(self, *given)
+            while not channel._lines[0].unread:
+                channel.listen(0.01)
+            return found
+
+        monkeypatch.setattr(RunChannel, "get", first)
+        monkeypatch.setattr(HostWatch, "root", then)
+        go.touch()
+        with pytest.raises(ActorLost, match="rank 1"):
+            behind.get()
+        monkeypatch.undo()
+        with pytest.raises(ActorLost, match="rank 1"):
+            hangs.get()
+
+
+def _die_at(go: str) -> None:
+    wait_for_file(go)
+    os._exit(3)
 
 
 # -- what is sent ---------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
 from dtensor.daft.ray.bootstrap.placing import Room, place
 from dtensor.daft.ray.bootstrap.progress import Progress
 from dtensor.daft.ray.bootstrap.starting import START_S, ranks_per_gpu
-from dtensor.daft.ray.channel.messages import ASKED, TOLD, Payload
+from dtensor.daft.ray.channel.messages import ASKED, TOLD, HostFailed, Payload
 from dtensor.daft.ray.channel.processes import END_S, Home, HostProcess
 from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch
 from dtensor.daft.ray.ranks.ranks import Plain, Ranks
@@ -289,9 +289,11 @@ class RayCluster(HostedCluster):
         return found
 
     def _raise_unread(self, asked: Sequence[Asked], note: str = "") -> None:
-        """What these hosts were told may have failed, and a run that nobody reads have said so."""
+        """What these hosts were told may have failed, and a run that nobody reads have said so. Not
+        what failed since another has ended: each call of theirs says that."""
         for each in asked:
-            if (unread := self.channel.unread(each.host.index)) is not None:
+            unread = self.channel.unread(each.host.index)
+            if unread is not None and not isinstance(unread, HostFailed):
                 if note:
                     unread.add_note(note)
                 raise unread from unread.__cause__
