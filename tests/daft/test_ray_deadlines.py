@@ -7,8 +7,10 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from tests.daft.programs import program
 pytest.importorskip("ray")
 
 from dtensor.daft.ray.cluster import RayCluster
+from dtensor.daft.ray.diagnosis import watch
 
 SUM = Buffer((1,), torch.float32)
 
@@ -80,9 +83,28 @@ def held(cluster: Cluster) -> None:
     cluster.watch.deadline_s = 1.0
 
 
+@contextmanager
+def clock_of(cluster: Cluster, host: int) -> Iterator[None]:
+    """Within, the controller's clock goes as this host computes: else one that computes all the
+    time seems to stand still with a machine that does."""
+    assert isinstance(cluster, RayCluster)
+    process, now = cluster.crew.host(host), time.monotonic()
+    begun = process.cpu_s
+
+    def monotonic() -> float:
+        nonlocal now, begun
+        used = process.cpu_s  # 0 when it has ended
+        now, begun = now + max(0.0, used - begun), max(used, begun)
+        return now
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "time", SimpleNamespace(monotonic=monotonic))
+        yield
+
+
 @pytest.mark.ray
 def test_a_rank_that_computes_is_left_to_it(ray_session: None, tmp_path: Path) -> None:
-    with launch_cluster(2, backend="ray", deadline_s=120.0) as cluster:
+    with launch_cluster(2, backend="ray", deadline_s=120.0) as cluster, clock_of(cluster, 1):
         future = run(cluster, spin, tmp_path / "go")
         held(cluster)
         with warnings.catch_warnings(record=True) as caught:
