@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -368,7 +369,9 @@ def check_measured(backend: Literal["inprocess", "ray"]) -> None:
     predicted = dt.simulate(step, *data())
     with dt.launch(dt.Mesh(pp=2), backend=backend):
         first = float(step(*data()))
+        began = time.monotonic()
         found = dt.trace(step, *data())
+        seconds = time.monotonic() - began
         third = float(step(*data()))
         dt.gather_state_dict(step.model, step.optimizer)
     again = step_of(2, dt.Mesh(pp=2), dt.ZBH1(2), clip_grad_norm=1.0)
@@ -382,7 +385,7 @@ def check_measured(backend: Literal["inprocess", "ray"]) -> None:
             for t in (predicted, found)
         ]
         assert set(named[0]) <= set(named[1])  # predicted: without those that take no time
-    assert 0 < found.seconds < 60
+    assert 0 < found.seconds < seconds
     table = str(dt.compare_traces(predicted, found)).splitlines()
     assert table[0].split() == ["predicted", "measured", "ratio"]
     assert any("W stage 1" in line for line in table)

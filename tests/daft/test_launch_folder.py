@@ -103,7 +103,7 @@ def running_for(counters: list[ProgramCounter], seconds: float, usual: float = 0
 # -- the folder ------------------------------------------------------------------------------------
 
 
-def test_a_launch_is_found_and_gone(scratch: Path) -> None:
+def test_a_launch_is_found_and_gone(scratch: Path, clock: SimpleNamespace) -> None:
     assert launches() == []
     with launched() as (folder, _):
         assert folder.path.parent == own_directory() == scratch / f"dtensor-{os.geteuid()}"
@@ -206,7 +206,7 @@ def test_somebody_elses_directory_is_refused(scratch: Path) -> None:
 
 
 def test_a_program_whose_lines_find_no_room_runs_all_the_same(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
     def full(path: Path, text: str) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -379,7 +379,7 @@ def test_a_connection_that_breaks(ray_session: None, monkeypatch: pytest.MonkeyP
 def test_a_host_that_fails_since_another_is_lost_is_not_what_is_raised(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the loss is seen first, and what that host was told says so before it is raised."""
+    """Also where the loss is seen first, and what the host was told says so before it is raised."""
     go = tmp_path / "go"
     dies = function("dies", "def forward(x, go):\n    die(go)\n    return (x,)", die=_die_at)
     fine = function("fine", "def forward(x, go):\n    return (x,)")

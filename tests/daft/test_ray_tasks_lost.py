@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from pathlib import Path
@@ -47,12 +48,13 @@ def test_a_stopped_actor_and_one_that_takes_too_long_are_named(ray_session: None
     unread = pytest.raises(daft.TaskError, match="actor 'b', fail: ValueError: no good: int")
     with unread, daft.launch("ray") as session:
         a, b, c = (daft.spawn(Model, name=n) for n in "abc")
-        daft.wait([b.fail(1)])  # or b is in a call for too long, too
+        process = a.process().get()
+        daft.wait([b.fail(1)])
         c.meet_in(str(tmp_path)).get()
-        session.watch.call_deadline_s = 1.0  # type: ignore[attr-defined]
+        session.watch.call_deadline_s = 1.0  # type: ignore[attr-defined]  # none else is in a call
         with pytest.raises(daft.ActorLost, match="'c', await_mark: .* one call for more than 1 s"):
             c.await_mark(1.0).get()
-        process = a.process().get()
+        session.watch.call_deadline_s = math.inf  # type: ignore[attr-defined]
         os.kill(process, signal.SIGSTOP)
         session.watch.deadline_s = 3.0  # type: ignore[attr-defined]  # starting takes longer
         with pytest.raises(daft.ActorLost, match="actor 'a': the process has stopped: no heart"):

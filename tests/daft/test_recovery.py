@@ -26,6 +26,7 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.ir.instructions import Buffer
+from dtensor.daft.ray.bootstrap import user_folder
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.ray.recovery.recovery import Recovering
@@ -325,8 +326,9 @@ def test_a_pipeline_runs_ahead(ray_session: None) -> None:
 
 def test_leaving_while_one_is_replaced(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the middle of it: nothing hangs, and no memory is left."""
-    before = set(os.listdir("/dev/shm"))
     with launched(spares=0) as cluster:
+        kept = cluster._home.snapshots
+        assert kept.parent == Path("/dev/shm") and os.listdir(kept)
         cluster.put(zeros())
         handle = cluster.load(counting())
         cluster.run(handle, fed(1.0)).get()
@@ -342,10 +344,11 @@ def test_leaving_while_one_is_replaced(ray_session: None, monkeypatch: pytest.Mo
             cluster.run(handle, fed(1.0)).get()
         with pytest.raises(Exception, match="interrupted"):
             cluster.run(handle, fed(1.0))
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not kept.exists()
 
 
-def test_folders_of_nobody_are_removed() -> None:
+def test_folders_of_nobody_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_folder, "MEMORY", tmp_path)  # where other tests remove none
     with OwnFolder.in_memory() as own:
         there, said = os.pipe()
         pid = os.fork()

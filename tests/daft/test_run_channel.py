@@ -465,9 +465,10 @@ def read_by_another(channel: RunChannel) -> Iterator[None]:
 
 @pytest.mark.parametrize("others", [nullcontext, read_by_another])
 def test_an_interrupt_anywhere_in_a_wait(
-    tmp_path: Path, presses: None, others: Callable[..., Any]
+    tmp_path: Path, presses: None, others: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No lock stays, nobody else waits for a thread that has given up, and no answer is lost."""
+    monkeypatch.setattr(run_channel, "ACTS_S", 0.01)
     with channel_of(tmp_path) as (channel, _), ThreadPoolExecutor(1) as another:
         joined(channel)
         with others() if others is nullcontext else others(channel):
@@ -476,8 +477,10 @@ def test_an_interrupt_anywhere_in_a_wait(
                 reply = ask(channel, Echo.give, place)
                 if others is nullcontext:
                     there = interrupted_at(place, partial(channel.get, [reply], PATIENCE_S))
-                else:  # so that it waits for the other thread
-                    there = interrupted_at(place, partial(channel.came, [Reply(0)], 0.01))
+                else:  # so that it waits for the other thread, and looks again
+                    looks = iter((False,) * 4)
+                    done = partial(next, looks, True)
+                    there = interrupted_at(place, partial(channel._wait, done, PATIENCE_S))
                 assert another.submit(channel._lock.acquire, timeout=PATIENCE_S).result(), place
                 another.submit(channel._lock.release).result()
                 assert (channel._reader, channel._waiting) == (reader, 0), place
