@@ -39,7 +39,7 @@ from tests.chaos.recover import table as fault_table
 from tests.chaos.tasks import tasks
 from tests.chaos.watch import alive, held, left
 
-PATIENCE_S = 20.0  # for what has been told to end
+PATIENCE_S = 120.0  # for what has been told to end
 
 
 @dataclass(slots=True)

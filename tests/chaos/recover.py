@@ -30,8 +30,8 @@ from tests.chaos.disturbance import Disturbance, Hung, Outcome, Watchdog, drawn,
 from tests.chaos.inside import Fault
 from tests.chaos.programs import SCENARIOS, Result
 
-PATIENCE_S = 120.0  # for a launch, and for each of its faults as much again by `PER_FAULT_S`
-PER_FAULT_S = 30.0
+PATIENCE_S = 300.0  # for a launch, and for each of its faults as much again by `PER_FAULT_S`
+PER_FAULT_S = 60.0
 
 
 def undisturbed(name: str, steps: int) -> Result:

@@ -59,7 +59,7 @@ def main() -> None:
     said["environment after"] = _settings()
 
     context: Any = ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2)
-    before = listening(), _settings(), context.address_info["session_dir"]
+    before = _lasting(), _settings(), context.address_info["session_dir"]
     with dt.launch(MESH, "ray"):
         said["in the user's Ray"] = listening()
         said["strangers in the user's Ray"] = _strangers()
@@ -67,7 +67,7 @@ def main() -> None:
     node: Any = ray.worker._global_node  # type: ignore
     said["the user's Ray"] = before
     said["the user's Ray after"] = (
-        [each for each in listening() if each in before[0]],
+        [each for each in _lasting() if each in before[0]],
         _settings(),
         node.get_session_dir_path(),
     )
@@ -85,6 +85,11 @@ def join(address: str) -> None:
             print(json.dumps(listening(hosts | {os.getpid(): "controller"})))
     except ConnectionError as error:
         print(error)
+
+
+def _lasting() -> list[tuple[str, str, int]]:
+    """Without Ray's workers, which come and go; in order."""
+    return sorted(each for each in listening() if not each[0].startswith(("idle", "ray::Host")))
 
 
 def _settings() -> dict[str, object]:
