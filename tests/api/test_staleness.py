@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor.api.generation.staleness import Ledger
@@ -51,6 +51,7 @@ def test_the_last_batch_of_a_source_that_has_ended() -> None:
     assert ledger.take(ended=True) is None
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 4), st.integers(0, 3), st.integers(1, 6), st.integers(0, 2**32), st.booleans()
 )
