@@ -247,7 +247,7 @@ def test_a_killed_actor_is_named(ray_session: None, tmp_path: Path) -> None:
         float(run.step(x))
         (orders / str(pids[1])).write_text("sleep 0")  # in its next call
         loss = run.step(x)
-        wait_for_file(str(orders / "begun"), patience_s=600.0)
+        wait_for_file(str(orders / "begun"))
         assert not loss.done()
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(ActorLost) as caught:

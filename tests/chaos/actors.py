@@ -45,7 +45,7 @@ def stay(begun: str) -> None:
         time.sleep(1.0)  # it is hardly ever seen awake
 
 
-def wait_for_file(path: str, patience_s: float = 120.0) -> None:
+def wait_for_file(path: str, patience_s: float = 600.0) -> None:
     end = time.monotonic() + patience_s
     while not os.path.exists(path):
         if time.monotonic() > end:
