@@ -5,7 +5,6 @@
         one.run("ray start --head --port=6379 --node-ip-address=10.77.0.1")
         two.pull_cable()                          # and `two.plug_in()`
         two.end()                                 # all its processes, as when its power fails
-        one.sent()                                # bytes that went out of it, by the kernel's count
 
 Each has its own network, processes, host name, /tmp, /dev/shm and HOME; /mnt is a folder that they
 share, the file system is else this machine's. A bridge joins them, as a switch would. It needs
@@ -84,10 +83,6 @@ class Machine:
     def plug_in(self) -> None:
         self._ip("link set eth0 up")
 
-    def sent(self) -> int:
-        """Bytes that have gone out of it."""
-        return sent(self.run("cat /proc/net/dev"))
-
     def end(self) -> None:
         """As its power fails, with its cable in: the kernel closes its connections."""
         os.kill(self.first, 9)
@@ -97,13 +92,6 @@ class Machine:
     def _ip(self, arguments: str) -> None:
         inside = ["nsenter", f"--net=/proc/self/fd/{self.network}", "ip", *arguments.split()]
         subprocess.run(inside, check=True, pass_fds=[self.network])
-
-
-def sent(told: str, interface: str = "eth0") -> int:
-    """What has gone out there, of what /proc/net/dev tells; /sys has the numbers of this machine's
-    own network, not of a namespace's."""
-    line = next(line for line in told.splitlines() if line.strip().startswith(f"{interface}:"))
-    return int(line.split(":")[1].split()[8])
 
 
 class Machines:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from tests.chaos.disk import MARK as MARKED
+from tests.chaos.disk import marked
 from tests.machines import REPOSITORY, Machine, Machines, can_make
 from tests.pages import blocks_of
 
@@ -18,7 +21,9 @@ PAGE = (REPOSITORY / "docs" / "scale_out.md").read_text()
 SHELL = [block for block in blocks_of(PAGE) if block.kind == "sh"]
 ADDRESS = "10.77.0.1:6379"
 SCRIPT = "python -m tests.daft.two_hosts"
-TOKEN = {"RAY_AUTH_MODE": "token"}
+MARK = {MARKED: str(uuid.uuid4())}
+"""Of what runs on the machines of these tests, and on none of other tests'."""
+TOKEN = {"RAY_AUTH_MODE": "token", **MARK}
 
 
 def commands(containing: str) -> list[tuple[str, str]]:
@@ -34,10 +39,11 @@ def ray_of_two() -> Iterator[tuple[Machine, Machine]]:
         by_address = {machine.address: machine for machine in machines}
         one, two = machines
         (first, heads), (second, joins) = commands("ray start")
-        by_address[first].run(heads)
+        by_address[first].run(heads, **MARK)
         token = one.run("cat ~/.ray/auth_token")
         two.run(f"umask 077; mkdir ~/.ray; printf {token} > ~/.ray/auth_token")
-        by_address[second].run(joins)
+        by_address[second].run(joins, **MARK)
+        assert marked(MARK[MARKED])
         yield one, two
 
 
@@ -49,8 +55,7 @@ def can() -> Iterator[None]:
     networks = interfaces()
     yield
     assert interfaces() == networks
-    left = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True).stdout
-    assert "10.77.0" not in left
+    assert not marked(MARK[MARKED])
 
 
 def interfaces() -> str:
@@ -77,7 +82,6 @@ def is_named(found: dict[str, Any]) -> None:
     kind, error, *_ = found["error"]
     assert kind == "ActorLost" and "rank 2: its connection broke" in error
     assert "Machine 10.77.0.2 (two) has ended or cannot be reached, with ranks 2 and 3." in error
-    assert found["seconds"] < 60  # deadline_s, which would end it too
 
 
 @pytest.mark.ray
@@ -96,8 +100,8 @@ def test_a_pipeline_over_two_machines(can: None) -> None:
         assert found["launch"] in PAGE
         assert found["status"].count("10.77.0.2 (two)") == 2
         # of pp the two ranks there send the forward's half each; tp stays, in shared memory
-        assert 1 <= found["sent"] / found["planned"]["pp"] < 1.05
-        assert found["over loopback"] < 0.01 * found["planned"]["tp"]
+        assert 1 <= found["sent"] / found["planned"]["pp"] < 1.01
+        assert found["sent here"] < 0.01 * found["planned"]["tp"]
         is_named(found)
 
 
@@ -191,5 +195,6 @@ def on_one_network() -> None:
     checks(found)
     first, second = found["launch"].splitlines()[1:]
     assert "ranks 0 and 1 on" in first and "ranks 2 and 3 on" in second
-    # whose transfers go over loopback, both ways, and whose all_reduces do not
-    assert found["planned"]["pp"] <= found["over loopback"] / 2 < 2 * found["planned"]["pp"]
+    # all ranks are here: their transfers go from node to node, both ways, and their sums do not
+    assert 2 <= found["sent"] / found["planned"]["pp"] < 2.02
+    assert found["sent here"] < 0.01 * found["planned"]["tp"]
