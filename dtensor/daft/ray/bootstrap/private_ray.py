@@ -1,19 +1,21 @@
 """All that dtensor uses of Ray and that is private to Ray.
 
 Its tokens, which let in who knows them; the switch by which a cluster listens on this machine
-alone; how long it takes to start, and the processes that it starts. A new Ray may move any of it.
+alone; how long it takes to start, and which processes it starts. A new Ray may move any of it.
 Not here: what is done with it (starting.py).
 """
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from ray._private import ray_constants, services, worker
+import ray
+from ray._private import node, ray_constants, services, worker
 
 constants: Any = ray_constants
 tokens: Any = None
@@ -27,6 +29,8 @@ with suppress(ImportError):  # Ray 2.50 and 2.51 know no tokens
 
 _services: Any = services
 _worker: Any = worker
+_node: Any = node.Node
+_raylet: Any = ray._raylet
 LOOK_S = 0.1  # how often it is looked whether Ray has started
 END_S = 30.0
 """How long one of Ray's processes that was killed may take to end."""
@@ -78,6 +82,50 @@ def starting(seconds: float) -> Generator[None]:
         raise
     finally:
         _services.start_ray_process, _services.get_node = start, get
+
+
+@contextmanager
+def few_processes() -> Generator[None]:
+    """A Ray that is started within is GCS and raylet, and the raylet does not wait for its agents:
+    it has no dashboard, no autoscaler, no metrics, and nobody who forwards logs. Each is a process
+    of Python's, 1 s of a core, and Ray would wait for the first."""
+    with ExitStack() as ending:
+
+        def put(name: str, new: object) -> None:
+            ending.callback(setattr, _node, name, getattr(_node, name))
+            setattr(_node, name, new)
+
+        for name in ("start_api_server", "start_monitor", "start_log_monitor"):
+            if hasattr(_node, name):
+                put(name, _start_nothing)
+        if hasattr(_raylet, "persist_port"):  # an older Ray has chosen its ports before
+            start = _node.start_raylet
+
+            def start_raylet(node: Any, *given: Any, **named: Any) -> Any:
+                _say_ports(node)
+                return start(node, *given, **named)
+
+            put("start_raylet", start_raylet)
+        yield
+
+
+def _start_nothing(node: Any, *_: object, **__: object) -> None:
+    node._webui_url = ""
+
+
+def _say_ports(node: Any) -> None:
+    """What the agents would say when they have imported all that they need."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        node._ray_params.runtime_env_agent_port = free.getsockname()[1]
+    said = {
+        _raylet.METRICS_AGENT_PORT_NAME: -1,  # as if what it needs were not installed
+        _raylet.METRICS_EXPORT_PORT_NAME: -1,
+        _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME: -1,
+        _raylet.RUNTIME_ENV_AGENT_PORT_NAME: node._ray_params.runtime_env_agent_port,
+    }
+    for name, port in said.items():
+        _raylet.persist_port(node._session_dir, node._node_id, name, port)
 
 
 def own_processes() -> list[subprocess.Popen[bytes]]:

@@ -72,6 +72,8 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         environment = worker_environment() | _own_token()
+        # Ray's own is 15, with which a rank stands still beside two busy processes.
+        environment["RAY_worker_niceness"] = os.environ.get("RAY_worker_niceness", "0")
         # Ray that is interrupted while it starts believes that it has not, and the next start of it
         # aborts the process.
         with _environment(environment), _on_loopback(), held_back():
@@ -89,7 +91,7 @@ def _start() -> None:
     and the machine is perhaps less busy."""
     for left in reversed(range(STARTS)):
         try:
-            with private_ray.starting(START_S):
+            with private_ray.starting(START_S), private_ray.few_processes():
                 _ray.init(
                     include_dashboard=False,
                     log_to_driver=False,
