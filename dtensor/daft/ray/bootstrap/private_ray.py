@@ -12,9 +12,9 @@ import subprocess
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
-import ray
 from ray._private import node, ray_constants, services, worker
 
 constants: Any = ray_constants
@@ -30,7 +30,7 @@ with suppress(ImportError):  # Ray 2.50 and 2.51 know no tokens
 _services: Any = services
 _worker: Any = worker
 _node: Any = node.Node
-_raylet: Any = ray._raylet
+_raylet: Any = import_module("ray._raylet")
 LOOK_S = 0.1  # how often it is looked whether Ray has started
 END_S = 30.0
 """How long one of Ray's processes that was killed may take to end."""

@@ -71,9 +71,9 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     # A failure is raised as the root cause, once: Ray would also log each future nobody read.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        environment = worker_environment() | _own_token()
-        # Ray's own is 15, with which a rank stands still beside two busy processes.
-        environment["RAY_worker_niceness"] = os.environ.get("RAY_worker_niceness", "0")
+        # By itself Ray's is 15, with which a rank stands still beside two busy processes.
+        environment = {"RAY_worker_niceness": "0", **os.environ}
+        environment |= worker_environment() | _own_token()
         # Ray that is interrupted while it starts believes that it has not, and the next start of it
         # aborts the process.
         with _environment(environment), _on_loopback(), held_back():
