@@ -96,6 +96,10 @@ def files_shown(env: Any) -> dict[str, set[str]]:
     return shown
 
 
+def _is_left_out(path: Path) -> bool:
+    return path.name in _LEFT_OUT or path.suffix == ".png"  # pages show pictures
+
+
 def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
     """A page for each file that a page links to, and for those of the folders among them."""
     shown: dict[str, set[str]] = getattr(app.env, "dtensor_files_shown", {})
@@ -107,8 +111,7 @@ def pages_of_files(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         title = path.relative_to(ROOT).as_posix()
         name = f"files/{title}"
         if path.is_dir():
-            there = [f for f in sorted(path.iterdir()) if f.name not in _LEFT_OUT]
-            there = [f for f in there if f.suffix != ".png"]  # pages show them
+            there = [f for f in sorted(path.iterdir()) if not _is_left_out(f)]
             waiting |= {f for f in there if _page_of(f).startswith("files/")}
             body = _list(name, there)
         else:

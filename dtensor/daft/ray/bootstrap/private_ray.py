@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -34,6 +34,19 @@ _raylet: Any = import_module("ray._raylet")
 LOOK_S = 0.1  # how often it is looked whether Ray has started
 END_S = 30.0
 """How long one of Ray's processes that was killed may take to end."""
+
+
+@contextmanager
+def replaced(where: Any, **new: Any) -> Generator[None]:
+    """Within, a module or class of Ray's has these attributes in place of its own."""
+    before = {name: getattr(where, name) for name in new}
+    for name, value in new.items():
+        setattr(where, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(where, name, value)
 
 
 class RayletEnded(Exception):
@@ -72,16 +85,14 @@ def starting(seconds: float) -> Generator[None]:
                     raise
             time.sleep(LOOK_S)
 
-    _services.start_ray_process, _services.get_node = start_ray_process, get_node
-    try:
-        yield
-    except BaseException:  # Ray forgets what it has started
-        for process in started:
-            process.kill()
-        await_end(started)
-        raise
-    finally:
-        _services.start_ray_process, _services.get_node = start, get
+    with replaced(_services, start_ray_process=start_ray_process, get_node=get_node):
+        try:
+            yield
+        except BaseException:  # Ray forgets what it has started
+            for process in started:
+                process.kill()
+            await_end(started)
+            raise
 
 
 @contextmanager
@@ -89,23 +100,17 @@ def few_processes() -> Generator[None]:
     """A Ray that is started within is GCS and raylet, and the raylet does not wait for its agents:
     it has no dashboard, no autoscaler, no metrics, and nobody who forwards logs. Each is a process
     of Python's, 1 s of a core, and Ray would wait for the first."""
-    with ExitStack() as ending:
+    unused = ("start_api_server", "start_monitor", "start_log_monitor")
+    new: dict[str, Any] = {name: _start_nothing for name in unused if hasattr(_node, name)}
+    if hasattr(_raylet, "persist_port"):  # an older Ray has chosen its ports before
+        start = _node.start_raylet
 
-        def put(name: str, new: object) -> None:
-            ending.callback(setattr, _node, name, getattr(_node, name))
-            setattr(_node, name, new)
+        def start_raylet(node: Any, *given: Any, **named: Any) -> Any:
+            _say_ports(node)
+            return start(node, *given, **named)
 
-        for name in ("start_api_server", "start_monitor", "start_log_monitor"):
-            if hasattr(_node, name):
-                put(name, _start_nothing)
-        if hasattr(_raylet, "persist_port"):  # an older Ray has chosen its ports before
-            start = _node.start_raylet
-
-            def start_raylet(node: Any, *given: Any, **named: Any) -> Any:
-                _say_ports(node)
-                return start(node, *given, **named)
-
-            put("start_raylet", start_raylet)
+        new["start_raylet"] = start_raylet
+    with replaced(_node, **new):
         yield
 
 

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,16 +135,10 @@ def _read_token() -> None:
         private_ray.tokens.reset_cache()
 
 
-@contextmanager
-def _on_loopback() -> Generator[None]:
+def _on_loopback() -> AbstractContextManager[None]:
     """Ray that starts on one machine takes loopback for its address, as it does by default on
     macOS; the processes that it starts are told, and inherit nothing."""
-    before = private_ray.constants.ENABLE_RAY_CLUSTER
-    private_ray.constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        private_ray.constants.ENABLE_RAY_CLUSTER = before
+    return private_ray.replaced(private_ray.constants, ENABLE_RAY_CLUSTER=False)
 
 
 def _own_folder() -> str:
