@@ -25,8 +25,6 @@ torch.set_num_threads(1)
 
 # Ray starts its workers with the niceness 15: on a busy machine they stand still for a minute.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# A raylet ends itself if its agent, a Python process, has not answered after 30 s.
-os.environ.setdefault("RAY_agent_register_timeout_ms", "600000")
 
 # A shell starts its background jobs with Ctrl-C ignored, and what they start has it so, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
