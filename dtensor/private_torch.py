@@ -14,6 +14,10 @@ Ray (daft/ray/bootstrap/private_ray.py).
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -91,6 +95,32 @@ silu: Any = _C._nn.silu
 flash_attention_for_cpu: Any = _torch._scaled_dot_product_flash_attention_for_cpu
 
 # -- what is loaded where it is needed -------------------------------------------------------------
+
+_COMPILER = "torch._dynamo"
+
+
+@contextmanager
+def without_compiler() -> Generator[None]:
+    """Within, torch's own optimizers do not load torch's compiler, 1 s of a core: all that they do
+    with it is to tell it what it shall not compile. Where it is loaded nothing changes."""
+    if _COMPILER in sys.modules:
+        yield
+        return
+    told: list[Any] = []
+
+    def disable(function: Any, *_: object, **__: object) -> Any:
+        told.append(function)
+        return function
+
+    stand_in: Any = ModuleType(_COMPILER)
+    stand_in.graph_break, stand_in.disable = (lambda: None), disable
+    sys.modules[_COMPILER] = torch._dynamo = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[_COMPILER], torch._dynamo
+        for function in told:  # so that it is told when it is there
+            vars(function).pop("__dynamo_disable", None)
 
 
 def decomposition_table() -> Any:

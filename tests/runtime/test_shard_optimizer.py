@@ -466,3 +466,30 @@ def test_the_kernel_for_gpus_has_the_same_bits() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
     )
     assert done.stdout == "alike\n", done.stdout + done.stderr
+
+
+WITHOUT_THE_COMPILER = """
+import sys
+import torch
+from dtensor.private_torch import without_compiler
+
+weight = torch.nn.Parameter(torch.ones(2))
+weight.grad = torch.ones(2)
+with without_compiler():
+    optimizer = torch.optim.AdamW([weight], 0.5, weight_decay=0.0)
+    optimizer.step()
+print("torch._dynamo" in sys.modules, [round(x, 3) for x in weight.tolist()])
+weight.grad = torch.ones(2)
+optimizer.step()
+double = torch.compile(lambda x: 2 * x, backend="eager")
+print("torch._dynamo" in sys.modules, double(torch.ones(2)).tolist())
+"""
+
+
+@pytest.mark.slow
+def test_torchs_compiler_is_not_loaded_for_an_update_and_works_afterwards() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THE_COMPILER], capture_output=True, text=True, timeout=600
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == ["False [0.5, 0.5]", "True [2.0, 2.0]"]

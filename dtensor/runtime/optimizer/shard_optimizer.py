@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from operator import is_not
@@ -39,7 +40,7 @@ import torch
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import accumulation_dtype, is_narrow
-from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_
+from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_, without_compiler
 from dtensor.runtime.optimizer.flat import FlatRun, run_of, together
 from dtensor.runtime.optimizer.optimizer_kind import OptimizerKind, StateEntry, bare_step, copied
 
@@ -409,7 +410,8 @@ class ShardOptimizer:
                 {**own, "params": [run.parameter for run in runs]}
                 for own, runs in zip(given, self.runs.values(), strict=True)
             ]
-            self.optimizer = self.kind(groups)  # pyright: ignore[reportCallIssue]
+            with without_compiler():
+                self.optimizer = self.kind(groups)  # pyright: ignore[reportCallIssue]
             for parameter, entry in self.optimizer.state.items():  # Adagrad's has some at once
                 self.state.setdefault(parameter, entry)
             self.optimizer.state = cast(Any, self.state)
@@ -520,7 +522,8 @@ def _update(
     torchs = type(optimizer) in ELEMENTWISE
     if torchs:
         optimizer.grad_scale = clip
-    with torch.enable_grad():
+    # An own class's step may use the compiler.
+    with torch.enable_grad(), without_compiler() if torchs else nullcontext():
         optimizer.step() if torchs else bare_step(optimizer)
     for parameter, _ in given:
         parameter.grad = None
