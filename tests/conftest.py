@@ -18,7 +18,6 @@ import torch
 import tests.plans  # noqa: F401 - so that its capture can be replaced
 from tests.captures import shared_capture
 from tests.hosts import handed_on
-from tests.warm import warm
 
 # As in an actor, and as `make test` has it: with more threads some kernels sum in another order.
 torch.set_num_threads(1)
@@ -95,11 +94,12 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture(scope="session")
 def warm_workers() -> Iterator[None]:
-    """Ray's workers are forks of a process that has imported torch (warm.py)."""
+    """Ray's workers are forks of a process that has imported torch, as in a launch."""
     pytest.importorskip("ray")
+    from dtensor.daft.ray.bootstrap.fork_server import forked_workers
     from dtensor.daft.ray.bootstrap.starting import end_ray
 
-    with warm():
+    with forked_workers():
         yield
         end_ray()
 

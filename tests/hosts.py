@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from dtensor.daft.ray.channel.host_actor import packed
+
 IDLE_S = 3.0  # that a launch waits at its end for hosts to have done what they were asked
 
 
@@ -51,21 +53,23 @@ def handed_on() -> Iterator[None]:
     start_host, close = processes.start_host, processes.Home.close
 
     def take_or_start(
+        local: Any,
         options: Mapping[str, object],
         counter: Path,
         kind: Callable[..., object],
         *arguments: object,
     ) -> Any:
-        actor = None if any(options.values()) else idle.take()
-        if actor is None:
-            return start_host(options, counter, kind, *arguments)
-        actor.host.remote(str(counter), kind, *arguments)
-        return actor
+        taken = None if local is not None or any(options.values()) else idle.take()
+        if taken is None:
+            return start_host(local, options, counter, kind, *arguments)
+        taken.actor.host.remote(str(counter), packed(kind, arguments))
+        return taken
 
     def hand_on_and_close(home: processes.Home) -> None:
         home.hang_up()  # so that they carry out Ray's calls again
-        for host in at_rest(home.processes):
+        for host in at_rest(home.processes if home.local is None else []):
             home.processes.remove(host)
+            host.actor.serving = None
             idle.actors.append(host.actor)
             host.close()
         close(home)
@@ -79,9 +83,10 @@ def handed_on() -> Iterator[None]:
 def at_rest(hosts: list[Any]) -> list[Any]:
     """Those that have emptied themselves in time; they have answered before, so have started."""
     import ray
+    import ray.exceptions
 
     asked = {
-        host.actor.host.remote(str(host.counter.path), Nothing): host
+        host.actor.actor.host.remote(str(host.counter.path), packed(Nothing, ())): host
         for host in hosts
         if host.answered and not host.gone and not host.stopped
     }

@@ -17,7 +17,7 @@ import math
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, assert_never, get_args
 
 import torch
@@ -45,28 +45,37 @@ def launch(
     deadline_s: float = 60.0,
     call_deadline_s: float = math.inf,
     seed: int = 0,
+    warm: bool = True,
 ) -> Session:
     """A place for actors, until its `with` block or `close()` ends them.
 
     `address` joins a Ray that runs already, as one in this process is joined too. `deadline_s`: how
     long an actor's process may be silent before it counts as lost, or take to start;
     `call_deadline_s`: how long a method may take before its process is ended (both Ray only).
-    `seed` picks one of the legal orders in which compiled functions run in-process.
+    `seed` picks one of the legal orders in which compiled functions run in-process. `warm`: a Ray
+    that is started here stays for a minute for the next launch of this process; False ends it with
+    the launch, and one that has stayed before.
     ValueError for another backend, and for seconds that are none; RuntimeError within another
     launch that is open.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
     check_alone()
-    return enter(_session(backend, address, deadline_s, call_deadline_s, seed), user_line())
+    made = _session(backend, address, deadline_s, call_deadline_s, seed, warm)
+    return enter(made, user_line())
 
 
 class Offer:
     """As `launch`, but nothing is started before an actor is spawned; until `end`."""
 
     def __init__(
-        self, backend: Backend, address: str | None, deadline_s: float, call_deadline_s: float
+        self,
+        backend: Backend,
+        address: str | None,
+        deadline_s: float,
+        call_deadline_s: float,
+        warm: bool = True,
     ) -> None:
-        self._stated = backend, address, deadline_s, call_deadline_s
+        self._stated = backend, address, deadline_s, call_deadline_s, 0, warm
         self._lock = threading.Lock()
         self._made: Session | None = None
         sessions.append(self)
@@ -74,7 +83,7 @@ class Offer:
     def __call__(self) -> Session:
         with self._lock:
             if self._made is None:
-                self._made = _session(*self._stated, seed=0)
+                self._made = _session(*self._stated)
                 sessions[sessions.index(self)] = self._made
             return self._made
 
@@ -87,18 +96,26 @@ class Offer:
 
 
 def _session(
-    backend: Backend, address: str | None, deadline_s: float, call_deadline_s: float, seed: int
+    backend: Backend,
+    address: str | None,
+    deadline_s: float,
+    call_deadline_s: float,
+    seed: int,
+    warm: bool,
 ) -> Session:
     match backend:
         case "inprocess":
             return LocalSession(seed)
         case "ray":
             _check_ray()
-            # Not at the top: Ray is an extra, and takes a second to import.
+            _begin_ray(address, warm)
             from dtensor.daft.ray.actors.session import RaySession
 
             return RaySession(
-                address=address, deadline_s=deadline_s, call_deadline_s=call_deadline_s
+                address=address,
+                deadline_s=deadline_s,
+                call_deadline_s=call_deadline_s,
+                warm=warm,
             )
         case _:
             assert_never(backend)
@@ -140,6 +157,7 @@ def launch_cluster(
     spares: int = 0,
     max_restarts: int = 100,
     together: Sequence[Sequence[int]] = (),
+    warm: bool = True,
 ) -> Cluster:
     """Start `size` ranks, on a `device` of type "cpu" or "cuda".
 
@@ -155,8 +173,8 @@ def launch_cluster(
     done again (`ray/recovery/recovery.py`). `spares`: processes that wait for that; with some,
     every run is kept. `max_restarts`: how many processes may be replaced before the loss of one is
     an error. `together`: ranks that exchange most with each other, which come to one machine if
-    they can (`ray/bootstrap/placing.py`). ValueError for another backend, for seconds that are
-    none, and for numbers out of range; ImportError where Ray is not installed.
+    they can (`ray/bootstrap/placing.py`). `warm`: as of `launch`. ValueError for another backend,
+    for seconds that are none, and for numbers out of range; ImportError where Ray is not installed.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
     if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
@@ -185,7 +203,8 @@ def launch_cluster(
             )
         case "ray":
             _check_ray()
-            # Not at the top: Ray is an extra, and takes a second to import.
+            if device == "cpu":
+                _begin_ray(address, warm)
             from dtensor.daft.ray.cluster import RayCluster
 
             return RayCluster(
@@ -200,23 +219,28 @@ def launch_cluster(
                 spares=spares,
                 max_restarts=max_restarts,
                 together=together,
+                warm=warm,
             )
         case _:
             assert_never(backend)
 
 
 def _check_ray() -> None:
-    """`ImportError`, with what to do, where it is not installed."""
-    try:
-        import_module("ray")
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
+    """`ImportError`, with what to do, where it is not installed. It is not imported: that takes
+    half a second."""
+    if "ray" not in sys.modules and find_spec("ray") is None:
         raise ImportError(
             "backend='ray' needs Ray, which is not installed in this Python "
             f"({sys.executable}).\n"
             "  Fix: pip install 'ray>=2.50,<3', or backend='inprocess'."
-        ) from None
+        )
+
+
+def _begin_ray(address: str | None, warm: bool) -> None:
+    """It starts while this process imports what uses it: half a second each."""
+    from dtensor.daft.ray.bootstrap.local_ray import begin
+
+    begin(address, warm)
 
 
 def _check(backend: object, **seconds: object) -> None:

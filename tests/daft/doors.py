@@ -15,6 +15,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,7 +25,7 @@ from torch import Tensor
 
 import dtensor as dt
 from dtensor import daft
-from tests.chaos.watch import listening
+from tests.chaos.watch import listening, processes_of
 
 MESH = dt.Mesh(tp=2)
 STRANGER = """
@@ -49,13 +50,14 @@ def main() -> None:
         assert float(split.full_tensor().sum()) == 16
         said["first launch"] = listening()
         said["strangers"] = _strangers()
-        said["folder"] = _who_may_enter(ray.worker._global_node.get_session_dir_path())  # type: ignore
-    said["after it"] = listening()
-    with daft.launch("ray"):
+        said["folder"] = _who_may_enter(_session_folder())
+    said["between"] = listening()
+    with daft.launch("ray", warm=False):
         a, b = daft.spawn(Scale), daft.spawn(Scale)
         step = daft.compile(lambda x: b.times(a.times(x)))
         assert torch.equal(step(torch.ones(2)).get(), 4 * torch.ones(2))
         said["second launch"] = listening()
+    said["after it"] = listening()
     said["environment after"] = _settings()
 
     context: Any = ray.init(include_dashboard=False, log_to_driver=False, num_cpus=2)
@@ -102,7 +104,7 @@ def _settings() -> dict[str, object]:
 
 def _strangers() -> dict[str, str]:
     """What Ray answers to who has no token, another one, and to Ray's own agent's clients."""
-    gcs = ray.get_runtime_context().gcs_address
+    (gcs,) = {f"127.0.0.1:{port}" for name, _, port in listening() if name == "gcs_server"}
     found: dict[str, str] = {}
     for name, token in (("no token", {}), ("another token", {"RAY_AUTH_TOKEN": "0" * 64})):
         environment = os.environ | {"RAY_AUTH_MODE": "token"} | token
@@ -121,6 +123,14 @@ def _strangers() -> dict[str, str]:
             except urllib.error.HTTPError as error:
                 found["agent"] = str(error.code)
     return found
+
+
+def _session_folder() -> str:
+    """Of the Ray that this process or one that it started has started."""
+    told = "--session-dir="
+    commands = (Path(f"/proc/{p}/cmdline").read_text() for p in processes_of(os.getpid()))
+    words = (word for command in commands for word in command.split("\0"))
+    return next(word.removeprefix(told) for word in words if word.startswith(told))
 
 
 def _who_may_enter(path: str) -> list[str]:

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from dtensor.daft.ray.bootstrap import starting
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
+from dtensor.daft.ray.bootstrap.user_folder import directory_of_sockets
 from dtensor.daft.ray.transports.gloo import gloo_group, join_gloo, prove
 from dtensor.daft.ray.transports.joining import Join, Joined, connect_cpu, lost_key
 from tests.chaos.watch import listening
@@ -51,10 +52,13 @@ def test_on_one_machine_nothing_listens_beyond_loopback() -> None:
     said: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     for stage in ("first launch", "second launch"):
         processes = {process for process, _, _ in said[stage]}
-        assert {"gcs_server", "raylet", "ray::RuntimeEnvAgent", "tests.daft.doors"} <= processes
+        assert {"gcs_server", "raylet", "ray::RuntimeEnvAgent"} <= processes
         assert len([each for each in said[stage] if each[0].startswith("ray::Host")]) >= 2
         beyond = {process for process, address, _ in said[stage] if address not in LOOPBACK}
         assert beyond <= EXCEPTIONS.keys()
+    assert "tests.daft.doors" in {process for process, _, _ in said["first launch"]}
+    assert "raylet" in {process for process, _, _ in said["between"]}
+    assert {address for _, address, _ in said["between"]} <= set(LOOPBACK)
     assert said["after it"] == []
     refused = {
         "no token": "AuthenticationError",
@@ -136,15 +140,15 @@ def test_rays_sockets_lie_where_no_other_user_may_enter(
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     own = tmp_path / f"dtensor-{os.getuid()}"
-    assert starting._own_folder() == starting._own_folder() == str(own / "ray")
+    assert directory_of_sockets() == directory_of_sockets() == own
     assert stat.S_IMODE(own.stat().st_mode) == 0o700
     own.chmod(0o755)  # as if another had made it first
-    other = Path(starting._own_folder()).parent
+    other = directory_of_sockets()
     assert other.parent == tmp_path and other != own
     assert stat.S_IMODE(other.stat().st_mode) == 0o700
     own.rmdir()
     own.symlink_to(other)
-    assert Path(starting._own_folder()).parent not in (own, other)
+    assert directory_of_sockets() not in (own, other)
 
 
 def test_a_token_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +229,7 @@ def test_nobody_joins_by_what_a_stranger_has_written(
     key: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another's card, or that another was lost."""
-    monkeypatch.setattr("dtensor.daft.ray.transports.joining.own_node", lambda: "here")
+    monkeypatch.setattr("dtensor.daft.ray.transports.joining.node_at", lambda _: "here")
     store = SignedStore.open("127.0.0.1", SECRET)
     stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
     card = '{"place": "here", "pid": 1, "descriptor": 3, "nonce": "00"}'

@@ -270,7 +270,8 @@ def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
 @pytest.mark.ray
 def test_too_few_gpus_are_an_error_at_launch() -> None:
     ray = pytest.importorskip("ray")
-    from dtensor.daft.ray.bootstrap.starting import end_ray, ranks_per_gpu
+    from dtensor.daft.ray.bootstrap.machines import ranks_per_gpu
+    from dtensor.daft.ray.bootstrap.starting import end_ray
 
     end_ray()  # that of earlier tests
     with pytest.raises(ValueError, match="need 1000 free GPUs, one for each actor"):

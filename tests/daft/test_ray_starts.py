@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +72,7 @@ def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def play(monkeypatch: pytest.MonkeyPatch, init: Callable[..., object]) -> None:
     monkeypatch.setattr(starting, "_ray", SimpleNamespace(init=init))
-    monkeypatch.setattr(starting, "_own_folder", str)
+    monkeypatch.setattr(starting, "directory_of_sockets", Path)
 
 
 def test_where_a_raylet_has_ended_another_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

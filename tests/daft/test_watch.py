@@ -80,6 +80,7 @@ class Cluster:
         home = SimpleNamespace(
             processes=self.processes,
             folder=SimpleNamespace(path=Path("/nowhere")),
+            check=lambda: None,
         )
         self.watch = HostWatch(
             cast(Any, self),

@@ -308,6 +308,7 @@ def launch(
     spares: int = 0,
     snapshot_every: int | None = None,
     max_restarts: int = 100,
+    warm: bool = True,
 ) -> LaunchSession:
     """The ranks of one or several meshes, for a `with` block: what runs inside it runs there.
     ``run.start()`` and ``run.close()`` do the same without a block, as over cells of a notebook.
@@ -361,6 +362,10 @@ def launch(
             replaced, by a spare or a new process, and the runs since are done again: a warning, and
             no error (docs/recovery.md). By default nothing is kept.
         max_restarts: how many ranks may be replaced before the loss of one is an error.
+        warm: a Ray that is started here starts while this process goes on; the first call that
+            needs ranks waits. It stays for a minute after the launch, so that the next one of this
+            process finds it; at the latest it ends with the process. False: it ends with the
+            launch, and so does one that has stayed.
 
     Raises PlanningError for arguments that do not do and while another launch runs. Its start
     raises ValueError where Ray has too few GPUs; its end daft's errors: a failed rank, with its
@@ -405,6 +410,7 @@ def launch(
     if snapshot_every is not None:
         check_number("snapshot_every", snapshot_every, least=1, whole=True, fix="snapshot_every=1")
     check_number("max_restarts", max_restarts, least=0, whole=True, fix="max_restarts=100")
+    check_kind("warm", warm, bool, "True or False", "warm=False")
     recovers = backend == "ray" and (spares > 0 or snapshot_every is not None)
     if recovers and (mode != "compiled" or device != "cpu"):
         what = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"
@@ -428,11 +434,12 @@ def launch(
             snapshot_every=snapshot_every,
             max_restarts=max_restarts,
             together=() if backend == "inprocess" else together(places),
+            warm=warm,
         )
         atexit.register(_end_last, os.getpid())  # after Ray's: so it runs before
         return Launch(cluster, mode, local)
 
-    actors = partial(Offer, backend, address, deadline_s, call_deadline_s)
+    actors = partial(Offer, backend, address, deadline_s, call_deadline_s, warm)
     return LaunchSession(places, start_ranks, actors, bring_home)
 
 

@@ -400,6 +400,7 @@ class HostedCluster(Cluster):
         drop: Names = NOTHING_DROPPED,
         wait: bool = False,
     ) -> None:
+        self._check()
         check_size(self.size, values, "put")
         places = self._places([bool(own) for own in values])
         with self._lock:
@@ -418,6 +419,7 @@ class HostedCluster(Cluster):
                 self._own(asked)
 
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
+        self._check()
         check_size(self.size, names, "get")
         asked = [bool(own) for own in names]
         if not any(asked):
@@ -427,6 +429,7 @@ class HostedCluster(Cluster):
         return _Called(self, self._submit_items(Worker.get, wanted, asked), tuple)
 
     def delete(self, names: Sequence[Sequence[str]]) -> None:
+        self._check()
         check_size(self.size, names, "delete")
         unwanted = [tuple(own) for own in names]
         places = self._places([bool(own) for own in names])

@@ -44,9 +44,10 @@ from dtensor.daft.errors import (
 from dtensor.daft.ir.instructions import Call
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
+from dtensor.daft.ray.bootstrap.machines import START_S, ranks_per_gpu
 from dtensor.daft.ray.bootstrap.placing import Room, place
 from dtensor.daft.ray.bootstrap.progress import Progress
-from dtensor.daft.ray.bootstrap.starting import START_S, ranks_per_gpu
+from dtensor.daft.ray.bootstrap.starting_line import said_while_it_starts
 from dtensor.daft.ray.channel.messages import ASKED, TOLD, HostFailed, Payload
 from dtensor.daft.ray.channel.processes import END_S, Home, HostProcess
 from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch
@@ -60,7 +61,7 @@ from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 from dtensor.kernel_flags import kernel_flags
-from dtensor.signals import Lock
+from dtensor.signals import Lock, waits_may_act
 
 
 class RayCluster(HostedCluster):
@@ -78,6 +79,7 @@ class RayCluster(HostedCluster):
         snapshot_every: int | None = None,
         max_restarts: int = 100,
         together: Sequence[Sequence[int]] = (),
+        warm: bool = True,
     ) -> None:
         hosts = hosts_of(size, 1 if ranks_per_actor is None else ranks_per_actor)
         super().__init__(size, device, hosts, seed, snapshot_every)
@@ -92,7 +94,8 @@ class RayCluster(HostedCluster):
         self._recovery: Recovery | None = None
         self._epoch = 0  # how often hosts met, without a recovery
         self._spans = False  # several machines
-        self._home = Home(address, deadline_s)
+        self._starting: list[Asked] = []  # calls that end when the hosts have met
+        self._home = Home(address, deadline_s, warm=warm, beside=device.type == "cpu")
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
@@ -125,13 +128,37 @@ class RayCluster(HostedCluster):
             if self.crew.several:
                 self.copies *= 2  # another machine's hosts keep as much here
             join = self.crew.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
-            self._joined([self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))])
-            if self.changes is not None:
-                self._recovery = Recovery(self, self.changes, max_restarts)
-                self._recovery.begin_copies(self._wait_long)
+            self._starting = [self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))]
+            self._max_restarts = max_restarts
+            if self._home.local is None:
+                self._started()
         except BaseException:
             self.close()
             raise
+
+    def _check(self) -> None:
+        super()._check()
+        if self._starting:
+            self._started()
+
+    def _started(self) -> None:
+        """Wait until the hosts have met, which is not waited for where a launch begins: whoever
+        launches goes on while Ray starts."""
+        with waits_may_act(), self._lock:
+            if not self._starting:  # another thread has waited
+                return
+            with said_while_it_starts(self.size, lambda: self._num_ready):
+                self._wait_long(self._starting)
+            if self.changes is not None:
+                self._recovery = Recovery(self, self.changes, self._max_restarts)
+                self._recovery.begin_copies(self._wait_long)
+            self._starting = []
+
+    @property
+    def _num_ready(self) -> int:
+        """How many ranks' processes have started."""
+        places = zip(self.crew.all, self.crew.hosts)
+        return sum(len(ranks) for process, ranks in places if process.counter.pid)
 
     def _machines_of(self, together: Sequence[Sequence[int]]) -> list[str]:
         """By host, Ray's name of the machine where it comes up, where Ray spans several."""
@@ -160,6 +187,7 @@ class RayCluster(HostedCluster):
 
     def _grow(self, size: int) -> Hosts:
         """The new processes start; then all leave, and meet again with them."""
+        self._check()
         if self.device.type == "cuda":
             raise ProgramError(
                 "Ranks that join while a launch runs are on CPUs: on GPUs NCCL's groups are those "

@@ -40,8 +40,8 @@ import torch
 from torch import Tensor
 
 from dtensor.daft.errors import ActorLost, Failure
+from dtensor.daft.ray.bootstrap.machines import LOOPBACK, START_S, node_at, reached_at
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
-from dtensor.daft.ray.bootstrap.starting import LOOPBACK, START_S, own_node, reached_at
 from dtensor.daft.ray.channel.guests import LONGEST_PATH, Guests
 from dtensor.daft.ray.channel.messages import (
     MOST_PIECES,
@@ -314,7 +314,7 @@ class ObjectStore:
 
     def _slabs(self) -> Slabs | None:
         try:
-            return Slabs(Segment.create(own_place(own_node())), self.index)
+            return Slabs(Segment.create(own_place(node_at(self._meeting.address))), self.index)
         except (AttributeError, OSError):  # not Linux, or another C library
             return None
 

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import ray
 import torch
 from torch import Tensor
 
@@ -39,8 +38,8 @@ from dtensor.daft.ray.actors.object_store import (
 )
 from dtensor.daft.ray.actors.objects import Objects, Packed
 from dtensor.daft.ray.actors.under_way import Held, RemoteValue, UnderWay
+from dtensor.daft.ray.bootstrap.machines import LOOPBACK
 from dtensor.daft.ray.bootstrap.progress import Progress
-from dtensor.daft.ray.bootstrap.starting import LOOPBACK
 from dtensor.daft.ray.channel.messages import ASKED, TOLD, Payload
 from dtensor.daft.ray.channel.processes import Home, HostProcess
 from dtensor.daft.ray.diagnosis.watch import SLICE_S, Asked, HostWatch
@@ -54,8 +53,6 @@ from dtensor.daft.verification.pairing import instruction_at
 from dtensor.signals import standing_in, wait
 
 MAX_RECENT = 10_000  # calls of a process that are remembered
-
-_ray: Any = ray  # Ray's stubs leave most of its types unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +94,11 @@ class RaySession(Session):
         address: str | None = None,
         deadline_s: float = 60.0,
         call_deadline_s: float = math.inf,
+        warm: bool = True,
     ) -> None:
         super().__init__()
         self.failure: DaftError | None = None  # none is of all actors
-        self._home = Home(address, deadline_s)
+        self._home = Home(address, deadline_s, warm=warm)
         self._channel = self._home.connect()
         several = self._home.address != LOOPBACK
         self._meeting = StoreMeeting(
@@ -127,7 +125,7 @@ class RaySession(Session):
         return self._store.room(nbytes)
 
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
-        _check_resources(name, resources)
+        _check_resources(name, resources, self._home)
         options: dict[str, object] = {
             option: resources[kind]
             for kind, option in (("CPU", "num_cpus"), ("GPU", "num_gpus"), ("memory", "memory"))
@@ -422,9 +420,9 @@ class RaySession(Session):
         return instruction_at(frozen.program, site), frozen.names[site[0]]
 
 
-def _check_resources(name: str, resources: Mapping[str, float]) -> None:
+def _check_resources(name: str, resources: Mapping[str, float], home: Home) -> None:
     """Ray would wait for ever for what it does not have."""
-    there: dict[str, float] = _ray.cluster_resources()
+    there = home.resources() if any(resources.values()) else {}
     lacking = {k: there.get(k, 0) for k, n in resources.items() if n > there.get(k, 0)}
     if lacking:
         raise ValueError(

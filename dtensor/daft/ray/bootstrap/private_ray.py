@@ -1,8 +1,8 @@
 """All that dtensor uses of Ray and that is private to Ray.
 
 Its tokens, which let in who knows them; the switch by which a cluster listens on this machine
-alone; how long it takes to start, and which processes it starts. A new Ray may move any of it.
-Not here: what is done with it (starting.py).
+alone; how long it takes to start, which processes it starts, and by which command its workers. A
+new Ray may move any of it. Not here: what is done with it (starting.py, fork_server.py).
 """
 
 from __future__ import annotations
@@ -111,6 +111,20 @@ def few_processes() -> Generator[None]:
 
         new["start_raylet"] = start_raylet
     with replaced(_node, **new):
+        yield
+
+
+@contextmanager
+def workers_by(command: str) -> Generator[None]:
+    """A Ray that is started within has its workers set up by this script: it is called as Ray's own
+    `setup_worker.py` is."""
+    start = _node.start_raylet
+
+    def start_raylet(node: Any, *given: Any, **named: Any) -> Any:
+        node._ray_params.setup_worker_path = command
+        return start(node, *given, **named)
+
+    with replaced(_node, start_raylet=start_raylet):
         yield
 
 

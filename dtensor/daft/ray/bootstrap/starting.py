@@ -1,11 +1,9 @@
-"""Starting Ray, or joining one, and what it has for us.
+"""Starting Ray in this process, or joining one.
 
     if start_ray(address=None):                        # joins a Ray, or starts one on this machine
         ...                                            # and then it is ours to end: `end_ray()`
-    ranks_per_gpu(4, asked=None)                       # 1, or a ValueError on fewer than 4 GPUs
 
-`ranks_per_gpu` says how ranks share GPUs, and that there are enough: Ray would wait for ever for
-one that it does not have. Hosts are started by `processes.py`.
+Hosts are started by `processes.py`.
 
 Invariants: a Ray that is started here listens on loopback alone, asks for a token that was drawn
 for it, and has its sockets and logs where no other user may enter; what makes it so is undone when
@@ -19,34 +17,26 @@ import logging
 import os
 import secrets
 import socket
-import sys
-import tempfile
 import time
-from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import ray
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from dtensor.daft.ray.bootstrap import private_ray
-from dtensor.daft.ray.bootstrap.user_folder import make_own, own_directory
+from dtensor.daft.ray.bootstrap.machines import START_S
+from dtensor.daft.ray.bootstrap.user_folder import directory_of_sockets
+from dtensor.daft.ray.bootstrap.worker_environment import environment, worker_environment
 from dtensor.signals import held_back
 
-RELEASE_S = 10.0
-"""How long Ray may take to hand out the GPUs of actors that have just ended."""
-START_S = 180.0
-"""How long processes may take to start and to connect: each imports torch, and they share cores."""
 STARTS = 3
 """How often Ray is started, where its raylet ends itself."""
 
 ANSWER_S = 10.0
 """How long an address may take to answer: Ray is perhaps just starting there."""
-LOOPBACK = "127.0.0.1"
 RETRY_S = 0.2
 ATTEMPT_S = 41.0
 """What each of Ray's attempts takes to join one that answers, but not as Ray does (Ray 2.60)."""
@@ -71,12 +61,12 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     # A failure is raised as the root cause, once: Ray would also log each future nobody read.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        # By itself Ray's is 15, with which a rank stands still beside two busy processes.
-        environment = {"RAY_worker_niceness": "0", **os.environ}
-        environment |= worker_environment() | _own_token()
+        # By itself Ray's niceness is 15, with which a rank stands still beside two busy processes.
+        inherited = {"RAY_worker_niceness": "0", **os.environ}
+        inherited |= worker_environment() | _own_token()
         # Ray that is interrupted while it starts believes that it has not, and the next start of it
         # aborts the process.
-        with _environment(environment), _on_loopback(), held_back():
+        with environment(inherited), _on_loopback(), held_back():
             _read_token()
             _start()
         _own_sessions.add(_session())
@@ -98,7 +88,7 @@ def _start() -> None:
                     logging_level=logging.ERROR,
                     num_cpus=8,
                     object_store_memory=100 << 20,
-                    _temp_dir=_own_folder(),
+                    _temp_dir=str(directory_of_sockets() / "ray"),
                 )
             return
         except private_ray.RayletEnded:
@@ -141,19 +131,6 @@ def _on_loopback() -> AbstractContextManager[None]:
     return private_ray.replaced(private_ray.constants, ENABLE_RAY_CLUSTER=False)
 
 
-def _own_folder() -> str:
-    """For Ray's sockets and logs. Ray lets everybody write to the folder that it is given, and so
-    to replace the sockets: hence inside one of the user's own. Not in `tempfile`'s: a socket's path
-    has 107 bytes at most, and Ray needs 64 of them."""
-    base = os.environ.get("RAY_TMPDIR", "/tmp")
-    own = own_directory(base)
-    try:
-        make_own(own)
-    except PermissionError:  # it is somebody else's
-        own = Path(tempfile.mkdtemp(prefix="dtensor-", dir=base))
-    return str(own / "ray")
-
-
 def _check_joined(address: str) -> None:
     """`ConnectionError` if this process is in another Ray than that."""
     joined = str(_ray.get_runtime_context().gcs_address)
@@ -184,7 +161,7 @@ def _where(address: str) -> tuple[str, int] | None:
 def _join_ray(address: str, deadline_s: float) -> None:
     """Ray itself would look for seven minutes, and leave a thread behind."""
     attempts = max(1, int(deadline_s / ATTEMPT_S))
-    environment = {"RAY_gcs_server_port_wait_time_s": str(attempts), **os.environ}
+    patience = {"RAY_gcs_server_port_wait_time_s": str(attempts), **os.environ}
     try:
         _await_answer(address, min(deadline_s, ANSWER_S))
     except OSError as error:
@@ -198,7 +175,7 @@ def _join_ray(address: str, deadline_s: float) -> None:
         raise ConnectionError(_no_token(address))
     began = time.monotonic()
     try:
-        with _environment(environment):
+        with environment(patience):
             _ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except OSError as error:
         if time.monotonic() - began < ATTEMPT_S / 2 and _asks_for_a_token(address):
@@ -269,31 +246,6 @@ def _await_answer(address: str, patience_s: float) -> None:
             time.sleep(RETRY_S)
 
 
-def ranks_per_gpu(size: int, asked: int | None) -> int:
-    """As asked, else 1: ranks share a GPU only where that is said.
-
-    `ValueError` unless Ray has a free GPU for each actor.
-    """
-    num_gpus = int(_ray.cluster_resources().get("GPU", 0))
-    chosen = 1 if asked is None else asked
-    num_actors = -(-size // chosen)
-    end = time.monotonic() + RELEASE_S
-    while (free := int(_ray.available_resources().get("GPU", 0))) < num_actors:
-        if num_gpus < num_actors or time.monotonic() > end:
-            break
-        time.sleep(0.2)
-    else:
-        return chosen
-    remedies = ["launch with device='cpu'"]
-    if num_actors > 1 and num_gpus >= 1:
-        remedies.insert(0, f"put all ranks on one GPU with ranks_per_actor={size}")
-    raise ValueError(
-        f"{size} ranks in {num_actors} actors on device 'cuda' need {num_actors} free GPUs, one "
-        f"for each actor; Ray has {num_gpus}, of which {free} are free.\n"
-        f"  Fix: {', or '.join(remedies)}."
-    )
-
-
 def _session() -> str:
     return str(_ray.get_runtime_context().get_session_name())
 
@@ -301,85 +253,3 @@ def _session() -> str:
 def missing_environment() -> dict[str, str] | None:
     """What Ray's workers have to be given, where they do not inherit it."""
     return None if _session() in _own_sessions else worker_environment()
-
-
-def worker_environment() -> dict[str, str]:
-    """So that actors find the modules that the controller finds, and use one kernel thread."""
-    path = os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path)
-    return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Generator[None]:
-    """Ray's workers inherit the environment that Ray is started in."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def own_address() -> str:
-    """Where actors reach this machine: loopback, unless Ray spans several machines."""
-    nodes: list[dict[str, Any]] = _ray.nodes()
-    if sum(bool(node["Alive"]) for node in nodes) == 1:
-        return LOOPBACK
-    return str(_ray.util.get_node_ip_address())
-
-
-def reached_at(controller: str) -> str:
-    """The same, in a process whose controller has this address, whatever has become of other
-    machines since."""
-    return LOOPBACK if controller == LOOPBACK else str(_ray.util.get_node_ip_address())
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """One that Ray spans. `node`: Ray's name of it; `room`: its CPUs or GPUs."""
-
-    node: str
-    address: str
-    hostname: str
-    room: int
-
-    def __str__(self) -> str:
-        """10.77.0.2 (two)"""
-        own = "" if self.hostname in ("", self.address) else f" ({self.hostname})"
-        return f"{self.address}{own}"
-
-
-def machines(kind: str = "CPU") -> list[Machine]:
-    """Those that Ray knows to be there, this one first, then by their addresses. `kind` is of
-    their rooms, in Ray's names."""
-    found: list[Machine] = []
-    nodes: list[dict[str, Any]] = _ray.nodes()
-    for node in nodes:
-        if node["Alive"]:
-            room = int(node["Resources"].get(kind, 0))
-            where = str(node["NodeManagerAddress"]), str(node["NodeManagerHostname"])
-            found.append(Machine(str(node["NodeID"]), *where, room))
-    own = own_node()
-    return sorted(found, key=lambda m: (m.node != own, _in_order(m.address), m.node))
-
-
-def _in_order(address: str) -> tuple[int, bytes]:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        return family, socket.inet_pton(family, address)
-    except OSError:  # a name
-        return 0, address.encode()
-
-
-def on_machine(machine: str) -> dict[str, object]:
-    """Ray's options for an actor there and nowhere else."""
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(machine, soft=False)}
-
-
-def own_node() -> str:
-    """What Ray calls the machine that this process is on."""
-    return str(_ray.get_runtime_context().get_node_id())

@@ -41,6 +41,19 @@ def make_own(directory: Path) -> None:
     check_own(directory)
 
 
+def directory_of_sockets() -> Path:
+    """Of Ray and the fork server, and Ray's logs. Ray lets everybody write to the folder that it is
+    given, and so replace the sockets: hence inside one of the user's own. Not in `tempfile`'s: a
+    socket's path has 107 bytes at most, and Ray needs 64 of them."""
+    base = os.environ.get("RAY_TMPDIR", "/tmp")
+    own = own_directory(base)
+    try:
+        make_own(own)
+    except PermissionError:  # it is somebody else's
+        own = Path(tempfile.mkdtemp(prefix="dtensor-", dir=base))
+    return own
+
+
 def check_own(directory: Path) -> None:
     """`PermissionError` unless it is the user's, and nobody else may enter it."""
     facts = directory.lstat()

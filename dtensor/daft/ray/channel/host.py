@@ -25,8 +25,8 @@ import torch
 
 from dtensor.daft.errors import as_sent
 from dtensor.daft.raised import interrupts, reason_of, trace_of
+from dtensor.daft.ray.bootstrap.machines import START_S
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
-from dtensor.daft.ray.bootstrap.starting import START_S
 from dtensor.daft.ray.channel.messages import (
     ASKED,
     GAVE,

@@ -31,8 +31,8 @@ from functools import cache
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy
-import ray.cloudpickle
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -41,7 +41,7 @@ from dtensor.daft.errors import DaftError
 from dtensor.daft.raised import PICKLERS, reduced
 from dtensor.daft.ray.bootstrap.dead_connections import listen_to
 
-_cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
+_cloudpickle: Any = cloudpickle  # which has no types
 
 Kind: TypeAlias = Literal[0, 1, 2, 3, 4]
 TOLD: Kind = 0  # nobody reads what it gives

@@ -22,60 +22,79 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import ray
-import ray.exceptions
+from typing import Protocol
 
 from dtensor.daft.errors import ClusterClosed
 from dtensor.daft.ray.bootstrap.launch_folder import LaunchFolder
-from dtensor.daft.ray.bootstrap.progress import ProgramCounter
-from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
-from dtensor.daft.ray.bootstrap.starting import (
+from dtensor.daft.ray.bootstrap.local_ray import LocalRay, is_possible, release, use
+from dtensor.daft.ray.bootstrap.machines import (
     LOOPBACK,
     Machine,
-    end_ray,
+    cluster_resources,
     machines,
-    missing_environment,
     own_address,
     own_node,
-    start_ray,
 )
+from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
-from dtensor.daft.ray.channel.host import Host
+from dtensor.daft.ray.channel.host_actor import packed
 from dtensor.daft.ray.channel.messages import Invitation
 from dtensor.daft.ray.channel.run_channel import RunChannel
 
-_ray: Any = ray  # Ray's stubs leave most of its types unknown
 END_S = 30.0
 """How long a process may take to end after SIGKILL: it frees its memory."""
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
+class Actor(Protocol):
+    """Who can start and end a host: this process, if it has joined Ray (`RayActor`), or that which
+    has this machine's (`LocalHost`)."""
+
+    @property
+    def id(self) -> str:
+        """What Ray's errors call it."""
+        ...
+
+    def serve(self, given: bytes) -> None:
+        """From now on it is called over a connection, until that is closed."""
+        ...
+
+    def ended(self, patience_s: float = 0.0) -> str | None:
+        """What Ray says of the end of one that served, if it has ended."""
+        ...
+
+    def kill(self) -> None:
+        """Ask Ray to end it; a process that runs ends at once."""
+        ...
+
+
 def start_host(
-    options: Mapping[str, object], counter: Path, kind: Callable[..., object], *arguments: object
-) -> Any:
-    """Ray's handle to an actor that hosts what `kind` makes. `options` are Ray's, `counter` is the
-    path of its file."""
-    all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
-    all_options |= options
-    if (environment := missing_environment()) is not None:
-        # Only then, as a runtime environment adds half a second to every actor.
-        all_options["runtime_env"] = {"env_vars": environment}
-    return _ray.remote(Host).options(**all_options).remote(str(counter), kind, *arguments)
+    local: LocalRay | None,
+    options: Mapping[str, object],
+    counter: Path,
+    kind: Callable[..., object],
+    *arguments: object,
+) -> Actor:
+    """A host of what `kind` makes. `options` are Ray's, `counter` is the path of its file."""
+    given = packed(kind, arguments)
+    if local is not None:
+        return local.start(options, str(counter), given)
+    from dtensor.daft.ray.channel.ray_actor import RayActor
+
+    return RayActor(options, str(counter), given)
 
 
 class HostProcess:
     """A host, by its number in the launch, its counter file, and its process if that is on this
     machine."""
 
-    def __init__(self, index: int, counter: ProgramCounter, actor: Any) -> None:
+    def __init__(self, index: int, counter: ProgramCounter, actor: Actor) -> None:
         self.index = index
         self.counter = counter
         self.actor = actor
         self.started: float = time.monotonic()
         self.counts = True  # others rest on it: no spare, and none that was replaced
-        self._serving: Any = None  # Ray's reference to the call that it ends with
         self.machine = ""  # Ray's name of where it is, where that matters
         self._process: int | None = None
         self._ended = False  # before anybody held on to it
@@ -93,25 +112,16 @@ class HostProcess:
 
     def serve(self, invitation: Invitation) -> None:
         """From now on it is called over a connection, until that is closed."""
-        self._serving = self.actor.serve.remote(invitation)
+        self.actor.serve(packed(invitation))
 
     def ended(self, patience_s: float = 0.0) -> str | None:
         """What Ray says of the end of one that served, if it has ended."""
-        if self._serving is None or not _ray.wait([self._serving], timeout=patience_s)[0]:
-            return None
-        try:
-            _ray.get(self._serving)
-        except ray.exceptions.RayTaskError as error:
-            return f"it could not serve: {error.cause}"
-        except ray.exceptions.RayError as error:
-            # Its frames hold it, and would hold this and the actor until a collection.
-            return str(error.with_traceback(None))
-        return None  # its connection ended, and it is there
+        return self.actor.ended(patience_s)
 
     @property
     def id(self) -> str:
         """What Ray's errors call it."""
-        return str(self.actor._actor_id.hex())
+        return self.actor.id
 
     # -- life -----------------------------------------------------------------------------------
     def watch(self) -> None:
@@ -157,8 +167,7 @@ class HostProcess:
     def kill(self) -> None:
         """Ask Ray to end it; a process that runs ends at once."""
         self.watch()
-        if ray.is_initialized():
-            _ray.kill(self.actor, no_restart=True)
+        self.actor.kill()
 
     def end(self, grace_s: float = 1.0) -> None:
         """After `kill`: wait for the process to end; a stopped one needs a signal."""
@@ -192,9 +201,12 @@ class HostProcess:
 
 class Home:
     """What a launch on Ray has on this machine: Ray, if it was started here, its folder, its
-    processes, and the store where those find each other."""
+    processes, and the store where those find each other. `beside`: a Ray of its own is in a process
+    beside this one, where that can be; `warm`: and may stay after the launch."""
 
-    def __init__(self, address: str | None, deadline_s: float) -> None:
+    def __init__(
+        self, address: str | None, deadline_s: float, *, warm: bool = True, beside: bool = True
+    ) -> None:
         self.processes: list[HostProcess] = []
         self._closed = False
         self.secret: bytes = secrets.token_bytes(32)  # by which its processes know each other
@@ -206,9 +218,17 @@ class Home:
             self.folder: LaunchFolder = LaunchFolder.make()
             ending.callback(self.folder.close)
             self._folder = self.folder.path
-            if start_ray(address, deadline_s):
-                ending.callback(end_ray)
-            self.address: str = own_address()  # as long as this lasts, whichever machines end
+            self.local: LocalRay | None = None
+            self.address: str = LOOPBACK
+            if beside and address is None and is_possible():
+                self.local = use(warm=warm)
+                ending.callback(release, self.local)
+            else:
+                from dtensor.daft.ray.bootstrap.starting import end_ray, start_ray
+
+                if start_ray(address, deadline_s):
+                    ending.callback(end_ray)
+                self.address = own_address()  # as long as this lasts, whichever machines end
             self._ending = ending.pop_all()
 
     def spawn(
@@ -223,9 +243,18 @@ class Home:
         index = len(self.processes)
         path = self._folder / f"host{index}"
         counter = ProgramCounter.make(path)
-        actor = start_host(options, path, kind, *arguments)
+        actor = start_host(self.local, options, path, kind, *arguments)
         self.processes.append(HostProcess(index, counter, actor))
         return self.processes[-1]
+
+    def check(self) -> None:
+        """`RuntimeError` if Ray could not be started."""
+        if self.local is not None:
+            self.local.check()
+
+    def resources(self) -> dict[str, float]:
+        """All that Ray has, in its names."""
+        return cluster_resources() if self.local is None else self.local.resources()
 
     def connect(self) -> RunChannel:
         """To processes of this launch, which are told to serve it."""
@@ -283,6 +312,8 @@ class Home:
         """End all of it, waiting until it has ended. Twice is fine."""
         self._closed = True
         processes, self.processes = self.processes, []
+        if self.local is not None and any(process.gone for process in processes):
+            self.local.stays = False  # whatever has ended it may end others
         self.hang_up()
         self._store = None  # and its port: somebody may hold on to a future, and so to this
         with self._ending as ending:  # the last first; each is done, whichever raises

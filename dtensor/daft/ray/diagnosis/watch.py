@@ -31,8 +31,8 @@ from typing import Any, Protocol, TypeAlias
 
 from dtensor.daft.diagnosis.diagnosis import FOR_NOBODY, Waits, ends_of
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
+from dtensor.daft.ray.bootstrap.machines import START_S
 from dtensor.daft.ray.bootstrap.progress import Progress
-from dtensor.daft.ray.bootstrap.starting import START_S
 from dtensor.daft.ray.channel.messages import HostFailed
 from dtensor.daft.ray.channel.processes import Home, HostProcess
 from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, RunChannel
@@ -193,6 +193,7 @@ class HostWatch:
             if self._controller.failure is not None:
                 raise self._controller.failure
             wait()  # for signals
+            self._home.check()
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
             self.look(asked, self.deadline_s if deadline_s is None else deadline_s)

@@ -45,7 +45,7 @@ from pathlib import Path
 from types import CellType, FrameType, FunctionType, ModuleType
 from typing import Any
 
-import ray.cloudpickle
+import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import torch
 
 from dtensor.daft.errors import ProgramError
@@ -64,7 +64,7 @@ from dtensor.private_torch import (
     op_packet,
 )
 
-_cloudpickle: Any = ray.cloudpickle  # pyright: ignore[reportUnknownMemberType]
+_cloudpickle: Any = cloudpickle  # which has no types
 
 KNOWN = frozenset({"aten", "prim", "prims", "dt"})
 """Namespaces of ops that every actor has."""

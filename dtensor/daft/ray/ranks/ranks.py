@@ -31,8 +31,8 @@ import torch
 from dtensor.daft.errors import Failure
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Key
+from dtensor.daft.ray.bootstrap.machines import reached_at
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
-from dtensor.daft.ray.bootstrap.starting import reached_at
 from dtensor.daft.ray.bootstrap.user_folder import elsewhere, shared
 from dtensor.daft.ray.channel.messages import HostFailed, Packed
 from dtensor.daft.ray.ranks.operators import Needed

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from dtensor.daft.ir.instructions import Key
-from dtensor.daft.ray.bootstrap.starting import on_machine
+from dtensor.daft.ray.bootstrap.machines import on_machine
 from dtensor.daft.ray.channel.messages import ASKED, TOLD, Kind, Payload
 from dtensor.daft.ray.channel.processes import NO_OPTIONS, Home, HostProcess
 from dtensor.daft.ray.channel.run_channel import Reply, RunChannel

@@ -45,7 +45,7 @@ from dtensor.daft.errors import (
     Failure,
     TaskError,
 )
-from dtensor.daft.ray.bootstrap.starting import START_S
+from dtensor.daft.ray.bootstrap.machines import START_S
 from dtensor.daft.ray.channel.messages import ASKED, GAVE, HostFailed
 from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, Reply, RunChannel
 from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch

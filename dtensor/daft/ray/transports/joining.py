@@ -34,8 +34,8 @@ from dtensor.daft.errors import CommunicationError, DaftError, Failure, ProgramE
 from dtensor.daft.ir.instructions import Collective, Key, Recv, Send, key_of
 from dtensor.daft.ir.program import Program
 from dtensor.daft.raised import Raised, interrupts, reason_of, trace_of
+from dtensor.daft.ray.bootstrap.machines import START_S, node_at, reached_at
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
-from dtensor.daft.ray.bootstrap.starting import START_S, own_node, reached_at
 from dtensor.daft.ray.channel.messages import HostFailed
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.ray.transports.gloo import join_gloo
@@ -146,7 +146,7 @@ def connect_cpu(meeting: Meeting) -> Transport:
     index, host_of, secret = meeting.index, meeting.host_of, meeting.secret
     return join_same_host(
         store,
-        own_place(own_node()),
+        own_place(node_at(meeting.address)),
         index,
         host_of,
         meet=meet,

@@ -1,17 +1,17 @@
-"""Ray's workers for tests, forked from one process that has imported torch and dtensor.
+"""Ray's workers, forked from one process that has imported torch and dtensor.
 
-    with warm():                     # a process that imports, once, and waits
+    with forked_workers():           # a process that imports, once, and waits
         ray.init()                   # each worker of this Ray is a fork of it: 0.4 s of a core
     ...                              # and not 2.5 s, which it takes to import all that again
 
-Ray's raylet starts a worker by a command: here it is this file, which asks the warm process for a
+Ray's raylet starts a worker by a command: here it is this file, which asks the fork server for a
 fork that does what the command says, and ends as that ends. The fork has the environment, folder,
-streams and arguments that Ray gave, and no thread, file or number of another one; it is killed with
-the command, and with the tests. A worker with a runtime environment starts as Ray would start it,
-and so does all that tests run as a command of their own.
+streams and arguments that Ray gave, random states of its own, and no thread, file or number of
+another one; it is killed with the command, and with the server. A worker with a runtime
+environment starts as Ray would start it, and so does every worker elsewhere than on Linux.
 
-Invariants: the warm process has one thread, so that a fork of it is whole; what it has imported is
-what every worker of ours imports before its first call. It does not start Ray's other processes.
+Invariants: the server has one thread, so that a fork of it is whole; what it has imported is what
+every host imports before its first call. It has run nothing of the user's.
 """
 
 from __future__ import annotations
@@ -21,72 +21,76 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 
-ADDRESS = "DTENSOR_TESTS_WARM"
+ADDRESS = "DTENSOR_FORK_SERVER"
 MESSAGE = 1 << 20  # bytes, at most
-NO_CONTEXT = {
+NO_CONTEXT: Mapping[str, object] = {
     "command_prefix": [],
     "env_vars": {},
     "override_worker_entrypoint": None,
     "java_jars": [],
 }
 """What Ray writes for a worker without a runtime environment, but for its Python."""
-IMPORTED = ("torch", "torch.distributed", "dtensor", "dtensor.daft.run.worker")
+IMPORTED = (
+    "torch",
+    "torch.distributed",
+    "dtensor.daft.ray.channel.host",
+    "dtensor.daft.ray.ranks.ranks",
+    "dtensor.daft.ray.actors.objects",
+    "dtensor.runtime.lower.step_end",  # a step of training, and whatever it has of dtensor
+)
 """Not Ray, which reads its environment when it is imported, and has threads soon after."""
 
 
-# -- in a test's process --------------------------------------------------------------------------
+# -- in the process that starts Ray ---------------------------------------------------------------
 @contextmanager
-def warm() -> Iterator[None]:
-    """Within, workers of a Ray that this process starts are forks, where that is possible."""
+def forked_workers() -> Generator[None]:
+    """Within, workers of a Ray that this process starts are forks, where that is possible. The
+    server starts at once, and is not waited for."""
+    import subprocess
+
+    from dtensor.daft.ray.bootstrap.user_folder import OwnFolder, directory_of_sockets, sweep
+    from dtensor.daft.ray.bootstrap.worker_environment import worker_environment
+
     if not hasattr(os, "pidfd_open"):  # elsewhere than on Linux
         yield
         return
-    import subprocess
-    import tempfile
-
-    import pytest
-    from ray._private.node import Node
-
-    from dtensor.daft.ray.bootstrap.starting import worker_environment
-
-    start = Node.start_raylet
-
-    def start_with_this(node: Node, *args: object, **kwargs: object) -> object:
-        node._ray_params.setup_worker_path = __file__
-        return start(node, *args, **kwargs)
-
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        address = os.path.join(folder, "warm")
+    directory = directory_of_sockets()
+    sweep(directory, "forks-*")
+    with OwnFolder(directory, "forks-") as folder, ExitStack() as ending:
+        address = str(folder.path / "fork_server")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(address)  # here: a worker may ask before that process has started
             listener.listen(128)
+            module = "dtensor.daft.ray.bootstrap.fork_server"
             # It ends when nobody holds the other end of its input.
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tests.warm", str(listener.fileno())],
+                [sys.executable, "-P", "-m", module, str(listener.fileno())],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
                 env={**os.environ, **worker_environment()},
             )
-        patch.setenv(ADDRESS, address)
-        patch.setattr(Node, "start_raylet", start_with_this)
-        try:
-            yield
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait()
+        assert process.stdin is not None
+        ending.callback(process.wait)
+        ending.callback(process.stdin.close)
+        from dtensor.daft.ray.bootstrap import private_ray  # imports Ray, while the server starts
+
+        os.environ[ADDRESS] = address
+        ending.callback(os.environ.pop, ADDRESS)
+        ending.enter_context(private_ray.workers_by(__file__))
+        yield
 
 
 # -- the command that Ray starts ------------------------------------------------------------------
 def ask(address: str, argv: list[str]) -> None:
-    """Be, for who waits for this process, the fork that does what `argv` says."""
-    request = json.dumps({"argv": argv, "environment": dict(os.environ), "folder": os.getcwd()})
+    """Be, for who waits for this process, the fork that does what `argv` says. `OSError` if there
+    is no server."""
+    request = json.dumps([argv, dict(os.environ), os.getcwd()])
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
-        connection.connect(address)
+        connection.connect(address)  # it listens before it imports
         socket.send_fds(connection, [request.encode()], [0, 1, 2])
         answer = connection.recv(MESSAGE)
     status = int(answer) if answer else -signal.SIGKILL
@@ -100,6 +104,7 @@ def start_cold(argv: list[str]) -> None:
     """As Ray starts a worker."""
     import ray
 
+    del os.environ[ADDRESS]
     setup = os.path.join(os.path.dirname(ray.__file__), "_private", "workers", "setup_worker.py")
     os.execv(sys.executable, [sys.executable, setup, *argv])
 
@@ -124,7 +129,7 @@ def worker_of(argv: list[str]) -> list[str] | None:
     return kept if kept and kept[0].endswith(".py") else None
 
 
-# -- the warm process -----------------------------------------------------------------------------
+# -- the server ------------------------------------------------------------------------------------
 def serve(number: int) -> list[str]:
     """Fork for who asks, until the input ends. In a fork, it returns script and arguments.
     ``number``: of a socket that listens."""
@@ -156,7 +161,8 @@ def serve(number: int) -> list[str]:
                         continue
                     process = os.fork()
                     if process == 0:
-                        return _become(json.loads(text), streams, mine)
+                        argv, environment, work = json.loads(text)
+                        return _become(argv, environment, work, streams, mine)
                     for stream in streams:
                         os.close(stream)
                     asking[process], ends[process] = connection, os.pidfd_open(process)
@@ -185,7 +191,13 @@ def _import() -> None:
         importlib.import_module(name)
 
 
-def _become(request: dict[str, object], streams: list[int], parent: int) -> list[str]:
+def _become(
+    argv: list[str],
+    environment: dict[str, str],
+    folder: str,
+    streams: list[int],
+    parent: int,
+) -> list[str]:
     """What a process that Ray starts has, and nothing else."""
     import ctypes
 
@@ -196,18 +208,21 @@ def _become(request: dict[str, object], streams: list[int], parent: int) -> list
         os.dup2(stream, number)
     os.closerange(3, max(int(name) for name in os.listdir("/proc/self/fd")) + 1)
     own_path = os.environ["PYTHONPATH"].split(os.pathsep)
-    environment, argv = request["environment"], request["argv"]
-    assert isinstance(environment, dict) and isinstance(argv, list)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(str(request["folder"]))
+    del os.environ[ADDRESS]
+    os.chdir(folder)
     former = list(sys.path)
-    path = [os.path.dirname(argv[0]), *environment.get("PYTHONPATH", "").split(os.pathsep)]
+    script = os.path.dirname(os.path.realpath(argv[0]))
+    path = [script, *environment.get("PYTHONPATH", "").split(os.pathsep)]
     sys.path[: len(own_path)] = path
     # What PYTHONPATH repeats of Python's own folders stands in it alone, and has gone with it.
     standard = (sys.prefix, sys.base_prefix)
     sys.path += [p for p in former if p.startswith(standard) and p not in sys.path]
     sys.argv[:] = argv
+    sys.modules["torch"].default_generator.seed()  # Python's own is seeded by the fork
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(None)
     return argv
 
 
@@ -219,10 +234,10 @@ def main(argv: list[str]) -> None:
         runpy.run_path(script, run_name="__main__")
         return
     wanted = worker_of(argv)
-    if wanted is None:
-        start_cold(argv)
-    else:
-        ask(os.environ[ADDRESS], wanted)
+    if wanted is not None:
+        with suppress(OSError):  # no server answers
+            ask(os.environ[ADDRESS], wanted)
+    start_cold(argv)
 
 
 if __name__ == "__main__":
