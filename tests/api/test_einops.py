@@ -146,7 +146,7 @@ def test_a_pin_across_fused_projections_proposes_the_blocks() -> None:
     assert_expected_inline(
         refused(Fused(), TP2, {"qkv.weight": dict(tp=dt.Row())}),
         """\
-the pin tp=Shard(0) on qkv.weight does not line up with what the program does to that dim.
+the pin tp=Shard(0) on qkv.weight does not line up with the program's use of that dim.
   qkv.weight: f32[72,24], dim 0: 2 ranks hold 36, 36 of 72
   aten.reshape.default sees it as 3 x 6 x 4 in add: f32[10,72]
   test_einops.py:N: q, k, v = rearrange(self.qkv(x), FUSED, three=3, h=6)
@@ -160,7 +160,7 @@ def test_a_pin_that_cuts_heads_proposes_the_unit() -> None:
     assert_expected_inline(
         refused(Grouped(), TP2, pins),
         """\
-the pin tp=Shard(0) on k.weight does not line up with what the program does to that dim.
+the pin tp=Shard(0) on k.weight does not line up with the program's use of that dim.
   k.weight: f32[12,24], dim 0: 2 ranks hold 6, 6 of 12
   aten.reshape.default sees it as 3 x 4 in mm_1: f32[10,12]
   test_einops.py:N: k, v = (rearrange(f(x), "b t (g d) -> b g t d", d=4) for f in (self.k, self.v))

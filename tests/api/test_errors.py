@@ -89,7 +89,7 @@ def test_a_pin_that_cuts_heads_proposes_the_unit() -> None:
     assert_expected_inline(
         refused(plan_of, Heads(22), TP4, {"q.weight": dict(tp=Row())}, x),
         """\
-the pin tp=Shard(0) on q.weight does not line up with what the program does to that dim.
+the pin tp=Shard(0) on q.weight does not line up with the program's use of that dim.
   q.weight: f32[352,16], dim 0: 4 ranks hold 88, 88, 88, 88 of 352
   aten.reshape.default sees it as 22 x 16 in mm: f32[8,352]
   test_errors.py:N: return self.q(x).view(b, t, self.heads, 16).softmax(-1)
@@ -105,7 +105,7 @@ def test_a_pin_across_fused_qkv_proposes_the_blocks() -> None:
     assert_expected_inline(
         refused(plan_of, model, TP2, {"qkv.weight": dict(tp=Row())}, x),
         """\
-the pin tp=Shard(0) on qkv.weight does not line up with what the program does to that dim.
+the pin tp=Shard(0) on qkv.weight does not line up with the program's use of that dim.
   qkv.weight: f32[48,16], dim 0: 2 ranks hold 24, 24 of 48
   aten.split.Tensor sees it as 3 parts of 16, 16, 16 in reshape_1: f32[2,4,48]
   models.py:N: q, k, v = self.qkv(x).chunk(3, dim=-1)
@@ -122,7 +122,7 @@ def test_too_few_kv_heads_propose_splitting_the_axis() -> None:
     assert_expected_inline(
         refused(plan_of, model, TP4, pins, spec("i64[4,8]", TP4)),
         """\
-the pin tp=Shard(0) on blocks.0.attn.k.weight (*.attn.k.weight) does not line up with what the program does to that dim.
+the pin tp=Shard(0) on blocks.0.attn.k.weight (*.attn.k.weight) does not line up with the program's use of that dim.
   blocks.0.attn.k.weight: f32[16,32], dim 0: 4 ranks hold 4, 4, 4, 4 of 16
   aten.reshape.default sees it as 2 x 8 in mm_1: f32[32,16]
   models.py:N: k = self.k(x).view(b, t, self.groups, self.size).transpose(1, 2)
@@ -142,7 +142,7 @@ def test_too_few_heads_for_an_axis_that_cannot_be_split() -> None:
     assert_expected_inline(
         refused(plan_of, model, mesh, pins, x),
         """\
-the pin tp=Shard(0, blocks=3) on qkv.weight does not line up with what the program does to that dim.
+the pin tp=Shard(0, blocks=3) on qkv.weight does not line up with the program's use of that dim.
   qkv.weight: f32[72,24], dim 0: 3 ranks hold 24, 24, 24 of 72
   aten.reshape.default sees it as 4 x 6 in v: f32[2,4,24]
   models.py:N: v = v.view(b, t, self.heads, d // self.heads).transpose(1, 2)
@@ -160,7 +160,7 @@ def test_a_minor_axis_is_told_the_unit_alone() -> None:
     assert_expected_inline(
         refused(plan_of, Heads(20), mesh, pins, x),
         """\
-the pin tp=Shard(0) on q.weight does not line up with what the program does to that dim.
+the pin tp=Shard(0) on q.weight does not line up with the program's use of that dim.
   q.weight: f32[320,16], dim 0: 4 ranks hold 80, 80, 80, 80 of 320
   aten.reshape.default sees it as 20 x 16 in mm: f32[8,320]
   test_errors.py:N: return self.q(x).view(b, t, self.heads, 16).softmax(-1)

@@ -323,7 +323,7 @@ def test_placements_that_split_nothing() -> None:
 
     for placements, said in (
         ({"up.bias": dict(tp=dt.Row())}, "tp splits up.bias alone, 5.7% of the parameters"),
-        ({"*": dict(tp=dt.Replicate())}, "is Replicate()"),
+        ({"*": dict(tp=dt.Replicate())}, "are Replicate()"),
         ({}, "no placement is stated on it"),
     ):
         text = warning(train(placements=placements))

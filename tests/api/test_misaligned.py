@@ -188,7 +188,7 @@ def test_every_pin_that_is_refused_as_misaligned_runs_as_storage() -> None:
             step_of(mesh, pins, module=make_model(), misaligned="error", **given)[2].plan(*data[0])
             continue
         except dt.PlanningError as error:
-            assert "does not line up with what the program does" in str(error)
+            assert "does not line up with the program's use" in str(error)
             assert 'or parallelize(..., misaligned="gather")' in str(error)
         refused += 1
         model, optimizer, step = step_of(mesh, pins, module=make_model(), **given)

@@ -1,12 +1,12 @@
-"""What ranks run in place of an op whose local form differs from its global one.
+"""Functions that ranks run in place of an op whose local form differs from its global one.
 
     mean_over(x_shard, (0,), False, 8, None)              # a shard of 4 of 8 rows: its sum over 8
     loss_over(aten.huber_loss.default, 8, x, y, 2, 1.0)   # a part of the mean over 8 elements
 
 Localizers name these functions; local graphs call them, so they are plain functions at module
 level. Invariants: tensors in, tensors out, no communication; right for shards of size 0; a mean's
-part is the local sum over the *global* count, forward and backward.
-Not here: who calls what (the rules), or the project's own ops (ops/attention.py).
+part is the local sum over the *global* count, forward and backward. Not here: their callers (the
+rules), or the project's own ops (ops/attention.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Pieces = Sequence[tuple[int, int]]
 def mean_over(
     x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """The local sum over the global count: the ranks' results add up to the mean.
+    """The local sum over the global count: the sum of the ranks' results is the mean.
 
-    Of 16 bits it is added up and divided in float32, as in torch's kernels, then rounded once."""
+    For 16 bits it is summed and divided in float32, as in torch's kernels, then rounded once."""
     made = x.dtype if dtype is None else dtype
     wide = torch.float32 if is_narrow(made) else dtype
     total = torch.sum(x, tuple(dims), keepdim=keepdim, dtype=wide) / count
@@ -48,7 +48,7 @@ def _wide(value: Any) -> Any:
 
 
 def _narrow_dtype(args: Sequence[Any]) -> torch.dtype | None:
-    """The dtype of floats that are all of 16 bits; None where some are not."""
+    """The dtype of floats that are all of 16 bits; None if some are not."""
     dtypes = {a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 and all(map(is_narrow, dtypes)) else None
 
@@ -56,7 +56,7 @@ def _narrow_dtype(args: Sequence[Any]) -> torch.dtype | None:
 def filled(
     x: Tensor, shape: Sequence[int], value: float | bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A new tensor where x is: a reduction's identity, for ranks that hold nothing to reduce."""
+    """A new tensor on x's device: a reduction's identity, for ranks without elements to reduce."""
     return x.new_full(tuple(shape), value, dtype=dtype)
 
 
@@ -85,7 +85,7 @@ def triangle(x: Tensor, upper: bool, diagonal: int, rows: Pieces, columns: Piece
 
 
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """as_strided of a contiguous tensor, whatever strides x has here."""
+    """as_strided of a contiguous tensor, for any strides of x here."""
     return x.contiguous().as_strided(size, stride, offset).clone()
 
 
@@ -100,7 +100,7 @@ def strided_scatter(
 
 
 def zeros(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What a rank without elements gives: its shard is empty, its part of a sum is 0."""
+    """The result of a rank without elements: its shard is empty, its part of a sum is 0."""
     return x.new_zeros(tuple(shape), dtype=dtype)
 
 
@@ -115,7 +115,7 @@ def many_zeros(
 
 
 def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
-    """Where images, input or output channels are missing: the bias alone."""
+    """The result without images, input or output channels: the bias alone."""
     y = x.new_zeros(tuple(shape))
     return y if bias is None else y + bias.view(1, -1, *(1 for _ in shape[2:]))
 
@@ -123,7 +123,8 @@ def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> T
 def empty_convolution_backward(
     grad: Tensor, shapes: Sequence[Sequence[int] | None]
 ) -> tuple[Tensor | None, ...]:
-    """Where images, input or output channels are missing: the bias's gradient needs no input."""
+    """The gradients without images, input or output channels: the bias's gradient needs no
+    input."""
     x, weight, bias = shapes
     dims = [d for d in range(grad.dim()) if d != 1]
     return (
@@ -134,12 +135,12 @@ def empty_convolution_backward(
 
 
 def contiguously(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For kernels that read storage in order whatever the strides are, and are silently wrong."""
+    """For kernels that read storage in order despite the strides, and are silently wrong."""
     return op(*[a.contiguous() if isinstance(a, Tensor) else a for a in args], **kwargs)
 
 
 def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
-    """The local part of a mean: ``args`` ask for the sum. Of 16 bits it is rounded once."""
+    """The local part of a mean: ``args`` request the sum. For 16 bits it is rounded once."""
     dtype = _narrow_dtype(args)
     if dtype is None:
         return loss(*args) / count
@@ -147,7 +148,7 @@ def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
 
 
 def first_over(loss: Callable[..., Any], count: int, *args: Any) -> tuple[Tensor, ...]:
-    """The same for a loss that returns more than its value, first."""
+    """The same for a loss that returns its value first, and other results."""
     dtype = _narrow_dtype(args)
     if dtype is None:
         value, *rest = loss(*args)
@@ -162,14 +163,14 @@ def first_over(loss: Callable[..., Any], count: int, *args: Any) -> tuple[Tensor
 def loss_backward_over(
     backward: Callable[..., Tensor], count: int, grad: Tensor, *args: Any
 ) -> Tensor:
-    """The gradient of a mean: ``args`` ask for that of the sum. Of 16 bits it is rounded once."""
+    """The gradient of a mean: ``args`` request that of the sum. For 16 bits it is rounded once."""
     dtype = _narrow_dtype((grad, *args))
     if dtype is None:
         return backward(grad / count, *args)
     return backward(_wide(grad) / count, *map(_wide, args)).to(dtype)
 
 
-_flash_attention = flash_attention_for_cpu  # sooner than its overload
+_flash_attention = flash_attention_for_cpu  # faster than its overload
 
 
 def flash_attention(

@@ -1,16 +1,16 @@
-"""A Plan: every placement and every collective decided; what it costs, holds and prints.
+"""A Plan: every placement and every collective decided; its cost, memory and text.
 
     plan.collectives      each reduction, gather, exchange and transfer, as data
-    plan.memory           bytes per rank of each stage, by what holds them
+    plan.memory           bytes per rank of each stage, by kind
     plan.cost             predicted seconds of a step
-    plan.regions          what runs again in the backward; plan.plain is the plan without that
+    plan.regions          recomputed regions; plan.plain is the plan without recomputation
     plan.explain("h")     why a value has its placement, why each collective on it is there
-    plan.recognised()     what the program writes out and the plan has as one op
+    plan.recognised()     patterns of ops that the plan has as one op
     print(plan)           one step a line, repeated layers once; plan.text(full=True) has all
-    plan.summary()        what matters of it in 25 lines
+    plan.summary()        a summary in 25 lines
     plan.save("p.html")   a page of it, for a browser
 
-What is decided is its record (record.py); all else follows from that.
+The decisions are its record (record.py); all else follows from that.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from dtensor.showing import html_folded
 PAGES = Provider[Callable[["Plan", str | os.PathLike[str]], Path]](
     "dtensor.api.launch.plan_page:save_plan"
 )
-"""Given a plan and where to write it, where it was written."""
+"""A function of a plan and the path to write; it returns the written path."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan(PlanRecord):
-    """What ``step.plan(...)``, ``f.plan(...)`` and ``gen.plan(...)`` return: every placement and
+    """The result of ``step.plan(...)``, ``f.plan(...)`` and ``gen.plan(...)``: every placement and
     every collective of a program, decided, with its price. It prints one step a line.
 
-    ``name``, ``mesh``, ``num_stages``, ``num_microbatches``, ``topology`` and ``schedule`` are what
-    it was made for; ``inputs``, ``steps`` and ``outputs`` are records with a name and a ``spec``.
-    ``regions``: what runs again in the backward, ``plain``: the plan without that, or None.
-    ``zero``: the axis over which state is stored split, and the level, or None.
+    ``name``, ``mesh``, ``num_stages``, ``num_microbatches``, ``topology`` and ``schedule`` are the
+    facts it was made for; ``inputs``, ``steps`` and ``outputs`` are records with a name and a
+    ``spec``. ``regions``: the recomputed regions, ``plain``: the plan without recomputation, or
+    None. ``zero``: the axis over which state is stored split, and the level, or None.
     """
 
     plain: Plan | None = field(default=None, repr=False)
@@ -71,50 +71,51 @@ class Plan(PlanRecord):
 
     @cached_property
     def totals(self) -> PlanTotals:
-        """What it comes to: whatever prints or compares plans has its figures from here."""
+        """The totals of the plan: all text and comparisons of plans take their figures from
+        here."""
         return PlanTotals(self)
 
     @cached_property
     def index(self) -> PlanIndex:
-        """The plan by the names of its values, of which `explain` tells."""
+        """The plan by the names of its values, for `explain`."""
         return PlanIndex(self)
 
     @property
     def memory(self) -> tuple[Memory, ...]:
         """By stage, bytes of its fullest rank: ``parameters``, ``gradients``, ``optimizer``,
-        ``masters``, ``activations`` and others, which are not all there at once; ``total``: the
-        most at once."""
+        ``masters``, ``activations`` and others, which do not all exist at once; ``total``: the most
+        at once."""
         return self.totals.stage_memory
 
     @property
     def cost(self) -> Cost:
-        """Predicted ``seconds`` of a step, as `simulate` finds them. Of the slowest rank: its
-        ``compute_seconds``, ``communication_seconds``, in which it waits for messages under way,
-        and ``waiting_seconds`` besides; of a pipeline, ``bubble`` is the fraction in which its
-        ranks wait for other stages."""
+        """Predicted ``seconds`` of a step, as in `simulate`, of the slowest rank: its
+        ``compute_seconds``, ``communication_seconds``, which are its waits for messages in flight,
+        and other ``waiting_seconds``; for a pipeline, ``bubble`` is the fraction in which its ranks
+        wait for other stages."""
         return self.totals.cost
 
     @property
     def stages(self) -> dict[str, list[list[str]]]:
-        """The stages that "auto" chose, as `parallelize` takes them; {} where it chose none."""
+        """The stages that "auto" chose, as `parallelize` takes them; {} if it chose none."""
         if self.stage_axis is None or not self.auto:
             return {}
         return {self.stage_axis: [list(patterns) for patterns in self.auto]}
 
     def explain(self, name: str) -> str:
-        """Why the value ``name`` has its placement, and why each collective on it is there.
+        """Why the value ``name`` has its placement, and the reason for each collective on it.
 
         PlanningError, with near names, where there is no such value or parameter.
         """
         return self.index.explain(name)
 
     def rounding(self) -> str:
-        """A bound on what the order of each reduction can change."""
+        """A bound on the effect of each reduction's order."""
         return rounding_text(self)
 
     def recognised(self) -> str:
-        """Which attentions, norms, rotations and gates of the program became one op, by module;
-        and which stay as they are written, with the reason."""
+        """Which attentions, norms, rotations and gates of the program became one op, by module; and
+        which are left unchanged, with the reason."""
         from dtensor.sharding.plan.text.recognised import recognised_text  # seldom asked for
 
         return recognised_text(self.flow.recognised)
@@ -124,22 +125,22 @@ class Plan(PlanRecord):
         verify(self)
 
     def text(self, *, full: bool = False) -> str:
-        """What `print` shows, layers that are alike only once; ``full``: each layer, each step."""
+        """The text of `print`, with equal layers only once; ``full``: each layer, each step."""
         labels = (*(i.label for i in self.inputs), *(op.module for op in self.flow.ops))
         layered = any(without_numbers(label) != label for label in labels)
         return render_folded(self.totals) if layered and not full else render(self.totals)
 
     def summary(self) -> str:
-        """At most 25 lines: what is split, sent and held, what takes longest, seconds, and of
-        what hardware."""
+        """At most 25 lines: splits, messages and memory, the longest steps, seconds, and their
+        hardware."""
         return summary_text(self.totals)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as one HTML file, which opens from disk and loads nothing: modules, steps,
-        each collective with why it is there, shards by rank, memory and timeline.
+        each collective with its reason, shards by rank, memory and timeline.
 
-        Returns where it was written. PlanningError for a path that does not end in .html, or is in
-        a folder that is not there.
+        Returns the written path. PlanningError for a path that does not end in .html, or is in a
+        folder that does not exist.
         """
         return PAGES.get()(self, path)
 

@@ -1,10 +1,11 @@
-"""In what dtype a sum is kept: that of narrow floats (bf16, f16) in float32, at no byte more.
+"""The dtype of sums: those of narrow floats (bf16, f16) are kept in float32, without extra bytes
+sent.
 
-    local product           bf16[64,64]{sum@dp}     what torch's kernel gives, rounded to 16 bits
+    local product           bf16[64,64]{sum@dp}     torch's kernel, rounded to 16 bits
     reduce_scatter over dp  f32[64@dp,64]           16 bits sent, folded in float32, left there
 
-A rank's part of a product that placements take apart is what its kernel yields: float32 inside,
-rounded to 16 bits at the end, and sent as such. Every reduction folds those parts in float32. An
+A rank's part of a product that placements split is the result of its kernel: float32 inside,
+rounded to 16 bits at the end, and sent in 16 bits. Every reduction folds those parts in float32. An
 activation is then rounded to its dtype, once; so is a result. A gradient that is reduced, or summed
 over microbatches, stays in float32 until the optimizer reads it: parts are exact in float32, so
 sending them in 16 bits gives the bits that sending them in 32 would. For the same reason the cast
@@ -13,13 +14,13 @@ that ends a gradient under autocast (bf16, of a float32 parameter) is left to it
     local mean              f32[4]{sum@dp}          of bf16[64@dp,4]
     all_reduce over dp      bf16[4]                 32 bits sent, folded in float32, rounded
 
-Reductions (sums, means, norms, losses) make few numbers of many: a rank's part of theirs is left in
-float32, and with it what is linear in it, until it is added up (`left_in_float32`). One device
-rounds such a sum once, so do ranks. Not where an op that takes 16 bits reads the part.
+Reductions (sums, means, norms, losses) make few numbers of many: a rank's part of them stays in
+float32, and so do values linear in it, until it is summed (`left_in_float32`). One device rounds
+such a sum once, and so do ranks. The exception is a part that an op with 16-bit operands reads.
 
-Master weights: parameters of 16 bits, which is what programs read and ranks gather, and a float32
-copy with the optimizer's state, which is what it updates; after each step a parameter is its copy
-rounded (Micikevicius et al. 2018, arXiv:1710.03740; Megatron's main parameters).
+Master weights: parameters of 16 bits, which programs read and ranks gather, and a float32 copy with
+the optimizer's state, which the optimizer updates; after each step a parameter is its copy, rounded
+(Micikevicius et al. 2018, arXiv:1710.03740; Megatron's main parameters).
 
 Not here: autocast, which is the program's own (frontend/capture/patches.py); the fold
 (daft/run/transport.py).
@@ -40,7 +41,7 @@ from dtensor.sharding.spec.placements import PARTIAL, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
 Chosen = Sequence[Mapping[str, Strategy]]
-"""Of each axis, the strategy of each op."""
+"""By axis, the strategy of each op."""
 
 
 def accumulated(spec: TensorSpec) -> TensorSpec:
@@ -49,11 +50,11 @@ def accumulated(spec: TensorSpec) -> TensorSpec:
 
 
 def uncast(flow: Dataflow, rules: Mapping[str, Rule]) -> Dataflow:
-    """The program whose gradients lack the cast from 16 bits to float32 that ends them.
+    """The program without the casts from 16 bits to float32 that end its gradients.
 
-    The reduction makes it, or the optimizer where there is none.
+    The reduction makes the cast, or the optimizer if there is none.
     """
-    renamed: dict[str, str] = {}  # what a cast reads to the gradient that it makes
+    renamed: dict[str, str] = {}  # operand of a cast to the gradient that it makes
     for output in flow.outputs:
         op = flow.producers.get(output.value)
         if output.kind == "gradient" and op is not None and _ends_in_cast(flow, rules, op):
@@ -67,7 +68,7 @@ def uncast(flow: Dataflow, rules: Mapping[str, Rule]) -> Dataflow:
 
 
 def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
-    """Whether the op is such a cast, and nothing else reads what it reads or makes."""
+    """Whether the op is such a cast, and its operand and result have no other readers."""
     if rules[op.name].kind != "cast" or len(op.operands) != 1:
         return False
     (operand,), (made,) = op.operands, op.results
@@ -86,7 +87,7 @@ def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
 
 
 def widened(path: Sequence[Move]) -> tuple[Move, ...]:
-    """The path, with its first reduction left in float32, and so all that follows."""
+    """The path, with its first reduction, and all later moves, in float32."""
     found: list[Move] = []
     for move in path:
         src = found[-1].dst if found else move.src
@@ -99,8 +100,8 @@ def widened(path: Sequence[Move]) -> tuple[Move, ...]:
 
 
 def rounded(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...]:
-    """The path of a value of ``dtype`` whose parts are float32: it has its dtype from where on it
-    is no sum of parts."""
+    """The path of a value of ``dtype`` whose parts are float32: it has its dtype once it is no
+    longer a sum of parts."""
     found: list[Move] = []
     for move in path:
         src = found[-1].dst if found else move.src
@@ -117,9 +118,10 @@ def is_part(spec: TensorSpec) -> bool:
 def left_in_float32(
     flow: Dataflow, rules: Mapping[str, Rule], chosen: Chosen, whole: Container[str]
 ) -> frozenset[str]:
-    """The values of 16 bits whose parts are made in float32, if all that reads such parts can.
+    """The 16-bit values whose parts are made in float32, if all readers of such parts can take
+    them.
 
-    ``whole``: those whose parts are read as what they are when the program ends.
+    ``whole``: those whose parts are read with their own dtype when the program ends.
     """
     found: dict[str, Op] = {}
     for op in flow.ops:
@@ -134,7 +136,7 @@ def left_in_float32(
             ):
                 found[value] = op
     kept = {v: op for v, op in found.items() if _all_take(flow, rules, chosen, v, found)}
-    while len(kept) < len(found):  # what one cannot carry on is not given to another
+    while len(kept) < len(found):  # a value that one op cannot pass on is not given to another
         found = {v: op for v, op in kept.items() if _is_given(rules, op, kept)}
         kept = {v: op for v, op in found.items() if _all_take(flow, rules, chosen, v, found)}
     return frozenset(kept)
@@ -147,7 +149,7 @@ def _all_take(
     value: str,
     found: Container[str],
 ) -> bool:
-    """Whether each op that reads parts of the value takes them in float32 and goes on so."""
+    """Whether each op that reads parts of the value takes them in float32 and passes them on so."""
     for op, at in flow.consumers.get(value, ()):
         if _pending_in(chosen, op, at):
             rule, meta = rules[op.name], op.call.results[0]

@@ -4,11 +4,11 @@
     record.steps      (Compute(...), Redistribute(...), ...)    in program order, see steps.py
     record.outputs    where each result and gradient is found when the step has run
 
-What passes of the planner take and give; `Plan` (plan.py) is this with what it costs and how it
-prints. Specs carry the virtual axis ``mb`` when there are microbatches: a batch is sharded over it,
-a gradient pending over it.
+The planner's passes take and return records; a `Plan` (plan.py) adds costs and a text form. Specs
+carry the virtual axis ``mb`` when there are microbatches: a batch is sharded over it, a gradient
+pending over it.
 
-Invariants: those that verify.py checks. A plan knows no actors and no backend.
+Invariants: verify.py checks them. A plan knows no actors and no backend.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ WriteHow = Literal["in place", "at the commit", "copied"]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """One factor that an axis splits: its size, the pin that opened it, what else it splits.
+    """One factor that an axis splits: its size, the pin that opened it, the values that it splits.
 
     ``values``: labels of the parameters it splits besides the pinned one; ``label``: the pinned
-    value as users call it; ``reached``: every value that the pin reaches, itself first.
+    value's name for users; ``reached``: every value that the pin reaches, itself first.
     """
 
     by: str
@@ -46,10 +46,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Misaligned:
-    """A pin that does not line up with the program and so says how the value is stored alone.
+    """A pin that does not line up with the program, so it states only how the value is stored.
 
-    ``by``: what the user wrote it for; ``why``: what an op, on the user's line ``source``, makes of
-    the dim.
+    ``by``: the name for which the user wrote it; ``why``: how an op, on the user's line ``source``,
+    changes the dim.
     """
 
     axis: str
@@ -61,11 +61,11 @@ class Misaligned:
 
 @dataclass(frozen=True, slots=True)
 class PlannedInput:
-    """Where an input lives: its plan value per stage, and the placement that it is used at.
+    """An input's plan value per stage, and its placement where it is used.
 
-    ``misaligned``: pins of which it is used whole, and ``pinned``: its spec with them; ``stored``:
-    of a parameter under ``zero`` (its level), the spec of what is kept split: at 1 its optimizer
-    state, at 2 its gradient too, at 3 the parameter itself.
+    ``misaligned``: pins for which it is used whole, and ``pinned``: its spec with them; ``stored``:
+    for a parameter under ``zero`` (its level), the spec of the part that is kept split: at 1 its
+    optimizer state, at 2 its gradient too, at 3 the parameter itself.
     """
 
     name: str
@@ -80,7 +80,7 @@ class PlannedInput:
 
     @property
     def base(self) -> TensorSpec:
-        """The spec under which the input is held, but for ``zero``."""
+        """The spec under which the input is held without ``zero``."""
         return self.spec if self.pinned is None else self.pinned
 
     @property
@@ -106,13 +106,13 @@ class PlannedOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """What is saved of a recomputed region, and what runs again; values by their plan names.
+    """The saved and the repeated values of a recomputed region, by their plan names.
 
-    saved: values that live from forward to backward for it, but for parameters and the batch;
-    communicated: those of ``saved`` that running the region again would communicate again;
-    repeated: (value, its repetition) of its repeated steps, none where the backward reads only what
-    comes into the region or leaves it; num_ops, flops: of those, per rank and microbatch,
-    views not counted.
+    saved: values that live from forward to backward for it, except parameters and the batch;
+    communicated: those of ``saved`` that a repetition of the region would communicate again;
+    repeated: (value, its repetition) of its repeated steps, none where the backward reads only
+    inputs and outputs of the region; num_ops, flops: of the repeated steps, per rank and
+    microbatch, views not counted.
     """
 
     name: str
@@ -126,15 +126,15 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateWrite:
-    """How what the program changes, the input ``name``, gets its new contents on ``stage``.
+    """How the input ``name``, which the program changes, gets its new contents on ``stage``.
 
-    how: "in place": where the program writes it, in its own storage; "at the commit": so too, but
-    once all ranks agree; "copied": computed beside it, as ``value``, and copied into it then,
-    because of ``why``. writes: (result, operand that it changes) of the ops that write, in order;
-    settled: what puts a changed view back, for which nothing is to be done; standing: the values
-    that are (views of) its storage from the first write on; skipped: results of steps for which
-    nothing runs where they stand; shares: what is copied may be the old contents
-    of another that changes, and is copied twice; nbytes: copied per rank; source: the user's line.
+    how: "in place": where the program writes it, in its own storage; "at the commit": the same, but
+    once all ranks agree; "copied": computed as ``value``, and copied into it at the commit, because
+    of ``why``. writes: (result, operand that it changes) of the ops that write, in order; settled:
+    results that put a changed view back, for which no code runs; standing: the values that are
+    (views of) its storage from the first write on; skipped: results of steps for which no code runs
+    at their place; shares: the copied value may be the old contents of another input that changes,
+    and is copied twice; nbytes: copied per rank; source: the user's line.
     """
 
     of: str
@@ -154,9 +154,9 @@ class StateWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A pin whose opposite is cheaper. ``by``: what the user wrote the pin for; seconds and bytes
-    sent are per rank and step; ``removed``: (kind, axis, phase, the user's line) of collectives of
-    which the opposite has none."""
+    """A pin whose opposite is cheaper. ``by``: the name for which the user wrote the pin; seconds
+    and bytes sent are per rank and step; ``removed``: (kind, axis, phase, the user's line) of the
+    collectives that the opposite saves."""
 
     by: str
     axis: str
@@ -171,9 +171,10 @@ class Hint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedPair:
-    """Weights that cost fewer all_reduces turned round. By what the user wrote the pins for:
-    ``summed``: split by what their product sums over, ``given``: by what comes out of it; ``num``
-    and ``other_num``: all_reduces over the axis, as stated and turned round."""
+    """Weights that cost fewer all_reduces with their placements swapped. By the names for which the
+    user wrote the pins: ``summed``: split over the dim that their product sums; ``given``: split
+    over an output dim of it; ``num`` and ``other_num``: all_reduces over the axis, as stated and
+    swapped."""
 
     axis: str
     summed: tuple[str, ...]
@@ -184,13 +185,13 @@ class SwappedPair:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Predicted seconds of one step. Of the slowest rank, with all its stages: what it computes,
-    what it waits for messages that are under way, which is what is not hidden of them, and what it
-    waits besides, for other ranks and for the controller's call."""
+    """Predicted seconds of one step, of the slowest rank with all its stages: compute; exposed
+    communication, which is its wait for messages in flight; and other waiting, for other ranks and
+    for the controller's call."""
 
     compute_seconds: float
     communication_seconds: float
-    bubble: float  # of the pipeline: the fraction of its ranks' time in which they wait for others
+    bubble: float  # of the pipeline: the fraction of its ranks' time spent waiting for others
     waiting_seconds: float = 0.0
 
     @property
@@ -199,32 +200,33 @@ class Cost:
 
 
 class Timetable(Protocol):
-    """When the ranks of a pipeline run what. Schedules are the runtime's; a plan asks this."""
+    """The times at which the ranks of a pipeline run their actions. The runtime has the schedules;
+    a plan asks this."""
 
     @property
     def text(self) -> str:
-        """The grid, as it is printed."""
+        """The printed grid."""
         ...
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, how many microbatches it holds at a time."""
+        """By stage, the number of microbatches that it holds at a time."""
         ...
 
     def held(self, stages: Sequence[int]) -> Collection[tuple[int, tuple[int, ...]]]:
-        """What a rank of these stages holds at once: while an action runs of the one at an index,
-        by stage, the microbatches kept besides."""
+        """The sets of microbatches that a rank of these stages holds at once: for an action of the
+        stage at an index, by stage, the microbatches kept besides."""
         ...
 
     def cost(self, plan: PlanRecord) -> Cost:
-        """What a step of the plan is predicted to take."""
+        """The predicted cost of a step of the plan."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanTerms:
-    """What a plan is asked for that it also is: a `Request` and its plan have the same. ``mesh`` is
-    the user's; ``zero``: an axis and a level: what of the parameters is stored split over it."""
+    """The terms that a `Request` shares with its plan. ``mesh`` is the user's; ``zero``: an axis
+    and a level, which says which state of the parameters is stored split over it."""
 
     name: str
     flow: Dataflow
@@ -240,34 +242,34 @@ class PlanTerms:
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline; 1 without one."""
+        """The number of stages of the pipeline; 1 without one."""
         return self.flow.num_stages
 
     def terms(self) -> Mapping[str, Any]:
-        """By name."""
+        """The terms by name."""
         return {each.name: getattr(self, each.name) for each in fields(PlanTerms)}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanRecord(PlanTerms):
-    """What is decided, and nothing that follows from it. ``inner`` is what specs are stated on: the
-    mesh without the stage axis, with the axis ``mb`` where there are microbatches."""
+    """The decisions of a plan, without derived figures. Specs are stated on ``inner``: the mesh
+    without the stage axis, with the axis ``mb`` where there are microbatches."""
 
     inner: Mesh
     inputs: tuple[PlannedInput, ...]
     steps: tuple[Step, ...]
     outputs: tuple[PlannedOutput, ...]
     opened: tuple[tuple[str, tuple[Opened, ...]], ...]
-    pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, what the user wrote it for)
+    pinned: tuple[tuple[str, str, str], ...] = ()  # (axis, value, the name that the user wrote)
     in_flight: tuple[int, ...] = ()  # microbatches held per stage
     schedule: str = ""
     timetable: Timetable | None = field(default=None, compare=False, repr=False)
-    regions: tuple[Region, ...] = ()  # what runs again in the backward
-    plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # nothing run again
-    state_writes: tuple[StateWrite, ...] = ()  # one of each input that is changed
+    regions: tuple[Region, ...] = ()  # regions that run again in the backward
+    plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # unrecomputed
+    state_writes: tuple[StateWrite, ...] = ()  # one for each input that is changed
     hints: tuple[Hint, ...] = ()  # where they were asked for; printed last
     swapped: tuple[SwappedPair, ...] = ()
-    copies: int = 0  # of what a step writes, that the launch keeps to undo it
+    copies: int = 0  # copies of the values a step writes, kept to undo it
 
     def __repr__(self) -> str:
         return f"<plan {self.name} on {self.mesh}, steps: {len(self.steps):,}>"

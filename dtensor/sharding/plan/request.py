@@ -1,8 +1,8 @@
-"""What a plan is asked for: a program, a mesh, pins, and how the step will run.
+"""The request of a plan: a program, a mesh, pins, and how the step will run.
 
     Request(name="mlp", flow=..., mesh=Mesh(tp=2), pins={"up_weight": {"tp": Shard(0)}})
 
-Values, all of it: the same request gives the same plan.
+It has only values: the same request gives the same plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OnMisaligned = Literal["error", "gather"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What the optimizer phase needs: which parameters are trained, by what, and clipping.
+    """The inputs of the optimizer phase: the trained parameters, the optimizer, and clipping.
 
     ``trained``: labels of parameters; ``state_tensors``: how many tensors of a parameter's shape
     the optimizer keeps for it; ``master_weights``: it updates float32 copies of narrow ones.
@@ -37,8 +37,8 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """What was stated of one value on one axis, as the planner follows it; ``by`` is what the user
-    wrote it for."""
+    """The user's placement of one value on one axis, in the planner's form; ``by`` is the name for
+    which the user wrote it."""
 
     value: str
     placement: Placement
@@ -50,21 +50,19 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Request(PlanTerms):
-    """What a plan is asked for, with what it is then (`PlanTerms`).
+    """The request of a plan, with the terms that the plan shares (`PlanTerms`).
 
-    pins: input name -> axis -> placement, in the order the user stated the axes.
-    held: input name -> the spec under which it stands already; it has no pins.
-    pinned_by: input name -> what the user wrote the pin for ("blocks.*.up.weight").
-    settled: those of ``pins`` that an earlier program chose; they open nothing.
-    batch: the names of the inputs whose dim 0 is the batch.
-    results: index of a user result -> axis -> placement (default Replicate).
-    split_results: a result on which nothing is stated may stay split as it comes out.
-    pending_results: likewise one that comes out pending; it is priced as if it were reduced.
-    search: "predictable" splits only what pins reach; "free" lifts that.
-    stored_whole: labels of the parameters that ``zero`` is not for.
-    misaligned: "error" refuses a parameter's pin that does not line up with the program; "gather"
-        takes it as how the parameter is stored.
-    recompute: full names of the modules whose forward runs again in the backward.
+    pins: input name -> axis -> placement, in the order in which the user stated the axes. held:
+    input name -> its present spec; it has no pins. pinned_by: input name -> the name for which the
+    user wrote the pin ("blocks.*.up.weight"). settled: those of ``pins`` that an earlier program
+    chose; they open nothing. batch: the names of the inputs whose dim 0 is the batch. results:
+    index of a user result -> axis -> placement (default Replicate). split_results: a result without
+    a statement may stay split. pending_results: likewise a pending one may stay pending; it is
+    priced as if it were reduced. search: "predictable" splits only values that pins reach; "free"
+    lifts that. stored_whole: labels of the parameters to which ``zero`` does not apply. misaligned:
+    "error" refuses a parameter's pin that does not line up with the program; "gather" uses it only
+    for the parameter's storage. recompute: full names of the modules whose forward runs again in
+    the backward.
     """
 
     pins: Mapping[str, Mapping[str, Placement]]
@@ -95,16 +93,16 @@ class Request(PlanTerms):
 
     @property
     def stores_split(self) -> bool:
-        """Whether parameters may be stored otherwise than they are used."""
+        """Whether parameters may be stored under another spec than they are used."""
         return self.zero is not None or self.misaligned == "gather"
 
 
 def checked_search(search: str) -> Search:
-    """PlanningError for a word that is no way to search."""
+    """PlanningError unless the word names a search."""
     check_word("search", search, get_args(Search))
     return cast(Search, search)
 
 
 def dealt(num_stages: int, num_ranks: int) -> tuple[int, ...]:
-    """The rank of each stage where stages are dealt out in turn."""
+    """The rank of each stage if stages are dealt out in turn."""
     return tuple(stage % num_ranks for stage in range(num_stages))

@@ -8,17 +8,17 @@
 
 Values are named; a step reads results of earlier steps, or inputs. Every step has a ``phase``, a
 ``stage`` and says whether it runs ``once`` a training step instead of once a microbatch; those of
-the phase "optimizer" run after the last microbatch. What concerns many is asked of the step, not of
-its class:
+the phase "optimizer" run after the last microbatch. Questions that many steps share are methods, so
+that callers need not match on the class:
 
     step.reads, step.gives          # ("x", "w"), ("h",): names of values
     step.reads_as()                 # (stage, name, spec) of each; gives_as() likewise
     step.stages, step.is_on(1)      # where it runs
-    step.op, step.moves             # what it computes, and how it moves values; None, or ()
-    step.sends, step.label          # whether it communicates, and what its messages are of
-    step.labels                     # the modules and parameters that it is for
+    step.op, step.moves             # its op, and its moves of values; None, or ()
+    step.sends, step.label          # whether it communicates, and the label of its messages
+    step.labels                     # its modules and parameters
 
-What a step costs, and how many bytes it sends, is in cost/.
+The cost of a step, and its bytes sent, are in cost/.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class _Step:
-    """What is asked of a step of any kind, with what most kinds answer."""
+    """The questions that a step of any kind answers, with the answers of most kinds."""
 
     __slots__ = ()
     phase: StepPhase
@@ -68,7 +68,7 @@ class _Step:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """That it concerns: of a transfer both, of a norm all that count something."""
+        """The stages that take part: both for a transfer, for a norm all that count something."""
         return (self.stage,)
 
     def is_on(self, stage: int) -> bool:
@@ -86,7 +86,7 @@ class _Step:
 
     @property
     def may_be_late(self) -> bool:
-        """Whether ranks may go on before its messages are there."""
+        """Whether ranks may continue before its messages arrive."""
         return False
 
     @property
@@ -96,17 +96,17 @@ class _Step:
 
     @property
     def sums_microbatches(self) -> bool:
-        """Whether it is there only where there are several microbatches."""
+        """Whether it exists only with several microbatches."""
         return False
 
     @property
     def label(self) -> str:
-        """What its messages are of."""
+        """The label of its messages."""
         return ""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Of the modules or parameters that it is for."""
+        """The labels of its modules or parameters."""
         return ()
 
     @property
@@ -122,7 +122,8 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Compute(_Step):
-    """One local op on every rank of its stage; ``strategies``: (axis, what was chosen there)."""
+    """One local op on every rank of its stage; ``strategies``: (axis, the strategy chosen
+    there)."""
 
     op: Op
     rule: Rule = field(compare=False)  # follows from the op
@@ -164,11 +165,11 @@ class Compute(_Step):
                 yield self.stage, name, spec
 
     def reading(self, names: Mapping[str, str]) -> Compute:
-        """With its operands renamed."""
+        """The step with renamed operands."""
         return replace(self, operands=_renamed(self.operands, names))
 
     def giving(self, names: Mapping[str, str]) -> Compute:
-        """With its results renamed; one that has no other name is not made."""
+        """The step with renamed results; one without a new name is not made."""
         return replace(self, results=tuple(names.get(v or "") for v in self.results))
 
     @property
@@ -190,19 +191,19 @@ class Compute(_Step):
 class Redistribute(_Step):
     """Values go from one spec to another: a move of each, all of one kind on one axis.
 
-    A value that an op or an output wants elsewhere goes alone, and ``why`` says for what. Several
-    share one message, the ``bucket`` of that name, ``of`` whose labels: all_reduce and
-    reduce_scatter of gradients; with parameters stored split, reduce_scatter in the backward and
-    all_gather of the parameters of a layer, both of them once a microbatch. A gather starts where
-    the step stands and is waited for at the first use. Without ``results`` it gathers updated
-    parameters: the operands are inputs of the plan, of which each rank has its slice, and the whole
-    values are written there.
+    A value that an op or an output needs under another spec is moved alone; ``why`` names the
+    reason. Several values share one message, the ``bucket`` of that name; ``of`` has their labels:
+    all_reduce and reduce_scatter of gradients; with parameters stored split, reduce_scatter in the
+    backward and all_gather of the parameters of a layer, both of them once a microbatch. A gather
+    starts at the step's place and is waited for at the first use. Without ``results`` it gathers
+    updated parameters: the operands are inputs of the plan, of which each rank has its slice, and
+    the whole values are written there.
 
     Gradients of one parameter (``of``) that several stages use are ``tied``: one of each of these
     stages, summed over them. Their moves' specs have the axis of stages (`over_stages`).
 
-    ``source``: the user's lines: that of the op that left a sum pending or needs the value, those
-    with which the pins of what is gathered do not line up.
+    ``source``: the user's lines: the line of the op that left a sum pending or needs the value, and
+    those with which the pins of gathered parameters do not line up.
     """
 
     results: tuple[str, ...]
@@ -228,7 +229,7 @@ class Redistribute(_Step):
 
     @property
     def name(self) -> str:
-        """That of the message, or of the one result."""
+        """The name of the message, or of the one result."""
         return self.bucket or self.results[0]
 
     @property
@@ -249,12 +250,13 @@ class Redistribute(_Step):
 
     @property
     def noun(self) -> str:
-        """What a bucket has of each of its labels."""
+        """The kind of value that a bucket has for each of its labels."""
         return "parameter" if self.kind == "all_gather" else "gradient"
 
     @property
     def is_alone(self) -> bool:
-        """Whether one value goes by itself, because something wants it elsewhere."""
+        """Whether one value is moved alone, because an op or an output needs it under another
+        spec."""
         return not self.bucket and not self.tied
 
     @property
@@ -354,7 +356,7 @@ class Transfer(_Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(_Step):
-    """The sum over microbatches: what a reduction over the axis ``mb`` is, in time."""
+    """The sum over microbatches: a reduction over the axis ``mb``, in time."""
 
     result: str
     operand: str
@@ -392,7 +394,7 @@ class Accumulate(_Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(_Step):
-    """The global norm of all gradients, over all axes and stages; they are scaled to it."""
+    """The global norm of all gradients, over all axes and stages; gradients are scaled by it."""
 
     result: str
     operands: tuple[tuple[int, str, str], ...]  # (stage that counts it, value, parameter)
@@ -407,7 +409,7 @@ class Norm(_Step):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the sum of squares: float32, or float64 where a gradient is."""
+        """The dtype of the sum of squares: float32, or float64 if a gradient is."""
         wide = (accumulation_dtype(spec.dtype) for spec in self.specs)
         return reduce(torch.promote_types, wide, torch.float32)
 
@@ -477,13 +479,13 @@ def over_stages(spec: TensorSpec, axis: str, num: int) -> Move:
 
 
 def _on_one_stage(move: Move) -> TensorSpec:
-    """What each stage has of a value that `over_stages` sums."""
+    """The spec on each stage of a value that `over_stages` sums."""
     spec = move.dst
     return replace(spec, mesh=spec.mesh.without(move.axis), placements=spec.placements[:-1])
 
 
 def updates_of(steps: Iterable[Step], stages: Collection[int] | None = None) -> tuple[Update, ...]:
-    """The updates among the steps; of these stages."""
+    """The updates among the steps, on these stages."""
     updates = (step for step in steps if isinstance(step, Update))
     return tuple(step for step in updates if stages is None or step.stage in stages)
 
@@ -527,11 +529,12 @@ _MAYBE_OPERAND = frozenset(
         *("positive", "real", "resolve_conj", "resolve_neg", "to", "type_as"),
     )
 )
-"""Ops that return their operand where it is already what is asked for."""
+"""Ops that return their operand if it has the requested form already."""
 
 
 def roots(value: str, producers: Mapping[str, Step]) -> set[str]:
-    """The inputs, and the results of messages, whose storage a value may share; or itself."""
+    """The inputs, and the results of messages, whose storage a value may share; or the value
+    itself."""
     found: set[str] = set()
     todo = [value]
     while todo:

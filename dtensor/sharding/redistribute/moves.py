@@ -3,25 +3,26 @@
     moves("f32[8@tp,16]" -> "f32[8,16@tp]")   ==  all_to_all on tp
     moves("f32[8,16]{sum@tp}" -> "f32[8,16]") ==  all_reduce on tp
 
-A move changes the placement on one axis. Because each placement maps to an index set on the
-global dim whatever the other axes do, any axis can be changed alone:
+A move changes the placement on one axis. Because each placement maps to an index set on the global
+dim whatever the other axes do, any axis can be changed alone:
 
     Shard -> Replicate   all_gather         Partial -> Replicate   all_reduce
     Shard -> Shard'      all_to_all         Partial -> Shard       reduce_scatter
     Replicate -> Shard   slice (free)       Replicate -> Partial   fill (rank 0 keeps; free)
 
-A pending value is filled with its reduction's identity; one without, as a maximum, is not made of
-a whole value. The last dim of what is pending under a reduction with a unit is never split.
+A pending value is filled with its reduction's identity; a reduction without one, such as a maximum,
+cannot be made from a whole value. The last dim of a value that is pending under a reduction with a
+unit is never split.
 
-`bytes_sent` is what the rank that sends most sends: (n-1)/n of the value for all_gather and
-reduce_scatter, twice that for all_reduce, and what changes hands for all_to_all. The path is found
-by Dijkstra's algorithm over the shardings that mix both ends' placements. Where two axes or more
-change, or shards are very uneven, a path through further shardings may be cheaper: a value pending
-over a and b is scattered over a, reduced over b and gathered over a; `12@a,5@b` becomes `12@b,5@a`
-by way of `12@(b,a),5`. As it has more collectives, it must save `WORTH` of the price; as the
-shardings are many, the search ends after `MAX_EXPANDED`, which on three axes may miss one. Axes on
-which both ends agree are left alone. tests/sharding/redistribution_search.py compares with a
-search over all shardings of many families. Nothing runs here.
+`bytes_sent` counts the bytes of the rank that sends most: (n-1)/n of the value for all_gather and
+reduce_scatter, twice that for all_reduce, and the blocks that change ranks for all_to_all. The path
+is found by Dijkstra's algorithm over the shardings that mix both ends' placements. Where two axes
+or more change, or shards are very uneven, a path through further shardings may be cheaper: a value
+pending over a and b is scattered over a, reduced over b and gathered over a; `12@a,5@b` becomes
+`12@b,5@a` by way of `12@(b,a),5`. As it has more collectives, it must save `WORTH` of the price; as
+the shardings are many, the search ends after `MAX_EXPANDED`, which on three axes may miss one. Axes
+on which both ends agree do not change. tests/sharding/redistribution_search.py compares with a
+search over all shardings of many families. This file runs nothing.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ from dtensor.sharding.spec.placements import (
 from dtensor.sharding.spec.spec import TensorSpec
 
 MoveKind = str
-"""A name in `MOVES`: of a collective, or of what no rank sends anything for."""
+"""A name in `MOVES`: of a collective, or of a move without messages."""
 WORTH = 0.01
-"""What part of the price a path through further shardings must save."""
+"""The part of the price that a path through further shardings must save."""
 MAX_EXPANDED = 100
-"""How many shardings a search for such a path looks at: on two axes this is nearly all."""
+"""Most shardings that a search for such a path visits: on two axes this is nearly all."""
 _TIE = 1e-13
 """Seconds a move: of paths that cost the same, the one with fewer moves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One step of a redistribution: ``src`` and ``dst`` differ on ``axis`` alone; what a reduction
-    adds up may come out in a wider dtype (plan/precision.py)."""
+    """One move of a redistribution: ``src`` and ``dst`` differ on ``axis`` alone; a reduction may
+    have a result of a wider dtype (plan/precision.py)."""
 
     kind: MoveKind
     axis: str
@@ -75,7 +76,7 @@ class Move:
 
     @property
     def suffix(self) -> str:
-        """What the result's name says of the move: ``h_reduced``."""
+        """The suffix of the result's name: ``h_reduced``."""
         return MOVES[self.kind].suffix
 
     @property
@@ -96,7 +97,7 @@ class Move:
     def seconds(self, topology: Topology) -> float:
         num = self.src.mesh.axis_size(self.axis)
         if self.kind in FREE_KINDS:
-            # not communication, but the copy is not nothing: it decides ties
+            # not communication, but the copy has a cost, which decides ties
             moved = self.dst.max_local_nbytes if MOVES[self.kind].copies else 0
             return topology.compute_seconds(flops=0, bytes_moved=moved)
         return topology.collective_seconds(
@@ -105,7 +106,7 @@ class Move:
 
 
 def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
-    """The kind of the one-axis move, or None where there is no such move."""
+    """The kind of the one-axis move, or None if there is no such move."""
     if isinstance(dst, Partial) and REDUCTIONS[dst.op].identity is None:
         return None
     return _BETWEEN.get((type(src), type(dst)))
@@ -117,7 +118,7 @@ def moves(
     """The cheapest path of moves; () where nothing changes. PlanningError where there is none.
 
     ``whole``: through placements of both ends and Replicate alone, so that an all_reduce stays one
-    move, as where several values share it in a bucket. It takes a hundredth of the time.
+    move, for example if several values share it in a bucket. It takes a hundredth of the time.
     """
     path = _path(src, dst, topology, whole)
     if path is None:
@@ -152,7 +153,7 @@ def _price(path: Sequence[Move], topology: Topology) -> float:
 
 
 def _least_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> float:
-    """The latency that every path pays: of the collectives that each axis needs by itself."""
+    """A lower bound of each path's latency: of the collectives that each axis needs alone."""
     total = 0.0
     for axis, before, after in zip(src.mesh.axes, src.placements, dst.placements, strict=True):
         num = src.mesh.axis_size(axis)
@@ -201,11 +202,11 @@ def _search(
 def _further(
     here: TensorSpec, ends: tuple[TensorSpec, TensorSpec], axis: str
 ) -> tuple[Placement, ...]:
-    """What an axis may be cut to on the way: each dim, within the pieces that other axes cut.
+    """Possible intermediate placements of an axis: each dim, within the pieces that other axes cut.
 
     Those pieces are of ``here`` or of one of the ends, so that a move on another axis leaves this
-    one's pieces where they are. The virtual axis of microbatches runs in time: nothing is
-    scattered over it.
+    axis's pieces in place. The virtual axis of microbatches runs in time: nothing is scattered over
+    it.
     """
     if axis == MICROBATCH_AXIS or ends[0].mesh.axis_size(axis) == 1:
         return ()
@@ -253,7 +254,7 @@ def _sent_by_gather(move: Move, here: Mapping[str, int]) -> int:
 
 
 def _sent_by_reduction(move: Move, here: Mapping[str, int]) -> int:
-    """What is added up may be gathered in a wider dtype."""
+    """Bytes sent in a reduction; its result may be gathered in a wider dtype."""
     each = move.src.dtype.itemsize + move.dst.dtype.itemsize
     return ring_bytes(
         "reduce_scatter", _held(move.src, here) * each, move.src.mesh.axis_size(move.axis)
@@ -261,7 +262,7 @@ def _sent_by_reduction(move: Move, here: Mapping[str, int]) -> int:
 
 
 def _sent_by_exchange(move: Move, here: Mapping[str, int]) -> int:
-    """What changes hands."""
+    """Bytes of the blocks that change ranks."""
     held = kept = 1
     for dim in range(len(move.src.shape)):
         intervals = move.src.intervals(dim, here)
@@ -272,12 +273,12 @@ def _sent_by_exchange(move: Move, here: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoveType:
-    """What one kind of move is.
+    """A kind of move.
 
-    ``between``: the placements on its axis before and after, None where these do not tell it.
+    ``between``: the placements on its axis before and after, None if these do not determine it.
     ``suffix``: of the result's name. ``sends``: the bytes that the rank at some coordinates sends;
-    None: none sends any, as of what is no collective. ``copies``: whether a rank makes what it then
-    has, where it sends nothing.
+    None: none sends any, as it is no collective. ``copies``: whether a rank makes its result, if it
+    sends nothing.
     """
 
     suffix: str
@@ -299,13 +300,13 @@ MOVES: dict[MoveKind, MoveType] = {
     "fill": MoveType(suffix="pending", between=(Replicate, Partial)),
     "relabel": MoveType(suffix="same", between=None, copies=False),
 }
-"""By name; that of one that sends is in `COLLECTIVES`."""
+"""Kinds of moves by name; those with messages are in `COLLECTIVES`."""
 FREE_KINDS = tuple(kind for kind, what in MOVES.items() if what.sends is None)
 _BETWEEN = {what.between: kind for kind, what in MOVES.items() if what.between is not None}
 
 
 def _alike_on_all_ranks(move: Move) -> bool:
-    """Whether all ranks send the same: even shards, and no exchange within one dim."""
+    """Whether all ranks send equally much: even shards, and no exchange within one dim."""
     src, dst = move.src.placement(move.axis), move.dst.placement(move.axis)
     if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim:
         return False
@@ -314,7 +315,7 @@ def _alike_on_all_ranks(move: Move) -> bool:
 
 @lru_cache(maxsize=1 << 13)
 def _unevenness(spec: TensorSpec) -> float:
-    """The bytes of the largest shard over those of an even one; 1 where all are the same."""
+    """The bytes of the largest shard over those of an even one; 1 if all are equal."""
     parts = math.prod(
         spec.mesh.axis_size(axis)
         for axis, placement in spec.sharding.items()

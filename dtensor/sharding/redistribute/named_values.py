@@ -12,19 +12,19 @@
     * rank 0 -> 2              1        2       40
     ...
 
-Each value is a `TransferPlan` (between_meshes.py): a target's rank is sent what it lacks, each
-element once, and keeps what it holds already. Of replicas that could send, the one that sends the
-least so far does, the largest values first, so that no rank is the bottleneck.
+Each value is a `TransferPlan` (between_meshes.py): a target's rank gets the elements that it lacks,
+each once, and keeps those that it holds already. Among replicas that could send, the one with the
+fewest bytes so far sends, the largest values first, so that no rank is the bottleneck.
 
-What one rank sends another is cut into blocks of at most ``BUCKET_BYTES``, and these are put
-together, of whatever values and dtypes, into messages of no more: large, so that their latency does
-not count, and not one alone, so that a rank fills the next while its partner empties the last.
+The data from one rank to another is cut into blocks of at most ``BUCKET_BYTES``, and blocks of any
+values and dtypes are joined into messages of at most that size: large, so that their latency does
+not count, and several, so that a rank fills the next while its partner empties the last.
 
 Invariants: the messages hold each piece that crosses ranks exactly once; within a message blocks
-stand by falling size of their elements, so that each is aligned for its dtype; messages stand in an
-order in which all ranks can go through them: the first of each pair, then the second of each. The
-same specs give the same plan. Nothing runs here: runtime/transfer/between_meshes.py makes a program
-of it.
+are sorted by falling size of their elements, so that each is aligned for its dtype; messages are in
+an order that all ranks can follow: the first of each pair, then the second of each. The same specs
+give the same plan. This file runs nothing: runtime/transfer/between_meshes.py makes a program of
+the plan.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from dtensor.sharding.spec.shards import Where, shape_of
 from dtensor.sharding.spec.stored import StoredTensor
 
 BUCKET_BYTES = 1 << 20
-"""Of a message, at most, between processes of one host: it is copied into shared memory and out
+"""Most bytes of a message between processes of one host: it is copied into shared memory and out
 again, and stays in a core's cache meanwhile (67 MB on 2 cores took half as long as in 8 MB)."""
 
 
@@ -61,7 +61,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class SyncMessage:
-    """What one rank sends another at once; ranks are numbers in the cluster."""
+    """A message from one rank to another; ranks are numbers in the cluster."""
 
     source_rank: int
     target_rank: int
@@ -71,11 +71,11 @@ class SyncMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """What `sync_plan` and ``run.switch_plan`` return: which rank sends what to which, of all
-    values of a model. It prints each value's pieces, and the messages of each pair of ranks.
+    """The result of `sync_plan` and ``run.switch_plan``: the transfers between ranks of all values
+    of a model. It prints each value's pieces, and the messages of each pair of ranks.
 
     ``transfers``: each value's, by label; ``messages``: in the order in which they are sent;
-    ``topology``: what it is priced with; ``what``: the word for it, "sync" or "transfer".
+    ``topology``: the hardware of the price; ``what``: its name in text, "sync" or "transfer".
     """
 
     name: str
@@ -86,12 +86,12 @@ class SyncPlan:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that go from one rank to another, all ranks together."""
+        """Bytes sent from one rank to another, all ranks together."""
         return sum(message.bytes_sent for message in self.messages)
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that are not sent, as the rank that is to have them has them."""
+        """Bytes that are not sent, since their target rank has them already."""
         return sum(self._kept().values())
 
     @property
@@ -104,7 +104,7 @@ class SyncPlan:
 
     @property
     def seconds(self) -> float:
-        """Predicted, of the busiest rank: its messages, in or out, one after the other."""
+        """Predicted seconds of the busiest rank: its messages, in or out, one after the other."""
         sent = ((m.source_rank, m.target_rank, m.bytes_sent) for m in self.messages)
         return busiest_seconds(sent, self.topology, self._meshes())
 
@@ -186,7 +186,7 @@ def plan_sync(
     topology: Topology | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SyncPlan:
-    """How each value gets from where it is stored to where it is to be.
+    """The transfers of each value from its present home to its new one.
 
     Raises PlanningError as `plan_transfer` does.
     """

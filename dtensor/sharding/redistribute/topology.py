@@ -6,9 +6,9 @@
 
 A collective over n ranks that sends b bytes per rank takes steps * latency + b / bandwidth, with
 the steps of a ring: n-1, for an all-reduce 2(n-1) (Thakur, Rabenseifner, Gropp 2005). A local op
-takes the larger of its FLOPs over FLOP/s and its bytes over memory bandwidth (Williams,
-Waterman, Patterson 2009), and a fixed time beside. Overlap and contention are not modelled.
-A prediction is printed with the `title` of what it is for; topologies.py has some hardware by name.
+takes the larger of its FLOPs over FLOP/s and its bytes over memory bandwidth (Williams, Waterman,
+Patterson 2009), and a fixed time beside. Overlap and contention are not modelled. A prediction is
+printed with the `title` of its hardware; topologies.py has some hardware by name.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ H100 = "H100 SXM bf16, NVLink"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """What the planner prices with: the hardware, in a few figures. The defaults are
-    ``topologies.h100()``'s; `calibrate` measures what there is.
+    """The hardware, in a few figures: the planner's prices. The defaults are
+    ``topologies.h100()``'s; `calibrate` measures the present hardware.
 
     A message takes its latency and its bytes over the bandwidth of its axis; a collective over n
-    ranks does in a ring what takes n - 1 messages, an all_reduce twice as many. Here 150 MB go over
-    the slower axis, 6 messages of 5 us and 3 ms:
+    ranks takes n - 1 messages in a ring, an all_reduce twice as many. Here 150 MB are sent over the
+    slower axis, 6 messages of 5 us and 3 ms:
 
         >>> cluster = dt.Topology(latency=5e-6, bandwidth={"tp": 200e9, "dp": 50e9})
         >>> cluster.collective_seconds("all_reduce", "dp", num=4, bytes_sent=150e6)
@@ -40,7 +40,8 @@ class Topology:
         >>> cluster.collective_seconds("all_reduce", "tp", num=4, bytes_sent=150e6)
         0.00078
 
-    An op takes what is more of its FLOP and its bytes: a large product the one, a sum the other.
+    An op takes the longer of the times of its FLOP and its bytes: a large product the first, a sum
+    the second.
 
         >>> chip = dt.Topology(flops=400e12, memory_bandwidth=2e12)
         >>> chip.compute_seconds(flops=8e12, bytes_moved=1e9)
@@ -48,8 +49,8 @@ class Topology:
         >>> chip.compute_seconds(flops=1e9, bytes_moved=4e9)
         0.002
 
-    Hosts of eight GPUs: ``tp`` runs within a host, ``dp`` between them. Where one figure is
-    replaced, what is printed with a prediction says so.
+    Hosts of eight GPUs: ``tp`` runs within a host, ``dp`` between them. If one figure is replaced,
+    the title of predictions says so.
 
         >>> import dataclasses
         >>> hosts = dt.topologies.h100(nvlink=["tp"], infiniband=["dp"])
@@ -59,24 +60,24 @@ class Topology:
         'H100 SXM bf16, NVLink along tp, 400G InfiniBand along dp with memory_bytes as stated'
 
     Args:
-        latency: seconds per message. A number holds for every axis, a mapping names them; so of
-            bandwidth.
+        latency: seconds per message. A number holds for every axis, a mapping names them; the same
+            for bandwidth.
         bandwidth: bytes per second that a rank sends along an axis.
         flops: FLOP per second of a rank.
         memory_bandwidth: bytes per second that a rank reads and writes.
         memory_bytes: of a rank's device, which `compare` checks and the planner does not.
-        op_latency: seconds of any local op beside its work, such as dispatch and kernel launch.
-        step_latency: seconds of a step beside those of its ranks, as of the controller's call,
-            which a prediction counts.
-        attention_flops: as flops, of attention, whose kernels do not reach a product's; None: they
-            do.
+        op_latency: seconds of any local op besides its work, such as dispatch and kernel launch.
+        step_latency: seconds of a step besides those of its ranks, such as the controller's call; a
+            prediction counts it.
+        attention_flops: FLOP per second of attention, whose kernels are slower than products; None:
+            the same.
         update_bandwidth: bytes of parameters, gradients and optimizer state per second, each
             counted when read and when written, however often the optimizer goes through them;
             None: once, at memory_bandwidth.
-        name: of the hardware, which a plan prints beside what it predicts.
-        named: the figures that the name was given to; it is set, not stated.
+        name: of the hardware, which a plan prints with its predictions.
+        named: the figures to which the name belongs; it is set, not stated.
 
-    Raises PlanningError for a figure that is no number or out of range; where it prices, for an
+    Raises PlanningError for a figure that is no number or out of range; when it is used, for an
     axis that a mapping lacks.
     """
 
@@ -111,7 +112,7 @@ class Topology:
 
     @property
     def title(self) -> str:
-        """What is priced with, in words: its name, and what was stated instead of its figures."""
+        """The hardware in words: its name, and the stated figures that replace its own."""
         stood_for = self.named or tuple(figure.default for figure in _figures())
         found = {f.name: (getattr(self, f.name), of) for f, of in zip(_figures(), stood_for)}
         changed = [name for name, (now, of) in found.items() if now != of]
@@ -128,7 +129,7 @@ class Topology:
         return _lookup(self.bandwidth, axis, "bandwidth")
 
     def collective_seconds(self, kind: str, axis: str, *, num: int, bytes_sent: float) -> float:
-        """Of one collective over ``num`` ranks of ``axis``, each of which sends ``bytes_sent`` in
+        """Seconds of one collective over ``num`` ranks of ``axis``, each sending ``bytes_sent`` in
         all.
 
         Args:
@@ -140,14 +141,14 @@ class Topology:
     def compute_seconds(
         self, *, flops: float, bytes_moved: float, attention: bool = False
     ) -> float:
-        """Of one local op, of a view too, which does no work: its ``flops`` and the ``bytes_moved``
-        in and out of memory; ``attention``: at ``attention_flops``."""
+        """Seconds of one local op, also of a view, which does no work: its ``flops`` and the
+        ``bytes_moved`` in and out of memory; ``attention``: at ``attention_flops``."""
         rate = (self.attention_flops if attention else None) or self.flops
         return max(flops / rate, bytes_moved / self.memory_bandwidth) + self.op_latency
 
     def update_seconds(self, *, bytes_moved: float) -> float:
-        """Of the optimizer's step on one parameter: ``bytes_moved`` as `update_bandwidth` has
-        them."""
+        """Seconds of the optimizer's step on one parameter: ``bytes_moved`` as defined for
+        `update_bandwidth`."""
         return bytes_moved / (self.update_bandwidth or self.memory_bandwidth) + self.op_latency
 
 
@@ -156,13 +157,13 @@ def _figures() -> Sequence[Field[object]]:
 
 
 def check_topology(value: object) -> None:
-    """PlanningError for what is neither a topology nor None."""
+    """PlanningError unless it is a topology or None."""
     fix = "dt.Topology(bandwidth=50e9), or leave it out"
     check_kind("topology", value, Topology | None, "a Topology", fix)
 
 
 def ring_bytes(kind: str, nbytes: int, num: int) -> int:
-    """Bytes that each of ``num`` ranks sends in a ring, each of which gives ``nbytes``."""
+    """Bytes that each of ``num`` ranks sends in a ring collective over values of ``nbytes``."""
     return COLLECTIVES[kind].bytes_sent(nbytes, num)
 
 

@@ -1,4 +1,4 @@
-"""Rules: what an op does to the dims of its tensors, in einops' notation.
+"""Rules: an op's mapping of dims to factors, in einops' notation.
 
     mm       "m k, k n -> m n"        k is contracted: sharding it gives Partial("sum")
     add      "..., ... -> ..."        built per call: broadcast dims get no factor
@@ -7,9 +7,9 @@
     softmax  "b k! -> b k!"           k must be whole on each rank
     sum      "b k -> b 1"             1 is a dim of size 1
 
-From a rule alone follow all choices on one axis (`strategies`), and axis by axis all choices on
-any mesh. A *factor sharding* is a choice for one factor, (blocks, unit), as in Shard; it maps to
-a Shard of every dim that contains the factor (`Rule.apply`) and back (`Rule.match`).
+From a rule alone follow all choices on one axis (`strategies`), and axis by axis all choices on any
+mesh. A *factor sharding* is a choice for one factor, (blocks, unit), as in Shard; it maps to a
+Shard of every dim that contains the factor (`Rule.apply`) and back (`Rule.match`).
 
 Invariants: each factor has one size; a factor occurs at most once in a dim; a contracted factor
 occurs in operands only. A rule names no mesh and no axis.
@@ -46,17 +46,18 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class FactorSharding:
-    """How one factor is cut over an axis: ``blocks`` and ``unit`` as in Shard."""
+    """The cut of one factor over an axis: ``blocks`` and ``unit`` as in Shard."""
 
     blocks: tuple[int, ...]  # sizes, adding up to the factor's
     unit: int = 1
 
     def of_one_block(self, size: int) -> FactorSharding:
-        """That of a factor of another size, in one block, with the unit where that divides it."""
+        """The same cut of a factor of another size, in one block, with the unit if that divides
+        it."""
         return FactorSharding((size,), self.unit if size % self.unit == 0 else 1)
 
     def cut_again(self, num: int) -> FactorSharding:
-        """What it leaves of each coordinate of ``num``, as blocks of a further axis."""
+        """The rest of each coordinate of ``num`` after this cut, as blocks of a further axis."""
         major = Shard(0, self.blocks, self.unit), num
         return FactorSharding(pieces([major], sum(self.blocks)), self.unit)
 
@@ -65,12 +66,12 @@ Assignment = Mapping[str, FactorSharding]
 
 
 Kind = Literal["compute", "view", "cast", "attention", "mark"]
-"""What planning asks of an op beside its dims: a view moves no data, a cast changes the dtype and
-nothing else, attention has a rate of its own, a mark states placements and does nothing."""
+"""Facts that planning needs of an op besides its dims: a view moves no data, a cast changes only
+the dtype, attention has its own rate, a mark states placements and computes nothing."""
 
 Parts = Literal["carried"] | Callable[[OpCall], OpCall] | None
-"""How an op gives its part of a pending sum in float32, where its dtype is of 16 bits: as the op
-does by itself, where an operand is such a part; by what takes the place of the local call."""
+"""How an op leaves its part of a pending sum in float32, if its dtype is of 16 bits: by itself, if
+an operand is such a part; or by a replacement of the local call."""
 
 StrategyKind = Literal["replicate", "linear", "split", "stated"]
 
@@ -79,8 +80,8 @@ StrategyKind = Literal["replicate", "linear", "split", "stated"]
 class Strategy:
     """One way to run an op on one axis: a placement for each operand and each result.
 
-    ``kind``: nothing is split, pending sums pass through, ``factors`` are split, or placements
-    that the user stated of a mark.
+    ``kind``: nothing is split, pending sums pass through, ``factors`` are split, or placements that
+    the user stated on a mark.
     """
 
     operands: tuple[Placement, ...]
@@ -100,18 +101,16 @@ class Rule:
 
     linear: the sets of operands in which the op is jointly linear (all of a set may be pending
         sums together, the others replicated, and the results are pending sums).
-    addends: operands that are added to what a contraction gives (the bias of addmm): where a
-        contracted factor is split they must be pending sums, so that they are added once.
-    same: pairs (result, factor): that result is the same whatever part of the factor a rank holds,
-        so that splitting the factor does not make it pending. A result without elements never is.
-    whole: factors that may not be split.
-    reduce: how the parts of a contracted factor combine.
-    localize: rewrites the call for one rank where the local form differs from the global one.
-    flops: floating-point operations of the global call, 0 where memory traffic dominates.
-    kind: see `Kind`.
-    dtypes: which dtypes of operands go together (dtypes.py).
-    of_loss: its sums over a split factor are parts of a loss, one number a row: wanted as they are.
-    parts: how a rank leaves its part of a sum of 16 bits in float32; None: it cannot (`Parts`).
+    addends: operands that are added to a contraction's result (the bias of addmm): if a contracted
+    factor is split they must be pending sums, so that they are added once. same: pairs (result,
+    factor): the result is the same for every part of the factor, so that splitting the factor does
+    not make it pending. A result without elements never is. whole: factors that may not be split.
+    reduce: how the parts of a contracted factor combine. localize: rewrites the call for one rank
+    if the local form differs from the global one. flops: floating-point operations of the global
+    call, 0 if memory traffic dominates. kind: see `Kind`. dtypes: the allowed combinations of
+    operands' dtypes (dtypes.py). of_loss: its sums over a split factor are parts of a loss, one
+    number a row: they stay pending. parts: how a rank leaves its part of a sum of 16 bits in
+    float32; None: it cannot (`Parts`).
     """
 
     operands: tuple[Dims, ...]
@@ -137,7 +136,7 @@ class Rule:
     def _hash(self) -> int:
         return hash((self.operands, self.results, self.sizes, self.linear, self.whole, self.flops))
 
-    def __hash__(self) -> int:  # counted once: rules are keys of what is found out from them
+    def __hash__(self) -> int:  # computed once: rules are keys of derived facts
         return self._hash
 
     def __str__(self) -> str:
@@ -161,8 +160,8 @@ class Rule:
     def apply(self, assignment: Assignment, num: int) -> Strategy | None:
         """The strategy that shards the assigned factors over an axis of ``num`` ranks.
 
-        None where the factors cannot be sharded together: one is whole, only some parts of a sum
-        are assigned, or two factors of one dim are.
+        None if the factors cannot be sharded together: one is whole, only some parts of a sum are
+        assigned, or two factors of one dim are.
         """
         if any(f in self.whole for f in assignment):
             return None
@@ -189,13 +188,13 @@ class Rule:
         return Strategy(tuple(placed), tuple(results), "split", tuple(sorted(assignment)))
 
     def _combines(self, result: int, assignment: Assignment) -> bool:
-        """Whether a result without the assigned factors is made of parts that the ranks have."""
+        """Whether a result without the assigned factors is combined from the ranks' parts."""
         if any(self.dim_size(dim) == 0 for dim in self.results[result]):
             return False
         return any((result, factor) not in self.same for factor in assignment)
 
     def _place(self, dims: Dims, assignment: Assignment, num: int) -> Placement | None:
-        """The placement of a tensor of these dims, or None where it has no Shard form."""
+        """The placement of a tensor of these dims, or None if it has no Shard form."""
         found: Placement = REPLICATE
         for index, dim in enumerate(dims):
             shard = self._place_dim(index, dim, assignment)
@@ -232,9 +231,9 @@ class Rule:
         return sum(math.prod(self.size[f] for f in product) for product in dim)
 
     def match(self, dims: Dims, shard: Shard, num: int) -> Assignment | None:
-        """The factor shardings of which ``shard`` of a tensor with these dims is the image.
+        """The factor shardings whose image is ``shard`` of a tensor with these dims.
 
-        None where the placement does not line up with the factors of its dim.
+        None if the placement does not line up with the factors of its dim.
         """
         dim = dims[shard.dim]
         total = self.dim_size(dim)
@@ -267,7 +266,7 @@ class Rule:
             return None
 
     def _group(self, dim: Dim, blocks: list[int]) -> list[list[int]] | None:
-        """The blocks that fall on each part of a sum, or None where one crosses a boundary."""
+        """The blocks of each part of a sum, or None if one crosses a boundary."""
         if len(dim) == 1:
             return [blocks]
         parts: list[list[int]] = []
@@ -302,8 +301,8 @@ class Rule:
             yield factor, FactorSharding(tuple(b // after for b in pattern), unit_here)
 
     def local_call(self, call: OpCall, local: Local) -> OpCall:
-        """The call that one rank runs: the rule's localizer, what leaves a part in float32 where
-        the plan has it so, then the local shapes and dtypes recorded."""
+        """The call that one rank runs: the rule's localizer, the replacement that leaves a part in
+        float32 if the plan has it so, then the recorded local shapes and dtypes."""
         localized = self.localize(call, local) if self.localize is not None else call
         if callable(self.parts) and leaves_float32(call, local.results):
             localized = self.parts(localized)
@@ -348,7 +347,7 @@ class Rule:
         return tuple(f for f in seen if f not in self.whole and self.size[f] > 1)
 
     def strategies(self, num: int) -> tuple[Strategy, ...]:
-        """All choices with each factor cut in one block: what brute force compares against."""
+        """All choices with each factor cut in one block, for comparison with brute force."""
         found: dict[Strategy, None] = dict.fromkeys(self.fixed_strategies)
         partners = self.partners()
         for factor in self.factors():
@@ -360,7 +359,7 @@ class Rule:
         return tuple(found)
 
     def partners(self) -> dict[str, frozenset[str]]:
-        """Factors that stand in one sum and can only be split together (majors of each part)."""
+        """Factors of one sum that can only be split together (majors of each part)."""
         result: dict[str, frozenset[str]] = {}
         for dims in (*self.operands, *self.results):
             for dim in dims:

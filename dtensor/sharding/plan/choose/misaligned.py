@@ -1,12 +1,12 @@
-"""A pin that does not line up with what the program does to its dim: the error, or what is noted.
+"""A pin that does not line up with the program's use of its dim: the error, or the record.
 
     q.weight f32[352,16] pinned Row() over tp=4, viewed as 22 heads of 16: ranks would hold 88 rows,
     5 heads and a half.  fix: state tp=Shard(0, unit=16), which was tried on the whole program.
 
-Where no blocks and no unit give each rank a part (2 kv heads over 4 ranks), a smaller axis is
-proposed, tried likewise. With misaligned="gather" the pin is how the value is stored: it is used
-whole, gathered before that as with ZeRO's level 3 (passes/gather_stored.py), and its gradient and
-the optimizer's state lie as it is stored. Not here: finding the pin and the place
+If no blocks and no unit give each rank a part (2 kv heads over 4 ranks), a smaller axis is
+proposed, tried likewise. With misaligned="gather" the pin is the value's stored placement: it is
+used whole, gathered before that as in ZeRO's level 3 (passes/gather_stored.py), and its gradient
+and the optimizer's state have the stored placement. Not here: finding the pin and the place
 (opened_factors.py).
 """
 
@@ -31,7 +31,7 @@ from dtensor.sharding.spec.placements import (
 )
 
 LinesUp = Callable[[Shard, int], bool]  # whether a shard over so many ranks goes through
-Crooked = tuple[Op, str, Shard]  # the op where it shows, the value as it reads or writes it
+Crooked = tuple[Op, str, Shard]  # the op where it shows, the value that it reads or writes
 _MAX_AXES_TRIED = 3
 _AS_STORAGE = 'or parallelize(..., misaligned="gather"): stored so, and gathered before use'
 
@@ -55,7 +55,7 @@ def misaligned(
     num: int,
     lines_up: LinesUp,
 ) -> PlanningError:
-    """``label``: the user's name of what is pinned."""
+    """``label``: the user's name of the pinned value."""
     op, value, shard = crooked
     rule = rules[op.name]
     assert isinstance(pin.placement, Shard)
@@ -63,8 +63,8 @@ def misaligned(
     dim = _dim_of(rule, op, value, shard)
     on = label if pin.by == label else f"{label} ({pin.by})"
     lines = [
-        f"the pin {axis}={pin.stated or pin.placement!r} on {on} does not line up with what the "
-        f"program does to that dim.",
+        f"the pin {axis}={pin.stated or pin.placement!r} on {on} does not line up with the "
+        f"program's use of that dim.",
         f"  {label}: {meta}, dim {at}: {num} ranks hold "
         f"{_counts(pin.placement, meta.shape[at], num)} of {meta.shape[at]}",
         f"  {as_storage(rules, pin, crooked, axis).why} in {value}: {flow.metas[value]}",
@@ -125,12 +125,12 @@ def _proposal(
     num: int,
     lines_up: LinesUp,
 ) -> Shard | None:
-    """What to state of the same dim so that it lines up over ``num`` ranks and each has a part."""
+    """The placement of the same dim that lines up over ``num`` ranks and gives each a part."""
     assert isinstance(pin.placement, Shard)
     at, given = pin.placement.dim, with_unit(pin.placement, 1)
     size = flow.metas[pin.value].shape[at]
     minor = pin.stated is not None and with_unit(on_dim(pin.stated, at), 1) != given
-    # The blocks of a minor axis are the pieces of the major one, whatever is stated.
+    # The blocks of a minor axis are the pieces of the major one, for any statement.
     cuts = [given] if minor else [Shard(at), given]
     first = dim[0]
     if len(dim) > 1 and not minor:

@@ -1,21 +1,22 @@
-"""What a stage of a plan holds: bytes of one rank, by what holds them.
+"""The memory of a stage of a plan: bytes of one rank, by kind.
 
     stage_memory(plan, 0)     # Memory(parameters=2097152, gradients=2097152, ...)
 
-All of it is of the rank at coordinate 0 of every axis, which holds the largest shard of each value.
+All figures are for the rank at coordinate 0 of every axis, which holds the largest shard of each
+value.
 
-Activations are the peak over one step: the batch and what is computed once a step, what the other
-microbatches in flight keep for their backward, and the most that one microbatch's forward and
-backward hold at a time, each value freed after its last use. A view of a live value adds nothing.
-A microbatch's gradients live until its backward ends, where they are added to the accumulators;
-without microbatches they are the accumulators themselves and count as gradients, some of which are
-made after the activations' peak. The flat buffer of a bucket exists when activations do not, so the
-larger of the two counts.
+Activations are the peak over one step: the batch and values that are computed once a step, values
+that the other microbatches in flight keep for their backward, and the most that one microbatch's
+forward and backward hold at a time, each value freed after its last use. A view of a live value
+adds nothing. A microbatch's gradients live until its backward ends, where they are added to the
+accumulators; without microbatches they are the accumulators themselves and count as gradients, some
+of which are made after the activations' peak. The flat buffer of a bucket exists when activations
+do not, so the larger of the two counts.
 
-Where the launch keeps copies of what a step writes, to undo it, they count, each value as often as
-it is kept; not what a file of them needs besides (numbers, names, the ends of pages).
+Copies that the launch keeps of the values a step writes, to undo it, count, each value as often as
+it is kept; the overhead of a file of them (numbers, names, the ends of pages) does not.
 
-Not here: what a kernel allocates within, the allocator's fragmentation; time (seconds.py).
+Not here: temporary memory of a kernel, the allocator's fragmentation; time (seconds.py).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Memory:
     optimizer: int
     activations: int
     masters: int = 0  # float32 copies of parameters
-    snapshots: int = 0  # copies of what the step writes, where the launch keeps such
+    snapshots: int = 0  # copies of the values that the step writes, if the launch keeps them
     not_at_once: int = 0  # gradients made after the activations' peak, stages that peak in turn
 
     @property
@@ -82,7 +83,8 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
 
 
 def rank_memory(plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory]) -> Memory:
-    """Of the fullest rank of these ``stages``, of which each alone holds that much."""
+    """The memory of the fullest rank of these ``stages``; ``each``: the memory of each stage
+    alone."""
     whole = Memory(*map(sum, zip(*map(astuple, each), strict=True)))
     if len(stages) < 2 or plan.timetable is None:
         return whole
@@ -96,9 +98,9 @@ def rank_memory(plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory])
 
 
 def _written(plan: PlanRecord, stage: int) -> int:
-    """Bytes of the values that a step writes and that it can be undone for: parameters that are
-    trained, as they are held, the optimizer's state, and what else the program changes, but for
-    what it writes in place before all ranks agree."""
+    """Bytes of the values that a step writes and can be undone for: trained parameters, as they are
+    held, the optimizer's state, and other state that the program changes, except state that it
+    writes in place before all ranks agree."""
     updates = updates_of(plan.steps, [stage])
     changed = {w.name for w in plan.state_writes if w.stage == stage and w.how != "in place"}
     changed |= {i.name for i in plan.inputs if i.label in {s.parameter for s in updates}}
@@ -107,7 +109,7 @@ def _written(plan: PlanRecord, stage: int) -> int:
 
 
 def _cast_bytes(step: Update, gradient: torch.dtype) -> int:
-    """Bytes of the gradient in the dtype of what is updated, where that is another."""
+    """Bytes of the gradient in the dtype of the updated tensor, if that differs."""
     dtype = torch.float32 if step.master_bytes else step.spec.dtype
     return 0 if gradient == dtype else replace(step.spec, dtype=dtype).max_local_nbytes
 
@@ -130,7 +132,8 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
 
 
 def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
-    """From a finished gradient back, past its reductions, to the value that backward leaves."""
+    """The values from a finished gradient back, past its reductions, to the result of the
+    backward."""
     found = [value]
     while True:
         value = found[-1]
@@ -142,7 +145,7 @@ def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
 
 
 def _flat(step: Redistribute) -> int:
-    """Bytes of a bucket's flat buffers: what is sent of a reduction, what arrives of a gather."""
+    """Bytes of a bucket's flat buffers: the message of a reduction, or the result of a gather."""
     if step.kind == "all_gather":
         return sum(m.src.max_local_nbytes + m.dst.max_local_nbytes for m in step.moves)
     return sum(move.src.max_local_nbytes for move in step.moves)
@@ -171,9 +174,9 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Bytes of one stage: of what is there ``once`` a step; of what a microbatch keeps from forward
-    to backward, its peak, and how far that is ``above`` all gradients, some of which are made after
-    it; and at the ``end`` of the step, when these are gone."""
+    """Bytes of one stage: of values that exist ``once`` a step; of values that a microbatch keeps
+    from forward to backward, its peak, and its part ``above`` all gradients, some of which are made
+    after it; and at the ``end`` of the step, when these are gone."""
 
     once: int
     saved: int
@@ -263,5 +266,6 @@ def _peaks(
 
 
 def _made(step: Step, stage: int) -> list[tuple[str, TensorSpec]]:
-    """What the step defines on the stage: a transfer defines its result at the receiver."""
+    """The values that the step defines on the stage: a transfer defines its result at the
+    receiver."""
     return [(name, spec) for at, name, spec in step.gives_as() if at == stage]

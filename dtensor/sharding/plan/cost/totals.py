@@ -1,4 +1,4 @@
-"""What a plan comes to, each figure once: seconds, bubble, memory, FLOP, bytes sent.
+"""The totals of a plan, each figure once: seconds, bubble, memory, FLOP, bytes sent.
 
     totals = PlanTotals(plan)       # plan.totals
     totals.cost.seconds             # predicted, of a step
@@ -6,11 +6,11 @@
     totals.bytes_sent               # in a step, by the rank that sends most
     totals.most_sent(lambda key: key[0])      # {"tp": SentTotals(times=4, bytes_sent=2097152, ...)}
 
-Whatever prints or compares plans (text, summary, page, comparison, search) reads it here. A rank of
-the stage axis hosts one stage or several, which add up; ranks along other axes do the same, and the
-one at coordinate 0 stands for them. Each figure is found when it is first asked for.
+All text and comparisons of plans (text, summary, page, comparison, search) read figures here. A
+rank of the stage axis hosts one stage or several, which are summed; ranks along other axes do the
+same, and the one at coordinate 0 represents them. Each figure is computed at first use.
 
-Not here: what one step comes to (step_cost.py), what one stage holds (memory.py).
+Not here: the cost of one step (step_cost.py), the memory of one stage (memory.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ A = TypeVar("A", "RankWork", "SentTotals")
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """What a rank computes and communicates in a step, in seconds, and its FLOP."""
+    """The compute and communication of a rank in a step, in seconds, and its FLOP."""
 
     compute_seconds: float = 0.0
     communication_seconds: float = 0.0
@@ -78,8 +78,8 @@ class PlanTotals:
 
     @cached_property
     def cost(self) -> Cost:
-        """The prediction, by the plan's timetable. Without one, as of one op's plan, all of the
-        slowest rank's work and messages one after another."""
+        """The prediction, by the plan's timetable. Without one, as in the plan of one op, all of
+        the slowest rank's work and messages one after another."""
         if self.plan.timetable is not None:
             return self.plan.timetable.cost(self.plan)
         slowest = max(self.ranks, key=lambda work: work.seconds)
@@ -87,63 +87,64 @@ class PlanTotals:
 
     @property
     def estimate(self) -> float:
-        """Seconds of the slowest rank, as if no message were hidden and nobody waited: by these,
-        planning compares candidates."""
+        """Seconds of the slowest rank without overlap and waiting for others: planning compares
+        candidates by them."""
         return max(work.seconds for work in self.ranks)
 
     @cached_property
     def stages(self) -> tuple[RankWork, ...]:
-        """Of a rank of each stage; a transfer counts at its sender."""
+        """The work of a rank of each stage; a transfer counts at its sender."""
         return self._walked[0]
 
     @cached_property
     def ranks(self) -> tuple[RankWork, ...]:
-        """By rank of the stage axis, of all its stages."""
+        """The work by rank of the stage axis, of all its stages."""
         return self._by_rank(self.stages, RankWork())
 
     # -- memory --------------------------------------------------------------------------------
 
     @cached_property
     def stage_memory(self) -> tuple[Memory, ...]:
-        """Of a rank of each stage."""
+        """The memory of a rank of each stage."""
         return tuple(stage_memory(self.plan, stage) for stage in range(self.plan.num_stages))
 
     @cached_property
     def rank_memory(self) -> tuple[Memory, ...]:
-        """By rank of the stage axis, of all its stages."""
+        """The memory by rank of the stage axis, of all its stages."""
         each = self.stage_memory
         hosted = self.plan.hosted
         return tuple(rank_memory(self.plan, held, [each[s] for s in held]) for held in hosted)
 
     @property
     def memory(self) -> Memory:
-        """Of the fullest rank."""
+        """The memory of the fullest rank."""
         return max(self.rank_memory, key=lambda memory: memory.total)
 
     @property
     def fits(self) -> bool:
-        """Whether that is within ``topology.memory_bytes``."""
+        """Whether `memory` is within ``topology.memory_bytes``."""
         return self.memory.total <= self.plan.topology.memory_bytes
 
     # -- messages ------------------------------------------------------------------------------
 
     @property
     def sent(self) -> Mapping[Key, tuple[SentTotals, ...]]:
-        """By axis, phase and kind, in the order of the plan, what a rank of each stage sends."""
+        """By axis, phase and kind, in the order of the plan, the messages of a rank of each
+        stage."""
         return self._walked[1]
 
     @cached_property
     def bytes_sent(self) -> int:
-        """In a step, by the rank that sends most."""
+        """Bytes sent in a step by the rank that sends most."""
         return max((sent.bytes_sent for sent in self._sent_by_rank(_all).get("", ())), default=0)
 
     @cached_property
     def num_collectives(self) -> int:
-        """That a rank starts in a step, transfers included."""
+        """Collectives that a rank starts in a step, transfers included."""
         return max((sent.times for sent in self._sent_by_rank(_all).get("", ())), default=0)
 
     def most_sent(self, part: Callable[[Key], K]) -> dict[K, SentTotals]:
-        """By a part of the keys of `sent`, what the rank sends that sends most of it."""
+        """By a part of the keys of `sent`, the messages of the rank that sends most of it."""
         return {
             key: max(ranks, key=lambda sent: (sent.bytes_sent, sent.seconds))
             for key, ranks in self._sent_by_rank(part).items()
@@ -164,7 +165,7 @@ class PlanTotals:
 
     @cached_property
     def _walked(self) -> tuple[tuple[RankWork, ...], Mapping[Key, tuple[SentTotals, ...]]]:
-        """By stage, what all steps add up to."""
+        """The sums over all steps, by stage."""
         plan, topology = self.plan, self.plan.topology
         norm = norm_of(plan.steps)
         work = [RankWork()] * plan.num_stages

@@ -1,25 +1,26 @@
-"""Which writes to state happen in its own storage: where nobody can see the difference.
+"""The pass that decides which writes to state happen in its own storage.
 
-    k1 = index_copy(k, 2, i, x)     the buffer k is to be k1, and nothing reads k itself any more:
-    y = attention(q, k1, ...)       i and x are written into k, and attention reads k
+    k1 = index_copy(k, 2, i, x)     the buffer k becomes k1, and nothing reads k itself any more:
+    y = attention(q, k1, ...)       x is written into k at i, and attention reads k
 
-The new contents of a buffer (or of an argument that is changed) are followed back to the old: a
+The pass follows the new contents of a buffer (or of an argument that is changed) back to the old: a
 chain of views, of ops that change some elements (ops/in_place.py), and of ops that put a changed
-view back, for which nothing is to be done. Then the program is walked once, with the version of the
-storage that each value is. Three ends, of which the plan prints which:
+view back, for which no code is needed. Then it walks the program once, noting the version of the
+storage that each value is. There are three results, which the plan prints:
 
-- *in place*, where the chain stands: what the run reads of it, besides by the chain, is what is
-  there in the end, and the write is replayable;
+- *in place*, at the chain's own place: other reads of it in the run see only its final contents,
+  and the write is replayable;
 - *at the commit*: nothing reads the new contents, so the chain runs after all ranks agree;
-- *copied*: what is left is computed beside the old contents, and copied over them at the commit.
+- *copied*: otherwise the new contents are computed separately, and copied over the old ones at the
+  commit.
 
-A write is replayable if, done twice, it is as done once: it overwrites; where it writes follows
-from arguments, and from state that no such write changes, without a message (one of a rank that
-failed is zeros). And the run reads nothing of the old contents, so that a second run reads what the
-first has read, whatever that has left written.
+A write is replayable if two executions have the effect of one: it overwrites; its position follows
+from arguments, and from state that no such write changes, without a message (a message of a rank
+that failed is zeros). And the run reads none of the old contents, so a second run reads the same as
+the first, whatever the first has left written.
 
-Invariants: steps are as they were. With microbatches everything is copied, and so is a parameter
-that is read after it was written. Not here: the code.
+Invariants: steps are unchanged. With microbatches everything is copied, and so is a parameter that
+is read after it was written. Not here: the code.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from dtensor.sharding.spec.spec import alike
 aten: Any = torch.ops.aten
 
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Of a view: where it begins in a contiguous whole, its shape, its strides."""
+"""A view's begin in a contiguous whole, its shape, its strides."""
 
 _PUT_BACK = {
     aten.copy.default: aten.alias.default,
@@ -69,12 +70,12 @@ def in_place(plan: PlanRecord) -> PlanRecord:
         unsafe = next((w for w in found if w.how == "in place" and not made.safe(w, written)), None)
         if unsafe is None:
             break
-        why = "where it is written depends on a message, or on what is written before the commit"
+        why = "its position depends on a message, or on another write before the commit"
         found[found.index(unsafe)] = _copied(plan, unsafe, why)
     for number, write in enumerate(found):
         others = changed - {*written, write.name}
         if write.how == "at the commit" and made.given(write) & others:
-            write = _copied(plan, write, "it is given what else changes at the commit")
+            write = _copied(plan, write, "it reads another value that changes at the commit")
         if write.how == "copied":
             write = replace(write, shares=bool(roots(write.value, producers) & changed))
         found[number] = write
@@ -115,12 +116,12 @@ class _Alias:
 
 
 class _Kept(Exception):
-    """Why it is not written in place."""
+    """The reason why it is not written in place."""
 
 
 @dataclass(slots=True)
 class _Storage:
-    """The storage of one input on one stage, and what becomes of it."""
+    """The storage of one input on one stage, and the decision about it."""
 
     plan: PlanRecord
     item: PlannedInput
@@ -134,7 +135,7 @@ class _Storage:
     places: list[tuple[Place, ...]] = field(default_factory=list[tuple[Place, ...]])
     # by version, where the write before it was made
     read: set[int] = field(default_factory=set[int])  # the versions that are read
-    copied: int = 0  # bytes per rank of what is sent or returned of it
+    copied: int = 0  # bytes per rank of its parts that are sent or returned
 
     def judged(self) -> StateWrite:
         producer = self.producers.get(self.value)
@@ -156,11 +157,11 @@ class _Storage:
     def _follow(self) -> None:
         item = self.item
         if self.plan.num_microbatches > 1:
-            raise _Kept("it is the sum of what microbatches give")
+            raise _Kept("it is a sum over microbatches")
         if len(item.stages) > 1 or self.stage not in item.stages:
             raise _Kept("several stages have it")
         if item.held != item.spec or not self._traced(self.value):
-            raise _Kept("no op writes to what was there as it is placed")
+            raise _Kept("no op writes to the old contents under their placement")
         shape, dtype = item.spec.shape, item.spec.dtype
         whole = torch.empty(shape, dtype=dtype, device="meta")
         self.aliases[item.name] = _Alias(0, (_place(whole),), whole)
@@ -227,7 +228,7 @@ class _Storage:
         self.copied += self.plan.value_specs()[value].max_local_nbytes
 
     def _puts_back(self, value: str) -> bool:
-        """Whether the op puts back a view that the chain has changed: nothing is to be done."""
+        """Whether the op puts back a view that the chain has changed: no code is needed."""
         step = self.producers[value]
         assert isinstance(step, Compute)
         puts = step.op.call.target in _PUT_BACK
@@ -247,10 +248,10 @@ class _Storage:
             self.aliases[name] = replace(alias, version=now)
             return
         if alias.version != now:
-            raise _Kept("it is written from what was there before another write")
+            raise _Kept("it is written from the contents before another write")
         others = [v for at, v in enumerate(step.operands) if at != base]
         if any(v in self.aliases for v in others):
-            raise _Kept("what is written is a view of it")
+            raise _Kept("the written value is a view of it")
         self.written.append((name, base))
         self.places.append(alias.places)
         self.aliases[name] = replace(alias, version=now + 1)
@@ -258,7 +259,7 @@ class _Storage:
     def _ended(self, write: StateWrite) -> StateWrite:
         last, end = len(self.written), self.aliases[self.value]
         if not self.written or end.version != last or end.place != end.places[0]:
-            raise _Kept("no op writes to what was there")
+            raise _Kept("no op writes to the old contents")
         later = frozenset(v for v, a in self.aliases.items() if a.version)
         settled = tuple(v for v in self.chain if v in later and self._puts_back(v))
         write = replace(write, writes=tuple(self.written), settled=settled, standing=later)
@@ -267,9 +268,11 @@ class _Storage:
         if self.read != {last}:
             raise _Kept("the old contents are read too")
         if self.item.kind == "parameter":
-            raise _Kept("it is a parameter, which a call that fails leaves as it was")
+            raise _Kept("it is a parameter, which a failed call must not change")
         if not all(self._known(name).overwrites for name, _ in self.written):
-            raise _Kept("what is written depends on what was there, and is read in the same run")
+            raise _Kept(
+                "the written value depends on the old contents, and is read in the same run"
+            )
         standing = frozenset(self.aliases) - {self.item.name}
         skipped = standing - {name for name, _ in self.written}
         return replace(
@@ -288,7 +291,7 @@ class _Storage:
 
 
 def _puts_whole(step: Compute) -> bool:
-    """Whether what is put back has the shape, dtype and placement of where it is put."""
+    """Whether the value that is put back has the shape, dtype and placement of its target."""
     base, source = step.op.call.operands
     target, held = step.op.call.target, step.operand_specs
     if target is aten.copy.default and not (base == source and alike(held[0], held[1])):
@@ -325,7 +328,7 @@ def _place(x: torch.Tensor) -> Place:
     return int(x.storage_offset()), tuple(x.shape), x.stride()
 
 
-# -- what values are made of -----------------------------------------------------------------------
+# -- inputs of values -----------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -333,7 +336,7 @@ class _Made:
     producers: dict[str, Step]
 
     def safe(self, write: StateWrite, written: Sequence[str]) -> bool:
-        """Whether where it writes follows without a message, and from nothing in ``written``."""
+        """Whether its positions follow without a message, and from nothing in ``written``."""
         todo = [v for name, _ in write.writes for v in self._positions(name)]
         done: set[str] = set()
         while todo:
@@ -355,7 +358,7 @@ class _Made:
         return True
 
     def given(self, write: StateWrite) -> set[str]:
-        """What the values that it writes, and where, may share their storage with."""
+        """The inputs whose storage the written values, and the positions, may share."""
         found: set[str] = set()
         for name, base in write.writes:
             others = (v for at, v in enumerate(self.producers[name].reads) if at != base)

@@ -8,19 +8,19 @@
       h_again   = mm(norm2_again, up)   backward, before its first use there
       a_again   = gelu(h_again)
 
-A region is one call of a recomputed module (of nested ones the outermost), or what one
-`torch.utils.checkpoint` runs, on one stage (Chen et al. 2016, "Training Deep Nets with Sublinear
-Memory Cost", arXiv:1604.06174). Kept are what comes into a region, what it gives to others, and
-the results of its communication: a value that was reduced or gathered is not communicated again.
-The other values of a region that the backward reads are computed again from these and from
-parameters, each just before its first use and only as far as it is needed.
+A region is one call of a recomputed module (of nested ones the outermost), or the ops of one
+`torch.utils.checkpoint`, on one stage (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Cost", arXiv:1604.06174). The inputs of a region, its outputs, and the results of its communication
+are kept: a value that was reduced or gathered is not communicated again. The other values of a
+region that the backward reads are computed again from these and from parameters, each just before
+its first use and only as far as it is needed.
 
-Invariants: the collectives are as without; so are all values to the bit, for a repeated step is the
-same op on the same operands, its random numbers too (they are counted, not drawn). A step never
-runs again on behalf of a result that leaves its region, so new contents of buffers are made once.
-What is computed once a step, not once a microbatch, is kept. It runs before `gather_stored`. Not
-here: which module a glob means (api/model/parallel.py), what the regions print
-(plan/text/render.py).
+Invariants: the collectives are the same as without it; so are all values to the bit, for a repeated
+step is the same op on the same operands, with the same random numbers (they are counted, not
+drawn). A step never runs again on behalf of a result that leaves its region, so new contents of
+buffers are made once. Results of steps that run once a step, not once a microbatch, are kept. It
+runs before `gather_stored`. Not here: the modules of a glob (api/model/parallel.py), the text of
+regions (plan/text/render.py).
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from dtensor.sharding.plan.steps import (
 
 Key = tuple[str, int]  # a region's name, its stage
 Repeatable = Compute | Redistribute
-Maker = tuple[int, Repeatable]  # where a step of the forward stands that may run again, the step
+Maker = tuple[int, Repeatable]  # the index of a forward step that may run again, the step
 
 
 def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
-    """The plan in which what happens in calls of ``modules``, and in checkpoints, runs again.
+    """The plan in which the steps in calls of ``modules``, and in checkpoints, run again.
 
-    ``modules`` are full names. A plan without a backward, or without such ops, comes back as it is.
+    ``modules`` are full names. A plan without a backward, or without such ops, is returned
+    unchanged.
     """
     names = region_names(plan.flow.ops, modules)
     if not names or all(step.phase != "backward" for step in plan.steps):
@@ -68,7 +69,7 @@ def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
     taken = set(found.values())
     sizes = Counter(call for op in ops if op.phase == "forward" for call in op.calls)
     for number, members in marked.items():
-        # of `checkpoint(block, x)` the call of the block: outermost of those that hold it alone
+        # of `checkpoint(block, x)` the call of the block: the outermost that holds it alone
         shared = (c for c in members[0].calls if all(c in op.calls for op in members))
         name = next((c for c in shared if sizes[c] == len(members)), f"checkpoint {number}")
         name = name if name not in taken else f"checkpoint {number}"
@@ -111,7 +112,7 @@ class _Recompute:
     def _find_homes(self) -> None:
         """The region of each value that a step of the forward makes without communication.
 
-        A free conversion stands in no module: it is of the region that alone reads it.
+        A free conversion belongs to no module: it belongs to the region that alone reads it.
         """
         readers: dict[str, set[Key | None]] = {}
         for at in range(len(self.plan.steps) - 1, -1, -1):
@@ -138,12 +139,13 @@ class _Recompute:
                 self.homes[name] = self.homes.get(step.operands[0])  # it is communicated further
 
     def _find_kept(self) -> None:
-        """Kept is what another region reads, what the step returns, and a view of what is kept."""
+        """Find the kept values: those that another region reads, the results of the step, and views
+        of kept ones."""
         for step in self.plan.steps:
             phase = step.phase
             moves = isinstance(step, Redistribute) and not step.is_free
             if phase == "backward" or (moves and phase == "forward"):
-                continue  # what communication makes is kept; what it is made of need not be
+                continue  # results of communication are kept; its operands need not be
             made = step.gives
             home = self.homes.get(made[0]) if made and made[0] in self.makers else None
             for name in step.reads:
@@ -160,7 +162,8 @@ class _Recompute:
         return value not in self.makers or self.kept.get(value, False)
 
     def _find_needed(self) -> None:
-        """What runs again: what the backward reads, and what that is computed from."""
+        """Find the values to repeat: those that the backward reads, and those that they depend
+        on."""
         waiting = [
             name for step in self.plan.steps if step.phase == "backward" for name in step.reads
         ]
@@ -173,7 +176,8 @@ class _Recompute:
     # -- the repeated steps ----------------------------------------------------------------------
 
     def _repeat(self, values: Sequence[str]) -> None:
-        """Lay down what makes ``values`` once more, in program order, unless it is there."""
+        """Repeat the steps that make ``values``, in program order, unless they were repeated
+        already."""
         found: dict[int, Repeatable] = {}
         waiting = [name for name in values if name not in self.again]
         while waiting:
@@ -196,7 +200,8 @@ class _Recompute:
         self.repeats.setdefault(home, []).append(made)
         self.steps.append(made)
 
-    # -- what to say of it -------------------------------------------------------------------------
+    # -- the regions as data
+    # -------------------------------------------------------------------------
 
     def _regions(self) -> tuple[Region, ...]:
         """In the order of the forward."""
@@ -204,7 +209,7 @@ class _Recompute:
         bases = _bases(plan)
         always = {item.name for item in plan.inputs}
         always.update(n for step in plan.steps if step.once for n in step.gives)
-        sent = {  # what was communicated, to the region whose value it was
+        sent = {  # communicated value to its region
             result: self.homes.get(operand)
             for step in plan.steps
             if isinstance(step, Redistribute) and not step.is_free
@@ -246,7 +251,7 @@ class _Recompute:
 
 
 def _bases(plan: PlanRecord) -> dict[str, str]:
-    """Of each view, the value that it is a view of in the end."""
+    """By view, the value of which it is a view in the end."""
     found: dict[str, str] = {}
     for step in plan.steps:
         if (base := step.viewed) is not None:

@@ -1,19 +1,19 @@
-"""A chain of units cut into consecutive parts, so that the dearest part is as cheap as can be.
+"""Cuts a chain of units into consecutive parts, so that the dearest part is as cheap as possible.
 
     chain = Chain(own=(5, 1, 1, 1, 4), sent=(Sent(1, 0, (1,)), ...), ...)
     partition(chain, 2).bounds         # (0, 2, 5): units 0-1 and 2-4
 
-Part k is units bounds[k] to bounds[k+1] - 1. It pays what each of its units costs, once what its
-units share, and for each value of its own that other parts read, once for each such part. Costs
-are integers, so that equal layers tie exactly; ties go to what sends least, then to even parts
+Part k is units bounds[k] to bounds[k+1] - 1. It pays the cost of each of its units, shared costs of
+its units once, and for each of its values that other parts read, once for each such part. Costs are
+integers, so that equal layers tie exactly; ties go to the cut that sends least, then to even parts
 that are cut between modules rather than within, then to earlier cuts.
 
 The search is exact: dynamic programming over prefixes (the linear partition of Skiena, The
-Algorithm Design Manual, 8.5), which counts a value once however many parts read it; where that
-makes a difference (a skip over several parts) branch and bound on top of it. Only the latter has a
-limit of nodes, after which the best so far is taken.
+Algorithm Design Manual, 8.5), which counts a value once for any number of readers; if that makes a
+difference (a skip over several parts), then branch and bound. Only the latter has a limit of nodes,
+after which it returns the best cut so far.
 
-Not here: what units are (frontend/dataflow/units.py), what they cost (unit_costs.py).
+Not here: the units (frontend/dataflow/units.py), their costs (unit_costs.py).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAX_NODES = 100_000
-_WITHIN = 0.02  # of a part's squared cost: what a cut within one module more may be more uneven
-_FAR = np.iinfo(np.int64).max // 4  # the cost of a part that may not be
+_WITHIN = 0.02  # of a part's squared cost: unevenness worth a cut within one more module
+_FAR = np.iinfo(np.int64).max // 4  # the cost of a forbidden part
 
 Table = NDArray[np.int64]
-"""By first unit and end: [i, j] is of the part of units i to j - 1."""
+"""By first unit and end: [i, j] belongs to the part of units i to j - 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """What units cost, in femtoseconds, and hold, in bytes.
+    """The costs of units, in femtoseconds, and their memory, in bytes.
 
-    tied: paid once by each part that has some of the units but not all.
-    barred: (u, v): a part that has unit u may not end right before unit v.
-    depth: by unit but the first, how many modules are around both it and the one before.
-    bytes_held: of parameters and their state; bytes_kept: of a microbatch, for the backward;
-    bytes_passing: the most that a unit needs at a time beside.
+    tied: paid once by each part that has some of the units but not all. barred: (u, v): a part that
+    has unit u may not end right before unit v. depth: by unit except the first, the number of
+    modules around both it and the previous one. bytes_held: of parameters and their state;
+    bytes_kept: of a microbatch, for the backward; bytes_passing: the most temporary bytes that a
+    unit needs at a time.
     """
 
     own: tuple[int, ...]
@@ -104,11 +104,11 @@ def partition(
     in_flight: Sequence[int] = (),
     memory_bytes: float | None = None,
 ) -> Partition | None:
-    """The cut of ``chain`` into ``num_parts``, each of a unit or more; None where there is none.
+    """The cut of ``chain`` into ``num_parts``, each of a unit or more; None if there is none.
 
     Args:
-        in_flight: by part, how many microbatches it keeps at a time (1 where left out).
-        memory_bytes: of a part. Where no cut is within it, the fullest part is as small as can be.
+        in_flight: by part, the number of microbatches that it keeps at a time (1 by default).
+        memory_bytes: of a part. If no cut is within it, the fullest part is as small as possible.
     """
     num = len(chain.own)
     sent = _sent(chain)
@@ -127,7 +127,7 @@ def partition(
     if best[num_parts, num] >= _FAR:
         return None
     bounds = _tidy(chain, cost, sent, allowed, int(best[num_parts, num]))
-    if max(chain.costs(bounds)) > best[num_parts, num]:  # a value goes to several parts
+    if max(chain.costs(bounds)) > best[num_parts, num]:  # a value is sent to several parts
         bounds = _searched(chain, cost, allowed, bounds)
     return Partition(bounds=bounds, costs=chain.costs(bounds), fits=fits)
 
@@ -136,7 +136,7 @@ def partition(
 
 
 def _any(items: Sequence[SharedCost], num: int) -> Table:
-    """Of each part, what it pays of items of which it has any unit."""
+    """The cost for each part of the items of which it has any unit."""
     found = np.zeros((num, num + 1), np.int64)
     for item in items:
         before = -1
@@ -150,13 +150,13 @@ def _fixed(chain: Chain) -> Table:
     num = len(chain.own)
     sums = np.concatenate([[0], np.cumsum(np.array(chain.own, np.int64))])
     found = sums[None, :] - sums[:num, None] + _any((*chain.shared, *chain.tied), num)
-    for item in chain.tied:  # all of the units: nothing to add up
+    for item in chain.tied:  # all of the units: no sum is needed
         found[: item.units[0] + 1, item.units[-1] + 1 :] -= item.cost
     return found
 
 
 def _sent(chain: Chain) -> Table:
-    """What a part pays for values that other parts read, as if one part read each."""
+    """The cost for each part of values that other parts read, as if one part read each."""
     num = len(chain.own)
     found = np.zeros((num, num + 1), np.int64)
     for item in chain.sent:
@@ -175,7 +175,7 @@ def _may_be(chain: Chain) -> NDArray[np.bool_]:
 
 
 def _memory(chain: Chain, num_parts: int, in_flight: Sequence[int]) -> list[Table]:
-    """By part, the bytes that it would hold."""
+    """By part, its bytes."""
     num = len(chain.own)
     held, kept = _any(chain.bytes_held, num), _any(chain.bytes_kept, num)
     passing = np.zeros((num, num + 1), np.int64)
@@ -214,8 +214,8 @@ def _least(cost: Sequence[Table], allowed: NDArray[np.bool_]) -> Table:
 def _tidy(
     chain: Chain, cost: Table, sent: Table, allowed: NDArray[np.bool_], most: int
 ) -> tuple[int, ...]:
-    """Of all cuts whose parts cost at most ``most`` the one that sends least; then even parts, and
-    cuts between modules rather than within."""
+    """Among the cuts whose parts cost at most ``most``, the one that sends least; then even parts,
+    and cuts between modules rather than within."""
     num_parts, num = len(allowed), len(cost)
     depth = np.array((*chain.depth, *[0] * (num + 1 - len(chain.depth))), np.float64)
     entered = np.concatenate([[0.0], depth])[:num]  # by first unit of a part
@@ -241,7 +241,7 @@ def _tidy(
 def _searched(
     chain: Chain, cost: Table, allowed: NDArray[np.bool_], known: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Branch and bound: the tables say what the parts so far, and those to come, cost at least."""
+    """Branch and bound: the tables give lower bounds of the parts so far, and of those to come."""
     num_parts, num = len(allowed), len(cost)
     starts = _least_from(cost, allowed)
     best, least = known, max(chain.costs(known))
@@ -261,7 +261,7 @@ def _searched(
             for end in range(first + 1, num + 1)
             if allowed[part, first, end]
         ]
-        for bound, end in sorted(ends, reverse=True):  # the most promising is taken first
+        for bound, end in sorted(ends, reverse=True):  # the most promising first
             if bound < least:
                 waiting.append(((*bounds, end), max(most, int(cost[first, end]))))
     return best

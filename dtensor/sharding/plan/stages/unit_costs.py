@@ -1,20 +1,18 @@
-"""What the units of a program cost: the chain that is cut into stages.
+"""The costs of a program's units: the chain that is cut into stages.
 
     whole = plan(request without stages)        # placements, collectives, gradients: all decided
     chain_of(whole, parts, uses={"up.weight": (3,)}, axis="pp", depth=...)
 
 ``parts`` is the same program with unit u as its stage u (frontend/dataflow/units.py). Each step of
-the plan is priced as `step_cost` has it, all its times in one training step, and counts for
-the unit of its op: a conversion for the unit that it is made for, what the optimizer does with a
-parameter for the units that use it. What crosses between units is priced as the transfer that it
-would be.
+the plan is priced by `step_cost`, for all its repetitions in one training step, and counts for the
+unit of its op: a conversion for the unit that needs it, the optimizer's work on a parameter for the
+units that use it. A value that crosses between units is priced as a transfer.
 
-Memory is that of `stage_memory`, but for what lives for a moment only, of which the largest op of a
-unit stands for all.
+Memory is that of `stage_memory`; for temporary values it counts only the largest op of a unit.
 
 Invariant: on a chain without tensors over dp the prices are those of the plan that stages give;
-else within about 1 %, for each stage has buckets of its own, sums gradients where they meet, and
-need not compute again what ends it.
+else within about 1 %, for each stage has its own buckets, sums gradients where they meet, and need
+not recompute its last ops.
 
 Not here: the norm of clipping, which every stage pays.
 """
@@ -60,7 +58,7 @@ def chain_of(
         whole: the plan of the program without stages.
         parts: its dataflow with as many stages as there are units.
         uses: parameter to the units that use it; ``reused`` and ``depth``: of `Chain`.
-        axis: what values cross between stages.
+        axis: the axis of transfers between stages.
     """
     pricing = UnitPricing(whole, parts, uses, axis)
     pricing.walk()
@@ -102,9 +100,9 @@ class Crossing:
 
 @dataclass(slots=True)
 class UnitPricing:
-    """What of a plan is whose; ``readers``: by the index of a step its units, when `walk` is done.
+    """The shares of units in a plan; ``readers``: by the index of a step its units, after `walk`.
 
-    ``uses``: parameter to the units that use it; ``axis``: what values cross between stages.
+    ``uses``: parameter to the units that use it; ``axis``: the axis of transfers between stages.
     """
 
     whole: PlanRecord
@@ -156,7 +154,7 @@ class UnitPricing:
                 self.passing[unit] = max(self.passing.get(unit, 0), size)
 
     def _shares(self, step: Step, units: Units) -> Iterator[tuple[Units, float]]:
-        """The units that pay for a step, and what part of it: a message is shared by its values."""
+        """The units that pay for a step, and their shares: a message is shared by its values."""
         if isinstance(step, Redistribute) and step.bucket:
             sizes = [move.src.max_local_nbytes for move in step.moves]
             for label, size in zip(step.of, sizes, strict=True):
@@ -165,7 +163,7 @@ class UnitPricing:
             yield units, 1.0
 
     def parts_of_steps(self) -> Iterator[tuple[int, list[tuple[Units, float]]]]:
-        """By index of a step, the units that pay for it, and what part of it."""
+        """By index of a step, the units that pay for it, and their shares."""
         for index, units in self.readers.items():
             yield index, list(self._shares(self.whole.steps[index], units))
 
@@ -180,7 +178,7 @@ class UnitPricing:
             case _:
                 return ()
 
-    # -- what crosses --------------------------------------------------------------------------
+    # -- transfers --------------------------------------------------------------------------
 
     def cross(self) -> None:
         """Price the values that a unit makes and others read."""
@@ -192,7 +190,7 @@ class UnitPricing:
             self.sent.append(Sent(cost, value.unit, value.readers))
 
     def crossing(self) -> Iterator[Crossing]:
-        """Values that a unit makes and others read; of views it is what they are views of."""
+        """Values that a unit makes and others read; for a view, the value that it is a view of."""
         specs, often = self._specs()
         read: dict[str, set[int]] = {}
         makers = {name: op for op in self.parts.ops for name in op.results if name is not None}
@@ -221,7 +219,7 @@ class UnitPricing:
         return name
 
     def _specs(self) -> tuple[dict[str, TensorSpec], dict[str, int]]:
-        """By value of the program how it would cross, and how often."""
+        """By value of the program the spec of its transfer, and how often it is sent."""
         specs: dict[str, TensorSpec] = {}
         often: dict[str, int] = {}
         for step in self.whole.steps:
@@ -231,7 +229,7 @@ class UnitPricing:
             made = zip(step.op.results, step.result_specs, strict=True)
             for name, spec in (*pairs, *made):
                 if name is not None and spec is not None:
-                    # it crosses where it is smallest between maker and reader
+                    # it is sent where it is smallest between maker and reader
                     known = specs.setdefault(name, spec)
                     if spec.max_local_nbytes < known.max_local_nbytes:
                         specs[name] = spec
@@ -305,5 +303,6 @@ class UnitPricing:
 
 
 def _converts(step: Step) -> bool:
-    """Whether a value goes by itself, because an op or an output wants it elsewhere."""
+    """Whether a step moves one value alone, because an op or an output needs it under another
+    spec."""
     return isinstance(step, Redistribute) and step.is_alone

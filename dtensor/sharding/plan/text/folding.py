@@ -4,14 +4,14 @@
     [[Run(start=23, period=93, count=32, shown=0, layers=("blocks.{0..31}",), passed=("x_2",))],
      [Run(start=14, period=115, count=32, shown=31, ...)]]
 
-Steps are the same where all that a plan prints of them is: call and numbers, types, what is sent,
-FLOP, the user's line. Labels and module paths may differ in their numbers, by as much from each
-layer to the next; operands are the same value of the next layer, the same value for all layers, or
-what the layer before passes on. The number of a random op may go up likewise.
+Steps are the same if their printed text is: call and numbers, types, bytes sent, FLOP, the user's
+line. Labels and module paths may differ in their numbers, by the same difference from each layer to
+the next; operands are the same value of the next layer, the same value for all layers, or a value
+that the previous layer passes on. The number of a random op may rise likewise.
 
-Invariants: runs of a list do not overlap and stand in order; a layer that differs in anything is
-in none. What repeats without a number in a label or a path (a loop) is no run: no name tells its
-turns apart. Not here: how runs print (render.py).
+Invariants: runs of a list do not overlap and are in order; a layer that differs in anything is in
+none. Repetitions without a number in a label or a path (a loop) are no run: no name tells them
+apart. Not here: how runs print (render.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Run:
         return self.start + self.period * self.count
 
     def steps(self, of: Sequence[Step]) -> Sequence[Step]:
-        """Those of the shown layer."""
+        """The steps of the shown layer."""
         first = self.start + self.shown * self.period
         return of[first : first + self.period]
 
@@ -69,19 +69,21 @@ def runs_of(plan: PlanRecord, lists: Iterable[Sequence[Step]]) -> list[list[Run]
     return [_List(found, steps).runs() for steps in lists]
 
 
-# What two layers may name differently: (kind, name) with the kinds "value", "label" and "number".
+# A name that two layers may spell differently: (kind, name) with the kinds "value", "label" and
+# "number".
 _Ref = tuple[str, str | int]
-# How what a layer names follows from what the layer before it names.
+# The relation of a layer's name to the name in the layer before it.
 _Relation = tuple[Hashable, ...]
 _SAME: _Relation = ("same",)
 _OUTSIDE: _Relation = ("outside",)
-"""Both are from before the run: passed to its first layers, as later ones will show, or it is no
-run."""
+"""Both values are from before the run: later layers must show that they are passed to its first
+layers, or it is no run."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """Over the lists so far: interned keys, and by value its places (run, layer, offset, index)."""
+    """The state over the lists so far: interned keys, and by value its places (run, layer, offset,
+    index)."""
 
     labels: dict[str, str]
     keys: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
@@ -92,7 +94,7 @@ class _Found:
 
 
 class _List:
-    """One list of steps, in which runs are looked for."""
+    """One list of steps, in which runs are searched."""
 
     def __init__(self, found: _Found, steps: Sequence[Step]) -> None:
         self.found = found
@@ -123,16 +125,16 @@ class _List:
                     start = run.stop
                 case "not numbered":
                     start += extent
-                case "not alike":  # the first layer may differ from the others in what it reads
+                case "not alike":  # the first layer may have other operands
                     start += period if extent >= 3 * period else 1
                 case _:
                     assert_never(run)
         return found
 
     def _periodic(self, start: int) -> tuple[int, int]:
-        """(period, steps) of the repetition from ``start`` on that leaves most out; zeros if none.
+        """(period, steps) of the repetition from ``start`` on that folds most steps; zeros if none.
 
-        Steps are compared by what they are, not yet by what they read.
+        Steps are compared without their operands here.
         """
         keys, best, most = self.keys, (0, 0), 0
         for other in self.at[keys[start]]:
@@ -152,7 +154,7 @@ class _List:
         return best
 
     def _begin(self, start: int, period: int, extent: int) -> int:
-        """Where the layers begin: where a period concerns as few numbered modules as any."""
+        """The begin of the layers: the place at which a period has the fewest numbered modules."""
 
         def concerned(begin: int) -> int:
             refs = [ref for found in self.refs[begin : begin + period] for ref in found]
@@ -165,7 +167,7 @@ class _List:
     def _run(
         self, start: int, period: int, count: int
     ) -> Run | Literal["not alike", "not numbered"]:
-        """Of as many layers as agree in what they read."""
+        """The run of as many layers as have related operands."""
         own: dict[str, tuple[int, int, int]] = {}
         for index in range(start, start + period * count):
             for number, name in enumerate(self.steps[index].gives):
@@ -226,8 +228,8 @@ class _List:
         )
 
     def _is_clear(self, agreed: Sequence[Sequence[set[_Relation]]], start: int) -> bool:
-        """Whether each name that the layer reads is another one's in one way: what all layers read
-        and what the first is passed may be one value."""
+        """Whether each name that the layer reads is related in one way: a value that all layers
+        read may also be the one passed to the first."""
         ways: dict[_Ref, set[_Relation]] = {}
         for offset, found in enumerate(agreed):
             for ref, relations in zip(self.refs[start + offset], found, strict=True):
@@ -237,7 +239,7 @@ class _List:
     def _relations(
         self, a: _Ref, b: _Ref, own: dict[str, tuple[int, int, int]], layer: int
     ) -> set[_Relation]:
-        """Every way in which ``b``, that ``layer`` names, follows from ``a`` of the one before."""
+        """Every relation of ``b``, a name in ``layer``, to ``a`` in the layer before."""
         (kind, first), (_, second) = a, b
         if kind == "number":
             return {("number", int(second) - int(first))}
@@ -248,7 +250,7 @@ class _List:
             return set() if first in own else {_SAME}
         place, after = own.get(first), own.get(second)
         if after is not None:
-            # from as many layers back, or passed to the first layers from outside
+            # from the same number of layers back, or passed to the first layers from outside
             passed = place is None and after[0] == 0
             if not passed and place != (after[0] - 1, *after[1:]):
                 return set()
@@ -267,8 +269,8 @@ class _List:
     def _register(
         self, start: int, period: int, count: int, agreed: Sequence[Sequence[set[_Relation]]]
     ) -> None:
-        """Note where the run's values stand, for the lists that come after; what is passed to the
-        first layers stands in layers before them."""
+        """Note the places of the run's values, for later lists; values passed to the first layers
+        count as values of layers before them."""
         run, places = self.found.num_runs, self.found.places
         self.found.num_runs += 1
         for index in range(start, start + period * count):
@@ -293,7 +295,8 @@ class _List:
 
 
 def _key(step: Step) -> Hashable | None:
-    """Equal for steps that print alike but for names; None for what is never part of a layer."""
+    """A key that is equal for steps with the same text except names; None for steps that are never
+    part of a layer."""
     match step:
         case Compute(op=op):
             call = op.call
@@ -315,7 +318,7 @@ def _key(step: Step) -> Hashable | None:
 
 
 def _refs(step: Step) -> Iterator[_Ref]:
-    """What layers may name differently, in an order that equal keys share."""
+    """The names that layers may spell differently, in an order that equal keys share."""
     for name in step.reads:
         yield "value", name
     for label in step.labels:
@@ -325,8 +328,8 @@ def _refs(step: Step) -> Iterator[_Ref]:
 
 
 def _both(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:
-    """What holds of all layers so far. What came from outside the run may come from the first of
-    its layers from now on."""
+    """The relations that hold for all layers so far. A value from outside the run may come from its
+    first layers from now on."""
     kept = before & now
     if _OUTSIDE in before:
         kept |= {relation for relation in now if relation[0] == "own"}
@@ -359,7 +362,7 @@ def _layer(label: str) -> str:
 
 
 def _until(label: str, by: Hashable) -> str:
-    """The label up to the number that goes up first."""
+    """The label up to the first number that rises."""
     parts, numbers = label.split("."), iter(cast(tuple[int, ...], by))
     for index, part in enumerate(parts):
         if part.isdigit() and next(numbers):

@@ -51,7 +51,9 @@ def _splits_little(plan: PlanRecord, axis: str) -> str:
     if labels:
         why = f"{', '.join(collapse(labels))} alone, {share:.1%} of the parameters"
     elif stated:
-        why = f"nothing: what is stated on it ({', '.join(collapse(stated))}) is Replicate()"
+        why = (
+            f"nothing: the placements stated on it ({', '.join(collapse(stated))}) are Replicate()"
+        )
     else:
         why = "nothing: no placement is stated on it"
     size = plan.mesh.axis_size(axis)

@@ -1,4 +1,4 @@
-"""How a Plan reads: its head, inputs, one step a line with what it sends and computes, totals.
+"""The text of a Plan: its head, inputs, one step a line with bytes sent and FLOP, totals.
 
     plan mlp    mesh(tp=2)    stage 0 of 1    all ranks identical
     axis tp     splits up.weight dim 0 (4096), with down.weight, up.bias; opened by *.up.weight
@@ -15,14 +15,14 @@
     memory per rank                       communication per rank and step
       parameters           2.0 MiB          tp  forward    4 all_reduce    2.0 MiB sent
 
-A line that communicates has ``*`` in its first column; a free conversion (slice, fill,
-relabel) has none. A transfer is marked on the stage that sends it; the other stage says receive.
-Bytes are binary (KiB), FLOP are decimal (GFLOP). ``x8``: once for each of 8 microbatches.
-A plan of several stages has its sections, a column of memory and lines of communication for each.
+A line that communicates has ``*`` in its first column; a free conversion (slice, fill, relabel) has
+none. A transfer is marked on the stage that sends it; the other stage says receive. Bytes are
+binary (KiB), FLOP are decimal (GFLOP). ``x8``: once for each of 8 microbatches. A plan of several
+stages has its sections, a column of memory and lines of communication for each.
 
-Every step of one rank of every stage is printed; ranks of a stage run the same steps, and where
-their shards differ in size the head says so; regions that save and repeat alike are one entry. The
-text depends on the plan alone. Not here: why a step is there (explain.py), what it costs (cost/).
+Every step of one rank of every stage is printed; ranks of a stage run the same steps, and if their
+shards differ in size the head says so; regions that save and repeat the same are one entry. The
+text depends on the plan alone. Not here: the reason for a step (explain.py), its cost (cost/).
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ from dtensor.sharding.spec.placements import Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
-UPDATED = "updated"  # the end of the optimizer's: what is sent after the update
+UPDATED = "updated"  # the end of the optimizer's section: messages after the update
 WIDTH = 100
-# Widths of columns; what is longer pushes its own line out, not all lines.
+# Widths of columns; longer text shifts its own line, not all lines.
 MAX_TEXT, MAX_TYPE = 48, 30
 _MAX_NAME, _MAX_COST = 20, 24
 _REGION_NAME = 18
@@ -90,8 +90,8 @@ def render(
 ) -> str:
     """The text of the plan; deterministic, without a trailing newline.
 
-    ``lines``: of the steps of a stage's section; by default each step has its own. ``note``: what
-    the head says of them.
+    ``lines``: of the steps of a stage's section; by default each step has its own. ``note``: their
+    description in the head.
     """
     plan = totals.plan
     text = [_head(plan), *_axes(totals), *_stored(plan), *_statistics(plan)]
@@ -118,7 +118,7 @@ def render(
 
 
 def hint_lines(plan: PlanRecord) -> list[str]:
-    """The pins whose opposite would be cheaper; none unless they were asked for."""
+    """The pins whose opposite would be cheaper; empty unless hints were requested."""
     return [line for hint in plan.hints for line in wrapped(_hint(hint), "", WIDTH)]
 
 
@@ -126,7 +126,7 @@ def hint_lines(plan: PlanRecord) -> list[str]:
 
 
 def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
-    """What is printed of a stage, in order, without the updates, which are printed together."""
+    """The printed steps of a stage, in order, without the updates, which are printed together."""
     found = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
     for step in plan.steps:
         if step.is_on(stage) and not isinstance(step, Update):
@@ -143,7 +143,7 @@ def _title(plan: PlanRecord, section: str) -> str:
 
 
 def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
-    """The step as the stage sees it."""
+    """The line of a step for a stage."""
     match step:
         case Compute():
             return _compute(step)
@@ -182,7 +182,7 @@ def _compute(step: Compute) -> Line:
 
 
 def _moved(plan: PlanRecord, step: Redistribute, stage: int) -> Line:
-    """One value, or that of a tie which the stage has."""
+    """The line of one moved value, or of the stage's value of a tie."""
     at = step.tied.index(stage) if step.tied else 0
     over = f" stages {', '.join(map(str, step.tied))}" if step.tied else ""
     return Line(
@@ -239,7 +239,7 @@ def _updates(plan: PlanRecord, stage: int) -> list[Line]:
 
 
 def _state_writes(plan: PlanRecord, stage: int) -> list[str]:
-    """One line for those that are written alike on one line of the user's."""
+    """One line for writes of the same kind on one line of the user."""
     alike: dict[tuple[str, ...], list[StateWrite]] = {}
     for write in plan.state_writes:
         if write.stage == stage:
@@ -287,7 +287,7 @@ def _widths(given: Sequence[Line | str]) -> tuple[int, int, int, int]:
 
 
 def _columns(lines: Sequence[Line | str], widths: tuple[int, int, int, int]) -> list[str]:
-    """Lines with their columns aligned: what is too long for one borrows from the next."""
+    """Lines with their columns aligned: a text that is too long borrows from the next column."""
     name_width, text_width, type_width, cost_width = widths
     found: list[str] = []
     for line in lines:
@@ -339,7 +339,7 @@ def _ranks(plan: PlanRecord, stage: int) -> str:
 
 
 def _uneven_axes(spec: TensorSpec) -> Iterator[tuple[str, list[int]]]:
-    """The axes that split a dim unevenly, and by rank of each what it holds of the dim."""
+    """The axes that split a dim unevenly, and by rank of each its part of the dim."""
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Shard):
             num = spec.mesh.axis_size(axis)
@@ -359,7 +359,7 @@ def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
 
 
 def _axes(totals: PlanTotals) -> list[str]:
-    """What each axis splits, and which pin opened it; repeated layers as one line."""
+    """The splits of each axis, and the pins that opened them; repeated layers as one line."""
     plan = totals.plan
     opened = dict(plan.opened)
     lines: list[str] = []
@@ -387,7 +387,7 @@ def _axes(totals: PlanTotals) -> list[str]:
 
 
 def _chosen(totals: PlanTotals) -> list[str]:
-    """The stages that "auto" chose, and what the slowest of them costs beside the mean."""
+    """The stages that "auto" chose, and the cost of the slowest relative to the mean."""
     plan = totals.plan
     if not plan.auto:
         return []
@@ -399,7 +399,7 @@ def _chosen(totals: PlanTotals) -> list[str]:
 
 
 def _stored(plan: PlanRecord) -> list[str]:
-    """What is stored split, and over which axis."""
+    """The state that is stored split, and its axis."""
     groups: dict[Misaligned, list[str]] = {}
     for item in plan.inputs:
         for pin in item.misaligned:
@@ -422,7 +422,7 @@ def _stored(plan: PlanRecord) -> list[str]:
 
 
 def _statistics(plan: PlanRecord) -> list[str]:
-    """What takes the statistics of one microbatch, not of the batch."""
+    """The modules that take the statistics of one microbatch, not of the batch."""
     if not plan.by_microbatch:
         return []
     text = (
@@ -433,7 +433,7 @@ def _statistics(plan: PlanRecord) -> list[str]:
 
 
 def _inputs(plan: PlanRecord, stage: int) -> list[str]:
-    """Every input of the stage with its placement; those of repeated layers as one line."""
+    """Every input of the stage with its placement; repeated layers as one line."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for item in plan.inputs:
         if stage in item.stages:
@@ -531,7 +531,7 @@ def _memory(totals: PlanTotals) -> list[str]:
 
 
 def above_memory(totals: PlanTotals) -> str:
-    """That the fullest rank holds more than its device has; "" where it does not."""
+    """The warning that the fullest rank holds more than its device has; or ""."""
     if totals.fits:
         return ""
     fullest, limit = totals.memory.total, totals.plan.topology.memory_bytes
@@ -588,6 +588,6 @@ def _by_stage(plan: PlanRecord, flops: Sequence[int]) -> str:
 
 
 def _stage_names(plan: PlanRecord) -> list[str]:
-    """None where there is one stage."""
+    """The stages' names; empty for one stage."""
     several = plan.num_stages > 1
     return [f"stage {stage}" for stage in range(plan.num_stages)] if several else []
