@@ -94,8 +94,8 @@ class OneAtATime(Lock):
                 "A call of dtensor in a thread that the program being captured waits for: the call "
                 "would wait for the capture, and the capture for it.\n"
                 f"  thread {threading.current_thread().name}\n"
-                "fix: make the call before or after, not within what dt.compile and dt.train_step "
-                "are given"
+                "fix: make the call before or after, not within the functions that dt.compile and "
+                "dt.train_step take"
             )
         wanted = self._wanted
         if wanted is not None and wanted._is_owned():

@@ -303,8 +303,6 @@ def test_what_is_written_from_another_stage_is_refused() -> None:
     net = MoCo(WRITES["lerp_"])
     model = dt.parallelize(net, dt.Mesh(pp=2), {}, stages={"pp": [["q.*"], ["k.*"]]})
     step = dt.train_step(model, loss_fn, adamw(net))
-    message = (
-        "needs parameters of stages that share none.(?s:.*)fix: put what it reads on one stage"
-    )
+    message = "needs parameters of stages that share none.(?s:.*)fix: put its operands on one stage"
     with pytest.raises(dt.PlanningError, match=message):
         step(*batch())

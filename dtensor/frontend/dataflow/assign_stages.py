@@ -1,17 +1,17 @@
-"""Which stage each op of a Dataflow runs on, given the stages that hold the parameters.
+"""The stage of each op of a Dataflow, given the stages that hold the parameters.
 
     staged(flow, {"embed.weight": (0,), "head.weight": (1,)}, num_stages=2)
 
-An op goes to the latest stage among its inputs, or on to the one that holds its module's
+An op runs on the latest stage among its inputs, or on a later one that holds its module's
 parameters (a norm written out begins on the stage of its weight); a parameter ties the op to a
-stage that holds it. What depends on the batch alone, or on constants or one parameter alone,
+stage that holds it. An op that depends only on the batch, or only on constants or one parameter,
 floats: it is repeated on each stage that uses it, and a batch is fed to each of them. An argument
-that lies on one stage (``at``) is fed there alone and sent where it is used; what is made of it
-floats too, and leaves from that stage. A backward op runs where its forward op ran, a sum of
-gradients where these are. The gradient of a parameter that several stages use leaves as one
-contribution per stage, to be summed once.
+on one stage (``at``) is fed only there and sent to its uses; ops on it float too, and their results
+are sent from that stage. A backward op runs where its forward op ran, a sum of gradients where
+these are. The gradient of a parameter that several stages use leaves as one contribution per stage,
+to be summed once.
 
-Not here: which stage holds what (api/model/stating/stages.py), how values cross
+Not here: the stages' parameters (api/model/stating/stages.py), transfers of values
 (sharding/plan/emit/values.py).
 """
 
@@ -31,8 +31,8 @@ Stages = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Fixed on one stage, or floating among ``allowed`` (None: any). ``home``: of what floats, the
-    latest stage on which an argument lies that it is made of."""
+    """Fixed on one stage, or floating among ``allowed`` (None: any). ``home``: for a floating op,
+    the latest stage of an argument that it depends on."""
 
     stage: int | None
     allowed: frozenset[int] | None = None
@@ -46,12 +46,12 @@ def staged(
     homes: Stages | None = None,
     at: Mapping[str, int] | None = None,
 ) -> Dataflow:
-    """``flow`` with a stage for every op and input; what floats is repeated where it is used.
+    """``flow`` with a stage for every op and input; floating ops are repeated where they are used.
 
     ``stages``: canonical name of a parameter or buffer to the stages that hold it; ``homes``: each
-    of its names to those of that name, which say on which of the stages a module's ops are;
-    ``at``: name of an argument to the one stage on which it lies.
-    Raises PlanningError where an op would need a parameter of a stage before its inputs'.
+    of its names to those of that name, which say on which of the stages a module's ops are; ``at``:
+    name of an argument to its only stage. Raises PlanningError where an op would need a parameter
+    of a stage before its inputs'.
     """
     homes = stages if homes is None else homes
     return _Stager(flow, stages, homes, at or {}, num_stages).assign()
@@ -128,7 +128,7 @@ class _Stager:
     def _backward_stage(self, op: Op, fixed: list[int], allowed: frozenset[int] | None) -> int:
         stage = self.by_seq.get(op.seq) if op.seq is not None else None
         if len(fixed) == len(op.operands) > 1 and op.call.name == "aten.add.Tensor":
-            stage = None  # gradients are added where they are, so that one value crosses
+            stage = None  # gradients are added where they are, so that one value is sent
         if stage is None:
             stage = min(fixed, default=0)
         if allowed is not None and stage not in allowed:
@@ -147,7 +147,7 @@ class _Stager:
         return self._misplaced(
             op,
             f"{op.call.name} needs parameters of stages that share none.",
-            "put what it reads on one stage in stages=",
+            "put its operands on one stage in stages=",
         )
 
     def _misplaced(self, op: Op, fact: str, fix: str) -> PlanningError:
@@ -213,9 +213,10 @@ class _Stager:
         return tuple(sorted(needed)) or (0,)
 
     def _needed(self) -> dict[str, set[int]]:
-        """Op or input name to the stages that need it, for what floats.
+        """Op or input name to the stages that need it, for floating ones.
 
-        What is written to a buffer floats to each stage that reads it, which may read more there.
+        A value written to a buffer floats to each stage that reads the buffer, which may read more
+        there.
         """
         homes: dict[str, set[int]] = {}
         while True:
@@ -233,7 +234,7 @@ class _Stager:
         return [(o, inputs[str(o.of)]) for o in self.flow.outputs if o.kind == "mutation"]
 
     def _needed_with(self, homes: Mapping[str, set[int]]) -> dict[str, set[int]]:
-        """``homes``: what is written to buffers, to the stages that need it."""
+        """``homes``: values written to buffers, to the stages that need them."""
         needed: dict[str, set[int]] = {}
         for output in self.flow.outputs:
             place = self.places[output.value]
@@ -265,7 +266,7 @@ class _Stager:
     def _split_tied(
         self, needed: Mapping[str, set[int]]
     ) -> tuple[list[Output], list[Op], set[str]]:
-        """Outputs with their stages; a tied gradient becomes one output per stage, what is written
+        """Outputs with their stages; a tied gradient becomes one output per stage, a value written
         to a buffer one for each stage that reads it."""
         outputs: list[Output] = []
         extra: list[Op] = []
@@ -299,8 +300,8 @@ class _Stager:
         return outputs, extra, dropped
 
     def _terms(self, value: str, uses: int = 0) -> tuple[list[str], set[str]]:
-        """What a gradient is the sum of, as far as it is of several stages, and the sums that so
-        fall away. ``uses``: how many read it, but for what it is looked at for."""
+        """The addends of a gradient, as far as they come from several stages, and the sums that
+        these replace. ``uses``: how many other readers it has."""
         op = self.flow.producers.get(value)
         is_sum = op is not None and op.call.name == "aten.add.Tensor" and len(op.operands) == 2
         if op is None or not is_sum or len(self.flow.consumers.get(value, ())) != uses:
@@ -312,11 +313,12 @@ class _Stager:
         return terms, {op.name}.union(*(sums for _, sums in parts))
 
     def _named(self, output: Output) -> str:
-        """The input that it is of."""
+        """The input of an output."""
         return next(item.name for item in self.flow.inputs if item.label == str(output.of))
 
     def _zeros(self, value: str, stage: int, extra: list[Op]) -> str:
-        """What a stage adds to a gradient on which a parameter is read without one."""
+        """The zeros that stand in for a gradient on a stage that reads the parameter without
+        one."""
         meta = self.flow.metas[value]
         call = OpCall(
             target=torch.ops.aten.full.default,

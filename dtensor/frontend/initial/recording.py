@@ -5,14 +5,14 @@
     recorded = record(model, lambda: GPT(config), key)     # the constructor, once more
     recorded["embed.weight"]                      # Recipe: normal_(0, 1)
 
-Nothing is computed: ops run on meta tensors and are written down. A tensor's recipe is those that
-its last value depends on: an op that writes all of a storage without reading it makes what was
-before it irrelevant. Random ops are numbered within the parameter that they are drawn for, so a
-layer more or less changes no other layer.
+Nothing is computed: ops run on meta tensors and are recorded. A tensor's recipe has the ops on
+which its last value depends: an op that writes all of a storage without reading it makes earlier
+ops irrelevant. Random ops are numbered within their parameter, so adding or removing a layer
+changes no other layer.
 
-Invariants: torch.nn.init works as on real tensors (`is_meta` is False meanwhile). What cannot be
-written down, or would need too large a tensor whole, is an error that names the parameter; so is
-memory that is read and that nothing has filled.
+Invariants: torch.nn.init works as on real tensors (`is_meta` is False meanwhile). An op that cannot
+be recorded, or would need too large a tensor whole, is an error that names the parameter; so is a
+read of unfilled memory.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def record(module: nn.Module, init: Init, key: Callable[[str], int]) -> dict[str
 
 
 def _run(module: nn.Module, init: Init, stack: ExitStack) -> nn.Module:
-    """Calls what initialises, and gives the module whose tensors were initialised."""
+    """Run the initialisation; returns the module whose tensors were initialised."""
     if callable(init) and not _takes_arguments(init):
         stack.enter_context(torch.device("meta"))
         built = init()
@@ -96,7 +96,8 @@ def _run(module: nn.Module, init: Init, stack: ExitStack) -> nn.Module:
                 f"fix: init=lambda: GPT(config), or a function of the model"
             )
         return built
-    # Parts before the whole, as constructors do; a tied weight keeps what its first module does.
+    # Parts before the whole, as constructors do; a tied weight keeps the values of its first
+    # module.
     for part in reversed(list(module.modules())):
         if isinstance(part, nn.MultiheadAttention):
             part._reset_parameters()
@@ -119,7 +120,7 @@ def _takes_arguments(fn: Callable[..., Any]) -> bool:
 class _AsIfReal(TorchFunctionMode):
     """Tensors say that they are not on the meta device, and those made from data keep it.
 
-    torch.nn.init skips meta tensors, and torch.tensor writes what it is given past all dispatch.
+    torch.nn.init skips meta tensors, and torch.tensor writes its data without any dispatch.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -155,10 +156,10 @@ class InitRecorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[InitStep] = []
-        self.after: list[set[int]] = []  # of each step, those that left what it builds on
+        self.after: list[set[int]] = []  # by step, the steps on which it builds
         self.memories: dict[int, _Memory] = {}  # by address
         self.keys: dict[int, Key] = {}  # of random steps: of the first parameter that needs one
-        self.hollow: set[int] = set()  # steps that read what nothing has filled
+        self.hollow: set[int] = set()  # steps that read unfilled memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -196,7 +197,7 @@ class InitRecorder(TorchDispatchMode):
     def truncated(
         self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
     ) -> Tensor:
-        """In the place of what torch does for trunc_normal_, whose rejections depend on values."""
+        """Replaces torch's trunc_normal_, whose rejections depend on values."""
         if tensor.device.type != "meta":
             return _TRUNCATED(tensor, mean, std, a, b, generator)
         operands = (tensor, mean, std, a, b), {}
@@ -213,7 +214,7 @@ class InitRecorder(TorchDispatchMode):
         *,
         anew: bool,
     ) -> None:
-        """A step that takes ``tensors``, and changes ``writes`` or makes them anew."""
+        """Record a step that takes ``tensors``, and changes ``writes`` or makes them anew."""
         number, source = len(self.steps), source_here()
         args, kwargs = pytree.tree_map(self.encoded, operands)
         fills = isinstance(target, str)
@@ -269,10 +270,10 @@ class InitRecorder(TorchDispatchMode):
             in_order=t.is_contiguous(),
         )
 
-    # -- what was recorded -------------------------------------------------------------------------
+    # -- the recipes -------------------------------------------------------------------------
 
     def kept(self, memory: _Memory) -> list[int]:
-        """The steps that its last value depends on, in order."""
+        """The steps on which its last value depends, in order."""
         found, ahead = set[int](), list(memory.last)
         while ahead:
             i = ahead.pop()
@@ -282,7 +283,7 @@ class InitRecorder(TorchDispatchMode):
         return sorted(found)
 
     def recipe(self, name: str, tensor: Tensor, key: Callable[[str], int]) -> Recipe:
-        """Of the tensor's value as it is now."""
+        """The recipe of the tensor's present value."""
         memory, view = self.memory(tensor), self.view(tensor)
 
         def refused(fact: str, step: InitStep | None, fix: str) -> PlanningError:
@@ -311,7 +312,7 @@ class InitRecorder(TorchDispatchMode):
                 )
             if _is_random(step.target):
                 if step.kwargs.get("generator") is not None:
-                    raise cannot(step, "draws from a generator of its own")
+                    raise cannot(step, "draws from its own generator")
                 raise cannot(step, "draws random numbers that have no counter")
             if isinstance(step.target, str) and step.target != "constant":
                 found = self.keys.setdefault(i, Key(key(name), 0, num_random))
@@ -323,7 +324,7 @@ class InitRecorder(TorchDispatchMode):
                 f"Nothing initialises all of {name}, which is on the meta device.",
                 next(iter(steps), None),
                 "give its module a reset_parameters, or pass init=lambda: Model(config), which "
-                "records what the constructor does",
+                "records the constructor",
             )
         recipe = Recipe(name=name, view=view, steps=tuple(steps))
         storages = {v.storage: v.storage_bytes // v.dtype.itemsize for s in steps for v in s.views}
@@ -334,7 +335,7 @@ class InitRecorder(TorchDispatchMode):
 
 
 def _fill_of(op: str, given: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What fills a tensor, and with which numbers; None for an op that does something else."""
+    """The fill of an op, and its numbers; None for an op that is no fill."""
     if given.get("generator") is not None:
         return None
     match op:
