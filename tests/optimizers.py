@@ -277,7 +277,7 @@ REFUSED: dict[type[Optimizer], str] = {
     InBlocks: "keeps a tensor of shape .* under 'codes'",
     Queues: "keeps a deque under 'queue'",
     SharedState: "keeps a state that is of no parameter under 'all'",
-    CountsElements: "a step changes its 'elements' of a group by what the parameters are",
+    CountsElements: "a step changes its 'elements' of a group depending on the parameters",
     Wrapper: "its attribute inner is another optimizer, a SGD",
     Holds: r"its attribute mask is a tensor of shape \[3\]",
     Raises: r"raised in its probe, on whole parameters: ValueError: not today\n  its line: .*today",

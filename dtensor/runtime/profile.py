@@ -1,4 +1,4 @@
-"""A profile: where the time of a step goes on each rank, predicted beside measured.
+"""A profile: the parts of a step's time on each rank, predicted and measured.
 
     profile = step.profile(20, tokens, targets)
     profile.seconds                        # of a step, by the clock
@@ -7,8 +7,8 @@
     profile.ranks[0].overhead["channel"]
     print(profile)                         # a table for each rank
 
-Invariants: the parts of a rank are apart from each other, and with `remainder` they add up to
-``seconds``. Not here: what is counted as what (breakdown.py).
+Invariants: the parts of a rank do not overlap, and with `remainder` their sum is ``seconds``. Not
+here: the division into parts (breakdown.py).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LAYERS: Mapping[str, str] = {
     "starts": "of messages",
     "dispatch": "of ops",
 }
-"""Of overhead, from the outermost to the innermost."""
+"""The kinds of overhead, from the outermost to the innermost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Seconds of a step; ``predicted``: the same, None of what is not predicted; ``times``: how
-    often in a step, 0 of what is not counted."""
+    """Seconds of a step; ``predicted``: the same, None without a prediction; ``times``: how often
+    in a step, 0 if it is not counted."""
 
     seconds: float
     predicted: float | None = None
@@ -43,9 +43,9 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """Of one rank, seconds with what was predicted, dearest first: ``kernels`` by op; ``waiting``
-    by the ranks that were waited for, in order; ``overhead`` by kind; ``other_ranks``: their turns
-    on the same thread; ``idle``: before its first instruction and after its last."""
+    """The parts of one rank, seconds with predictions, the longest first: ``kernels`` by op;
+    ``waiting`` by the ranks waited for, in order; ``overhead`` by kind; ``other_ranks``: their
+    turns on the same thread; ``idle``: before its first instruction and after its last."""
 
     rank: int
     kernels: Mapping[str, Spent]
@@ -56,7 +56,7 @@ class RankProfile:
 
     @property
     def seconds(self) -> float:
-        """Of all parts."""
+        """The sum of all parts."""
         return sum(spent.seconds for spent in self._all())
 
     def _all(self) -> Iterator[Spent]:
@@ -67,10 +67,10 @@ class RankProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
-    """What ``step.profile`` gives; printed, a table for each rank. ``seconds``: of a step without
-    stamps, by the controller's clock, each read before the next; ``predicted``: the same on
-    ``hardware``; ``instrumentation``: how much longer those with stamps took, which is no part of
-    any figure; ``num_steps``: of each."""
+    """The result of ``step.profile``; printed, a table for each rank. ``seconds``: of a step
+    without stamps, by the controller's clock, each read before the next; ``predicted``: the same on
+    ``hardware``; ``instrumentation``: the extra seconds of steps with stamps, which are in no
+    figure; ``num_steps``: of each."""
 
     name: str
     seconds: float
@@ -82,7 +82,7 @@ class Profile:
 
     def remainder(self, rank: int) -> float:
         """``seconds`` less all parts of a rank: medians do not add up, and steps differ. On a GPU,
-        where timed lines wait for the device, it is negative by what else runs side by side."""
+        where timed lines wait for the device, concurrent work makes it negative."""
         return self.seconds - self.ranks[rank].seconds
 
     def __repr__(self) -> str:

@@ -181,7 +181,7 @@ def _instead(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "a plain tensor, such as its .full_tensor()"
     if callable(value):
-        return "leave it out and make it anew after loading; what it counts can be saved as numbers"
+        return "leave it out and make it anew after loading; its counts can be saved as numbers"
     if isinstance(value, Mapping):
         return "dict(...) of it"
     if isinstance(value, tuple | list | set):

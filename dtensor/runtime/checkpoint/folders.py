@@ -1,15 +1,15 @@
-"""A folder that is there whole or not at all, whatever is killed when.
+"""A folder that exists whole or not at all, even if its writer is killed.
 
     claim = claim_folder(Path("ckpt/100"))     # ckpt/.tmp-100-1f0c9a3e, locked by this process
     ...                                        # files, each synced (`write_synced`)
     claim.publish()                            # synced, renamed to ckpt/100, ckpt synced
 
-Invariants: ``ckpt/100`` is only ever made by one rename of a folder whose files are all synced.
-What a dead writer left lies under `.tmp-*` and is known by its lock, that nobody holds: the system
-frees it with the process, so no process number can be mistaken for another's. A folder that is
-removed is first renamed to such a name.
+Invariants: ``ckpt/100`` is only ever made by one rename of a folder whose files are all synced. The
+files of a dead writer are under `.tmp-*` and are known by their lock, which no process holds: the
+system frees it with the process, so no process number can be mistaken for another's. A folder that
+is removed is first renamed to such a name.
 
-Where a file system has no locks, leftovers stay: they are never taken from one who may be living.
+If a file system has no locks, leftovers stay: their writer may be alive.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ class Claim:
     target: Path
     lock: int
     tag: str = ""
-    """What the names of its files have besides: nothing, in a folder of its own."""
+    """The unique part of its files' names: empty, since the folder is its own."""
     replaces: bool = False
     published: bool = False
 
     def publish(self) -> None:
-        """Make it the target, for good. CheckpointError if that is there by now."""
+        """Rename it to the target, for good. CheckpointError if the target exists by now."""
         sync(self.folder)
         try:
             _rename_new(self.folder, self.target)
         except FileExistsError:
             raise CheckpointError(
-                f"{self.target} was made by another while this checkpoint was written; what was "
-                f"written here is removed.\nfix: give each save a path of its own"
+                f"{self.target} was made by another program while this checkpoint was written; "
+                f"the files written here are removed.\nfix: give each save a different path"
             ) from None
         self.published = True
         sync(self.target.parent)
         self._unlock()
 
     def give_up(self) -> None:
-        """Remove what was written, if that was not done yet."""
+        """Remove the files, unless they were published."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
 
@@ -70,7 +70,7 @@ class Claim:
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """The path, absolute. PlanningError if it is no name for a checkpoint."""
+    """The path, absolute. PlanningError if it cannot name a checkpoint."""
     text = os.fspath(path)
     target = Path(os.path.abspath(text))
     why = ""
@@ -90,7 +90,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 
 
 def claim_folder(target: Path) -> Claim:
-    """An empty folder beside ``target``; removes what dead writers left beside it.
+    """An empty folder beside ``target``; removes files that dead writers left beside it.
 
     PlanningError if the target exists, or cannot be made: a parent that is a file, no right to
     write.
@@ -102,7 +102,7 @@ def claim_folder(target: Path) -> Claim:
             sync(folder.parent)
         if os.path.lexists(target):
             raise PlanningError(
-                f"{target} exists already, and a checkpoint never replaces what is there.\n"
+                f"{target} exists already, and a checkpoint never replaces a folder.\n"
                 f"fix: save to another path, such as {free_path(target)}, or remove it first"
             )
         remove_leftovers(target.parent)
@@ -110,8 +110,8 @@ def claim_folder(target: Path) -> Claim:
         return Claim(folder, target, lock)
     except (FileExistsError, NotADirectoryError):
         raise PlanningError(
-            f"{target} cannot be a folder: something above it is a file.\n"
-            "fix: save to a path all of whose parents are folders"
+            f"{target} cannot be a folder: one of its parents is a file.\n"
+            "fix: save to a path whose parents are all folders"
         ) from None
     except OSError as error:
         raise refused(target, error) from error
@@ -135,16 +135,16 @@ def locked_folder(parent: Path, name: str) -> tuple[Path, int]:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         if locked(lock) is not False and folder.exists():
             return folder, lock
-        os.close(lock)  # another save's tidying came between: once more
+        os.close(lock)  # another save removed it meanwhile: once more
 
 
 def leftovers(parent: Path) -> Iterator[Path]:
-    """The `.tmp-*` folders of writers that are no more, each locked while it is looked at."""
+    """The `.tmp-*` folders of dead writers, each locked while it is inspected."""
     for folder in sorted(parent.glob(f"{TMP}*")):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            continue  # gone meanwhile, or no folder: then it is none of ours
+            continue  # gone meanwhile, or no folder: then it is not ours
         try:
             if locked(lock):
                 yield folder
@@ -153,7 +153,7 @@ def leftovers(parent: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what writers that are no more have left."""
+    """Remove the folders of dead writers."""
     for folder in leftovers(parent):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -167,7 +167,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """A file that is there whole or not at all, and stays."""
+    """Write a file that exists whole or not at all, and survives a crash."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb", buffering=0) as file:
         write_all(file, memoryview(content))
@@ -176,13 +176,13 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_all(file: io.FileIO, data: memoryview) -> None:
-    """All of the data: one write takes 2 GiB at most, and on a full disk what there is room for."""
+    """Write all of the data: one write takes 2 GiB at most, and less on a nearly full disk."""
     while len(data):
         data = data[file.write(data) :]
 
 
 def sync(folder: Path) -> None:
-    """The folder's own list of names, on the disk."""
+    """Sync the folder's own list of names to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -192,7 +192,7 @@ def sync(folder: Path) -> None:
 
 def disk_error(path: Path, error: OSError) -> CheckpointError:
     """The error for a file that could not be written."""
-    fix = "look at the disk"
+    fix = "check the disk"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path if path.exists() else path.parent).free
         fix = f"make room ({free / 1e6:,.0f} MB are free there), or save with keep="
@@ -217,15 +217,15 @@ def locked(descriptor: int) -> bool | None:
 
 def unlock(descriptor: int) -> None:
     """Free the lock and close it. A process that was forked meanwhile has it open, too, and would
-    keep a lock that is but closed here."""
+    keep a lock that is only closed here."""
     with suppress(OSError):  # there may be no locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _rename_new(folder: Path, target: Path) -> None:
-    # rename() replaces an empty folder in silence; nobody makes one there on purpose, so the look
-    # before is enough: what it may lose is an empty folder.
+    # rename() replaces an empty folder in silence; the earlier check is enough, since at worst an
+    # empty folder is lost.
     if os.path.lexists(target):
         raise FileExistsError(target)
     try:
@@ -237,7 +237,7 @@ def _rename_new(folder: Path, target: Path) -> None:
 
 
 def free_path(target: Path) -> Path:
-    """A path beside it that nothing has."""
+    """An unused path beside it."""
     n = 2
     while os.path.lexists(target.with_name(f"{target.name}-{n}")):
         n += 1

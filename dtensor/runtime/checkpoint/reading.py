@@ -275,7 +275,9 @@ def _open_own(folder: Path) -> Checkpoint:
         )
         opened.small = {tuple(path): decoded(value, {}) for path, value in body["small"]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(folder / MANIFEST, f"it is not what dtensor writes ({error!r})") from error
+        raise damaged(
+            folder / MANIFEST, f"dtensor does not write such a file ({error!r})"
+        ) from error
     opened.tensors = {n: r for n, r in records.items() if n not in kept}
     if head.layout == "hf":  # by the manifest's files, not by an index: see replacing.py
         there = read_files(folder, [name for name in opened.files if name.endswith(".safetensors")])

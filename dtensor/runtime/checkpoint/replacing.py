@@ -1,28 +1,28 @@
-"""Weights in a folder that is there already: beside other files, or in the place of older weights.
+"""Weights in an existing folder: beside other files, or in place of older weights.
 
     claim = claim_existing(Path("out"))   # out/.tmp-out-1f0c9a3e; out has a tokenizer
     ...                                   # safetensors files, their index, config.json, a manifest
-    claim.publish()                       # moved into out; what it had of ours before is removed
+    claim.publish()                       # moved into out; our older files there are removed
 
-A reader never gets a part of the old and a part of the new, whatever is killed when: transformers,
-which takes `model.safetensors` if it is there and else what the index names; one that goes by the
-index; ours, which goes by the manifest. For that,
+A reader never gets a mix of the old and the new, whatever is killed when. Readers are transformers,
+which reads `model.safetensors` if it exists and else the files that the index names; a reader that
+follows the index; and ours, which follows the manifest. For that,
 
-- files of tensors get names that nothing has, and are moved first: nobody reads them yet. (The
-  first weights in a folder have the usual names.)
-- What readers go by is moved last, each file by one rename: the index, then the manifest (before
-  the files, where there was none). A `model.safetensors` of before, which transformers would
-  prefer, is removed after them, and then the other files of before.
-- Where another `config.json` comes, it and the weights cannot change at once. So what readers go by
-  is taken away first: who looks meanwhile, or after a kill there, finds no weights. It is kept in
-  the `.tmp-*`, and put back if the save fails, or by the next save after a kill.
+- files of tensors get unused names, and are moved first: no reader opens them yet. (The first
+  weights in a folder have the usual names.)
+- The files that readers follow are moved last, each by one rename: the index, then the manifest
+  (before the files, where there was none). An older `model.safetensors`, which transformers would
+  prefer, is removed after them, and then the other older files.
+- A different `config.json` and the weights cannot change at once. So the files that readers follow
+  are first taken away: a reader then, or after a kill there, finds no weights. They are kept in the
+  `.tmp-*`, and put back if the save fails, or by the next save after a kill.
 
-Only what dtensor has saved there is ever removed: what a manifest names, or a list in the `.tmp-*`
-of a writer that was killed before it had one. Other weights are refused, and named.
+Only files that dtensor has saved there are ever removed: those that a manifest names, or a list in
+the `.tmp-*` of a writer that was killed before it had one. Other weights are refused, and named.
 
 Invariants: each step is synced before the next begins; one process at a time writes to a folder.
 
-Not here: folders that a save makes (folders.py), what is in the files.
+Not here: folders that a save makes (folders.py), the contents of the files.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from dtensor.runtime.checkpoint.records import CheckpointError, plain_name
 from dtensor.runtime.checkpoint.safetensors import INDEX, SINGLE, index_map
 
 _LIST = "files.json"
-"""In the `.tmp-*`: which files of the folder are ours, before and after; see `_Listed`."""
+"""In the `.tmp-*`: the list of our files in the folder, before and after; see `_Listed`."""
 _OLD = "old"
-"""In the `.tmp-*`: what comes back if the save fails."""
+"""In the `.tmp-*`: the folder of files that are put back if the save fails."""
 _TENSORS = re.compile(r".*\.(safetensors|distcp)")
 _WEIGHTS = re.compile(
     r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?|.*\.distcp|\.metadata"
@@ -72,7 +72,7 @@ _WEIGHTS = re.compile(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listed:
     """Files of tensors in the folder by size, ``before`` this save and ``after`` it; ``added`` are
-    others that it brings and that were not there."""
+    other new files of the save."""
 
     before: Mapping[str, int]
     after: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -84,7 +84,7 @@ class _Listed:
 
     @staticmethod
     def read(folder: Path) -> _Listed:
-        """Empty where there is none: of another kind of save, or of one that moved nothing."""
+        """Empty without a list: the save was of another kind, or moved nothing."""
         try:
             said: dict[str, Any] = json.loads((folder / _LIST).read_bytes())
             before, after = (
@@ -100,12 +100,12 @@ class _Listed:
 
 @dataclass(slots=True)
 class Replacement:
-    """A folder being written into: what is in ``folder`` goes to ``target``."""
+    """A folder being written: the files of ``folder`` go to ``target``."""
 
     folder: Path
     target: Path
     tag: str
-    """What the names of its files of tensors have, so that no other has them; or nothing."""
+    """The part of its tensor files' names that makes them unique; or ""."""
     _before: Mapping[str, int]
     _locks: list[int]
     replaces: bool = True
@@ -113,8 +113,8 @@ class Replacement:
     _needed: bool = False
 
     def publish(self) -> None:
-        """Move all of it, and remove what was there of ours before. What fails before it is
-        published leaves what was there."""
+        """Move all files, and remove our older ones. A failure before the new weights are published
+        leaves the old ones."""
         names = {path.name for path in self.folder.iterdir()} - {_LIST, _OLD}
         tensors = {n: (self.folder / n).stat().st_size for n in names if _TENSORS.fullmatch(n)}
         others = sorted(
@@ -135,7 +135,7 @@ class Replacement:
         self.give_up()
 
     def give_up(self) -> None:
-        """Remove what was written and not moved; but not what the next save has to know."""
+        """Remove files that were written and not moved, except those that the next save needs."""
         if not self._needed:
             shutil.rmtree(self.folder, ignore_errors=True)
         while self._locks:
@@ -146,21 +146,21 @@ class Replacement:
             _give_back(self.folder, self.target)
         except OSError as error:
             raise CheckpointError(
-                f"{self.target} could not be written, and what was there could not be put back: "
-                f"{error}. It is in {self.folder}.\n"
-                f"fix: look at the disk, and save there once more, which puts it back first"
+                f"{self.target} could not be written, and the earlier files could not be put back: "
+                f"{error}. They are in {self.folder}.\n"
+                f"fix: check the disk, and save there once more, which puts them back first"
             ) from error
         self._needed = False
 
     def _prepare(self, tensors: Mapping[str, int], others: list[str]) -> None:
-        """All that undoing will need, on the disk."""
+        """Write to the disk everything that an undo needs."""
         old = self.folder / _OLD
         old.mkdir()
         added: list[str] = []
         for name in (INDEX, SINGLE, MANIFEST, *others):
             if not (self.target / name).exists():
                 added.append(name)
-            elif name not in (SINGLE, MANIFEST):  # that is moved, if at all; this is the last
+            elif name not in (SINGLE, MANIFEST):  # SINGLE is moved, if at all; MANIFEST is the last
                 write_synced(old / name, (self.target / name).read_bytes())
         _Listed(before=self._before, after=tensors, added=tuple(added)).write(self.folder)
         sync(old)
@@ -199,9 +199,9 @@ class Replacement:
 
 
 def claim_existing(target: Path) -> Replacement:
-    """A place for weights in a folder that is there.
+    """Claim an existing folder for weights.
 
-    PlanningError, and nothing is touched, if it has weights that dtensor did not save there, if it
+    PlanningError, and nothing is changed, if it has weights that dtensor did not save there, if it
     is or holds checkpoints, or if another process writes there.
     """
     locks: list[int] = []
@@ -222,7 +222,7 @@ def claim_existing(target: Path) -> Replacement:
         locks.append(inner)
         _Listed(before=own).write(folder)
         sync(folder)
-        remove_leftovers(target)  # whose lists this one has taken over
+        remove_leftovers(target)  # this one has taken over their lists
         return Replacement(folder, target, f"-{tag}" if own else "", own, locks)
     except BaseException as error:
         for descriptor in locks:
@@ -272,8 +272,8 @@ def _check_others(target: Path, own: Mapping[str, int]) -> None:
         raise PlanningError(
             f"{target} has weights that dtensor did not save there: {few}. A save there would mix "
             f"them with its own, or replace them.\n"
-            f"fix: save to another path, such as {free_path(target)}; or remove them first, if "
-            f"nobody needs them"
+            f"fix: save to another path, such as {free_path(target)}; or remove them first, if you "
+            f"no longer need them"
         )
 
 
@@ -287,12 +287,12 @@ def _is_own(path: Path, own: Mapping[str, int]) -> bool:
 
 
 def _put_aside(folder: Path) -> bool:
-    """Whether a writer that is no more took away what readers go by."""
+    """Whether a dead writer took away the files that readers follow."""
     return any((folder / _OLD / name).exists() for name in (INDEX, SINGLE))
 
 
 def _give_back(folder: Path, target: Path) -> None:
-    """Undo what was moved from ``folder``, in an order in which no reader sees a mix."""
+    """Undo the moves from ``folder``, in an order in which no reader sees a mix."""
     old, listed = folder / _OLD, _Listed.read(folder)
     back = [path.name for path in old.iterdir()]
     others = sorted(set(back) - {INDEX, SINGLE})

@@ -1,21 +1,21 @@
-"""Values that go from ranks to files and back as programs: what ranks copy, write and read.
+"""Programs that move values between ranks and files: the copies, writes and reads of ranks.
 
     stored = {("model", "w"): StoredTensor("model 0: w", spec, (0, 1), (0, 1))}
     handle = cluster.load(save_program(stored, 2))
     fed = {STEP: 7, SAVING: Saving(folder="ckpt/.tmp-100-1f0c", ...)}
-    cluster.run(handle, [fed] * 2)                   # ranks copy, and threads of theirs write
+    cluster.run(handle, [fed] * 2)                   # ranks copy, and their threads write
     handle = cluster.load(load_program("ckpt/100", {"model.w": StoredTensor(...)}, 2, device))
-    cluster.run(handle, [{}] * 2)                    # state "model 0: w" is as the files have it
+    cluster.run(handle, [{}] * 2)                    # state "model 0: w" has the files' values
 
-A save copies on each rank the blocks that it is to write, and hands them to a thread of the rank's
-process, which writes while later runs go on. Of a value that several ranks hold alike each writes
-its part: small ones go to whoever has the least so far, large ones are cut by rows. So each element
-is written by exactly one rank, and which one follows from the specs alone.
+In a save each rank copies the blocks that it must write, and passes them to a thread of its
+process, which writes during later runs. If several ranks hold the same value, each writes a part: a
+small value is written by the rank with the fewest bytes so far, a large one is cut by rows. So each
+element is written by exactly one rank, which follows from the specs alone.
 
-A load has each rank read the blocks of its own shards, and nothing else; all agree that all have
-all before new values take the place of the old, as in a sync (between_meshes.py).
+In a load each rank reads only the blocks of its own shards; all ranks agree that all have all
+before new values replace the old, as in a sync (between_meshes.py).
 
-Not here: what is in the files (checkpoint/), who waits for a save (api/checkpoint/async_save.py).
+Not here: the contents of files (checkpoint/), the waits for a save (api/checkpoint/async_save.py).
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from dtensor.sharding.spec.shards import Where, shape_of
 from dtensor.sharding.spec.stored import StoredTensor
 
 SAVING = "saving"
-"""The input of a save that says where to."""
+"""The input of a save with its destination."""
 SPLIT_BYTES = 1 << 20
-"""From here on a block that several ranks hold is cut, so that each writes a part."""
+"""A larger block that several ranks hold is cut, so that each writes a part."""
 
 Names = tuple[str, ...]
-"""Where a tensor stands in the state dict of a checkpoint: ("model", "up.weight")."""
+"""The path of a tensor in the state dict of a checkpoint: ("model", "up.weight")."""
 
 
 class Saving(TypedDict):
-    """What ranks are told of a save. ``previous``: the checkpoint whose unchanged files are linked;
+    """The input of ranks for a save. ``previous``: the checkpoint whose unchanged files are linked;
     ``format``: "dcp" or "hf"."""
 
     folder: str
@@ -72,8 +72,8 @@ class Saving(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A block of a value that one rank writes: ``offsets``, where it begins in the whole value, of
-    shape ``shape``; ``at``, in the rank's shard."""
+    """A block of a value that one rank writes: ``offsets``: its begin in the whole value, of shape
+    ``shape``; ``at``: its begin in the rank's shard."""
 
     path: Names
     shape: tuple[int, ...]
@@ -87,15 +87,15 @@ class Share:
 
 
 def block_at(shard: torch.Tensor, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The block that begins there, of these sizes: a view."""
+    """The block at these offsets, of these sizes: a view."""
     for dim, (begin, size) in enumerate(zip(at, sizes, strict=True)):
         shard = shard.narrow(dim, begin, size)
     return shard
 
 
 def blocks_of(where: Where) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """The blocks that a shard consists of: their global offsets, their sizes, where they begin in
-    the shard. None of a shard without elements."""
+    """The blocks that a shard consists of: their global offsets, their sizes, their offsets in the
+    shard. A shard without elements has none."""
     dims: list[list[tuple[int, int, int]]] = []
     for intervals in where:
         begins = itertools.accumulate((hi - lo for lo, hi in intervals), initial=0)
@@ -106,7 +106,7 @@ def blocks_of(where: Where) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], 
 
 
 def shares(values: Mapping[Names, StoredTensor], size: int) -> list[list[Share]]:
-    """By rank, what it writes: every element of every value once."""
+    """By rank, the blocks that it writes: every element of every value once."""
     own: list[list[Share]] = [[] for _ in range(size)]
     load = [0] * size
     parts: list[tuple[int, list[int], Share]] = []
@@ -122,13 +122,14 @@ def shares(values: Mapping[Names, StoredTensor], size: int) -> list[list[Share]]
                     (math.prod(part.sizes) * spec.dtype.itemsize, holders, part)
                     for part in _cut(share, len(holders), spec.dtype.itemsize)
                 ]
-        if 0 in spec.shape:  # nothing to write, but that it is there
+        if 0 in spec.shape:  # no elements to write, only its record
             where, (rank, *_) = next(iter(alike.items()))
             none = (0,) * len(spec.shape)
             own[rank].append(
                 Share(path=path, shape=spec.shape, offsets=none, sizes=shape_of(where), at=none)
             )
-    # those that one rank alone has, then the largest first: who has the least takes the next
+    # blocks of one rank alone, then the largest first: the rank with the fewest bytes takes the
+    # next
     for nbytes, holders, share in sorted(parts, key=lambda part: (len(part[1]) > 1, -part[0])):
         rank = min(holders, key=lambda r: (load[r], r))
         own[rank].append(share)
@@ -164,7 +165,7 @@ def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
 
 def save_program(values: Mapping[Names, StoredTensor], size: int) -> Program:
     """Each rank copies its shares and hands them to a writer; it is fed STEP, the number of the
-    next training step, and gives it back: the one that is right if a step before was undone."""
+    next training step, and returns it: the right one if an earlier step was undone."""
     ranks: list[RankProgram] = []
     functions: list[tuple[str, Function]] = []
     for rank, mine in enumerate(shares(values, size)):
@@ -185,8 +186,8 @@ def save_program(values: Mapping[Names, StoredTensor], size: int) -> Program:
 def load_program(
     folder: str, values: Mapping[str, StoredTensor], size: int, device: torch.device
 ) -> Program:
-    """By name in the files: each rank reads its own blocks; all of all ranks take the place of what
-    was there, or none."""
+    """By name in the files: each rank reads its own blocks; either all values of all ranks replace
+    the old ones, or none does."""
     wanted: list[dict[str, tuple[str, Where, torch.dtype]]] = [{} for _ in range(size)]
     for in_files, value in values.items():
         for rank in value.at:
@@ -219,7 +220,7 @@ def load_program(
 
 
 def ask_program(size: int) -> Program:
-    """Each rank says how far it is with the folder that it is fed (`state_of`)."""
+    """Each rank reports its progress in the folder that it is fed (`state_of`)."""
     functions = tuple(
         (f"ask {rank}", Function.of(partial(told_state, rank), f"ask {rank}"))
         for rank in range(size)
@@ -233,7 +234,8 @@ def ask_program(size: int) -> Program:
     return Program(name="ask of a save", ranks=ranks, functions=functions, stage_of=(0,) * size)
 
 
-# -- what ranks call -------------------------------------------------------------------------------
+# -- functions that ranks call
+# -------------------------------------------------------------------------------
 
 
 def copy_and_write(
@@ -244,9 +246,9 @@ def copy_and_write(
     saving: Saving,
     *shards: torch.Tensor,
 ) -> tuple[int]:
-    """Copy the shares, of ``shards[source[i]]`` each, and leave them to a thread; ``number`` again.
-    A state that no step has made yet is none. It never fails: it may be done again, since another
-    rank was lost, when the save is over."""
+    """Copy the shares, of ``shards[source[i]]`` each, and pass them to a thread; returns
+    ``number``. A state that no step has made yet is skipped. It never fails: it may be repeated
+    after the loss of another rank, when the save is over."""
     pieces = [
         TensorPiece(
             path=share.path,
@@ -266,7 +268,7 @@ def told_state(rank: int, saving: Saving) -> tuple[str]:
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU, contiguous, that nobody else has."""
+    """A private contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -294,7 +296,7 @@ def read_shard(checkpoint: Checkpoint, name: str, where: Where, dtype: torch.dty
 
 
 def opened(folder: str) -> Checkpoint:
-    """A checkpoint as ranks open it: each process reads what is in it once."""
+    """A checkpoint for ranks to read: each process reads its metadata once."""
     try:
         changed = os.stat(folder).st_mtime_ns
     except FileNotFoundError as error:
@@ -313,20 +315,20 @@ def _opened(folder: str, changed: int) -> Checkpoint:
 # -- threads that write ----------------------------------------------------------------------------
 
 FAILED = "error-{}.json"
-"""The file in which a rank says why it has no part."""
+"""The file with the reason why a rank has no part."""
 WRITING, WRITTEN = "writing", "written"
 
 _writers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="dtensor-save")
-GONE = "the process that was to write it is gone"
+GONE = "the process that should write it is gone"
 
 _jobs: dict[tuple[str, int], Future[None]] = {}
-"""By folder and rank, what is being written by this process, and what was written last."""
+"""By folder and rank, the parts that this process writes, and the last one it wrote."""
 
 
 def hand_over(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
     """Have a thread of this process write a rank's part. It ends by `part-<rank>.json` or an
     `error-<rank>.json` in the folder, if anything can still be written there (`state_of`). Once: a
-    run that is done again, since another rank was lost, has the same pieces."""
+    run that is repeated after the loss of another rank has the same pieces."""
     folder = saving["folder"]
     if (folder, rank) in _jobs:
         return
@@ -336,7 +338,7 @@ def hand_over(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
 
 
 def state_of(folder: str, rank: int) -> str:
-    """`WRITING`, `WRITTEN`, or why there will be no part of this rank."""
+    """`WRITING`, `WRITTEN`, or the reason why there will be no part of this rank."""
     job = _jobs.get((folder, rank))
     if job is None:
         return GONE
@@ -347,7 +349,7 @@ def state_of(folder: str, rank: int) -> str:
 
 
 def error_of(folder: str, rank: int) -> str:
-    """Why a rank has no part, as far as it could write that; or ""."""
+    """The reason why a rank has no part, if it could write that; or ""."""
     try:
         return json.loads(Path(folder, FAILED.format(rank)).read_bytes())
     except FileNotFoundError:
@@ -358,7 +360,7 @@ def _write(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
     folder = saving["folder"]
     try:
         if read_part(folder, rank) is not None:
-            return  # by the process that was lost, before
+            return  # the lost process wrote it before
         if not os.path.isdir(folder):
             raise CheckpointError(
                 f"it is on {socket.gethostname()}, which does not see {folder}.\n"
@@ -369,7 +371,7 @@ def _write(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
         else:
             write_part(folder, rank, pieces, saving["previous"])
     except BaseException as error:
-        with suppress(OSError):  # the disk may be full: `state_of` says it then
+        with suppress(OSError):  # the disk may be full: then `state_of` reports it
             write_synced(Path(folder) / FAILED.format(rank), json.dumps(_told(error)).encode())
         del pieces  # which the traceback would keep
         raise

@@ -1,16 +1,16 @@
-"""Directories of torch.distributed.checkpoint that others wrote: torchtitan, FSDP, Lightning.
+"""Directories of torch.distributed.checkpoint from other programs: torchtitan, FSDP, Lightning.
 
     tensors, values = read_metadata(Path("theirs"))  # records; a mapping that reads on demand
     values["optimizer", "param_groups", "0", "lr"]   # 0.001
 
-Both their `.metadata` and their values are pickles, and a pickle may run anything. Of `.metadata`
-the names that DCP's metadata are made of become inert records here, whatever they do in torch; any
-other name is an error, and nothing of it is imported. Values and the descriptions of tensors go
-through torch.load(weights_only=True).
+Both their `.metadata` and their values are pickles, and a pickle may run any code. In `.metadata`
+the names of DCP's metadata classes become inert records here, without torch's code; any other name
+is an error, and is not imported. Values and the descriptions of tensors are read by
+torch.load(weights_only=True).
 
-Invariants: nothing that a file names is called, but for torch.load's own list of what is harmless.
-A tensor's bytes are read by range where it lies in row-major order, which is all that DCP writes of
-contiguous shards; else its whole item is read.
+Invariants: no function that a file names is called, except those on torch.load's list of harmless
+ones. A tensor's bytes are read by range if it is in row-major order, as DCP writes contiguous
+shards; else its whole item is read.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ _PLAIN = {
     ("builtins", "set"): set,
     ("__builtin__", "set"): set,
 } | {("torch", name): dtype for name, dtype in DTYPES_BY_NAME.items()}
-# What unpickling raises for bytes that are no pickle, and what taking one apart raises that is none
-# of DCP's.
+# Errors of unpickling bytes that are no pickle, and of reading a pickle that is not DCP's.
 _NOT_AS_WRITTEN = (
     pickle.UnpicklingError,
     EOFError,
@@ -85,7 +84,7 @@ _NOT_AS_WRITTEN = (
 
 
 class _Told:
-    """What a pickle says of an object of a class that is known: its state."""
+    """The pickled state of an object of a known class."""
 
     kind = ""
 
@@ -97,7 +96,7 @@ class _Told:
 
 
 class _Admitting(pickle.Unpickler):
-    """Unpickles what is made of DCP's own names; each becomes a class of this reading alone."""
+    """Unpickles objects of DCP's own names; each becomes a class for this reading alone."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))
@@ -110,8 +109,8 @@ class _Admitting(pickle.Unpickler):
             return _PLAIN[key]
         if key not in _RECORDS:
             raise CheckpointError(
-                f"{self.path} asks for {module_name}.{global_name}, which metadata of "
-                "torch.distributed.checkpoint have no use for: it may be made to run a program. "
+                f"{self.path} names {module_name}.{global_name}, which metadata of "
+                "torch.distributed.checkpoint do not use: it may be made to run a program. "
                 "Nothing of it was run.\nfix: load it only if you trust who made it, with torch's "
                 "own tools, and save it anew"
             )
@@ -129,13 +128,13 @@ def read_metadata(folder: Path) -> tuple[dict[str, TensorRecord], StrangersValue
         return _taken_apart(folder, told)
     except _NOT_AS_WRITTEN as error:
         raise CheckpointError(
-            f"{path} is not what torch.distributed.checkpoint writes ({type(error).__name__}: "
+            f"{path} is not in torch.distributed.checkpoint's format ({type(error).__name__}: "
             f"{error}).\nfix: copy the checkpoint again, or load another"
         ) from error
 
 
 class StrangersValues(Mapping[tuple[str, ...], Any]):
-    """Values by path, each read when it is asked for: CheckpointError if it would run something."""
+    """Values by path, each read at its first use: CheckpointError if it would run something."""
 
     def __init__(self, folder: Path, items: dict[tuple[str, ...], tuple[str, int, int]]) -> None:
         self._folder, self._items = folder, items
@@ -153,8 +152,8 @@ class StrangersValues(Mapping[tuple[str, ...], Any]):
 
 
 def locate(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[int, int]:
-    """Where a piece's first byte is in its file, -1 if it must be loaded whole; and the bytes that
-    were read for it."""
+    """The offset of a piece's first byte in its file, -1 if it must be loaded whole; and the number
+    of bytes read for it."""
     assert piece.item is not None
     with _Section(folder / piece.file, *piece.item) as section:
         try:
@@ -185,7 +184,7 @@ def locate(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[int,
 
 
 def load_whole(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[Tensor, int]:
-    """A piece by torch.load, and the bytes that were read for it."""
+    """A piece by torch.load, and the number of bytes read for it."""
     assert piece.item is not None
     with _Section(folder / piece.file, *piece.item) as section:
         tensor = _loaded(section, record.name)
@@ -225,7 +224,7 @@ def _first_line(error: BaseException) -> str:
 
 def _wrong(path: Path, name: str, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not what .metadata says of {name}: {why}.\nfix: copy the checkpoint again, or "
+        f"{path} contradicts .metadata about {name}: {why}.\nfix: copy the checkpoint again, or "
         "load another"
     )
 
@@ -265,7 +264,7 @@ def _tensor(
     properties = entry["properties"]
     if properties.kind != "TensorProperties":
         raise TypeError(f"{properties.kind} where TensorProperties belong")
-    # A tuple, dtype first, since it has a __getstate__ of its own.
+    # A tuple, dtype first, since it has its own __getstate__.
     dtype = properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} where a dtype belongs")
@@ -303,7 +302,7 @@ def _state(told: Any, kind: str) -> dict[str, Any]:
 
 
 class _Section(io.RawIOBase):
-    """Bytes ``start`` to ``start + length`` of a file, as a file; it counts what is read."""
+    """Bytes ``start`` to ``start + length`` of a file, as a file; it counts the bytes read."""
 
     def __init__(self, path: Path, start: int, length: int) -> None:
         self.path, self.start, self.length = path, start, length

@@ -181,8 +181,8 @@ class Writing:
             if self.published:
                 raise CheckpointError(
                     f"{self._claim.target} is saved, but the disk failed right after: {error}. "
-                    "Some readers may still take what was there before.\n"
-                    "fix: look at the disk, and save once more"
+                    "Some readers may still see the earlier files.\n"
+                    "fix: check the disk, and save once more"
                 ) from error
             raise disk_error(self._claim.target, error) from error
         except BaseException:

@@ -4,11 +4,11 @@
     segment = builder.segment()                   # local code, up to the next communication
     builder.start(Collective(...))                # which closes it
 
-Communication splits the local code into segments; which values a segment must return is known once
-the rank's whole list is known, so they are closed at the end (program.py). A plan value of
-microbatch i is called `name@i` in the rank's table, one that exists once a step by its own name.
+Communication splits the local code into segments; the values that a segment must return are known
+once the rank's whole list is known, so segments are closed at the end (program.py). In the rank's
+table a plan value of microbatch i is called `name@i`; one that exists once a step keeps its name.
 
-Not here: what a step becomes (moves.py, step_end.py, program.py).
+Not here: the lowering of a step (moves.py, step_end.py, program.py).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from dtensor.sharding.spec.placements import ReduceOp, Replicate, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 MAX_LINES = 6
-"""Of one Call. What it is given lives until it ends, so a backward in one piece would hold all
-that its forward kept; a Call costs a few microseconds."""
+"""Most lines of one Call. Inputs of a Call live until it ends, so a backward in one piece would
+hold all values that its forward kept; a Call costs a few microseconds."""
 MAX_FORWARD_LINES = 200
-"""The same where there is no backward: a value dies inside the Call that makes it, and the fewer
-there are the fewer outlive one. A decode step has hundreds of lines of 3 us each."""
+"""The same without a backward: a value dies inside the Call that makes it, and fewer Calls mean
+that fewer values outlive one. A decode step has hundreds of lines of 3 us each."""
 
 
 _ONCE = Label("once")
@@ -49,14 +49,13 @@ _ONCE = Label("once")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
-    """What the program does besides computing: see step_end.py.
+    """The tasks of a program besides computing: see step_end.py.
 
     gradients: return the gradients; optimizer: the table's name of the rank's optimizer (None: no
-    step); groups: of its parameters (none: it has one of all), and keys: of the state in each;
-    labels: by name, what a parameter is called there, if it is not that;
-    numbers: keys of what is one number for a parameter;
-    state: plan input to the table's name, for parameters, buffers and constants; detect_nan: check
-    what each op gives (finite.py).
+    step); groups: of its parameters (empty: one group of all), and keys: of the state in each;
+    labels: by name, a parameter's label there, if it differs; numbers: keys of entries that are one
+    number for a parameter; state: plan input to the table's name, for parameters, buffers and
+    constants; detect_nan: check the result of each op (finite.py).
     """
 
     gradients: bool = False
@@ -69,13 +68,13 @@ class Roles:
     detect_nan: DetectNan = False
 
     def called(self, parameters: Iterable[str]) -> tuple[str, ...]:
-        """Their labels."""
+        """The parameters' labels."""
         return tuple(self.labels.get(name, name) for name in parameters)
 
 
 class Shared:
-    """What the ranks of a program have in common, found out once. The plan keeps its steps and
-    specs alive, so they are told apart by identity."""
+    """The facts that all ranks of a program share, computed once. The plan keeps its steps and
+    specs alive, so they are distinguished by identity."""
 
     def __init__(
         self,
@@ -89,8 +88,8 @@ class Shared:
         self.plan: Plan = plan
         self.actions: Actions = actions
         self.device: torch.device = device
-        self.priced = priced  # segments are told how long they take
-        self.numbered = numbered  # the program is told its step, whatever it draws
+        self.priced = priced  # segments note their seconds
+        self.numbered = numbered  # the program takes its step's number, even if it draws nothing
         self._splitting: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._even: dict[int, bool] = {}
         self._nbytes: dict[tuple[int, ...], int] = {}
@@ -100,14 +99,14 @@ class Shared:
 
     @cached_property
     def numbers(self) -> tuple[str, ...]:
-        """The names of the numbers that a program is given at each run."""
+        """The names of the numbers that a program takes at each run."""
         calls = (s.op.call for s in self.plan.steps if s.op is not None)
         names = dict.fromkeys(name for call in calls for name in slots_of(call))
         return tuple(names | {STEP: None} if self.numbered else names)
 
     def agrees(self, roles: Roles) -> bool:
-        """Whether the program has a commit point: it writes state, or a rank that fails would leave
-        others with results that are wrong, or with another count of their random numbers."""
+        """Whether the program has a commit point: it writes state, or a failed rank would leave
+        others with wrong results, or with another count of their random numbers."""
         mutates = any(w.how != "in place" for w in self.plan.state_writes)
         writes = roles.optimizer is not None or (mutates and not roles.gradients)
         together = bool(self.plan.collectives or self.numbers) and self.plan.mesh.size > 1
@@ -115,7 +114,7 @@ class Shared:
 
     @cached_property
     def max_lines(self) -> int:
-        """Of one Call."""
+        """Most lines of one Call."""
         is_forward = all(step.phase == "forward" for step in self.plan.steps)
         return MAX_FORWARD_LINES if is_forward else MAX_LINES
 
@@ -125,7 +124,7 @@ class Shared:
 
     @cached_property
     def once(self) -> frozenset[str]:
-        """Values that exist once a step: inputs, numbers, and what is computed once."""
+        """Values that exist once a step: inputs, numbers, and results of steps that run once."""
         names = {*(i.name for i in self.plan.inputs), *self.numbers}
         for step in self.plan.steps:
             if step.once or step.phase == "optimizer":
@@ -137,7 +136,7 @@ class Shared:
         return frozenset(self.plan.value_specs())
 
     def splitting(self, specs: Sequence[TensorSpec | None]) -> tuple[str, ...]:
-        """The axes whose coordinate the local tensors of these specs depend on."""
+        """The axes on whose coordinate the local tensors of these specs depend."""
         key = tuple(map(id, specs))
         if key not in self._splitting:
             used = {
@@ -151,7 +150,7 @@ class Shared:
         return self._splitting[key]
 
     def nbytes(self, spec: TensorSpec, here: Mapping[str, int]) -> int:
-        """Of the shard of the rank ``here``."""
+        """Bytes of the shard of the rank ``here``."""
         axes = () if self._is_even(spec) else self.splitting((spec,))
         key = (id(spec), *(here[axis] for axis in axes))
         if key not in self._nbytes:
@@ -168,7 +167,7 @@ class Shared:
         return self._even[id(spec)]
 
     def local_call(self, step: Compute, here: Mapping[str, int]) -> OpCall:
-        """The call of the rank ``here``, found out once for all ranks and microbatches that share
+        """The call of the rank ``here``, computed once for all ranks and microbatches that share
         it."""
         if step.rule.localize is None and not leaves_float32(step.op.call, step.result_specs):
             return step.op.call
@@ -180,14 +179,14 @@ class Shared:
         return self._calls[key]
 
     def seconds(self, step: Step) -> tuple[float, float]:
-        """Of the step's own work, and of its messages."""
+        """Seconds of the step's own work, and of its messages."""
         if id(step) not in self._seconds:
             self._seconds[id(step)] = step_seconds(self.plan, step, step.stage)
         return self._seconds[id(step)]
 
     def overlapped(self, kind: ActionKind, stage: int) -> tuple[tuple[Step, ...], frozenset[int]]:
-        """The steps of an action in the order in which they run; see `early`. Those of the end of
-        the step that are among them do not come again there."""
+        """The steps of an action in the order in which they run; see `early`. Steps of the step's
+        end that are among them do not run again there."""
         key = kind, stage
         if key not in self._overlapped:
             own = self.actions.steps(kind, stage)
@@ -201,9 +200,9 @@ class Shared:
 
 @dataclass(slots=True)
 class LocalCode:
-    """A segment of local code. ``table``: what names of the code that are no plan values are called
-    in the rank's table; ``writes``: what it changes in place; ``views``: of names that are no plan
-    values, what they may be views of."""
+    """A segment of local code. ``table``: by name in the code, for names that are no plan values,
+    the name in the rank's table; ``writes``: values that it changes in place; ``views``: by name
+    that is no plan value, the value of which it may be a view."""
 
     code: CodeBuilder
     label: Label
@@ -211,14 +210,14 @@ class LocalCode:
     table: dict[str, str] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
     views: dict[str, str] = field(default_factory=dict[str, str])
-    seconds: float = 0.0  # predicted, where the lowering is priced
+    seconds: float = 0.0  # predicted, in a priced lowering
     made: list[tuple[int, str]] = field(default_factory=list)  # likewise: line, value of the table
 
 
 @dataclass(slots=True)
 class Priced:
-    """What a lowering that is priced notes: seconds of ``messages``, by the id of their start; of
-    values that are views, whose ``storage`` they lie in."""
+    """The records of a priced lowering: seconds of ``messages``, by the id of their start; by view,
+    the value whose ``storage`` it shares."""
 
     messages: dict[int, float] = field(default_factory=dict[int, float])
     storage: dict[str, str] = field(default_factory=dict[str, str])
@@ -226,7 +225,7 @@ class Priced:
 
 @dataclass(slots=True, kw_only=True)
 class RankBuilder:
-    """``label``, ``microbatch``: of the action under way, None of what runs once a step;
+    """``label``, ``microbatch``: of the current action, None for code that runs once a step;
     ``accumulated``: sums over microbatches so far."""
 
     shared: Shared
@@ -239,13 +238,13 @@ class RankBuilder:
     nbytes: dict[str, int] = field(default_factory=dict)
     priced: Priced = field(default_factory=Priced)
     accumulated: dict[str, str] = field(default_factory=dict)
-    began: int = 0  # where the action under way begins
-    posted: int = 0  # where its receives go: the beginning of the action before
-    agreed: bool = False  # the commit point is there
+    began: int = 0  # where the current action begins
+    posted: int = 0  # the place of its receives: the beginning of the action before
+    agreed: bool = False  # the commit point was emitted
     _open: LocalCode | None = None
     _places: dict[int | None, dict[str, int]] = field(default_factory=dict)
 
-    # -- where this rank stands --------------------------------------------------------------
+    # -- the position of this rank --------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
@@ -278,7 +277,7 @@ class RankBuilder:
         return found
 
     def group(self, axis: str) -> tuple[int, ...]:
-        """The ranks that this one communicates with along an axis, itself included."""
+        """The ranks with which this one communicates along an axis, itself included."""
         return self.plan.mesh.group(self.rank, axis)
 
     def peer(self, stage: int) -> int:
@@ -290,7 +289,7 @@ class RankBuilder:
     # -- values --------------------------------------------------------------------------------
 
     def value(self, name: str) -> str:
-        """The table's name of a plan value, of the microbatch under way."""
+        """The table's name of a plan value, for the current microbatch."""
         return self.value_of(name, self.microbatch)
 
     def value_of(self, name: str, microbatch: int | None) -> str:
@@ -303,7 +302,7 @@ class RankBuilder:
         return f"{name}@{microbatch}"
 
     def held(self, name: str, spec: TensorSpec) -> tuple[str, Buffer]:
-        """The table's name of a plan value, and what the rank has of it."""
+        """The table's name of a plan value, and the rank's buffer of it."""
         return self.value(name), Buffer(spec.local_shape(self.here), spec.dtype)
 
     def record(self, name: str, spec: TensorSpec, base: str | None = None) -> None:
@@ -338,18 +337,18 @@ class RankBuilder:
         return segment.table.get(name) or self.value_of(name, segment.microbatch)
 
     def renamed(self, source: str, target: str, line: str | None = None) -> None:
-        """One value under another name."""
+        """Give a value another name."""
         segment = self.segment()
         segment.code.line(f"{target} = {source}", [source], [target], line)
         self.shares(self.place(segment, target), self.place(segment, source))
 
     def shares(self, value: str, base: str) -> None:
-        """A value of the table lies in the storage of another."""
+        """Note that a value of the table shares the storage of another."""
         if self.shared.priced:
             self.priced.storage[value] = self.priced.storage.get(base, base)
 
     def price(self, step: Step) -> None:
-        """Count the step's own work as the open segment's."""
+        """Add the step's own work to the open segment."""
         if self.shared.priced and self._open is not None:
             self._open.seconds += self.shared.seconds(step)[0]
 
@@ -360,7 +359,7 @@ class RankBuilder:
         self.instructions.append(instruction)
 
     def start_early(self, instruction: Instruction) -> None:
-        """At the beginning of the action before this one; in the order of these calls."""
+        """Emit it at the beginning of the action before this one; in the order of these calls."""
         self.instructions.insert(self.posted, instruction)
         self.posted += 1
         self.began += 1
@@ -380,9 +379,9 @@ class RankBuilder:
         wait: bool = True,
         of: Step | None = None,
     ) -> Label:
-        """Start a collective of table values over an axis, and wait for it unless told not to;
-        what it is called. ``what``: that it takes; ``way``: over what, if it is no axis; ``of``:
-        the step whose one message it is."""
+        """Start a collective of table values over an axis, and wait for it unless ``wait`` is
+        False; returns its label. ``what``: the name of its input; ``way``: its path, if it is no
+        axis; ``of``: the step whose only message it is."""
         label = self.label.doing(kind, what, way or f"over {channel}")
         start = Collective(
             kind,

@@ -10,17 +10,17 @@ gives
         h = aten_mm_default(x, w)
         return (h,)
 
-Each line has the user's line beside it; a value is dropped after its last use. A bias that is added
-to a product, or a number that scales it, is added in the product's memory where nothing else reads
-that: the same bits, and a tenth of a linear layer's time at width 256. Two segments with the same
-text and bindings are one function. An op for which a kernel is registered on the program's device
-(dtensor/kernels/registry.py) calls that, and the line ends in its name. Nothing else is decided
-here.
+Each line records the user's line; a value is dropped after its last use. A bias that is added to a
+product, or a number that scales it, is applied in the product's memory if that has no other reader:
+the same bits, and a tenth of a linear layer's time at width 256. Two segments with the same text
+and bindings are one function. An op with a registered kernel on the program's device
+(dtensor/kernels/registry.py) calls that, and the line ends in its name. There are no other
+decisions here.
 
 Calling an overload of `torch.ops` costs 3 to 5 us, as its arguments are parsed by schema; the
 function that torch generates for the same op costs 1 to 2, and dispatches to the same kernel. A
-layer of width 64 runs in 100 such calls, so code binds these where there is one with the same
-arguments in the same order (`QUICK`; a test compares them, op by op). An op of the project's own
+layer of width 64 runs in 100 such calls, so code binds these if there is one with the same
+arguments in the same order (`QUICK`; a test compares them, op by op). One of the project's own ops
 costs 5 to 15 us there, and is bound to its implementation (`PLAIN`): local code runs without
 autograd. Other ops are called as captured.
 """
@@ -53,7 +53,7 @@ from dtensor.sharding.ops.library import PLAIN
 
 _PLAIN = (int, bool, str, type(None))
 ADDING, COPIES = "accumulate", "copies"
-"""What a line does that calls no op."""
+"""The comment of a line that calls no op."""
 
 
 @dataclass(slots=True)
@@ -69,9 +69,9 @@ class CodeBuilder:
     defined: dict[str, None] = field(default_factory=dict)
     lines: list[CodeLine] = field(default_factory=list)
     bindings: dict[str, object] = field(default_factory=dict)
-    products: set[str] = field(default_factory=set)  # whose memory nobody else has yet
+    products: set[str] = field(default_factory=set)  # their memory has no other owner yet
     in_place: dict[int, tuple[str, CodeLine]] = field(default_factory=dict)
-    # by line: the product, and the line where that may be changed
+    # by line: the product, and the line that may change it in place
     kernels: dict[str, None] = field(default_factory=dict)  # that run: ``rms_norm [triton ...]``
 
     def __bool__(self) -> bool:
@@ -85,10 +85,10 @@ class CodeBuilder:
         source: str | None,
         made: Callable[[], Made],
     ) -> None:
-        """``results = call(operands)``, by the op's kernel on this device where it has one.
+        """``results = call(operands)``, by the op's kernel on this device if it has one.
 
-        ``made``: the local shapes and dtypes of the results that have a name, which a kernel of the
-        user's is held to; and it may not change what it is given.
+        ``made``: the local shapes and dtypes of the named results, which a user's kernel must
+        return; and the kernel may not change its arguments.
         """
         args = [self.literal(a, operands) for a in call.args]
         args += [f"{k}={self.literal(v, operands)}" for k, v in call.kwargs]
@@ -101,7 +101,7 @@ class CodeBuilder:
         text = f"{targets}{comma} = {function}({', '.join(args)})"
         reads = (*operands, *slots_of(call))
         check = CHECKS.get(call.target) if self.device.type == "cuda" else None
-        if check is not None:  # what is out of range ends a GPU's use
+        if check is not None:  # an index out of range ends a GPU's use
             checked = self.bind("check", check)
             self.line(f"{checked}({', '.join(args)})", reads, (), source, called=checked)
         named = [r for r in results if r is not None]
@@ -175,12 +175,12 @@ class CodeBuilder:
         )
 
     def user_lines(self) -> str | None:
-        """The user's first and last lines in it: all that is known of an actor that died here."""
+        """The user's first and last lines in it: the only facts about an actor that died here."""
         lines = list(dict.fromkeys(line.source for line in self.lines if line.source is not None))
         return " ... ".join(lines if len(lines) < 2 else (lines[0], lines[-1])) or None
 
     def kernel_names(self) -> str:
-        """The ops that a kernel runs for, each with its name: ``rms_norm [triton rms_norm]``."""
+        """The ops with a kernel, each with its kernel's name: ``rms_norm [triton rms_norm]``."""
         return ", ".join(self.kernels)
 
     def bind(self, name: str, value: object) -> str:
@@ -274,18 +274,19 @@ def _op_of(call: OpCall) -> str:
 
 
 def _is_view(target: object) -> bool:
-    """Whether the op returns what shares its operand's memory."""
+    """Whether the op's result shares its operand's memory."""
     returns = target._schema.returns if isinstance(target, OpOverload) else ()
     return any(each.alias_info is not None for each in returns)
 
 
 def _key(value: object) -> object:
-    """What distinguishes a binding: identity for objects, the value for plain data."""
+    """The identity of a binding: that of the object, or the value of plain data."""
     plain = isinstance(value, (torch.dtype, torch.device, tuple, *_PLAIN))
     return value if plain else id(value)
 
 
-# -- the same ops by a shorter way -----------------------------------------------------------------
+# -- faster functions for the same ops
+# -----------------------------------------------------------------
 
 _aten: Any = torch.ops.aten
 
@@ -299,8 +300,8 @@ _IN_PLACE: Mapping[object, str] = {
 
 
 def _into_first(call: OpCall) -> bool:
-    """Whether the result is as large as the first operand, and lies in memory as it does: the other
-    one is a number, or has fewer dims."""
+    """Whether the result has the size and the memory layout of the first operand: the other one is
+    a number, or has fewer dims."""
     if len(call.args) != 2 or call.kwargs or call.args[0] != Operand(0):
         return False
     fewer = all(len(m.shape) < len(call.operands[0].shape) for m in call.operands[1:])
@@ -330,10 +331,10 @@ QUICK: Mapping[object, Callable[..., Any]] = {
 
 
 def quick(call: OpCall, device: torch.device) -> Callable[..., Any]:
-    """What local code calls for ``call``: its target, or another function that is the same."""
-    if call.target in PLAIN:  # on the meta device shapes alone are wanted
+    """The function that local code calls for ``call``: its target, or an equivalent one."""
+    if call.target in PLAIN:  # on the meta device only shapes are needed
         return call.target if device.type == "meta" else PLAIN[call.target]
-    # a function of torch's refuses a number where an overload takes it for a tensor
+    # torch's function refuses a number where an overload takes it for a tensor
     first = call.args[0] if call.args else None
     taken = isinstance(first, Operand | tuple | list) or call.target is _aten.arange.default
     return QUICK.get(call.target, call.target) if taken else call.target
@@ -345,6 +346,6 @@ _BOUND: Mapping[int, object] = {
 
 
 def overload_of(target: object) -> OpOverload | None:
-    """The op that a function stands for in generated code; None where it is no op."""
+    """The op of a function in generated code; None if it is no op."""
     overload = _BOUND.get(id(target), target)
     return overload if isinstance(overload, OpOverload) else None

@@ -1,23 +1,23 @@
 """Local code by torch's compiler: chains of elementwise ops, norms and sums as one kernel each.
 
-    compiled = fused(program, fed)        # what `launch(local="inductor")` runs
+    compiled = fused(program, fed)        # the program that `launch(local="inductor")` runs
 
     h = mm(x, w)                          h = mm(x, w)
     b = add(h, bias)                      g, = fused_0(h, bias)
     g = gelu(b); del b                    y = mm(g, v)
     y = mm(g, v)
 
-`fed` are the shapes that each rank is given. Each rank's list is run once on fake tensors, which
-tells the shapes and strides of every line; a run of lines with two kernels or more, none of them a
-product, is compiled once on the controller, and once for equal ones. Its artifact goes to the ranks
-within the program, and each loads the same one, so that all modes and backends have the same bits;
-between this and generated code they agree to a tolerance. The first compilation of a kernel takes
-seconds, later ones are found in torch's cache on disk. A host without that cache compiles the
-artifact's sources, so each host needs a C++ compiler.
+`fed` are the shapes of each rank's inputs. Each rank's list runs once on fake tensors, for the
+shapes and strides of every line; a run of lines with two kernels or more, none of them a product,
+is compiled once on the controller, and once for equal ones. Its artifact goes to the ranks within
+the program, and each loads the same one, so that all modes and backends have the same bits; between
+this and generated code they agree to a tolerance. The first compilation of a kernel takes seconds,
+later ones are found in torch's cache on disk. A host without that cache compiles the artifact's
+sources, so each host needs a C++ compiler.
 
 Invariants: a kernel is called with the strides it was made for, or raises. Everything else of a
-program stays: instructions, messages, what lives how long. Not here: GPUs, programs with
-`detect_nan`, whose checks are of single ops.
+program stays: instructions, messages, live ranges. Not here: GPUs, programs with `detect_nan`,
+which checks single ops.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ _SUMS = frozenset(
 )
 """Ops that are not elementwise, or not known to be, and fuse with those that are."""
 LEAST_KERNELS = 2
-"""Of a run of lines that is worth a kernel of its own."""
+"""Number of kernels in a run of lines that makes a fused one worthwhile."""
 
 
 def fused(program: Program, fed: Sequence[Mapping[str, object]]) -> Program:
-    """The program with its chains compiled. ``fed``: by rank, its inputs and state: of a tensor its
-    `Buffer`, of anything else the value."""
+    """The program with its chains compiled. ``fed``: by rank, its inputs and state: a `Buffer` for
+    a tensor, else the value."""
     maker = _ChainMaker(dict(program.functions))
     ranks: list[RankProgram] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
@@ -87,13 +87,14 @@ def fused(program: Program, fed: Sequence[Mapping[str, object]]) -> Program:
     return replace(program, ranks=tuple(ranks), functions=functions)
 
 
-# -- what ranks load -------------------------------------------------------------------------------
+# -- the chains that ranks load
+# -------------------------------------------------------------------------------
 
 _loaded: dict[str, Callable[..., Any]] = {}
 
 
 class FusedChain:
-    """A compiled chain, as bytes and loaded. ``name``: the ops it stands for."""
+    """A compiled chain, as bytes and loaded. ``name``: the ops that it replaces."""
 
     def __init__(self, name: str, data: bytes) -> None:
         self.__name__ = name
@@ -117,14 +118,14 @@ class FusedChain:
 
 
 class _Unknown:
-    """What is no tensor of a known shape: an optimizer, and what is made of it."""
+    """A value other than a tensor of a known shape: an optimizer, and results of it."""
 
 
 _UNKNOWN = _Unknown()
 
 
 class _FakeRun:
-    """One rank's list, in thought."""
+    """A run of one rank's list on fake tensors."""
 
     def __init__(
         self, maker: _ChainMaker, mode: FakeTensorMode, given: Mapping[str, object]
@@ -133,14 +134,14 @@ class _FakeRun:
         self.table: dict[str, object] = {name: self._fake(value) for name, value in given.items()}
 
     def _fake(self, value: object) -> object:
-        """Contiguous, as what a rank is given and what it receives."""
+        """A contiguous fake tensor, like the inputs and the messages of a rank."""
         if isinstance(value, Buffer):
             with self.mode:
                 return torch.empty(value.shape, dtype=value.dtype)
         return value
 
     def step(self, item: Instruction) -> Instruction:
-        """The instruction, of a call with the function that it calls now."""
+        """The instruction; a call gets its new function."""
         match item:
             case Call():
                 return self._call(item)
@@ -189,7 +190,7 @@ def _fuses(op: OpOverload | None) -> bool:
 
 
 def _runs(ops: Sequence[OpOverload | None]) -> Iterator[tuple[int, int]]:
-    """From where to where lines are that fuse, and those that do not one by one."""
+    """The ranges of lines that fuse, and single lines that do not."""
     at = 0
     while at < len(ops):
         end = at + 1
@@ -201,18 +202,18 @@ def _runs(ops: Sequence[OpOverload | None]) -> Iterator[tuple[int, int]]:
 
 @dataclass(slots=True)
 class _ChainMaker:
-    """``functions``: those of the program, and those that were made of them."""
+    """``functions``: those of the program, and their fused variants."""
 
     functions: dict[str, Function]
     variants: dict[tuple[object, ...], tuple[str, list[object]]] = field(default_factory=dict)
     artifacts: dict[tuple[object, ...], tuple[FusedChain, list[Any]]] = field(default_factory=dict)
 
     def variant(self, name: str, given: Sequence[object]) -> tuple[str, list[object]]:
-        """The function for such inputs, and what it makes of them."""
+        """The function for such inputs, and its results."""
         key = (name, *map(_meta, given))
         if key not in self.variants:
             function = self.functions[name]
-            assert function.body is not None, "what is known line by line"
+            assert function.body is not None, "a function with known lines"
             values = dict(zip(function.body.inputs, given, strict=True))
             built, made = self._rewritten(function, function.body, values)
             variant, number = name, 0
@@ -226,8 +227,8 @@ class _ChainMaker:
     def _rewritten(
         self, function: Function, body: Body, values: dict[str, object]
     ) -> tuple[Function | None, list[object]]:
-        """With a call in the place of each run of lines, None where there is none; and what it
-        makes. ``values``: what it is given, by name."""
+        """The function with a call in place of each run of lines, None if there is none; and its
+        results. ``values``: its inputs, by name."""
         bindings = dict(function.bindings)
         ops = [overload_of(bindings.get(x.called)) if x.makes else None for x in body.lines]
         new: list[CodeLine] = []
@@ -237,7 +238,7 @@ class _ChainMaker:
             later = {*body.outputs, *(name for line in body.lines[end:] for name in line.reads)}
             outputs = tuple(name for name in inside if name in later)
             read = dict.fromkeys(name for line in run for name in line.reads if name in values)
-            # numbers are fed anew at each run, and a kernel has them written in
+            # numbers are new inputs at each run, and a kernel would have them as constants
             tensors = tuple(name for name in read if isinstance(values[name], FakeTensor))
             kernels = [op for op in ops[at:end] if op is not None and _is_kernel(op)]
             if len(kernels) < LEAST_KERNELS or not outputs or len(tensors) < len(read):
@@ -265,7 +266,7 @@ class _ChainMaker:
     def _compiled(
         self, chain: Built, given: Sequence[Any], kernels: Sequence[OpOverload]
     ) -> tuple[FusedChain, list[Any]]:
-        """What is called for a run of lines, and what it makes."""
+        """The compiled chain for a run of lines, and its results."""
         key = (*_equal_but_for_names(chain), *map(_meta, given))
         if key not in self.artifacts:
             ops = ", ".join(map(_short, kernels))
@@ -275,7 +276,7 @@ class _ChainMaker:
 
 
 def _made(compiled: FusedChain, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What it gives, on fake tensors: run once, as its strides may be others than the lines'."""
+    """Its results on fake tensors: run once, as its strides may differ from the lines'."""
     with unset_fake_temporarily():
         real = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given]
         found = [(x.shape, x.stride(), x.dtype) for x in compiled(*real)]
@@ -283,7 +284,7 @@ def _made(compiled: FusedChain, given: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
-    """Of a chain compiled for tensors of these shapes and strides."""
+    """The artifact of a chain compiled for tensors of these shapes and strides."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     compile_alone, config = standalone_compile()
@@ -299,9 +300,9 @@ def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
 
 
 def _equal_but_for_names(chain: Built) -> tuple[object, ...]:
-    """Equal for functions that do the same, whatever they call their values: Python numbers these,
-    and names what it calls and the constants."""
-    assert isinstance(chain, FunctionType), "what a `Function` builds"
+    """A key that is equal for functions that do the same under other names of values: Python
+    numbers these, and names the called functions and the constants."""
+    assert isinstance(chain, FunctionType), "the result of `Function.build`"
     code, bound = chain.__code__, chain.__globals__
     called = (id(bound[name]) if name in bound else name for name in code.co_names)
     return (code.co_code, repr(code.co_consts), *called)

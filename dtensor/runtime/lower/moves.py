@@ -1,18 +1,18 @@
-"""Lowering what moves values: redistributions on one axis, transfers between stages.
+"""Lowering of the steps that move values: redistributions on one axis, transfers between stages.
 
     all_gather of h f32[8@tp,16]      h_gathered.0, h_gathered.1 = all_gather(h); wait
                                       h_gathered = join((h_gathered_from0, h_gathered_from1), ...)
 
 A collective becomes: local code that cuts a block for each peer, the start, the wait, local code
-that puts the received blocks together. What block a peer gets follows from the index sets of the
-two specs, so blocks, units and uneven shards need nothing special. One value is cut and joined
-without a copy where it is one block. A bucket sends each peer one flat buffer of the values' blocks
+that puts the received blocks together. The block of a peer follows from the index sets of the two
+specs, so blocks, units and uneven shards need no special case. One value is cut and joined without
+a copy where it is one block. A bucket sends each peer one flat buffer of the values' blocks
 (`packed`, `unpacked`, `gathered`, `written`), so daft sees plain flat messages, and the fold in
-rank order makes its elements what each value's own message would make them.
+rank order gives each element the same value as a separate message would.
 
-A gather of parameters is started where its step stands in the plan, others where overlap.py says,
-and completed by `finish` before the first step that reads one of its results: meanwhile the rank
-computes.
+A gather of parameters is started at its step's place in the plan, others at the place that
+overlap.py chooses, and completed by `finish` before the first step that reads one of its results:
+meanwhile the rank computes.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 Shape = tuple[int, ...]
 Layout = tuple[tuple[Shape, tuple[tuple[Shape, Where], ...]], ...]
-"""Per value: its shape, and for each peer the shape of its block and where it stands."""
+"""By value: its shape, and for each peer the shape of its block and the block's place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A collective that has been started and not been waited for; ``pieces``: what it makes, by
-    their names in the table."""
+    """A collective that has started and is not waited for; ``pieces``: its outputs, by their names
+    in the table."""
 
     step: Redistribute
     pieces: tuple[str, ...]
@@ -60,8 +60,8 @@ class Started:
 
 
 def redistribute(b: RankBuilder, step: Redistribute, *, wait: bool = True) -> Started | None:
-    """``wait=False``: a message is started, and to be finished before its results are read; so is
-    a gather of parameters in any case."""
+    """``wait=False``: start a message, which must be finished before its results are read; so is a
+    gather of parameters in any case."""
     if step.is_free:
         _free_move(b, step)
         _record(b, step)
@@ -87,7 +87,7 @@ def _free_move(b: RankBuilder, step: Redistribute) -> None:
 
 
 def _start(b: RankBuilder, step: Redistribute) -> Started:
-    """Pack what is sent, where the message is not of the values as they are, and start it."""
+    """Pack the message, if it is not the values themselves, and start it."""
     operands = zip(step.operands, step.moves, strict=True)
     kind, axis, source = step.kind, step.axis, step.source or None
     match kind:
@@ -107,7 +107,7 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
 
 
 def _made(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
-    """What arrives: values, or pieces of them from each peer."""
+    """The outputs of the message: values, or pieces of them from each peer."""
     base, dtype = b.value(step.name), step.moves[0].dst.dtype
     if step.kind in ("all_gather", "all_to_all"):
         if step.bucket:
@@ -123,7 +123,7 @@ def _made(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
 
 
 def _mine(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
-    """This rank's shards, or its slices of what it holds whole, as one flat buffer."""
+    """This rank's shards, or its slices of whole values, as one flat buffer."""
     here, flat, local = b.here, f"{b.value(step.name)}.mine", f"{step.name}_mine"
     whole = [m.dst if step.in_place else m.src for m in step.moves]
     wheres = tuple((given(w, m.src, here, here),) for w, m in zip(whole, step.moves, strict=True))
@@ -137,8 +137,8 @@ def _mine(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
 
 
 def _cut(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
-    """For each peer what it is to hold of what I hold: a block, or those of all values as one flat
-    buffer."""
+    """For each peer its block of this rank's values: a block of one value, or those of all values
+    as one flat buffer."""
     peers, segment = _peers(b, step.axis), b.segment()
     wheres = tuple(tuple(given(m.src, m.dst, b.here, peer) for peer in peers) for m in step.moves)
     local = [f"{step.name}_to{i}" for i in range(len(peers))]
@@ -161,7 +161,7 @@ def _cut(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
 
 
 def finish(b: RankBuilder, started: Started) -> None:
-    """Wait for what was started, and make the values of it that later steps read."""
+    """Wait for a started message, and make the values that later steps read."""
     step, pieces = started.step, started.pieces
     b.start(Wait(pieces[:1], label=started.label, source=started.source))
     match step.kind:
@@ -180,8 +180,8 @@ def finish(b: RankBuilder, started: Started) -> None:
 
 
 def _join(b: RankBuilder, step: Redistribute, pieces: Sequence[str]) -> None:
-    """Put whole values together from the pieces of a gather; of updated parameters, write each
-    piece where it stands in them."""
+    """Join whole values from the pieces of a gather; of updated parameters, write each piece into
+    its place."""
     segment = b.segment()
     local = [f"{step.name}_from{i}" for i in range(len(pieces))]
     segment.table.update(zip(local, pieces, strict=True))
@@ -205,7 +205,7 @@ def _record(b: RankBuilder, step: Redistribute) -> None:
 
 
 def _layout(b: RankBuilder, step: Redistribute) -> Layout:
-    """How the flat pieces of a gather are taken apart."""
+    """The layout of the flat pieces of a gather."""
     here, peers = b.here, _peers(b, step.axis)
     return tuple(
         (
@@ -217,7 +217,7 @@ def _layout(b: RankBuilder, step: Redistribute) -> Layout:
 
 
 def _taken(b: RankBuilder, move: Move) -> list[Where]:
-    """Where what comes from each peer stands."""
+    """The places of the pieces from each peer."""
     return [taken(move.src, move.dst, peer, b.here) for peer in _peers(b, move.axis)]
 
 
@@ -226,7 +226,7 @@ def _peers(b: RankBuilder, axis: str) -> list[dict[str, int]]:
 
 
 def _op_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
-    """How what is pending over an axis folds; None of what is not."""
+    """The fold of a pending axis; None if the axis is not pending."""
     placement = spec.placement(axis)
     return placement.op if isinstance(placement, Partial) else None
 
@@ -235,8 +235,8 @@ def _op_of(spec: TensorSpec, axis: str) -> ReduceOp | None:
 
 
 def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, str] | None:
-    """Sent by the stage that has it, received by the one that needs it. Of a send, the step of its
-    receive in the schedule, and the value."""
+    """Send on the stage that has the value, receive on the one that needs it. For a send, returns
+    the step of its receive in the schedule, and the value."""
     spec = step.spec
     buffer = Buffer(spec.local_shape(b.here), spec.dtype)
     channel = f"{step.phase} {step.stage}->{step.to_stage}" + (" once" if step.once else "")
@@ -247,7 +247,7 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     stays = b.peer(step.stage) == b.peer(step.to_stage)
     waited: tuple[int, str] | None = None
     if stays:
-        if sends:  # the value is here already when the other stage's action comes
+        if sends:  # the value is here already when the other stage's action runs
             b.renamed(step.operand, step.result, source)
     elif sends:
         value = b.value(step.operand)
@@ -258,7 +258,8 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     elif receives:
         value, label = b.value(step.result), b.label.doing("receive", what, way)
         receive = Recv(value, b.peer(step.stage), channel, buffer, label=label, source=source)
-        # during the action before, so that the value is there, and its sender free, when it ends
+        # during the action before, so that the value has arrived, and its sender is free, when that
+        # ends
         if b.microbatch is None:
             b.start(receive)
         else:
@@ -269,7 +270,8 @@ def transfer(b: RankBuilder, step: Transfer, stage: int | None) -> tuple[int, st
     return waited
 
 
-# -- what generated code calls ---------------------------------------------------------------------
+# -- functions that generated code calls
+# ---------------------------------------------------------------------
 
 
 def packed(values: Sequence[torch.Tensor], wheres: Sequence[Sequence[Where]]) -> list[torch.Tensor]:
@@ -297,7 +299,7 @@ def gathered(pieces: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tenso
 
 
 def written(values: Sequence[torch.Tensor], pieces: Sequence[torch.Tensor], layout: Layout) -> None:
-    """Write each peer's flat piece where it stands in the values."""
+    """Write each peer's flat piece into its place in the values."""
     for i, piece in enumerate(pieces):
         for value, part, (_, blocks) in zip(values, _parts(piece, i, layout), layout, strict=True):
             if part.numel():

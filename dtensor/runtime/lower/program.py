@@ -4,17 +4,18 @@
     cluster.load(program)                # verified by daft, run by any backend
     program.ranks[rank].inputs           # which values the controller feeds to that rank
 
-Nothing is decided here: the plan says what, the schedule says when. For each action of a rank's
-row, the steps of that stage and phase are laid down in plan order; between two communications
-stands one `Call` of straight-line code (code.py). Packing for a collective and putting its pieces
-together are lines of that code. A value of microbatch i is called `name@i`. With all instructions
-at hand it is known what each segment must return (what later ones read), when a value can be freed
-(after its last use; a sent one once its send is complete) and what the program returns.
+Lowering decides nothing: the plan has the steps, the schedule has their order. For each action of a
+rank's row, the steps of that stage and phase are emitted in plan order; between two communications
+there is one `Call` of straight-line code (code.py). Packing for a collective and joining its pieces
+are lines of that code. A value of microbatch i is called `name@i`. Once all instructions exist, it
+is known which values each segment must return (those that later ones read), when a value can be
+freed (after its last use; a sent one once its send is complete) and which values the program
+returns.
 
 Invariants: local code is a `Call` of few lines (MAX_LINES). A receive is posted an action before
 the one that waits for it. A send is waited for before the first action whose step in the schedule
-comes after that of the action which receives it. The others are daft's: `daft.verify` proves that
-the program cannot hang.
+comes after that of the action which receives it. Other invariants are daft's: `daft.verify` proves
+that the program cannot hang.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def holders(plan: Plan, item: PlannedInput) -> tuple[int, ...]:
 
 
 def fed_spec(plan: Plan, name: str) -> TensorSpec:
-    """The spec under which an argument is cut for feeding: on the user's mesh, stage axis whole."""
+    """The spec by which an argument is cut for the ranks: on the user's mesh, stage axis whole."""
     spec = next(item.spec for item in plan.inputs if item.name == name)
     return on_mesh(plan, spec)
 
@@ -122,7 +123,7 @@ def on_mesh(plan: Plan, spec: TensorSpec) -> TensorSpec:
 
 
 def lower_rank(b: RankBuilder) -> RankProgram:
-    """The rank's list, and what it is fed, holds and returns."""
+    """The rank's list, its inputs, its state and its outputs."""
     walk = _Walk(b)
     plan, mine = b.plan, set(b.stages)
     here = [i for i in plan.inputs if mine & set(i.stages)]
@@ -166,9 +167,9 @@ class _Walk:
     sends: list[tuple[int, str]] = field(default_factory=list)  # (step of its receive, value)
     started: dict[str, moves.Started] = field(default_factory=dict)  # not finished; by value
     reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
-    begun: set[int] = field(default_factory=set)  # ids of steps that an action had before the end
+    begun: set[int] = field(default_factory=set)  # ids of steps that ran before the end
     owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
-    state: State | None = None  # of a program that changes some
+    state: State | None = None  # for a program that changes state
 
     def __post_init__(self) -> None:
         if self.b.plan.state_writes:
@@ -191,7 +192,7 @@ class _Walk:
     def steps(
         self, steps: Sequence[Step], stage: int | None = None, late: Collection[int] = ()
     ) -> None:
-        """``late``: the ids of those that are waited for before their results are read."""
+        """``late``: the ids of steps that are waited for only before their results are read."""
         b = self.b
         for step in steps:
             self._finish(step.reads)
@@ -209,7 +210,7 @@ class _Walk:
                 case Redistribute() if not step.in_place:
                     if step.phase == "optimizer" and id(step) in late:
                         self.begun.add(id(step))
-                        self._finish(self.reduced)  # one at a time: it frees what it read
+                        self._finish(self.reduced)  # one at a time: it frees its operands
                         self.reduced = step.results
                     started = moves.redistribute(b, step, wait=id(step) not in late)
                 case Norm():
@@ -221,10 +222,11 @@ class _Walk:
             b.price(step)
 
     def finish(self) -> dict[str, str]:
-        """The updates; and what the rank returns: the program's name of a value to the table's."""
+        """Emit the updates; returns the rank's outputs: the program's name of a value to the
+        table's."""
         b = self.b
         copies: dict[str, str] = {}
-        # a program that returns gradients leaves all as it is
+        # a program that returns gradients changes no state
         step_end.agree(b)
         if b.roles.optimizer is not None or (self.state is not None and self.state.changed):
             copies = step_end.snapshot(b, self.state)
@@ -271,7 +273,7 @@ class _Walk:
             b.record(name, spec, base_of(b.plan, name, step))
 
     def _finish(self, values: Sequence[str]) -> None:
-        """Complete what has been started and makes these plan values."""
+        """Complete the messages that make these plan values."""
         for value in values if self.started else ():
             started = self.started.get(self.b.value(value))
             if started is not None:
@@ -281,8 +283,8 @@ class _Walk:
     def wait_sends(self, step: int | None) -> None:
         """Complete the sends whose receives start at earlier steps; all of them for None.
 
-        So a wait needs what happens at earlier steps alone, and the steps are an order of all
-        ranks: waits form no circle, however many stages a rank has.
+        So a wait depends on earlier steps alone, and the steps are ordered across ranks: waits form
+        no cycle, however many stages a rank has.
         """
         # a wait completes all sends of its value, so it comes when the last of them is due
         latest = {value: at for at, value in sorted(self.sends)}
@@ -292,15 +294,15 @@ class _Walk:
             self.b.start(Wait(tuple(dict.fromkeys(due)), label=self.b.label.doing("sent")))
 
 
-# -- closing segments: which values live how long --------------------------------------------------
+# -- closing segments: live ranges --------------------------------------------------
 
 
 def _finished(
     b: RankBuilder, kept: frozenset[str], outputs: Collection[str]
 ) -> tuple[tuple[Instruction, ...], tuple[tuple[str, str], ...]]:
-    """The instructions: each segment a call that returns what later ones read; values freed after
-    their last use. And which results of calls may share the storage of what. ``kept``: what is fed,
-    or outlives the program."""
+    """The instructions: each segment is a call that returns the values that later ones read; values
+    are freed after their last use. Also the values whose storage results of calls may share.
+    ``kept``: inputs, and values that outlive the program."""
     permanent = kept.union(outputs)
     shares: dict[str, set[str]] = {}
     reads = _all_reads(b)
@@ -357,7 +359,7 @@ def _function_name(b: RankBuilder, segment: LocalCode) -> str:
 
 
 def _all_reads(b: RankBuilder) -> list[tuple[str, ...]]:
-    """What each item reads; a collective reads its inputs until it is waited for."""
+    """The values that each item reads; a collective reads its inputs until it is waited for."""
     started: dict[str, tuple[str, ...]] = {}
     reads: list[tuple[str, ...]] = []
     for item in b.instructions:

@@ -3,16 +3,16 @@
     k1 = index_copy(k, 2, i, x)           aten_index_copy__default(k, 2, i, x)
     y = mul(k1, q)                        y = mul(k, q)
 
-Which of its writes are in place the plan has found out (sharding/plan/passes/in_place.py); here
-they become code. A value that stands in state has no name in the rank's table: whoever reads it
-reads the state, through its views, which are taken anew in each call. So views of such state never
-leave a call. What else needs such a value (a message, an output) gets a copy.
+The plan has decided which writes are in place (sharding/plan/passes/in_place.py); here they become
+code. A value that is (a view of) state has no name in the rank's table: readers read the state,
+through its views, which are made anew in each call. So views of such state never leave a call.
+Other users of such a value (a message, an output) get a copy.
 
-A write at the commit is checked where the program has it: an index that is out of range is to fail
-while the run can be undone.
+A write at the commit is checked at its place in the program: an index out of range must fail while
+the run can be undone.
 
-Invariants: as the plan's. A program that returns gradients changes nothing; where each op is looked
-at (`detect_nan`), what is written at the commit is computed before.
+Invariants: those of the plan. A program that returns gradients changes no state; if each op is
+checked (`detect_nan`), values written at the commit are computed before it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dtensor.sharding.plan.steps import Compute, roots
 
 @dataclass(slots=True)
 class State:
-    """The writes of one rank. ``here``: where the program does; ``late``: in place, at the commit;
-    ``copied``: computed before it, and written then."""
+    """The writes of one rank. ``here``: at the program's own place; ``late``: in place, at the
+    commit; ``copied``: computed before the commit, and written then."""
 
     b: RankBuilder
     here: list[StateWrite] = field(default_factory=list[StateWrite])
@@ -42,7 +42,7 @@ class State:
     copied: list[StateWrite] = field(default_factory=list[StateWrite])
     standing: set[str] = field(default_factory=set[str])
     bases: dict[str, int] = field(default_factory=dict[str, int])
-    settled: frozenset[str] = frozenset()  # what puts back a view that has been changed
+    settled: frozenset[str] = frozenset()  # values that put back a changed view
 
     def __post_init__(self) -> None:
         b = self.b
@@ -64,12 +64,12 @@ class State:
         return {write.name for write in (*self.here, *self.late, *self.copied)}
 
     def arguments(self) -> tuple[str, ...]:
-        """The inputs that outlive the run, for it changes them."""
+        """The inputs that outlive the run, since it changes them."""
         kinds = {item.name: item.kind for item in self.b.plan.inputs}
         return tuple(sorted(name for name in self.changed if kinds[name] == "argument"))
 
     def replayable(self) -> tuple[str, ...]:
-        """What is written before the commit point."""
+        """The inputs that are written before the commit point."""
         return tuple(self.b.value(write.name) for write in self.here)
 
     def step(self, step: Compute) -> bool:
@@ -90,13 +90,13 @@ class State:
         return False
 
     def read(self, names: Sequence[str]) -> tuple[str, ...]:
-        """What the open segment calls these plan values; views of state are taken in it."""
+        """The names of these plan values in the open segment; views of state are made in it."""
         if self.standing.isdisjoint(names):
             return tuple(names)
         return tuple(self._at(name) if name in self.standing else name for name in names)
 
     def own(self, values: Sequence[str]) -> None:
-        """Gives values that stand in state a place in the table: a copy."""
+        """Copy values that are (views of) state into the table."""
         for value in (v for v in values if v in self.standing):
             code = self.b.segment().code
             source = self._at(value)
@@ -105,20 +105,20 @@ class State:
             self.b.record(value, self.b.plan.value_specs()[value])
 
     def apart(self, step: Compute, code_names: Sequence[str]) -> None:
-        """What the step has made is no view of state that is written."""
+        """Ensure that the step's results are no views of written state."""
         if not self.standing.isdisjoint(step.may_share):
             read = [n for n, v in zip(code_names, step.operands, strict=True) if v in self.standing]
             for name in step.gives:
                 self.b.segment().code.apply(apart, [name, *read], [name])
 
     def shares(self, value: str) -> bool:
-        """Whether a value may be (a view of) what changes or has changed."""
+        """Whether a value may be (a view of) state that changes or has changed."""
         found = roots(value, self.b.shared.producers)
         return not found.isdisjoint(self.changed | self.standing)
 
     def at_commit(self) -> None:
-        """The writes for which all ranks must agree. What is the old contents of another that
-        changes is copied before the first."""
+        """The writes for which all ranks must agree. Values that are the old contents of other
+        changed state are copied before the first write."""
         b = self.b
         if not (self.late or self.copied):
             return
@@ -182,7 +182,7 @@ class State:
         ]
 
     def _at(self, value: str) -> str:
-        """The code's name of a value that is (a view of) state as it is now."""
+        """The code's name of a value that is (a view of) the present state."""
         step = self.b.shared.producers.get(value)
         if step is None:
             return value
@@ -208,16 +208,17 @@ def _line_of(step: Compute) -> str | None:
 
 
 def _name_of(function: Any) -> str:
-    """A name for it in code."""
+    """A function's name in code."""
     is_op = isinstance(function, OpOverload)
     return str(function).replace(".", "_") if is_op else function.__name__
 
 
-# -- what generated code calls ---------------------------------------------------------------------
+# -- functions that generated code calls
+# ---------------------------------------------------------------------
 
 
 def apart(x: torch.Tensor, *state: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where it shares its storage with one of the others."""
+    """x, or a copy if it shares its storage with one of the others."""
     for other in state:
         if is_alias_of(x, other):
             return x.clone()

@@ -5,15 +5,15 @@
     F2 B2    total = total.add_(grad_w)
 
 A sum over microbatches is added to when an action ends. The first sum is the gradient itself, which
-may be a view of what something else reads; the second is new, and nothing reads it but the next:
-from then on it grows in place. The norm counts every element of every gradient once (a replica only
+may be a view of a value with other readers; the second is new, and only the next sum reads it: from
+then on it grows in place. The norm counts every element of every gradient once (a replica only
 where its coordinate is 0, a tied parameter only on its first stage), folded over each axis of the
-mesh in turn; the update is one call of the rank's torch.optim optimizer, on what the rank holds of
-each parameter or, where state is stored split, on its slice.
+mesh in turn; the update is one call of the rank's torch.optim optimizer, on the rank's shard of
+each parameter or, if state is stored split, on its slice.
 
-Before anything is written, and at the end of a program that writes nothing, all ranks agree whether
-a call of any of them failed: the votes are added up along each axis of the mesh in turn, with the
-norm's sums of squares where there is a norm.
+Before state is written, and at the end of a program that writes none, all ranks agree whether a
+call of any of them failed: the votes are summed along each axis of the mesh in turn, with the
+norm's sums of squares if there is a norm.
 
     norm_squares_tp, vote.tp = all_reduce.sum(norm_squares, rank.vote) over (0, 1)
     commit vote.tp
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 def accumulate(b: RankBuilder, action: Action, owned: set[str]) -> None:
     """Add the outputs that the steps of this action have made to their sums; ``owned``: the sums
-    that share their storage with nothing."""
+    that have their own storage."""
     last = action.microbatch == b.plan.num_microbatches - 1
     for step in b.shared.actions.sums(action.kind, action.stage):
         _add(b, step, owned, last=last)
@@ -110,7 +110,7 @@ def tie_sum(b: RankBuilder, step: Redistribute) -> None:
     first, (label,), spec = mine[0], step.of, step.moves[0].dst
     operands = _addends(b, step, mine)
     total = operands[0]
-    if len(mine) > 1:  # several of the stages are this rank's: their sum is local
+    if len(mine) > 1:  # this rank has several of the stages: their sum is local
         total = f"{step.results[first]}_here"
         b.segment().code.line(f"{total} = {' + '.join(operands)}", operands, [total], op=ADDING)
         b.record(total, spec)
@@ -158,7 +158,8 @@ def counts(b: RankBuilder, spec: TensorSpec) -> bool:
 
 
 def norm(b: RankBuilder, step: Norm) -> None:
-    """Sum of squares here, folded over each axis of the mesh, then what divides the gradients."""
+    """The sum of squares here, folded over each axis of the mesh, then the divisor of the
+    gradients."""
     counted = [
         value
         for (stage, value, _), spec in zip(step.operands, step.specs, strict=True)
@@ -183,8 +184,8 @@ def agree(b: RankBuilder) -> None:
 
 
 def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
-    """Add up sums of squares over all ranks, and with them the votes: the commit point. ``kept``:
-    what a sum of squares is."""
+    """Sum squares over all ranks, and with them the votes: the commit point. ``kept``: the buffer
+    of a sum of squares."""
     agrees, vote, what = b.shared.agrees(b.roles), "rank.vote", "the votes"
     if squares is not None:
         what = "the norm and the votes" if agrees else "the norm"
@@ -206,8 +207,8 @@ def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
 
 
 def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
-    """Copy the results that may be views of state that the step changes, or is about to change. By
-    the program's name of a result, the copy."""
+    """Copy the results that may be views of state that the step changes, or is about to change.
+    Returns the copy by the program's name of a result."""
     copies: dict[str, str] = {}
     if b.roles.optimizer is not None:
         b.segment()  # all ranks have one, with a result or without
@@ -225,13 +226,14 @@ def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
 
 
 def _updates(b: RankBuilder) -> list[Update]:
-    """Of the parameters here; once a rank, on however many stages one is."""
+    """The updates of the parameters here; one per rank, even if a parameter is on several
+    stages."""
     every = updates_of(b.plan.steps, b.stages)
     return list({s.parameter: s for s in reversed(every)}.values())[::-1]
 
 
 def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
-    """The table's names of the state that the update has, to parameter and key. Notes bytes."""
+    """The table's names of the state that the update has, to parameter and key. It notes bytes."""
     roles = b.roles
     keys_of = {n: k for group, k in zip(roles.groups, roles.keys, strict=False) for n in group}
     found: dict[str, tuple[str, str]] = {}
@@ -299,7 +301,7 @@ def update(b: RankBuilder) -> None:
 
 
 def _where(b: RankBuilder, item: PlannedInput, step: Update) -> Where:
-    """Where the elements that this rank updates stand in what it holds of the parameter."""
+    """The places, in the rank's shard of the parameter, of the elements that this rank updates."""
     return given(item.held, step.spec, b.here, b.here)
 
 
@@ -319,17 +321,17 @@ _ANEW = frozenset(
         *("mm", "mul", "native_layer_norm_backward", "sum"),
     )
 )
-"""Ops whose results share memory with nothing."""
+"""Ops whose results have their own memory."""
 
 
 def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
-    """The parameters whose gradients a kernel may write to: made by a sum or a message, and read
-    by nobody but the update. What may be a view of such a one is not among them, so it is copied
+    """The parameters whose gradients a kernel may write to: results of a sum or a message that only
+    the update reads. A gradient that may be a view of such a one is not among them, so it is copied
     before."""
     if b.roles.gradients:
         return ()
     producers = {name: step for step in b.plan.steps for name in step.gives}
-    taken: dict[str, str] = {}  # gradient to the first parameter that it is of
+    taken: dict[str, str] = {}  # gradient to its first parameter
     for update in updates:
         match producers.get(update.gradient):
             case Compute() as step:
@@ -347,10 +349,10 @@ def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
 
 
 def _copied_bytes(b: RankBuilder, updates: Sequence[Update], own: Sequence[str] | None) -> int:
-    """What the update copies of the gradients: small ones, to stand end to end as their parameters
-    do (flat.py), unless they come so, as parts of one message; those of another dtype than what is
-    updated; and, where there is a norm, what is not the kernel's to write to (``own``). Copied and
-    not known here: gradients whose elements are not in order in memory; and, if the user chose an
+    """Bytes of gradients that the update copies: small ones, to be end to end like their parameters
+    (flat.py), unless they are parts of one message; those of another dtype than the updated tensor;
+    and, if there is a norm, those that a kernel may not write to (``own``). Unknown here, and
+    copied too: gradients whose elements are not in order in memory; and, if the user chose an
     implementation of the update and there is a norm, all."""
     scattered = {
         name: (step.name, at)
@@ -390,7 +392,7 @@ def _copied_bytes(b: RankBuilder, updates: Sequence[Update], own: Sequence[str] 
 
 
 _KNOWN = frozenset(cls.__name__ for cls in ELEMENTWISE)
-"""Others may write to the gradients, as of which they get copies."""
+"""Optimizers that may write to the gradients, so they get copies of them."""
 
 
 def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
@@ -410,7 +412,8 @@ def publish(b: RankBuilder, outputs: Mapping[str, str]) -> None:
     b.close()
 
 
-# -- what generated code calls ---------------------------------------------------------------------
+# -- functions that generated code calls
+# ---------------------------------------------------------------------
 
 
 def step_optimizer(

@@ -1,16 +1,16 @@
-"""A schedule as the planner asks it, and the prediction: how long a step takes under it.
+"""A schedule as the planner's timetable, and its prediction of a step's time.
 
     plan(Request(..., timetable=GridTimetable(OneFOneB(8).grid(4, 4))))
     GridTimetable(grid).cost(planned)      # Cost(seconds=..., compute_seconds=..., ...)
 
-Of each kind of action of each stage one is priced, step by step, in the order in which the ranks
-run it: messages are begun and waited for where `lower` has them. The schedule's grid is then
-replayed on the virtual clock with these, after what comes once and before the end of the step. The
-ranks of one stage that differ in other axes do the same on equal shards, so the one at coordinate 0
-stands for all; it has the largest.
+One action of each kind and stage is priced, step by step, in the order in which the ranks run it:
+messages start and are waited for where `lower` places them. The schedule's grid is then replayed on
+the virtual clock with these, after the work that is done once and before the end of the step. The
+ranks of one stage that differ in other axes do the same on equal shards, so the one at coordinate
+0, which has the largest, represents all.
 
-Invariant: as long as `simulate` finds the program to take, instruction by instruction; tests hold
-them to each other. Not modelled: contention between channels.
+Invariant: the time equals that of `simulate`, which runs the program instruction by instruction;
+tests compare them. Not modelled: contention between channels.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from dtensor.sharding.redistribute.topology import ring_bytes
 
 @dataclass(frozen=True, slots=True)
 class GridTimetable:
-    """The planner's `Timetable` of a grid. None: a microbatch goes through all stages and, where
-    there is a backward, back."""
+    """The planner's `Timetable` of a grid. None: a microbatch passes all stages and, if there is a
+    backward, returns."""
 
     grid: Grid | None
 
@@ -57,12 +57,12 @@ class GridTimetable:
         return () if self.grid is None else in_flight(self.grid)
 
     def held(self, stages: Sequence[int]) -> Collection[tuple[int, tuple[int, ...]]]:
-        if self.grid is None:  # the later stages run while a microbatch is kept in those before
+        if self.grid is None:  # the later stages run while earlier ones keep a microbatch
             return {(at, (1,) * at + (0,) * (len(stages) - at)) for at in range(len(stages))}
         return held_at_once(self.grid, stages)
 
     def first(self, num_microbatches: int) -> GridTimetable:
-        """Of the first microbatches alone."""
+        """The timetable of the first microbatches alone."""
         return self if self.grid is None else GridTimetable(self.grid.first(num_microbatches))
 
     def cost(self, plan: PlanRecord) -> Cost:
@@ -73,7 +73,7 @@ ONE_BY_ONE = GridTimetable(None)
 
 
 class _Prediction:
-    """What the lists of the stage axis' ranks are, and what comes of running them."""
+    """The action lists of the stage axis' ranks, and their replay."""
 
     def __init__(self, plan: Plan, grid: Grid | None) -> None:
         self.plan = plan
@@ -83,7 +83,7 @@ class _Prediction:
         self._actions: dict[tuple[Kind, int], _RankItems] = {}
 
     def cost(self) -> Cost:
-        """Of the slowest rank: what it computes, waits for messages under way, and else waits."""
+        """The cost of the slowest rank: compute, waits for messages in flight, and other waits."""
         begin = self.plan.topology.step_latency
         ranks = [self._rank(rank) for rank in range(len(self.plan.hosted))]
         lists = {own.rank: own.items for own in ranks}
@@ -95,7 +95,7 @@ class _Prediction:
         return Cost(compute, communication, bubble, begin + waiting)
 
     def _rank(self, rank: int) -> _RankItems:
-        """All that it does in a step, with the actions folded."""
+        """All actions of a rank in a step, folded."""
         own = _RankItems(self, rank)
         own.steps([s for s in self.plan.steps if s.once and own.concerns(s)])
         own.finish(own.under_way)
@@ -120,7 +120,7 @@ class _Prediction:
         return own
 
     def _action(self, kind: Kind, stage: int) -> _RankItems:
-        """What an action of the kind does, whatever the microbatch."""
+        """The items of an action of this kind, for any microbatch."""
         key = kind, stage
         if key not in self._actions:
             own = _RankItems(self, self.plan.stage_ranks[stage])
@@ -141,12 +141,12 @@ class _Send:
 
     @property
     def value(self) -> tuple[str, int | None]:
-        """A wait completes all sends of it."""
+        """The sent value: a wait completes all sends of it."""
         return self.step.operand, self.microbatch
 
 
 class _RankItems:
-    """What one rank of the stage axis does, while it is put together; `_Walk` of program.py makes
+    """The items of one rank of the stage axis, under construction; `_Walk` of program.py makes
     instructions of the same steps."""
 
     def __init__(self, of: _Prediction, rank: int) -> None:
@@ -157,7 +157,7 @@ class _RankItems:
         self.sends: list[_Send] = []
         self.under_way: dict[str, str] = {}  # value to the message that makes it
         self.reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
-        self.begun: set[int] = set()  # ids of steps that an action had before the end
+        self.begun: set[int] = set()  # ids of steps that ran before the end
         self.agreed = False
         self.first = self.last = 0  # of the items of the schedule's actions, and after them
 
@@ -167,7 +167,7 @@ class _RankItems:
     def steps(
         self, steps: Sequence[Step], stage: int | None = None, late: Collection[int] = ()
     ) -> None:
-        """``late``: the ids of those that are waited for before their results are read."""
+        """``late``: the ids of steps that are waited for only before their results are read."""
         for step in steps:
             self.finish(step.reads)
             match step:
@@ -211,7 +211,7 @@ class _RankItems:
         self.items.append(Stretch(seconds, seconds))
 
     def finish(self, values: Iterable[str]) -> None:
-        """Wait for the messages that make these."""
+        """Wait for the messages that make these values."""
         for value in tuple(values) if self.under_way else ():
             name = self.under_way.get(value)
             if name is not None:
@@ -221,7 +221,7 @@ class _RankItems:
     def wait_sends(
         self, sends: list[tuple[int, _Send]], step: int | None
     ) -> list[tuple[int, _Send]]:
-        """Wait for those whose receives start before ``step``; the others."""
+        """Wait for sends whose receives start before ``step``; returns the others."""
         latest = {send.value: at for at, send in sorted(sends, key=lambda item: item[0])}
         due = {value for value, at in latest.items() if step is None or at < step}
         names = tuple((s.step.result, s.microbatch) for _, s in sends if s.value in due)
@@ -241,7 +241,7 @@ class _RankItems:
             self.under_way |= dict.fromkeys(step.gives, name)
 
     def _transfer(self, step: Transfer, stage: int | None) -> None:
-        """``stage``: whose action it is, None before all."""
+        """``stage``: of the action, None before all actions."""
         members = self.plan.stage_ranks[step.stage], self.plan.stage_ranks[step.to_stage]
         if members[0] == members[1]:
             return
@@ -293,7 +293,7 @@ def _of(item: Item, microbatch: int) -> Item:
 
 def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]) -> float:
     """The fraction of the ranks' time, from the first action of all to the last, in which they wait
-    for other stages. A rank in a collective doesn't."""
+    for other stages, but not in a collective."""
     first, last, busy = math.inf, 0.0, 0.0
     for own in ranks:
         of_stages = {i.name for i in own.items if isinstance(i, Begin) and len(i.members) > 1}
@@ -310,8 +310,8 @@ def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]
 def _spent(
     items: Sequence[Item], times: Sequence[Interval], last: float
 ) -> tuple[float, float, float]:
-    """Seconds in which a rank computes, waits for messages that are under way, and waits for other
-    ranks, up to the ``last`` one's end."""
+    """Seconds in which a rank computes, waits for messages in flight, and waits for other ranks, up
+    to the ``last`` one's end."""
     begun: dict[Hashable, float] = {}
     computes = communicates = 0.0
     waits = last - times[-1][1] if times else 0.0

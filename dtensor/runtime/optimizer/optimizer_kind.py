@@ -1,16 +1,17 @@
-"""What is known of an optimizer class that a probe let pass: how one is made, what it keeps.
+"""The description of an optimizer class that passed a probe: its construction and its state.
 
     kind = OptimizerKind.of(lion)                       # of the user's object
     kind = replace(kind, entries={"step": StateEntry(number=True, python=int)})
     own = kind.make([{"lr": 1e-4, "params": [flat]}], attributes={"step_count": 3})
 
-A class is not constructed anew with guessed arguments: what `__init__` has left on the user's
-object is what another object of the class gets. That is plain data (numbers, text, containers of
-them, tensors of one element), which is sent at each step, as a step may change it; functions and
-classes, which stay; and methods of the object, which are bound to the new one. Anything else is
+Another object of a class is not constructed with guessed arguments: it gets the attributes that
+`__init__` has left on the user's object. These are plain data (numbers, text, containers of them,
+tensors of one element), which is sent at each step, as a step may change it; functions and classes,
+which stay; and methods of the object, which are bound to the new one. Any other attribute is
 refused by name: it may hold tensors, or another optimizer, or draw.
 
-Not here: what makes a class elementwise (elementwise/), the state on a rank (shard_optimizer.py).
+Not here: the test whether a class is elementwise (elementwise/), the state on a rank
+(shard_optimizer.py).
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ OF_TORCH = HOOKS | {
     *("state", "param_groups", "defaults", "_zero_grad_profile_name", "_opt_called"),
     *("_warned_capturable_if_run_uncaptured", "_patch_step_function", "grad_scale", "found_inf"),
 }
-"""Attributes of an optimizer that torch, or a scheduler of torch's, has put there."""
+"""Attributes of an optimizer that torch, or one of its schedulers, has put there."""
 
 _ATOMS = (Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, type, functools.partial)
 PYTHON = {bool: torch.uint8, int: torch.int64, float: torch.float64}
-"""A Python number of a parameter's state stands in the tables of the ranks as such a tensor."""
+"""A Python number of a parameter's state is such a tensor in the tables of the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """What a key of a parameter's state is.
+    """The form of a key of a parameter's state.
 
-    ``number``: one for a parameter, of ``shape``; else an element for each of the parameter's.
-    ``python``: a number of Python's of this type. ``dtypes``: by that of what is updated, its own.
-    ``late``: it may be missing, or None, where others are there.
+    ``number``: one number for a parameter, of ``shape``; else an element for each of the
+    parameter's. ``python``: it is a Python number of this type. ``dtypes``: the dtype of the
+    updated tensor to its own. ``late``: it may be missing, or None, where other keys exist.
     """
 
     number: bool
@@ -64,24 +65,24 @@ class StateEntry:
     late: bool = False
 
     def dtype(self, updated: torch.dtype) -> torch.dtype:
-        """Of the value in a table; ``updated``: of what is updated."""
+        """The dtype of the value in a table; ``updated``: the dtype of the updated tensor."""
         if self.python is not None:
             return PYTHON[self.python]
         return dict(self.dtypes).get(updated, updated)
 
     def given(self, value: torch.Tensor) -> Any:
-        """What a state has: of a value of a table."""
+        """The entry of a state, from a table's value."""
         return value if self.python is None else self.python(value.item())
 
     def begun(self) -> Any:
-        """Such a value of a parameter of one element."""
+        """A sample entry for a parameter of one element."""
         if self.python is not None:
             return self.python(1)
         dtype = self.dtype(torch.float32)
         return torch.ones(self.shape, dtype=dtype) if self.number else torch.zeros(1, dtype=dtype)
 
     def stored(self, value: Any) -> torch.Tensor:
-        """The value of a table: of what a state has."""
+        """A table's value, from the entry of a state."""
         if self.python is None:
             return value
         return torch.tensor(value, dtype=PYTHON[self.python])
@@ -89,7 +90,7 @@ class StateEntry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerKind:
-    """A class and what is the same in all of its objects here. ``fixed``: attributes that stay;
+    """A class and the facts that its objects here share. ``fixed``: constant attributes;
     ``methods``: functions that are bound to an object; ``entries``: of a parameter's state."""
 
     cls: type[torch.optim.Optimizer]
@@ -100,7 +101,7 @@ class OptimizerKind:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-        """PlanningError for an attribute that another object cannot have."""
+        """The kind of an object. PlanningError for an attribute that another object cannot have."""
         fixed: dict[str, Any] = {}
         methods: dict[str, Callable[..., Any]] = {}
         for name, value in own_attributes(optimizer).items():
@@ -117,7 +118,7 @@ class OptimizerKind:
         return OptimizerKind(type(optimizer), copied(defaults), fixed, methods)
 
     def alike(self, other: OptimizerKind) -> bool:
-        """Whether objects are made the same, to the value."""
+        """Whether objects of both kinds are made from equal values."""
         return (
             self.cls is other.cls
             and same(self.defaults, other.defaults)
@@ -128,8 +129,8 @@ class OptimizerKind:
     def make(
         self, groups: Sequence[dict[str, Any]], attributes: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        """One with these groups, which have their ``params``, and without state. What it is given
-        is its own: it may write to it."""
+        """An object with these groups, which have their ``params``, and without state. It owns its
+        arguments, and may write to them."""
         own = self.cls.__new__(self.cls)
         vars(own).update(self.fixed)
         vars(own).update(attributes)
@@ -146,7 +147,8 @@ class OptimizerKind:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What is on the object and not torch's. A step that is not the class's own is among it."""
+    """The attributes of the object that are not torch's. They include a step that differs from the
+    class's."""
     found = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH}
     if "step" in found and _without_torchs(found["step"]) is unwrapped(type(optimizer)):
         del found["step"]
@@ -154,19 +156,19 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def unwrapped(cls: type) -> Any:
-    """The class's step, without what torch puts around it."""
+    """The class's step, without torch's wrappers."""
     return _without_torchs(getattr(cls, "step", None))
 
 
 def _without_torchs(step: Any) -> Any:
-    """A step, without what torch, or a scheduler of torch's, has put around it."""
+    """A step, without the wrappers of torch or of its schedulers."""
     while isinstance(step, FunctionType) and step.__code__.co_filename in _WRAPPERS:
         step = getattr(step, "__wrapped__", None)
     return step
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """Its step, without the hooks that a program has for all optimizers."""
+    """Call its step, without the hooks that a program has for all optimizers."""
     step: Any = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(step, "hooked", False):
         optimizer.step()
@@ -183,12 +185,12 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Those that are data, which a step may change."""
+    """The attributes that are data, which a step may change."""
     return {name: value for name, value in own_attributes(optimizer).items() if is_plain(value)}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is numbers, text, tensors of one element, or containers of such."""
+    """Whether it is a number, text, a tensor of one element, or a container of such."""
     match value:
         case torch.Tensor():
             return value.numel() == 1 and not isinstance(value, torch.nn.Parameter)
@@ -201,8 +203,9 @@ def is_plain(value: Any) -> bool:
 
 
 def copied(value: Any, shared: dict[int, Any] | None = None) -> Any:
-    """Plain data of its own; what is no data as it is. What holds one list twice, as groups do that
-    have it from the defaults, holds one of the copy; with ``shared`` over several calls."""
+    """A copy of plain data; other values are returned as they are. A container that holds one list
+    twice, as groups that have it from the defaults, gets one copy of it twice; with ``shared`` also
+    over several calls."""
     shared = {} if shared is None else shared
     if id(value) in shared:
         return shared[id(value)][1]
@@ -219,12 +222,12 @@ def copied(value: Any, shared: dict[int, Any] | None = None) -> Any:
             made = copy.deepcopy(value)
         case _:
             return value
-    shared[id(value)] = value, made  # the first is kept: its number is nobody else's meanwhile
+    shared[id(value)] = value, made  # the original is kept, so that its id is not reused
     return made
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether plain data is alike, NaN as NaN; what is no data, by identity."""
+    """Whether plain data is equal, NaN to NaN; other values are compared by identity."""
     match a:
         case torch.Tensor():
             if not isinstance(b, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
@@ -241,7 +244,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def kind_of_value(value: Any) -> object:
-    """What a class may decide by: a number's type and sign, anything else as it is."""
+    """The property of a value on which a class may decide: a number's type and sign, else the
+    value."""
     match value:
         case bool() | str() | None:
             return value
@@ -267,7 +271,7 @@ def kind_of_value(value: Any) -> object:
 
 
 def _check_fixed(optimizer: torch.optim.Optimizer, what: str, value: Any) -> None:
-    """PlanningError unless it is a function or a class, that knows nothing of the object."""
+    """PlanningError unless it is a function or a class without a reference to the object."""
     why = _why_not(optimizer, value)
     if why:
         raise PlanningError(
@@ -292,7 +296,7 @@ def _why_not(optimizer: torch.optim.Optimizer, value: Any, seen: tuple[Any, ...]
             return "is a function that refers to the object itself"
         known = is_plain(held) or any(held is other for other in (value, *seen))
         if not known and (why := _why_not(optimizer, held, (value, *seen))):
-            return f"is a function that refers to what {why}"
+            return f"is a function that refers to a value that {why}"
     return ""
 
 

@@ -103,8 +103,8 @@ def _search(asked: Searched, num_stages: int, num_ranks: int) -> Found:
     each = num_stages // num_ranks
     if most_held is not None and most_held < each:
         raise PlanningError(
-            f"a rank may hold {most_held} activations and has {each} stages, each of which holds "
-            f"one while a microbatch is on its way.\nfix: most_held={each}, or more"
+            f"a rank may hold {most_held} activations and has {each} stages that each hold "
+            f"one while a microbatch is in flight.\nfix: most_held={each}, or more"
         )
     problem = _Problem(num_stages, num_ranks, asked.microbatches, costs, most_held, asked.halves)
     draw = random.Random(asked.seed)

@@ -1,20 +1,21 @@
-"""What timed runs of a step are made of: a `Profile`, from the stamps of each rank.
+"""The breakdown of timed runs of a step: a `Profile`, from the stamps of each rank.
 
-    floors = measure_floors(cluster)       # what stamps take on each rank, and calls of ops
+    floors = measure_floors(cluster)       # the cost of stamps on each rank, and of calls of ops
     profile_of(measured, plan, predicted)  # `step.profile` makes it
 
 The parts of a rank's time:
 
-    kernels      what each op takes, less "dispatch"
-    waiting      in Wait, by who was waited for
+    kernels      the time of each op, less "dispatch"
+    waiting      in Wait, by the ranks waited for
     overhead     controller: Python before the run and after it;  channel: the run less the longest
                  list;  engine: between instructions, their table;  starts: of messages;
-                 dispatch: what a call of the op takes of one element, or the call if that is less
+                 dispatch: a call of the op on one element, or the call if that is less
     other_ranks  of the same process, which take turns with it
     idle         before the rank's first instruction and after its last, while others run
 
-Durations are taken with a rank's own clock, so hosts need not agree on one. What stamps take is
-taken off. Each figure is a median over steps. Not here: taking the steps (api/launch/profiling.py).
+Durations are taken with a rank's own clock, so hosts need not agree on one. The cost of stamps is
+subtracted. Each figure is a median over steps. Not here: running the steps
+(api/launch/profiling.py).
 """
 
 from __future__ import annotations
@@ -73,14 +74,15 @@ _HELPERS: Mapping[object, str] = {
 }
 
 
-# -- what a stamp and a call take ------------------------------------------------------------------
+# -- the cost of a stamp and of a call
+# ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floors:
-    """Of one rank, in seconds. ``stamp``: of a line; ``instruction``: of the two of an instruction;
-    ``quick``, ``overload``: of a line that calls an op on one element, by the function that torch
-    generates for it, or by its overload; stamp included."""
+    """Costs on one rank, in seconds. ``stamp``: of a line; ``instruction``: of the two of an
+    instruction; ``quick``, ``overload``: of a line that calls an op on one element, by the function
+    that torch generates for it, or by its overload; stamp included."""
 
     stamp: float
     instruction: float
@@ -97,7 +99,7 @@ _KINDS: Mapping[str, tuple[str, object]] = {
 
 
 def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
-    """By rank; some milliseconds, all ranks at once."""
+    """The floors by rank; it takes some milliseconds, all ranks at once."""
     texts = [text for text, _ in _KINDS.values() for _ in range(_NUM_LINES)]
     lines = ["x = ones(1, device=device)", *texts, "cost = instruction_seconds(device)"]
     bindings: dict[str, object] = {
@@ -141,7 +143,7 @@ def _floors(runs: Sequence[Mapping[str, object]]) -> Floors:
 
 
 def instruction_seconds(device: torch.device) -> torch.Tensor:
-    """Runs on actors: how much longer a step of the engine takes when it is timed."""
+    """Runs on actors: the extra seconds of a timed step of the engine."""
     stamps = Stamps({}, device)
     timed = stamps.timed((0, 0), _nothing)
     plain, noted = (min(_each(step) for _ in range(5)) for step in (_nothing, timed))
@@ -159,7 +161,7 @@ def _nothing() -> None:
     pass
 
 
-# -- of timed runs ---------------------------------------------------------------------------------
+# -- timed runs ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,8 +180,8 @@ class TimedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """``program``: what ran, ``lists`` its sites by host, ``ranks`` those of it that are the plan's
-    in order; ``plain``: seconds of steps that were not timed."""
+    """``program``: the program that ran, ``lists`` its sites by host, ``ranks`` its ranks in the
+    plan's order; ``plain``: seconds of steps that were not timed."""
 
     program: Program
     lists: Sequence[Sequence[Site]]
@@ -190,7 +192,7 @@ class Measured:
 
 
 def profile_of(measured: Measured, plan: Plan, predicted: Trace) -> Profile:
-    """``predicted``: the same step's, simulated."""
+    """``predicted``: the simulated trace of the same step."""
     parts = [_parts_of(measured, step) for step in measured.steps]
     seconds = statistics.median(measured.plain)
     timed = statistics.median(step.seconds for step in measured.steps)
@@ -227,14 +229,14 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """What a line of generated code calls. ``kind``: how; of "none" nothing is called."""
+    """The call in a line of generated code. ``kind``: its way; "none" calls nothing."""
 
     name: str
     kind: Literal["quick", "overload", "python", "none"]
 
 
 def _parts_of(measured: Measured, step: TimedStep) -> list[_Parts]:
-    """By rank of the plan."""
+    """The parts by rank of the plan."""
     program = measured.program
     ops = {name: _ops_of(function) for name, function in program.functions}
     parts = [_Parts() for _ in measured.ranks]
@@ -287,7 +289,7 @@ def _call(
     stamps: Iterator[float],
     floors: Floors,
 ) -> float:
-    """Share out the seconds of a call; how many they are without what stamps took."""
+    """Share out the seconds of a call; returns them without the cost of stamps."""
     if not ops:
         own.kernels[call.fn] += lasted
         own.times[call.fn] += 1
@@ -315,7 +317,7 @@ def _floor_of(floors: Floors, kind: Literal["quick", "overload"]) -> float:
 
 
 def _ops_of(function: Function) -> tuple[_Op, ...]:
-    """By line of its body that is stamped."""
+    """By stamped line of its body."""
     bindings = dict(function.bindings)
     return tuple(_op(line, bindings) for line in function.statements)
 
@@ -334,7 +336,7 @@ def _kind_of(target: object) -> Literal["quick", "overload", "python"]:
 
 
 def _name_of(target: Callable[..., object]) -> str:
-    """``mm``; ``dt.attention``; of Python code the function's name, or what it helps with."""
+    """``mm``; ``dt.attention``; for Python code the function's name, or its purpose."""
     if (overload := overload_of(target)) is not None:
         return op_name(overload)
     return _HELPERS.get(target) or target.__name__
@@ -350,13 +352,13 @@ def _peers_of_waits(
         peers: set[int] = set()
         for start in starts:
             item = instructions[start]
-            assert isinstance(item, Send | Recv | Collective), "what a wait completes"
+            assert isinstance(item, Send | Recv | Collective), "a wait completes a start"
             peers.update(key_of(rank, item)[0])
         found[index] = tuple(sorted(number[peer] for peer in peers - {rank}))
     return found
 
 
-# -- medians, beside what is predicted -------------------------------------------------------------
+# -- medians, with predictions -------------------------------------------------------------
 
 
 def _rank_profile(
@@ -395,7 +397,7 @@ def _rank_profile(
     return RankProfile(
         rank=rank,
         kernels={
-            op: spent  # a view takes nothing: it is dispatch
+            op: spent  # a view takes no time: it is dispatch
             for op, spent in sorted(ops.items(), key=lambda item: (-item[1].seconds, item[0]))
             if spent.seconds or spent.predicted
         },
@@ -428,7 +430,7 @@ def _predicted_kernels(plan: Plan, rank: int) -> tuple[dict[str, float], float]:
 
 
 def _step_name(shared: Shared, step: Step, here: Mapping[str, int]) -> str | None:
-    """Of what it computes, as the lines of code of the rank ``here`` are called."""
+    """The name of a step's computation, as in lines of code of the rank ``here``."""
     match step:
         case Compute():
             return _name_of(shared.local_call(step, here).target)
@@ -443,7 +445,7 @@ def _step_name(shared: Shared, step: Step, here: Mapping[str, int]) -> str | Non
 
 
 def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[Label, float]:
-    """By label of a wait, its predicted seconds on the rank that stands for this one."""
+    """By label of a wait, its predicted seconds on the rank that represents this one."""
     own = plan.mesh.coordinates(rank)
     like = next(
         one
@@ -461,7 +463,7 @@ def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[Label, float]:
 def _predicted_waits(
     measured: Measured, rank: int, spans: Mapping[Label, float]
 ) -> dict[tuple[int, ...], float]:
-    """By peers: instructions of ranks that are alike have the same labels."""
+    """Seconds by peers: instructions of equal ranks have the same labels."""
     number = {of: i for i, of in enumerate(measured.ranks)}
     place = measured.ranks[rank]
     instructions = measured.program.ranks[place].instructions

@@ -1,21 +1,22 @@
-"""The program of a step run against a virtual clock: who computes, sends and waits when.
+"""The program of a step on a virtual clock: when each rank computes, sends and waits.
 
     trace = simulate(plan, OneFOneB(8).grid(4, 4), topology)
     print(trace); trace.save("trace.json")
 
-The ranks of one stage that differ in other axes do the same on equal shards, so one of them stands
-for all: the one at coordinate 0, which has the largest. Its list of instructions is the one that an
-actor would run. A `Call` lasts as long as its ops by the roofline; a message as long as the
+The ranks of one stage that differ in other axes do the same on equal shards, so one of them
+represents all: the one at coordinate 0, which has the largest. Its list of instructions is the one
+that an actor would run. A `Call` lasts as long as its ops by the roofline; a message as long as the
 alpha-beta model says, in the background, after those before it on its channel; a `Wait` until its
-messages are complete. A message begins when all its members have started it; those that no rank
-here stands for start when ours does. The controller's call stands before it all, as one `CALL`.
+messages are complete. A message begins when all its members have started it; a message whose other
+members no rank here represents begins when ours starts it. The controller's call comes first, as
+one `CALL`.
 
-What a rank holds: values by their storage, of which a view has none of its own, the optimizer's
-state, and what a call makes for itself while it runs. So it is what `plan.memory` predicts, but for
-gradients that are not made yet, which a plan without microbatches counts from the start.
+A rank's memory has values by their storage, of which a view has none of its own, the optimizer's
+state, and temporary values of a running call. So it equals the prediction of `plan.memory`, except
+for gradients that are not made yet, which a plan without microbatches counts from the start.
 
-Invariant: it ends when `plan.cost` says, which replays one action of each kind. Not modelled:
-contention between channels; what `Free` and an empty `Wait` take.
+Invariant: it ends at the time of `plan.cost`, which replays one action of each kind. Not modelled:
+contention between channels; the time of `Free` and of an empty `Wait`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from dtensor.sharding.redistribute.topology import Topology, ring_bytes
 
 
 def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
-    """The predicted trace of one run. ``topology``: to price with; default the plan's."""
+    """The predicted trace of one run. ``topology``: for the prices; by default the plan's."""
     plan = replace(plan, topology=topology or plan.topology)
     ranks = representatives(plan)
     trains = bool(updates_of(plan.steps))
@@ -104,7 +105,7 @@ def representatives(plan: Plan) -> tuple[int, ...]:
 
 
 def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
-    """What stands beside the program's values: the optimizer's state, and copies to undo a step."""
+    """Bytes besides the program's values: the optimizer's state, and copies to undo a step."""
     own = [plan.memory[stage] for stage in stages]
     return sum(memory.optimizer + memory.masters + memory.snapshots for memory in own)
 
@@ -113,7 +114,7 @@ def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
 
 
 def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
-    """What the rank does, by its instructions that take time."""
+    """The rank's timed actions, from its instructions that take time."""
     calls = (i.seconds for i in builder.instructions if isinstance(i, LocalCode))
     waits = starts_of_waits(program.instructions)
     items: list[Item] = []
@@ -134,7 +135,7 @@ def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
 
 
 def _seconds(builder: RankBuilder, item: Start) -> float:
-    """Of a message: as the step says whose it is; of others, by what is sent."""
+    """Seconds of a message: the prediction of its step; for others, from its bytes."""
     plan = builder.plan
     if id(item) in builder.priced.messages:
         return builder.priced.messages[id(item)]
@@ -148,18 +149,18 @@ def _seconds(builder: RankBuilder, item: Start) -> float:
 
 
 def _axis(plan: Plan, group: tuple[int, ...]) -> str:
-    """The axis along which the members lie."""
+    """The axis of the members."""
     first, second = (plan.mesh.coordinates(rank) for rank in group[:2])
     return next(axis for axis in first if first[axis] != second[axis])
 
 
-# -- what comes of it ------------------------------------------------------------------------------
+# -- results ------------------------------------------------------------------------------
 
 
 def _timed(
     program: RankProgram, times: Sequence[Interval]
 ) -> Iterator[tuple[Instruction, Interval | None]]:
-    """Each instruction and when it is; None of those that take no time."""
+    """Each instruction and its time; None for those that take no time."""
     each = iter(times)
     for item in program.instructions:
         yield item, None if isinstance(item, Free | Vote | Commit) else next(each)
@@ -184,8 +185,8 @@ def _track(item: Instruction) -> Track:
 def _held(
     b: RankBuilder, program: RankProgram, times: Sequence[Interval], begin: float
 ) -> Iterator[tuple[float, int]]:
-    """(From when on, bytes held); what a message makes is held when it is started, a storage while
-    a value of the table lies in it, and besides, what a call makes while it runs."""
+    """(Begin, bytes held from then on). Results of a message are held from its start, a storage
+    while a value of the table is in it, and temporary values of a call while it runs."""
     held = _state_bytes(b.plan, b.stages)
     sizes, users = dict(program.nbytes), Counter[str]()
     segments = (item for item in b.instructions if isinstance(item, LocalCode))
@@ -225,7 +226,7 @@ def _held(
 
 
 def _held_within(b: RankBuilder, segment: LocalCode, outputs: Sequence[str]) -> int:
-    """Bytes, at most, of what a call makes, while it runs: values die at their last use."""
+    """The most bytes of a call's temporary values while it runs: values die at their last use."""
     last: dict[str, int] = {}  # by storage
     for number, line in enumerate(segment.code.lines):
         for name in line.reads:

@@ -1,4 +1,4 @@
-"""A trace: what each rank computed, sent and waited for, and when; predicted or measured.
+"""A trace: when each rank computed, sent and waited; predicted or measured.
 
     trace.seconds, trace.bubble
     print(trace)                  # a line for each rank
@@ -6,9 +6,9 @@
     compare_traces(predicted, measured)
 
 In a notebook a trace draws itself. Invariants: times are in seconds from the start of the step;
-spans stand in order of their begin; what a rank computes and waits for does not overlap. Its
-messages may, as each channel has its own. A predicted trace comes from clock.py, a measured
-one from a timed run (`measured`).
+spans are sorted by their begin; a rank's compute and wait spans do not overlap. Its messages may,
+as each channel has its own. A predicted trace comes from clock.py, a measured one from a timed run
+(`measured`).
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ Track = Literal["compute", "wait", "communication"]
 _TRACKS: Mapping[Track, str] = {"compute": "computes", "wait": "waits", "communication": "messages"}
 _HIDDEN, _HELD = "hidden", "at most holds"
 Kind = Literal["F", "B", "I", "W", "once", "wait", "message"]
-"""What a span is drawn as."""
+"""The kind of a span in a drawing."""
 CALL = Label("call")
-"""Of the first span of each rank: it waits for the controller."""
+"""The label of each rank's first span: the rank waits for the controller."""
 _WIDTH = 840.0
-"""Pixels of a picture's time."""
+"""Width of a picture's time axis in pixels."""
 _MOST = 30_000
-"""Boxes of a picture: narrow ones take a dozen bytes each."""
+"""Most boxes of a picture: narrow ones take a dozen bytes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """``label``: the action and what it does, ``name`` in words; ``source``: the user's line."""
+    """``label``: the action and the instruction in it, ``name`` in words; ``source``: the user's
+    line."""
 
     rank: int
     track: Track
@@ -87,17 +88,17 @@ class Span:
 
 
 def span_of(rank: int, track: Track, item: Instruction, begin: float, end: float) -> Span:
-    """Of an instruction of a rank."""
+    """The span of an instruction of a rank."""
     label = item.label or Label("")
     return Span(rank=rank, track=track, label=label, begin=begin, end=end, source=item.source)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Trace:
-    """``ranks``: those that have spans, each of which stands for ``alike`` ranks of the mesh.
+    """``ranks``: the ranks with spans, each of which represents ``alike`` ranks of the mesh.
 
     ``peak_bytes``: by rank, the most bytes of values at once, parameters and state included;
-    ``held_bytes``: by rank, (from when on, bytes held), of a predicted trace alone.
+    ``held_bytes``: by rank, (begin, bytes held from then on), of a predicted trace alone.
     """
 
     name: str
@@ -123,13 +124,13 @@ class Trace:
         return found
 
     def hidden(self, rank: int) -> float:
-        """Seconds in which messages of a rank are under way and it does not wait."""
+        """Seconds in which messages of a rank are in flight and it does not wait."""
         return self._hidden()[rank]
 
     def _hidden(self) -> Mapping[int, float]:
         ends: dict[int, list[tuple[float, int, int]]] = {rank: [] for rank in self.ranks}
         for span in self.spans:
-            if span.track != "compute":  # when, and how many messages and waits more from then on
+            if span.track != "compute":  # (time, change of the number of messages, of waits)
                 message = int(span.track == "communication")
                 ends[span.rank].append((span.begin, message, 1 - message))
                 ends[span.rank].append((span.end, -message, message - 1))
@@ -142,14 +143,14 @@ class Trace:
         return found
 
     def by_kind(self, rank: int) -> Mapping[str, float]:
-        """Seconds of one rank by what it does: ``F stage 0``, ``update``, ``all_reduce over tp``,
-        ``wait`` last; messages are under way beside the others."""
+        """Seconds of one rank by kind: ``F stage 0``, ``update``, ``all_reduce over tp``, ``wait``
+        last; messages overlap the others."""
         return _summed(self, rank)
 
     @property
     def bubble(self) -> float:
-        """Of a pipeline, the fraction of its ranks' time in which they wait for other stages: from
-        the first action of all to the last, as a plan's; 0 without a pipeline."""
+        """The fraction of the time of a pipeline's ranks spent waiting for other stages, between
+        the first and the last action of all, as in a plan; 0 without a pipeline."""
         actions = [
             span
             for span in self.spans
@@ -163,7 +164,7 @@ class Trace:
 
     @property
     def idle(self) -> float:
-        """The fraction of the ranks' time in which they do not compute, whatever they wait for."""
+        """The fraction of the ranks' time in which they do not compute, for any reason."""
         total = self.seconds * len(self.ranks)
         busy = sum(span.seconds for span in self.spans if span.track == "compute")
         return 1.0 - busy / total if total else 0.0
@@ -173,7 +174,7 @@ class Trace:
         return f"<trace {self.name}: {took}, ranks: {len(self.ranks):,}>"
 
     def _repr_html_(self) -> str:
-        """The drawing: notebooks prefer what has this name to `_repr_svg_`."""
+        """The drawing: notebooks prefer this method to `_repr_svg_`."""
         return self._repr_svg_()
 
     def __str__(self) -> str:
@@ -186,14 +187,15 @@ class Trace:
         return head + f"{100 * self.idle:.1f}% not computing; {len(self.ranks)} ranks{many}"
 
     def _table(self) -> Iterator[list[str]]:
-        """By rank: its name, seconds of each track and of what is hidden, bytes."""
+        """By rank: its name, seconds of each track and of hidden communication, bytes."""
         spent, hidden = self._spent(), self._hidden()
         for rank, held in zip(self.ranks, self.peak_bytes, strict=True):
             seconds = [*(spent[rank, track] for track in _TRACKS), hidden[rank]]
             yield [f"rank {rank}", *map(seconds_text, seconds), size_text(held)]
 
     def lanes(self) -> dict[tuple[int, int], list[Span]]:
-        """By rank: 0 is what it computes and waits for, from 1 on messages; nothing overlaps."""
+        """By (rank, lane): lane 0 has its compute and wait spans, others have messages; the spans
+        of a lane do not overlap."""
         found: dict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.spans:
             lane = 0
@@ -208,7 +210,7 @@ class Trace:
         """Write to ``path``, in Chrome's trace event format: a process for each rank, threads for
         its tracks.
 
-        Messages that overlap are on several threads: the viewers nest what is on one.
+        Messages that overlap are on several threads: the viewers nest the spans of one thread.
         """
         meta: list[dict[str, object]] = []
         events: list[dict[str, object]] = []
@@ -241,11 +243,12 @@ class Trace:
         Path(path).write_text(text)
 
     def _repr_svg_(self) -> str:
-        """What a notebook shows: what each rank computes and waits for, and below it messages.
+        """The drawing in a notebook: compute and wait spans of each rank, and messages below.
 
-        As wide as `spent` says. Where there are more than `FEW` spans, those narrower than a pixel
-        that begin in one pixel are one box for each colour, as wide as their sum; where boxes are
-        still more than `_MOST`, those narrower than 2 pixels, or 4, and so on. The picture says it.
+        Its width is that of `spent`. Where there are more than `FEW` spans, those narrower than a
+        pixel that begin in one pixel are one box for each colour, as wide as their sum; where boxes
+        are still more than `_MOST`, those narrower than 2 pixels, or 4, and so on. The picture says
+        so.
         """
         lanes = self.lanes()
         grain = self.seconds / _WIDTH if len(self.spans) > FEW else 0.0
@@ -284,15 +287,17 @@ class Trace:
 
 
 def _places(lane: Sequence[Span], grain: float) -> Iterator[tuple[bool, float]]:
-    """By span, whether it is shorter than ``grain``, and where it is drawn: with those alike."""
+    """By span, whether it is shorter than ``grain``, and where it is drawn: together with equal
+    ones."""
     for span in lane:
         small = span.seconds < grain
         yield small, span.begin // grain if small else span.begin
 
 
 def _boxes(lane: Sequence[Span], grain: float, several: bool) -> Iterator[Box]:
-    """Of spans that do not overlap. Nor do those that are drawn together, as their sum is at most
-    what is between the first one's begin and the last one's end. ``several``: stages on a rank.
+    """The boxes of spans that do not overlap. Boxes that merge spans do not overlap either, as the
+    sum of the spans is at most the time between the first one's begin and the last one's end.
+    ``several``: a rank has several stages.
     """
     placed = zip(_places(lane, grain), lane, strict=True)
     for _, group in itertools.groupby(placed, key=lambda item: item[0]):
@@ -310,7 +315,7 @@ def _boxes(lane: Sequence[Span], grain: float, several: bool) -> Iterator[Box]:
 
 
 def _actions(lane: Sequence[Span]) -> Iterator[Box]:
-    """Of each action of several spans, from the first one's begin to the last one's end."""
+    """A box for each action of several spans, from the first one's begin to the last one's end."""
     for place, group in itertools.groupby(lane, key=lambda span: span.label.place):
         spans = list(group)
         if len(spans) > 1:
@@ -325,13 +330,12 @@ def _action(span: Span, several: bool) -> str:
 
 
 def _waits_for_a_stage(span: Span) -> bool:
-    """Of an action, whether it waits for what another stage sends or takes, and not in a
-    collective."""
+    """Whether an action waits for a message to or from another stage, and not in a collective."""
     return span.track == "wait" and span.label.verb in ("receive", "sent")
 
 
 def _title(name: str, spans: Sequence[Span], source: str) -> str:
-    """What, how long, and the user's lines."""
+    """The name, the duration, and the user's lines."""
     seconds: dict[Track, float] = defaultdict(float)
     for span in spans:
         seconds[span.track] += span.seconds
@@ -340,7 +344,7 @@ def _title(name: str, spans: Sequence[Span], source: str) -> str:
 
 
 def _ends(texts: Iterable[str | None]) -> str:
-    """The first, and the last where it is another."""
+    """The first, and the last if it differs."""
     found = list(dict.fromkeys(filter(None, texts)))
     return " ... ".join([*found[:1], *found[1:][-1:]])
 
@@ -363,7 +367,7 @@ def ticks(seconds: float) -> list[tuple[float, str]]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TraceComparison:
-    """Rows: (rank, what, predicted seconds, measured seconds) of one step."""
+    """Rows: (rank, kind, predicted seconds, measured seconds) of one step."""
 
     rows: tuple[tuple[int, str, float, float], ...]
     predicted: float
@@ -398,8 +402,8 @@ def compare_traces(predicted: Trace, measured: Trace) -> TraceComparison:
     """Seconds of each kind of action and message, summed over microbatches, side by side:
     ``predicted`` by `simulate`, ``measured`` by `trace`, of the same step.
 
-    For the ranks that both have: a simulated trace has one for all that are alike. Its ``rows`` are
-    (rank, what, seconds predicted, seconds measured); it prints as a table.
+    For the ranks that both have: a simulated trace has one for all equal ranks. Its ``rows`` are
+    (rank, kind, seconds predicted, seconds measured); it prints as a table.
     """
     rows: list[tuple[int, str, float, float]] = []
     for rank in predicted.ranks:
@@ -412,7 +416,7 @@ def compare_traces(predicted: Trace, measured: Trace) -> TraceComparison:
 
 
 def _summed(trace: Trace, rank: int) -> dict[str, float]:
-    """What to its seconds: `F stage 0`, `update`, `wait`, `all_reduce over tp`."""
+    """Kind to seconds: `F stage 0`, `update`, `wait`, `all_reduce over tp`."""
     found: dict[str, float] = {}
     for span in trace.spans:
         if span.rank == rank:
@@ -432,7 +436,7 @@ def _what(span: Span) -> str:
             return f"{label.verb} {label.way}".rstrip()
 
 
-# -- of a timed run --------------------------------------------------------------------------------
+# -- a timed run --------------------------------------------------------------------------------
 
 
 def measured(
@@ -441,11 +445,12 @@ def measured(
     seconds: float,
     ranks: Sequence[int],
 ) -> Trace:
-    """``outputs``: of a run in the mode "timed"; ``seconds``: from its call until they were there;
-    ``ranks``: those of the program that gave them, which count from 0 in the trace.
+    """The trace of a run in the mode "timed". ``outputs``: its outputs; ``seconds``: from its call
+    to its results; ``ranks``: the ranks of the program that have the outputs, counted from 0 in the
+    trace.
 
-    What the run took beside the ranks' instructions stands in front of them, as in a simulation:
-    clocks of other hosts do not tell how much of it came after.
+    The time of the run outside the ranks' instructions is put before them, as in a simulation:
+    clocks of other hosts do not show how much of it came after.
     """
     by_rank = [times_of(own) for own in outputs]
     first = min((begin for own in by_rank for _, begin, _ in own), default=0.0)
@@ -469,7 +474,7 @@ def measured(
 def spans_of(
     instructions: Sequence[Instruction], rank: int, times: Times, start: float
 ) -> list[Span]:
-    """What the instructions of a rank took in a timed run; times count from ``start``."""
+    """The spans of a rank's instructions in a timed run; times count from ``start``."""
     waits = starts_of_waits(instructions)
     found: list[Span] = []
     started: dict[int, float] = {}
@@ -485,7 +490,7 @@ def spans_of(
                 started[index] = begin
             case Wait():
                 add("wait", item, begin, end)
-                for one in waits[index]:  # complete by now at the latest
+                for one in waits[index]:  # complete at the latest now
                     add("communication", instructions[one], started[one], end)
             case Free() | Vote() | Commit():
                 pass

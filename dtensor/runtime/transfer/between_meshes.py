@@ -1,20 +1,20 @@
-"""Values that go between two meshes as a program: ranks send, receive and put together blocks.
+"""Programs that move values between two meshes: ranks send, receive and join blocks.
 
     program = sync_program(plan_sync("Net", {...}), 4, device, names)
     cluster.run(cluster.load(program), [{}] * 4)      # state "policy w" to state "actor w"
     program = transfer_program(plan_transfer(source, target), 4, device)
-    cluster.run(cluster.load(program), fed)           # rank r's shard is fed as "x", comes as "y"
+    cluster.run(cluster.load(program), fed)           # rank r's shard: input "x", output "y"
 
-A rank goes through its messages in the order of the plan: it packs and sends, or starts to receive,
-and then completes the message before it of the same pair, so that of each pair `AHEAD` are under
-way. It waits for none before it has started all that come earlier in the order, so nobody waits in
-a circle, which daft's verifier proves again for each program. What is received is lent, and written
-into new memory. At the end all ranks agree that all have all, and only then new values take the
-place of the old: a program that fails on one rank changes nothing on any, and no rank ever has some
-values of before and some of after.
+A rank handles its messages in the order of the plan: it packs and sends, or starts to receive, and
+then completes the previous message of the same pair, so `AHEAD` messages of each pair are in
+flight. It waits for none before it has started all earlier ones in the order, so there is no cycle
+of waits, which daft's verifier proves again for each program. Received messages are lent, and
+written into new memory. At the end all ranks agree that all have all, and only then new values
+replace the old: a program that fails on one rank changes nothing on any, and no rank ever has a mix
+of old and new values.
 
-Where source and target do not share a cluster there is no program: `pieces_of` and `shard_from`
-are the same cutting and joining for a controller that carries the blocks itself.
+If source and target do not share a cluster there is no program: `pieces_of` and `shard_from` are
+the same cutting and joining for a controller that carries the blocks itself.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of, write
 
 AHEAD = 4
-"""Messages of a pair that are under way at a time: one is filled while another is emptied."""
+"""Messages of a pair that are in flight at a time: one is filled while another is emptied."""
 
 Names = Mapping[str, tuple[str, str]]
-"""By label, what a value is called in the tables of the source's ranks and of the target's."""
+"""By label, the value's names in the tables of the source's ranks and of the target's."""
 
 
 def sync_program(plan: SyncPlan, size: int, device: torch.device, names: Names) -> Program:
@@ -85,7 +85,7 @@ def values_program(
     also: Collection[int] = (),
 ) -> Program:
     """The program of many values, from state to state or from inputs to outputs. ``also``: ranks
-    that agree besides those that send or are to have something, with what the caller adds."""
+    that agree besides those that send or receive, for instructions that the caller adds."""
     functions: dict[str, Function] = {}
     active = {message.source_rank for message in plan.messages}.union(also)
     active |= {rank for t in plan.transfers.values() for rank in t.there.ranks}
@@ -102,12 +102,12 @@ def values_program(
 
 
 def bucket_bytes(device: torch.device) -> int:
-    """Of a message, at most: between GPUs it takes more before latency does not count."""
+    """Most bytes of a message: between GPUs larger ones are needed to hide latency."""
     return BUCKET_BYTES if device.type == "cpu" else 1 << 25
 
 
 def pieces_of(plan: TransferPlan, index: int, shard: torch.Tensor) -> list[torch.Tensor]:
-    """The blocks that rank ``index`` of the source's mesh gives, in the plan's order of pieces."""
+    """The blocks of rank ``index`` of the source's mesh, in the plan's order of pieces."""
     rank = plan.here.numbers[index]
     return [
         block(shard, positions(box_of(plan.source, index), piece.ranges))
@@ -129,7 +129,7 @@ def shard_from(
 
 
 def agreement(group: tuple[int, ...], what: str) -> tuple[Instruction, ...]:
-    """The commit point of these ranks: behind it none of them has failed in a call."""
+    """The commit point of these ranks: after it none of them has failed in a call."""
     label = Label(what)
     if len(group) == 1:
         alone = Vote("vote", label=label), Commit("vote", label=label)
@@ -144,13 +144,14 @@ def agreement(group: tuple[int, ...], what: str) -> tuple[Instruction, ...]:
     )
 
 
-# -- what ranks call -------------------------------------------------------------------------------
+# -- functions that ranks call
+# -------------------------------------------------------------------------------
 
 
 def made(
     shards: Sequence[tuple[tuple[int, ...], torch.dtype, ReduceOp | None]], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Room for values; for one that is to be pending, what adds nothing under its op."""
+    """Memory for values; a pending one is filled with its op's identity."""
     return tuple(
         torch.empty(shape, dtype=dtype, device=device)
         if op is None
@@ -162,14 +163,14 @@ def made(
 def copied_here(
     copies: Sequence[tuple[int, Where, int, Where]], *values: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """For each (source, where in it, target, where in it): the one's block becomes the other's."""
+    """For each (source, place, target, place): copy the source's block to the target's."""
     for source, here, target, there in copies:
         write(values[target], block(values[source], here), there)
     return ()
 
 
 def packed(blocks: Sequence[tuple[int, Where]], *values: torch.Tensor) -> tuple[torch.Tensor]:
-    """Blocks of values as one message: bytes; one that is alone as it is."""
+    """Blocks of values as one message of bytes; a single block is sent itself."""
     found = [block(values[i], where) for i, where in blocks]
     if len(found) == 1:
         return (found[0],)
@@ -179,7 +180,7 @@ def packed(blocks: Sequence[tuple[int, Where]], *values: torch.Tensor) -> tuple[
 def unpacked(
     blocks: Sequence[tuple[int, Where]], message: torch.Tensor, *values: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """The message's blocks become those of the values."""
+    """Copy the message's blocks into the values."""
     if len(blocks) == 1:
         number, where = blocks[0]
         write(values[number], message, where)
@@ -194,7 +195,7 @@ def unpacked(
 
 
 def placed(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """They stand from now on under their own names."""
+    """Return the values, to be stored under their final names."""
     return values
 
 
@@ -204,7 +205,7 @@ def placed(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 @dataclass(slots=True)
 class _Lines:
     """One rank's list. Values are known by label; ``names`` are those in the ranks' tables;
-    ``group``: the ranks that agree at the end, none where each has all it needs."""
+    ``group``: the ranks that agree at the end, empty if each has all it needs."""
 
     plan: SyncPlan
     rank: int
@@ -226,7 +227,7 @@ class _Lines:
         self._make()
         self._copy()
         self._exchange()
-        if self.rank in self.group:  # before what is to hold is placed
+        if self.rank in self.group:  # before the new values are placed
             self.items += agreement(self.group, self._what)
         self._place()
         sources = [self.names[label][0] for label in self.given]
@@ -234,12 +235,12 @@ class _Lines:
         own = RankProgram(instructions=tuple(self.items), nbytes=tuple(self.nbytes.items()))
         if not self.state:
             return replace(own, inputs=tuple(sources), outputs=tuple(targets))
-        # sizes of state are not declared: it may be kept otherwise before and after
+        # sizes of state are not declared: its spec may differ before and after
         state = tuple(dict.fromkeys((*sources, *targets))) if self.items else ()
         return replace(own, state=state)
 
     def _make(self) -> None:
-        """Room for what this rank is to hold."""
+        """Allocate the values that this rank will hold."""
         if not self.taken:
             return
         shards: list[tuple[tuple[int, ...], torch.dtype, ReduceOp | None]] = []
@@ -252,7 +253,7 @@ class _Lines:
         self._call("make", partial(made, shards, self.device), (), self._all_new())
 
     def _copy(self) -> None:
-        """What is here already."""
+        """Copy the blocks that are here already."""
         copies: list[tuple[str, Where]] = [
             (label, piece.ranges)
             for label, plan in self.plan.transfers.items()
@@ -314,7 +315,7 @@ class _Lines:
         self.items.append(Free((name,), label=label))
 
     def _place(self) -> None:
-        """New values under their own names; behind the commit point, where there is one."""
+        """Store new values under their own names; after the commit point, if there is one."""
         if self.state and self.taken:
             new, names = self._all_new(), tuple(self.names[label][1] for label in self.taken)
             self._call("place", placed, new, names)
@@ -336,7 +337,7 @@ class _Lines:
         return tuple(self._new(label) for label in self.taken)
 
     def _new(self, label: str) -> str:
-        """The name of what this rank is to hold, until it is placed."""
+        """The temporary name of a new value of this rank, until it is placed."""
         return f"new {label}" if self.state else self.names[label][1]
 
     def _buffer(self, message: SyncMessage) -> Buffer:
@@ -353,14 +354,14 @@ class _Lines:
 def _blocks(
     message: SyncMessage, boxes: Mapping[str, Where]
 ) -> tuple[list[str], list[tuple[int, Where]]]:
-    """The labels of a message, and its blocks: the label's number, and where it stands in the box
-    that a rank has of it."""
+    """The labels of a message, and its blocks: the label's number, and the block's place in the
+    rank's box of it."""
     labels = list(dict.fromkeys(block.label for block in message.blocks))
     number = {label: i for i, label in enumerate(labels)}
     return labels, [(number[b.label], positions(boxes[b.label], b.ranges)) for b in message.blocks]
 
 
 def _pending_op(plan: TransferPlan) -> ReduceOp:
-    """How the target is pending; "sum" where it is not."""
+    """The target's pending op; "sum" if it is not pending."""
     ops: list[ReduceOp] = [p.op for p in plan.target.placements if isinstance(p, Partial)]
     return ops[0] if ops else "sum"

@@ -336,7 +336,7 @@ def test_paths_that_cannot_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "empty", "exists already"),
         (tmp_path / "gone", "exists already"),
         (tmp_path / "saved" / "1", "would be inside the checkpoint .*saved, and go when"),
-        (tmp_path / "file" / "1", "something above it is a file"),
+        (tmp_path / "file" / "1", "one of its parents is a file"),
         ("s3://bucket/1", "is an address, not a folder"),
         ("ckpt\\100", "has backslashes"),
         ("C:\\ckpt", "has backslashes"),

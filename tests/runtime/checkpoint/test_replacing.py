@@ -371,7 +371,7 @@ def test_what_cannot_be_put_back_is_said_and_kept(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "rename", fails_at_the_index)
         with pytest.raises(
-            CheckpointError, match="could not be put back: .* It is in (.*).tmp-out"
+            CheckpointError, match="could not be put back: .* They are in (.*).tmp-out"
         ):
             put(folder, 2, SHARDED, 2)
     assert not read(as_transformers, folder)

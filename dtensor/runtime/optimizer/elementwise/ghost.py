@@ -1,16 +1,16 @@
-"""The numbers that a step changes on the user's optimizer, advanced where no gradients are.
+"""A ghost: it advances the numbers that a step changes on the user's optimizer, without gradients.
 
     ghost = Ghost(kind, {"w": {"step": 3}})
     told = ghost.step(groups=(("w", "b"),), trained={"w", "b"}, options=({"lr": 0.1, "k": 3},), {})
-    told                                   # ({"lr": 0.1, "k": 4},), {}: what torch's step leaves
+    told                                   # ({"lr": 0.1, "k": 4},), {}: as after torch's step
 
-`group["k"] += 1` and `self.step_count += 1` are state of the controller's optimizer: each step is
-sent them as they stand, and the ranks begin from these. What they become is the same wherever the
-parameters are, since no element is ever read to Python. So a step of the same class over parameters
-of one element finds it: one for neighbours in a group with the same numbers in their state, which
-have a gradient where the real ones have.
+`group["k"] += 1` and `self.step_count += 1` are state of the controller's optimizer: each step
+sends their present values, and the ranks start from these. Their new values do not depend on the
+parameters' places, since no element is ever read to Python. So a step of the same class over
+parameters of one element computes them: one for neighbours in a group with the same numbers in
+their state, which have a gradient where the real ones have.
 
-Invariant: the probe compares what comes out with what torch's own step leaves.
+Invariant: the probe compares the results with those of torch's own step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Told = tuple[tuple[dict[str, Any], ...], dict[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class Ghost:
-    """``numbers``: of parameters that have a state already, their entries by label."""
+    """``numbers``: by label, the entries of parameters that have a state already."""
 
     kind: OptimizerKind
     numbers: Mapping[str, Mapping[str, Any]]
@@ -55,7 +55,7 @@ class Ghost:
         options: Sequence[Mapping[str, Any]],
         attributes: Mapping[str, Any],
     ) -> Told:
-        """What the options and attributes are after a step in which ``trained`` had gradients."""
+        """The options and attributes after a step in which ``trained`` had gradients."""
         if self._last != (groups, trained):
             self._stand_in(groups, trained)
             self._last = groups, trained
@@ -73,7 +73,7 @@ class Ghost:
         return tuple(options_of(group) for group in own.param_groups), plain_attributes(own)
 
     def kept(self) -> tuple[Any, ...]:
-        """What `restore` brings back."""
+        """The state that `restore` takes."""
         return dict(self.of), copy.deepcopy({id(p): s for p, s in self.state.items()}), self._last
 
     def restore(self, kept: tuple[Any, ...]) -> None:
@@ -81,8 +81,8 @@ class Ghost:
         self.state = {p: state[id(p)] for p in self.of.values() if id(p) in state}
 
     def _stand_in(self, groups: Sequence[Sequence[str]], trained: Set[str]) -> None:
-        """One parameter for neighbours that are alike: in a group, with the same past, trained or
-        not. In the order of the group, for the last may leave what an option has."""
+        """One parameter for equal neighbours: in a group, with the same history, trained or not.
+        They keep the group's order, since the last one may determine an option."""
         alike: list[tuple[tuple[object, ...], list[str]]] = []
         for number, group in enumerate(groups):
             for label in group:
@@ -107,13 +107,13 @@ class Ghost:
         self.state = {p: s for p, s in self.state.items() if p in set(self.of.values())}
 
     def _past(self, label: str) -> object:
-        """What tells a parameter's state from another's, before this has seen it."""
+        """The part of a parameter's state that distinguishes it, before the ghost has seen it."""
         entries, known = self.numbers.get(label, {}), self.kind.entries
         numbers = ((k, float(v)) for k, v in entries.items() if k in known and known[k].number)
         return tuple(sorted(numbers)), frozenset(entries)
 
     def _begun(self, label: str) -> dict[str, Any]:
-        """A state as the parameter's, of one element."""
+        """A state like the parameter's, of one element."""
         found: dict[str, Any] = {}
         for key, value in self.numbers.get(label, {}).items():
             entry = self.kind.entries.get(key)
@@ -131,8 +131,8 @@ def advance(
     groups: tuple[tuple[str, ...], ...],
     trained: Set[str],
 ) -> Callable[[], None]:
-    """A step was called: the optimizer has what becomes of its groups' options and attributes. What
-    is given brings back what they were, but for what the user has written since."""
+    """A step was called: give the optimizer the new values of its groups' options and attributes.
+    The returned function restores the old values, except those that the user has written since."""
     kept = ghost.kept()
     places: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
     before = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
@@ -158,7 +158,7 @@ def advance(
 def _turn(
     place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], shared: dict[int, Any]
 ) -> None:
-    """What differs becomes the new; a tensor in place, as others may hold it."""
+    """Set the values that differ; a tensor in place, as it may have other references."""
     for key in old.keys() - new.keys():
         place.pop(key, None)
     for key, value in new.items():

@@ -1,21 +1,21 @@
-"""Whether an optimizer of a class that is not known gives the same numbers on shards: it is tried.
+"""A trial whether an optimizer of an unknown class computes the same numbers on shards.
 
-    probed = probe(lion, masters=False)      # PlanningError: the op, its line, what differs
-    print(probed.report)                     # what was tried, and which lines of `step` did not run
+    probed = probe(lion, masters=False)      # PlanningError: the op, its line, the difference
+    print(probed.report)                     # the trials, and the lines of `step` that did not run
     probed.kind.entries                      # {"exp_avg": StateEntry(number=False, ...)}
 
-An optimizer of the same class, with the user's options and attributes, steps small parameters of
-1 to 4 dims. First as torch does, with each op recorded (recorded.py); then beside it through the
-ranks' own path, `ShardOptimizer` over flat runs, cut unevenly over two and three ranks, and with
-whole parameters on either of two. Gradients are of 1e-6 to 1e3, some have NaN and Inf in single
-elements, some are missing, one parameter gets its first gradient late. After each step all values,
-states, groups' options and attributes are compared: in float64, where a weight decay that depends
-on the shape shows, and in the user's dtypes.
+An optimizer of the same class, with the user's options and attributes, steps small parameters of 1
+to 4 dims. First as in torch, with each op recorded (recorded.py); then also through the ranks' own
+path, `ShardOptimizer` over flat runs, cut unevenly over two and three ranks, and with whole
+parameters on either of two. Gradients are of 1e-6 to 1e3, some have NaN and Inf in single elements,
+some are missing, one parameter gets its first gradient late. After each step all values, states,
+groups' options and attributes are compared: in float64, where a weight decay that depends on the
+shape shows, and in the user's dtypes.
 
-What a state is (a tensor like the parameter, a number, which dtype) is what was seen here, and so
-is which options and attributes a step changes. It costs 0.1 to 0.5 s, and is remembered.
+The probe observes the form of a state (a tensor like the parameter, a number, its dtype), and which
+options and attributes a step changes. It costs 0.1 to 0.5 s, and its result is remembered.
 
-What it cannot see: lines that did not run, as those for sparse gradients or from the 1,000th step
+It does not see lines that did not run, such as those for sparse gradients or from the 1,000th step
 on; the report lists them. It runs on the CPU.
 """
 
@@ -64,20 +64,20 @@ from dtensor.runtime.optimizer.shard_optimizer import (
 )
 
 SHAPES = ((7,), (6, 5), (4, 3, 5), (3, 2, 3, 3), (66, 64))
-"""Of the parameters of a group; the last is large enough for a run of its own."""
+"""Shapes of the parameters of a group; the last is large enough for a run of its own."""
 SCALES = (1.0, 1e-3, 1e-6, 1e3, 10.0, 0.1, 1e-2, 1e2, 1e-5, 1.0, 1e-4, 1.0)
-"""Of the gradients, by step."""
+"""Sizes of the gradients, by step."""
 NOT_FINITE = 7
-"""The step from which on single elements of gradients are not finite."""
+"""From this step on single elements of gradients are not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What a probe has seen of an optimizer that is elementwise.
+    """The observations of a probe of an elementwise optimizer.
 
     ``ops``: on elements of parameters; ``state``: of a parameter, by key; ``changed``: options of
-    groups and attributes that a step changes; ``unreached``: lines of `step`, and of what it calls
-    in the classes' files, that did not run, so that nothing is known of them.
+    groups and attributes that a step changes; ``unreached``: lines of `step`, and of functions that
+    it calls in the classes' files, that did not run, so that their effect is unknown.
     """
 
     optimizer: str
@@ -105,9 +105,9 @@ class ProbeReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probed:
-    """A class that passed. ``keys``: of a parameter's state, by what the group's options were;
-    ``changed``: names of options and of attributes that a step changes; ``seen``: the whole of what
-    it was asked of."""
+    """A class that passed. ``keys``: of a parameter's state, by the group's options; ``changed``:
+    names of options and of attributes that a step changes; ``seen``: everything that the probe's
+    answer depends on."""
 
     kind: OptimizerKind
     report: ProbeReport
@@ -123,7 +123,7 @@ class Probed:
 
 
 def probe(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
-    """PlanningError unless it is elementwise, as far as can be tried."""
+    """PlanningError unless it is elementwise, as far as a trial shows."""
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):
@@ -134,7 +134,7 @@ def probe(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
 
 
 def group_key(group: Mapping[str, Any], changed: frozenset[str]) -> object:
-    """What a class may decide by in a group, but for what its step changes."""
+    """The options of a group on which a class may decide, without those that its step changes."""
     options = options_of(group)
     return tuple((k, kind_of_value(v)) for k, v in options.items() if k not in changed)
 
@@ -145,9 +145,10 @@ def asked_of(
     changed: frozenset[str],
     attributes_changed: frozenset[str],
 ) -> object:
-    """What a probe's answer depends on, but for what a step changes: kinds, no values."""
+    """The facts that a probe's answer depends on, without those that a step changes: kinds, no
+    values."""
     groups = {group_key(group, changed): None for group in optimizer.param_groups}
-    with DisableTorchFunctionSubclass():  # of parameters that are away it asks nothing
+    with DisableTorchFunctionSubclass():  # it reads no lazy parameter
         dtypes = {p.dtype: None for group in optimizer.param_groups for p in group["params"]}
     kind = OptimizerKind.of(optimizer)
     fixed = (*kind.fixed.items(), *kind.methods.items(), *kind.defaults.items())
@@ -186,17 +187,17 @@ class _Rank:
 
 
 Cut = Callable[[int, Tensor], list[Tensor]]
-"""Of a parameter, by its number, what each rank has."""
+"""A parameter's shards by rank, from its number and the parameter."""
 
 
 @dataclass(slots=True, eq=False)
 class _Whole:
-    """The optimizer as torch has it, over whole parameters of one dtype."""
+    """Torch's optimizer, over whole parameters of one dtype."""
 
     optimizer: torch.optim.Optimizer
     held: dict[str, Parameter]
     groups: tuple[tuple[str, ...], ...]
-    stored: torch.dtype  # of the parameters; what is updated may be float32 copies
+    stored: torch.dtype  # of the parameters; the updated tensors may be float32 copies
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
         for label, parameter in self.held.items():
@@ -222,7 +223,7 @@ class _Trial:
         self.attributes = plain_attributes(optimizer)
         self.drawn: dict[tuple[str, int], Tensor] = {}  # gradients, in float64
         alike: dict[object, dict[str, Any]] = {}
-        for number, group in enumerate(optimizer.param_groups):  # of two that are alike, both
+        for number, group in enumerate(optimizer.param_groups):  # also of two equal groups
             key = group_key(group, frozenset())
             alike.setdefault(key if number > 1 else (number, key), group)
         self.tried = list(alike.values())
@@ -253,10 +254,10 @@ class _Trial:
         seen = asked_of(self.optimizer, self.masters, changed, attributes_changed)
         return Probed(self.kind, report, by_options, changed, attributes_changed, seen)
 
-    # -- what is tried -----------------------------------------------------------------------------
+    # -- the trials -----------------------------------------------------------------------------
 
     def _whole(self, dtype: torch.dtype) -> _Whole:
-        """Of a stored dtype; with masters what is updated is float32."""
+        """Torch's optimizer for a stored dtype; with masters, float32 copies are updated."""
         wide = torch.float32 if self.masters and is_narrow(dtype) else dtype
         draw = torch.Generator().manual_seed(0)
         held: dict[str, Parameter] = {}
@@ -297,16 +298,16 @@ class _Trial:
         return found
 
     def _try(self, whole: _Whole, step: int) -> None:
-        """One step as torch has it. PlanningError where it raises."""
+        """One step in torch. PlanningError where it raises."""
         try:
             whole.step(self._gradients(whole, step))
         except Exception as error:
             raise self._raised(error, "on whole parameters") from error
 
     def _changed(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The options and attributes that a step changes. From now on the probe's options begin as
-        those of an optimizer that was just made: one that is resumed has a state for its counts,
-        and the probe's has none."""
+        """The options and attributes that a step changes. From now on the probe's options begin
+        with the values of a new optimizer: the user's optimizer may be resumed, with counts in its
+        state, and the probe's has no state."""
         given = self.options
         defaults = {k: v for k, v in self.kind.defaults.items() if not isinstance(v, bool)}
         self.options = [
@@ -325,8 +326,8 @@ class _Trial:
         return changed, attributes
 
     def _first_steps(self) -> tuple[frozenset[str], frozenset[str]]:
-        """What steps change. The class itself may want all gradients from the first step on, or the
-        state that its `__init__` makes."""
+        """The options and attributes that steps change. The class itself may need all gradients
+        from the first step on, or the state that its `__init__` makes."""
         first: PlanningError | None = None
         nothing = self.begun
         for late, begun in ((True, nothing), (False, nothing), (True, None), (False, None)):
@@ -339,13 +340,13 @@ class _Trial:
         raise first
 
     def _begun(self) -> list[dict[str, Any]]:
-        """The state of a parameter of each group, as `__init__` has made it: numbers; of a tensor
-        the number that all of its elements are, or None for the parameter's own. None at all where
-        it is anything else, as after a step."""
+        """The state of a parameter of each group, as `__init__` made it: numbers; for a tensor, the
+        number that all its elements equal, or None for the parameter's own value. Empty where the
+        state is anything else, as after a step."""
         found: list[dict[str, Any]] = []
         for group in self.tried:
             own: dict[str, Any] = {}
-            plain = type(self.optimizer.state) is defaultdict  # and not on ranks
+            plain = type(self.optimizer.state) is defaultdict  # else it is on ranks
             for parameter in group["params"][:1] if plain else ():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
                     like = isinstance(value, Tensor) and value.shape == parameter.shape
@@ -363,7 +364,7 @@ class _Trial:
         return found
 
     def _state_of(self, group: int, parameter: Parameter) -> dict[str, Any]:
-        """The state that a parameter begins with."""
+        """The initial state of a parameter."""
         found: dict[str, Any] = {}
         for key, value in self.begun[group].items():
             if isinstance(value, _Full):
@@ -411,7 +412,7 @@ class _Trial:
         return recorded
 
     def _entries(self) -> tuple[dict[str, StateEntry], list[tuple[str, ...]]]:
-        """What a state has, of all dtypes, and its keys by group."""
+        """The entries of a state, over all dtypes, and its keys by group."""
         seen: dict[str, _Under] = {}
         keys: list[dict[str, None]] = [{} for _ in self.options]
         for dtype in dict.fromkeys((torch.float64, *self.dtypes)):
@@ -441,7 +442,7 @@ class _Trial:
             seen[key].missing = True
 
     def _compare(self, dtype: torch.dtype, keys: Sequence[tuple[str, ...]]) -> None:
-        """The ranks' path beside torch's, in each way of cutting."""
+        """Compare the ranks' path with torch's, for each way of cutting."""
         for cut, size, how in _CUTS:
             whole = self._whole(dtype)
             begun = {n: dict(whole.optimizer.state.get(p, {})) for n, p in whole.held.items()}
@@ -477,7 +478,7 @@ class _Trial:
                 self._check_told(told, whole.told, f"step {step + 1}")
 
     def _give(self, ranks: Sequence[_Rank], cut: Cut, label: str, state: Mapping[str, Any]) -> None:
-        """The tables of the ranks have the state that a parameter begins with."""
+        """Put a parameter's initial state into the tables of the ranks."""
         for key, value in state.items():
             entry = self.kind.entries[key]
             if value is not None:
@@ -487,7 +488,7 @@ class _Trial:
                     if label in rank.shards:
                         rank.values[label, key] = part.clone()
 
-    # -- what is compared --------------------------------------------------------------------------
+    # -- comparisons --------------------------------------------------------------------------
 
     def _check_values(self, whole: _Whole, ranks: Sequence[_Rank], cut: Cut, where: str) -> None:
         for label, parameter in whole.held.items():
@@ -524,7 +525,7 @@ class _Trial:
         if is_narrow(found.dtype):
             rtol, atol, few = _NARROW
         a, b = (_wide(x) for x in (found, wanted))
-        # what is small may be the difference of what was large
+        # a small value may be the difference of large ones
         atol *= max(1.0, float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())) if b.numel() else 1.0
         alike = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
         if int((~alike).sum()) <= few * a.numel():
@@ -544,8 +545,8 @@ class _Trial:
                 if key not in one or key not in other or not same(one[key], other[key]):
                     what = f"{key!r} of a group" if number < len(found[0]) else f"attribute {key}"
                     raise PlanningError(
-                        f"{self.name} is not elementwise: a step changes its {what} by what the "
-                        f"parameters are ({where}: {other.get(key)!r}, on one element "
+                        f"{self.name} is not elementwise: a step changes its {what} depending on "
+                        f"the parameters ({where}: {other.get(key)!r}, on one element "
                         f"{one.get(key)!r}).\n{_FIX}"
                     )
 
@@ -591,7 +592,7 @@ class _Full:
 
 @dataclass(slots=True, eq=False)
 class _Under:
-    """What stood under a key of the states."""
+    """The values seen under a key of the states."""
 
     pythons: set[type] = field(default_factory=set[type])
     shapes: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
@@ -645,7 +646,7 @@ def _told_entry(entry: StateEntry) -> str:
 
 
 def files_of(cls: type) -> frozenset[str]:
-    """Where the classes are written that an optimizer is, but for torch's base."""
+    """The files of an optimizer's classes, without torch's base."""
     found: set[str] = set()
     for base in cls.__mro__:
         if issubclass(base, torch.optim.Optimizer) and base is not torch.optim.Optimizer:
@@ -682,7 +683,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _over(*bounds: int) -> Cut:
-    """Cut along the first dim or the last, in turn; so many parts of `bounds[-1]` for each rank."""
+    """Cut along the first dim or the last, in turn; part r ends at `bounds[r] / bounds[-1]`."""
 
     def cut(at: int, x: Tensor) -> list[Tensor]:
         dim = 0 if at % 2 == 0 else x.dim() - 1
@@ -707,6 +708,7 @@ _TOLERANCES = {
     torch.float64: (1e-9, 1e-12, 0.0),
     torch.complex128: (1e-9, 1e-12, 0.0),
 }
-"""Relative, absolute, and how much of a tensor may differ more: with 16 bits an update by a sign is
-another where a sum is nearly 0, for the last elements of a tensor round otherwise (flat.py)."""
+"""Relative, absolute, and how much of a tensor may differ more: with 16 bits an update by a sign
+may differ where a sum is nearly 0, since the last elements of a tensor are rounded differently
+(flat.py)."""
 _NARROW = (0.05, 0.02, 0.05)

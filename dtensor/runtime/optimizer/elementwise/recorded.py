@@ -1,16 +1,16 @@
-"""What a step of an optimizer does to elements of parameters, op by op, and which lines it ran.
+"""The ops of an optimizer's step on elements of parameters, and the lines that it ran.
 
     with RecordedSteps(files, [p.data, p.grad]) as recorded:
         optimizer.step()                       # NotElementwise at the first op that mixes elements
     recorded.ops                               # {"aten.add_", "aten.lerp_", ...}
 
-A tensor *holds elements* if it is a parameter, its gradient, or was computed or written of one that
-does; it is told by its memory, so views do too. Of such tensors an op may compute what torch calls
-pointwise, copy, view all elements in their order, and read shapes. Nothing else is allowed: no sum,
-index, product of matrices, cut, or read to Python, which hides what an op would show. Nor may a
-step draw, whatever of. Other tensors, such as a count of steps, are free.
+A tensor *holds elements* if it is a parameter, its gradient, or was computed or written from one
+that does; it is identified by its memory, so views do too. On such tensors a step may run torch's
+pointwise ops, copy, view all elements in their order, and read shapes. Nothing else is allowed: no
+sum, index, product of matrices, cut, or read to Python, after which ops are hidden. A step may not
+draw random numbers at all. Other tensors, such as a count of steps, are free.
 
-What a step does with shapes is not seen here: the probe compares values (probe.py).
+The use of shapes is not seen here: the probe compares values (probe.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _FACTORIES = {
 _FUSED = {_aten._fused_adam_, _aten._fused_adamw_, _aten._fused_sgd_, _aten._fused_adagrad_}
 _READS = {_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.item, _aten.allclose}
 _REDUCES = frozenset({"max", "min", "norm", "powsum", "mm"})
-"""Of torch's ops on lists."""
+"""Torch's ops on lists."""
 _RAW = {
     *(Tensor.tolist, Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),
     *(Tensor.__array__, Tensor.__dlpack__, Tensor.apply_, Tensor.map_),
@@ -75,18 +75,18 @@ _RAW = {
 
 
 class RecordedSteps(AbstractContextManager["RecordedSteps"]):
-    """Within, ops on tensors that hold elements are watched; see the module. ``files``: those whose
-    lines are noted."""
+    """Within, ops on tensors that hold elements are watched; see the module. ``files``: lines of
+    these files are noted."""
 
     def __init__(self, files: Collection[str]) -> None:
         self.files = frozenset(files)
         self.ops: dict[str, None] = {}
         self.reached: dict[CodeType, set[int]] = {}
-        self._memory: dict[int, Any] = {}  # of what holds elements, kept so that no other gets it
+        self._memory: dict[int, Any] = {}  # element storages, kept alive
         self._block = ExitStack()
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """These hold elements."""
+        """Note that these hold elements."""
         with DisableTorchFunction():
             for tensor in tensors:
                 memory = tensor.untyped_storage()
@@ -153,8 +153,8 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
         return out
 
     def _check_sizes(self, func: OpOverload, values: Sequence[Any]) -> None:
-        """All that holds elements has the same number of them, and the result too; of lists, those
-        at each place."""
+        """All tensors that hold elements have the same number of them, and the result too; in
+        lists, those at each position."""
         lists = [v for v in values if isinstance(v, list | tuple) and _are_tensors(v)]
         longest = max(map(len, lists), default=1)
         for at in range(longest):
@@ -241,7 +241,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def line_of(files: Collection[str]) -> str:
-    """Where the caller's step is: its innermost line in these files."""
+    """The present line of the caller's step: its innermost line in these files."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -252,7 +252,7 @@ def line_of(files: Collection[str]) -> str:
 
 
 def text_of(file: str, line: int) -> str:
-    """A line of source, with where it is."""
+    """A line of source, with its place."""
     folder, name = os.path.split(file)
     return f"{os.path.basename(folder)}/{name}:{line}: {linecache.getline(file, line).strip()}"
 

@@ -1,14 +1,14 @@
-"""Which optimizers a step takes, and what is known of one: its class is torch's, or it was probed.
+"""The optimizers that a step accepts, and the rule of each: its class is torch's, or was probed.
 
     state_elementwise(lion, masters=False)     # train_step(..., elementwise=True): probe it
     rule = rule_of(lion)                       # or PlanningError
     rule.keys(lion.param_groups[0])            # ("exp_avg",)
     rule.on_rank(masters=False)                # ShardOptimizer(...), for a rank's table
 
-A class of torch's that is known to be elementwise is taken as it is, and so is a subclass of one in
-which nothing but `__init__` is other. Any other needs the user's statement, unless it is certified
-(certified.py), and passes the probe. It is probed again when an option is of another kind than
-before (`amsgrad` switched on, a first weight decay); a number such as the learning rate may change.
+A torch class that is known to be elementwise is accepted, and so is a subclass that changes only
+`__init__`. Any other class must be stated elementwise by the user, unless it is certified
+(certified.py), and pass the probe. It is probed again when an option is of another kind than before
+(`amsgrad` switched on, a first weight decay); a number such as the learning rate may change.
 
 Not here: the probe (probe.py), the update (shard_optimizer.py).
 """
@@ -51,52 +51,52 @@ Optimizer = torch.optim.Optimizer
 
 
 class OptimizerRule(Protocol):
-    """What is known of an optimizer."""
+    """The rule of an optimizer."""
 
     @property
     def name(self) -> str:
-        """Of its class, as plans have it."""
+        """The name of its class in plans."""
         ...
 
     @property
     def report(self) -> ProbeReport | None:
-        """Of the probe; None of a class of torch's."""
+        """The report of the probe; None for a torch class."""
         ...
 
     def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Of a parameter's state, in a group with these options."""
+        """The keys of a parameter's state, in a group with these options."""
         ...
 
     def entry(self, key: str) -> StateEntry:
-        """What stands under a key."""
+        """The form of a key's entry."""
         ...
 
     def numbers(self) -> frozenset[str]:
-        """The keys of what is one number for a parameter."""
+        """The keys of entries that are one number for a parameter."""
         ...
 
     def on_rank(self, masters: bool) -> ShardOptimizer:
-        """What updates, for the table of a rank."""
+        """The updater for the table of a rank."""
         ...
 
     def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
-        """What a rank is told at each step."""
+        """The options that a rank gets at each step."""
         ...
 
     def ghost(self, numbers: Mapping[str, Mapping[str, Any]]) -> Ghost | None:
-        """What advances the numbers on the optimizer that its step changes; None: there are none.
-        ``numbers``: of states that there are, by label."""
+        """The object that advances the numbers which a step changes on the optimizer itself; None
+        if there are none. ``numbers``: of existing states, by label."""
         ...
 
     def makes_missing(
         self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
     ) -> bool:
-        """Whether a step goes on from a state that has only these keys."""
+        """Whether a step can continue from a state that has only these keys."""
         ...
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be called before the one before it has ended."""
+        """Whether a step may be called before the previous one has ended."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class OptimizerRule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Torchs:
-    """A class of torch's that is known."""
+    """A known torch class."""
 
     cls: type[Optimizer]
     report: None = None
@@ -193,7 +193,7 @@ class _Probed:
     def makes_missing(
         self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
     ) -> bool:
-        """It is tried, on a parameter of one element."""
+        """A trial on a parameter of one element."""
         from dtensor.runtime.optimizer.elementwise.ghost import GRADIENT
 
         kind, parameter = self.found.kind, torch.nn.Parameter(torch.full((1,), 0.5))
@@ -203,13 +203,13 @@ class _Probed:
         own.state[parameter] = {k: kind.entries[k].begun() for k in there if k in kind.entries}
         try:
             bare_step(own)
-        except Exception:  # whatever it lacks
+        except Exception:  # it needs a missing entry
             return False
         return True
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """PlanningError unless it is torch's, certified, or stated to be elementwise before."""
+    """PlanningError unless it is torch's, certified, or was stated to be elementwise."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PlanningError(
             f"the optimizer is {optimizer!r}, not a torch.optim optimizer; "
@@ -226,15 +226,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def state_elementwise(optimizer: Optimizer) -> None:
-    """The user says so of this optimizer; the probe is to try it."""
+    """Note the user's statement that this optimizer is elementwise; the probe will test it."""
     if isinstance(optimizer, torch.optim.Optimizer) and known_class(optimizer) is None:
         _STATED[optimizer] = True
 
 
 def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
-    """What is known of it now; an optimizer whose options are of other kinds than before is probed
-    anew. ``masters``: whether a step updates float32 copies, None as it was asked last.
-    PlanningError where it fails."""
+    """The present rule of an optimizer; it is probed anew if its options are of other kinds than
+    before. ``masters``: whether a step updates float32 copies, None for the last value.
+    PlanningError if the probe fails."""
     last = _RULES.get(optimizer)
     if isinstance(last, _Torchs):
         return last
@@ -274,27 +274,27 @@ _PROBED: weakref.WeakKeyDictionary[type, list[Probed]] = weakref.WeakKeyDictiona
 
 
 def known_rule(optimizer: Optimizer) -> OptimizerRule | None:
-    """What was known of it when a step was last made or called."""
+    """The rule when a step was last made or called."""
     return _RULES.get(optimizer)
 
 
 def changed_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes of it that its steps change, which no state dict has."""
+    """The attributes that its steps change, which no state dict has."""
     rule = _RULES.get(optimizer)
     names = rule.attributes if rule is not None else ()
     return {k: copied(vars(optimizer)[k]) for k in sorted(names) if k in vars(optimizer)}
 
 
 def python_numbers(optimizer: Optimizer) -> dict[str, str]:
-    """The keys of its state under which are numbers of Python's, which ranks have as tensors, and
-    their types by name."""
+    """The keys of its state whose entries are Python numbers, which ranks have as tensors, and the
+    names of their types."""
     rule = _RULES.get(optimizer)
     entries = rule.found.kind.entries if isinstance(rule, _Probed) else {}
     return {k: e.python.__name__ for k, e in entries.items() if e.python is not None}
 
 
 def give_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """What `changed_attributes` gave, of those that it has."""
+    """Set those attributes of `changed_attributes` that the optimizer has."""
     for name in saved.keys() & plain_attributes(optimizer).keys():
         setattr(optimizer, name, copied(saved[name]))
 
@@ -312,7 +312,7 @@ def _certified(optimizer: Optimizer) -> bool:
     return certified(optimizer)
 
 
-# -- classes of torch's ----------------------------------------------------------------------------
+# -- torch's classes ----------------------------------------------------------------------------
 
 _OF_A_CLASS = frozenset(
     {
@@ -325,8 +325,8 @@ _OF_A_CLASS = frozenset(
 
 
 def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The class of torch's whose step this is: its own, or a parent from which it differs in
-    nothing but `__init__`, over all its bases and on the object."""
+    """The torch class whose step this is: its own, or a parent from which it differs only in
+    `__init__`, over all its bases and on the object."""
     mro = type(optimizer).__mro__
     at = next((i for i, base in enumerate(mro) if base in ELEMENTWISE), None)
     if at is None or mro[at:] != mro[at].__mro__:
@@ -337,6 +337,6 @@ def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
             hooked = name == "step" and inspect.unwrap(value) is inspect.unwrap(unwrapped(parent))
             if name not in _OF_A_CLASS and not hooked:
                 return None
-    found = own_attributes(optimizer)  # a scheduler's step is none of them
+    found = own_attributes(optimizer)  # a scheduler's step is not among them
     shadows = any(hasattr(parent, name) for name in found if name not in OF_TORCH)
     return None if shadows else parent
