@@ -1,12 +1,12 @@
-"""The errors of daft: whose fault it was, where it happened, and what to do.
+"""The errors of daft: the party at fault, the place, and the fix.
 
-`ProgramError` is a fault of whoever wrote the program and is found before anything runs. The
-others happen while a program runs; each carries a `Failure`, the facts that its text is made of.
+`ProgramError` is a fault of the program's author and is found before anything runs. The others
+happen while a program runs; each carries a `Failure`, the facts of its text.
 
 Example: `TaskError: rank 1 (stage 0), instruction 3 'y = call f(x)': ZeroDivisionError: ...`.
 
-Invariant: an error survives pickling, so that an actor can raise it and a controller show it.
-It does not decide which of several failures is the root cause: `ray/diagnosis/watch.py` does.
+Invariant: an error survives pickling, so that an actor can raise it and a controller show it. It
+does not decide which of several failures is the root cause: `ray/diagnosis/watch.py` does.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any
 from dtensor.daft.raised import Raised, reason_of, traceback_of
 
 MOST_FRAMES = 4
-"""Of a cause's traceback that leave a process with the error."""
+"""Most characters of a cause's traceback that leave a process with the error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What went wrong on one rank; `index` counts the instructions of that rank's own program.
-    `known_as`: what its users call the rank, where that is another number.
+    """The facts of a failure on one rank; `index` counts the instructions of that rank's own
+    program. `known_as`: the rank's number for users, if it differs.
 
-    Of an actor that was spawned: its name, what it was to do (`text`), and `issued`, where the
-    controller asked for that: lines of "file:line in function", innermost first.
+    For a spawned actor: its name, its task (`text`), and `issued`, the place where the controller
+    issued the task: lines of "file:line in function", innermost first.
 
-    `raised`: the exception, where code that ran there has raised one.
+    `raised`: the exception, if code that ran there has raised one.
     """
 
     rank: int | None
@@ -75,15 +75,15 @@ class Failure:
 
 
 class ProgramError(ValueError):
-    """A program that is malformed, could hang, or leaks: the fault of whoever wrote it."""
+    """A program that is malformed, could hang, or leaks: the fault of its author."""
 
 
 class DaftError(RuntimeError):
-    """Something failed while a program ran; `failure` has the facts.
+    """A failure while a program ran; `failure` has the facts.
 
-    Where code on a host has raised, `__cause__` is its exception, whatever it is, `SystemExit` say:
-    in another process, one of the same class with the same arguments and attributes. Where it does
-    not pickle, or takes more than 256 KiB, it is an exception whose text is the traceback.
+    If code on a host has raised, `__cause__` is its exception, even a `SystemExit`: in another
+    process, one of the same class with the same arguments and attributes. If it does not pickle, or
+    takes more than 256 KiB, it is an exception whose text is the traceback.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -93,7 +93,8 @@ class DaftError(RuntimeError):
             self.__cause__ = failure.raised.error
 
     def locate(self, line: str) -> None:
-        """The user's line, where the instruction has none of its own, as an optimizer's update."""
+        """Add the user's line, if the instruction has none of its own, such as an optimizer's
+        update."""
         if self.failure.line is None:
             self.failure: Failure = replace(self.failure, line=line)
             self.args = (str(self.failure),)
@@ -113,14 +114,14 @@ class DaftError(RuntimeError):
 class TaskError(DaftError):
     """A `Call` raised: a fault of the user's code, whose exception is `__cause__`.
 
-    Its run is undone, and the ranks go on, unless they had begun to write state and nobody keeps
-    snapshots of it: then `failure` of the cluster is this error.
+    Its run is undone, and the ranks continue, unless they had begun to write state and there are no
+    snapshots of it: then this error is the cluster's `failure`.
     """
 
 
 class RunInterrupted(TaskError):
-    """What a signal's handler has raised, between two instructions. The run is undone; the
-    exception itself is raised where the call of ours ends that it came in."""
+    """A signal's handler has raised between two instructions. The run is undone; the exception
+    itself is raised at the end of our call during which the signal came."""
 
 
 class ActorLost(DaftError):
@@ -133,8 +134,8 @@ class CommunicationError(DaftError):
 
 
 class HostError(DaftError):
-    """A host raised at something else than an instruction, as it unpickled a value say; all goes
-    on."""
+    """A host raised outside an instruction, for example while it unpickled a value; the launch
+    continues."""
 
 
 class ClusterClosed(RuntimeError):
@@ -142,8 +143,8 @@ class ClusterClosed(RuntimeError):
 
 
 def as_sent(error: BaseException, rank: int | None = None) -> Exception:
-    """What a host lets out of what it has caught: daft's own errors, and the LookupError of a name
-    that is not there, as they are; anything else as the cause of a `HostError`."""
+    """The error that a host sends for one that it has caught: daft's own errors, and the
+    LookupError of a missing name, unchanged; any other as the cause of a `HostError`."""
     if isinstance(error, DaftError | ProgramError | ClusterClosed):
         return error
     if type(error) is LookupError and all(isinstance(arg, str) for arg in error.args):

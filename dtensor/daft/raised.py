@@ -1,5 +1,5 @@
-"""What code on a host has raised, and how the controller gets it: as text always, and as the
-exception itself where that can be carried.
+"""Exceptions of code on a host, as the controller gets them: always as text, and as the exception
+itself where it can be carried.
 
     try:
         kernel(x)
@@ -7,15 +7,15 @@ exception itself where that can be carried.
         if interrupts(error):               # Ctrl-C, or a handler of a signal: this process's own
             raise
         failure = Failure(rank=1, reason=reason_of(error), raised=Raised(error))
-    TaskError(failure).__cause__            # the exception; what it prints, where it is not carried
+    TaskError(failure).__cause__            # the exception; or its printed text, if not carried
 
-An exception is carried as its class, its arguments and its attributes, and is put together anew
-without a call of its `__init__` or its `__reduce__`: neither takes what pickle would give it as a
-rule, and either may do anything. The values in it are pickled. All of it is tried on the host
-first, so that what ends a process as it is unpickled ends the host's and not the controller's.
+An exception is carried as its class, its arguments and its attributes, and is put together without
+a call of its `__init__` or its `__reduce__`: neither usually accepts pickle's arguments, and either
+may have side effects. The values in it are pickled. All of it is tried on the host first, so that
+an exception which ends a process when it is unpickled ends the host's and not the controller's.
 
-Invariants: nothing here raises what the exception's own code raises (`__str__`, `__reduce__`), and
-what is made of one has a bounded size. Not here: which error of daft's it becomes (`errors.py`).
+Invariants: errors of the exception's own code (`__str__`, `__reduce__`) are not raised here, and
+the carried form has a bounded size. Not here: the choice of daft's error for it (`errors.py`).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 MOST_LINES = 4
-"""Of an exception's own words in a failure."""
+"""Most lines of an exception's own text in a failure."""
 MOST_IN_LINE = 1000
 MOST_IN_TRACE = 20_000
-"""Characters of a traceback that leaves a process."""
+"""Most characters of a traceback that leaves a process."""
 MOST_BYTES = 1 << 18
-"""Of an exception that leaves a process, pickled: what is larger goes as text."""
+"""Most bytes of a pickled exception that leaves a process: a larger one is sent as text."""
 
 
 T = TypeVar("T")
 
 
-# What an exception is made of, without asking its class, whose `__getattribute__` may raise.
+# The parts of an exception, read without its class, whose `__getattribute__` may raise.
 _space: Any = vars(BaseException)
 traceback_of: Callable[[BaseException], TracebackType | None] = _space["__traceback__"].__get__
 _cause: Callable[[BaseException], BaseException | None] = _space["__cause__"].__get__
@@ -59,11 +59,12 @@ _suppresses: Callable[[BaseException], bool] = _space["__suppress_context__"].__
 
 
 class RaisedThere(Exception):
-    """As text, the traceback of what a host raised: in place of what cannot be carried."""
+    """The traceback of a host's exception as text: it replaces an exception that cannot be
+    carried."""
 
 
 class Raised:
-    """An exception; `error`: in another process, one like it or a `RaisedThere`."""
+    """An exception; `error`: in another process, an equal one or a `RaisedThere`."""
 
     __slots__ = ("_sent", "error")
 
@@ -77,7 +78,7 @@ class Raised:
         return _arrived, self._sent
 
     def detached(self) -> Raised:
-        """As another process would have it: it holds no frames, and so none of their values."""
+        """The form that another process gets: it holds no frames, and so none of their values."""
         make, sent = self.__reduce__()
         return make(*sent)
 
@@ -93,7 +94,7 @@ def _arrived(text: str, data: bytes | None) -> Raised:
 
 
 def reason_of(error: BaseException) -> str:
-    """Its class and the first lines of its own words."""
+    """Its class and the first lines of its own text."""
     name = type(error).__name__
     text = _guarded(lambda: first_lines(str(error)))
     if text is None:
@@ -109,8 +110,7 @@ def first_lines(text: str) -> str:
 
 
 def trace_of(error: BaseException, trace: TracebackType | None = None) -> str:
-    """Its traceback with those of its causes, as Python prints them. `trace`: in place of its
-    own."""
+    """Its traceback with those of its causes, as Python prints them. `trace`: replaces its own."""
     trace = traceback_of(error) if trace is None else trace
     text = _guarded(lambda: "".join(traceback.format_exception(type(error), error, trace)))
     return reason_of(error) if text is None else _shortened(text, MOST_IN_TRACE)
@@ -122,7 +122,7 @@ def _shortened(text: str, most: int) -> str:
 
 
 def _guarded(make: Callable[[], T]) -> T | None:
-    """What it gives; None where code of the exception's own raises."""
+    """The result of `make`; None if the exception's own code raises."""
     try:
         return make()
     except BaseException as error:
@@ -131,7 +131,7 @@ def _guarded(make: Callable[[], T]) -> T | None:
         return None
 
 
-# -- whose it is -----------------------------------------------------------------------------------
+# -- signals -----------------------------------------------------------------------------------
 
 _RAISE = opcode.opmap["RAISE_VARARGS"]
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
@@ -139,13 +139,13 @@ _PACKAGES = sysconfig.get_path("purelib") + os.sep
 
 
 def interrupts(error: BaseException) -> bool:
-    """Whether it is meant for this process, and was not raised by the code that it came through.
+    """Whether it is meant for this process, and was not raised by the code that it passed through.
 
-    Ranks in one process share it with the program that launched them: Ctrl-C while one computes is
-    the program's, a `raise KeyboardInterrupt` in an op the op's. Python's own handler leaves no
-    frame, so a KeyboardInterrupt comes of a signal unless its innermost frame is at a `raise`; and
-    whatever was raised under a handler that the program has set, which alone are given a frame, is
-    the handler's. It is also one if it was raised because of one that is.
+    Ranks in one process share it with the program that launched them: Ctrl-C while one computes
+    belongs to the program, a `raise KeyboardInterrupt` in an op to the op. Python's own handler
+    leaves no frame, so a KeyboardInterrupt comes from a signal unless its innermost frame is at a
+    `raise`; and an exception raised under a handler that the program has set, which alone gets a
+    frame, belongs to the handler. An exception that was raised because of such a one counts too.
     """
     if isinstance(error, Exception):
         return False
@@ -156,7 +156,7 @@ def interrupts(error: BaseException) -> bool:
     while frame is not None:
         outside.add(frame)
         frame = frame.f_back
-    # one whose handling goes on outside was there before the call
+    # an exception that is handled outside existed before the call
     return any(
         _by_signal(each)
         for each in _behind(error)
@@ -165,7 +165,7 @@ def interrupts(error: BaseException) -> bool:
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions that it was raised because of, and those of a group."""
+    """The exceptions because of which it was raised, and those of a group."""
     seen, waiting = {id(error)}, [error]
     while waiting:
         each = waiting.pop()
@@ -194,7 +194,7 @@ def _by_signal(error: BaseException) -> bool:
     code = trace.tb_frame.f_code
     if code.co_code[trace.tb_lasti] != _RAISE:
         return True
-    # what Python's library raises (asyncio.run, say) it raises after a signal
+    # Python's library (such as asyncio.run) raises it only after a signal
     file = code.co_filename
     return file.startswith(_STDLIB) and not file.startswith(_PACKAGES)
 
@@ -211,11 +211,13 @@ def _handles_signal(frame: FrameType) -> bool:
     )
 
 
-# -- as itself -------------------------------------------------------------------------------------
+# -- as an exception
+# -------------------------------------------------------------------------------------
 
 
 def _carried(error: BaseException) -> bytes | None:
-    """Pickled, if it comes out of that; without its cause, if that is what does not."""
+    """The pickled exception, if it survives unpickling; without its cause, if that is what
+    fails."""
     for causes in (True, False):
         for pickler in PICKLERS:
             data = _guarded(partial(_pickled, error, pickler, causes))
@@ -251,13 +253,13 @@ class ExceptionPickler(pickle.Pickler):
 
 
 PICKLERS: list[type[Any]] = [ExceptionPickler]
-"""Which are tried, in this order: a backend puts its own before it."""
+"""Picklers in the order of their trials: a backend puts its own first."""
 
 
 def reduced(obj: Any, causes: bool) -> Any:
-    """What a pickler's `reducer_override` does with an exception, and with what is in one."""
+    """The result of a pickler's `reducer_override` for an exception, and for the values in one."""
     if isinstance(obj, BaseException):
-        reduce: Any = _base(type(obj)).__reduce__  # in C: of no class of a user's
+        reduce: Any = _base(type(obj)).__reduce__  # in C: not of a user's class
         args, *state = list[Any](reduce(obj))[1:]
         told = dict[str, Any](*state), _cause(obj) if causes else None, _suppresses(obj)
         return _empty, (type(obj), args), told, None, None, _fill
@@ -267,7 +269,7 @@ def reduced(obj: Any, causes: bool) -> Any:
 
 
 def _base(cls: type[BaseException]) -> type[Any]:
-    """The first of its bases that is written in C, which knows how one is laid out."""
+    """The first of its bases that is written in C, which defines its memory layout."""
     return next(base for base in cls.__mro__ if not base.__flags__ & _HEAP_TYPE)
 
 
@@ -298,11 +300,11 @@ def _is_inner(cls: type[BaseException]) -> bool:
 
 
 def _process() -> tuple[str, int]:
-    return _started, os.getpid()  # a fork has the first of its parent
+    return _started, os.getpid()  # a fork inherits the first
 
 
 def _class_here(process: tuple[str, int], number: int) -> type[BaseException]:
-    """A class that was made inside a function, in the process that has it."""
+    """A class that was made inside a function, in the process that made it."""
     if process != _process():
         raise LookupError("the class is of another process")
     return _classes[number]

@@ -56,7 +56,7 @@ def test_the_rank_that_hangs_is_named(
     with training(folder) as trials:
         idle = dt.status()
         assert (idle.waited_for, idle.hangs) == (None, False)
-        assert "asked for nothing since run 4 has ended" in idle.reason
+        assert "the controller has called no rank since run 4 has ended" in idle.reason
         orders: tuple[tuple[How, int, int], ...] = (
             ("spin", 1, 3),
             ("sleep", 2, 7),
@@ -99,5 +99,5 @@ def test_actors_that_were_spawned_are_seen(ray_session: None, tmp_path: Path) ->
             time.sleep(0.01)
         code, printed = until(lambda: [asked_elsewhere(str(os.getpid()))], "0     sleeps")
         assert code == 0 and "1 process of spawned actors" in printed
-        assert "For whom spawned actors wait is not" in printed
+        assert "The waits of spawned actors are not" in printed
         raise Pressed  # else leaving it waits for the method

@@ -123,9 +123,11 @@ def test_what_is_no_value_says_so():
         a = daft.spawn(Model)
         y = a.execute(X)
         for use in (bool, len, float, iter, lambda f: f + 1, lambda f: f < 1, torch.relu):
-            with pytest.raises(TypeError, match=r"no value, but .*\n  at .*\n  Fix: .*\.get\(\)"):
+            with pytest.raises(
+                TypeError, match=r"not a value, but .*\n  at .*\n  Fix: .*\.get\(\)"
+            ):
                 use(y)
-        with pytest.raises(TypeError, match="no value, but its attribute 'shape'"):
+        with pytest.raises(TypeError, match="not a value, but its attribute 'shape'"):
             _ = y.shape
         with pytest.raises(AttributeError, match="no public method 'exec'.*\n.*'execute'"):
             a.exec(X)

@@ -251,15 +251,15 @@ def test_a_function_that_reads_values_is_refused():
             (lambda x: a.execute(x) if a.execute(x) else None, "its truth .*: Model-0.execute"),
             (lambda x: a.execute(x * 2), "the controller computes with it: argument 0 of"),
             (lambda x: a.execute(torch.relu(x)), "the controller computes with it: argument 0"),
-            (lambda x: a.execute(x[0]), "an item of it is asked for: argument 0"),
-            (lambda x: a.execute(a.execute(x).get()), "its value is asked for: Model-0.execute"),
+            (lambda x: a.execute(x[0]), "an item of it is read: argument 0"),
+            (lambda x: a.execute(a.execute(x).get()), "its value is read: Model-0.execute"),
             (lambda x: [a.grow(x, i) for i in range(int(x))], "it is made a number: argument 0"),
         ):
             with pytest.raises(daft.ProgramError, match=f"{message}.*\n  at .*lambda x.*\n  Fix:"):
                 daft.compile(fn)(X)
         with pytest.raises(daft.ProgramError, match="neither one of its arguments nor made in it"):
             daft.compile(lambda x: a.add([x, before]))(X)
-        with pytest.raises(daft.ProgramError, match="its value is asked for: Model-0.execute"):
+        with pytest.raises(daft.ProgramError, match="its value is read: Model-0.execute"):
             daft.compile(lambda x: a.add([x, before.get()]))(X)
         with pytest.raises(daft.ProgramError, match="spawned while a function is recorded"):
             daft.compile(lambda x: daft.spawn(Model))(X)

@@ -265,7 +265,7 @@ def test_who_does_not_know_the_secret_gets_no_place_on_the_wire() -> None:
 
     for index, error in enumerate(_both(joins)):
         assert isinstance(error, ConnectionError)
-        assert f"in place of actor {1 - index} is not of this launch" in str(error)
+        assert f"as actor {1 - index} is not of this launch" in str(error)
 
 
 def test_a_stranger_who_is_first_at_gloos_port_reads_and_sends_nothing() -> None:
@@ -284,7 +284,7 @@ def test_a_stranger_who_is_first_at_gloos_port_reads_and_sends_nothing() -> None
 
     error, _ = _both(act)
     assert isinstance(error, ConnectionError)
-    assert "in place of actor 1 is not of this launch" in str(error)
+    assert "as actor 1 is not of this launch" in str(error)
 
 
 def test_actors_outlive_noise_at_their_ports() -> None:

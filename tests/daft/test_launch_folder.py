@@ -220,7 +220,7 @@ def test_a_program_whose_lines_find_no_room_runs_all_the_same(
         status = launches()[0].status(0.05)
         assert [each.does for each in status.ranks] == ["sleeps"] * 3
         assert (status.waited_for, status.ranks[0].instruction) == (None, "")
-        assert "the lines of its program are not there" in status.reason
+        assert "the lines of its program are missing" in status.reason
 
 
 # -- the command -----------------------------------------------------------------------------------

@@ -119,14 +119,14 @@ def test_a_rank_that_computes_is_left_to_it(ray_session: None, tmp_path: Path) -
         where, line = str(warning.message).splitlines()
         assert where == (
             "rank 1 (stage 1), instruction 0 'y = call spin(x, path)', run 0: it has computed for "
-            "more than 1 s, and may go on for up to 3600 s (call_deadline_s)."
+            "more than 1 s, and may take up to 3600 s (call_deadline_s)."
         )
         assert line == "  at net.py:8: spin(path)"
         never = run(cluster, spin, tmp_path / "never")
         held(cluster)
         cluster.watch.call_deadline_s = 3.0  # type: ignore[attr-defined]
         with (
-            pytest.warns(RuntimeWarning, match="may go on for up to 3 s"),
+            pytest.warns(RuntimeWarning, match="may take up to 3 s"),
             pytest.raises(ActorLost, match="in one call for more than 3 s") as lost,
         ):
             never.get()

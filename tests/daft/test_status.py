@@ -212,8 +212,8 @@ def test_a_rank_that_was_not_called() -> None:
     earlier = at(2, 2, 2, run=RUN - 1, program=3)  # in another program, whose lines are not there
     assert (earlier.waited_for, earlier.ranks[2].does) == (None, "sleeps")
     assert earlier.reason == (
-        "Rank 2 sleeps, and for whom it may wait is not known: the lines of its program are not "
-        "there; ranks 0 and 1 wait for it."
+        "Rank 2 sleeps, and its waits are not known: the lines of its program are "
+        "missing; ranks 0 and 1 wait for it."
     )
 
 
@@ -283,10 +283,10 @@ def test_nothing_is_under_way() -> None:
     status = at(3, 3, 3)
     assert (status.waited_for, status.chain, status.hangs) == (None, (), False)
     assert status.reason == (
-        "Nothing is under way: the ranks were asked for nothing since run 7 has ended."
+        "No run is in flight: the controller has called no rank since run 7 has ended."
     )
     stopped = at(3, 3, 3, state="T")
-    assert stopped.reason == "Rank 2 is stopped; nobody waits for it yet." and stopped.hangs
+    assert stopped.reason == "Rank 2 is stopped; no rank waits for it yet." and stopped.hangs
     new = [Seen(h, Progress(-1, -1, -1, None), ThreadSeen("", 0.0), 10.0) for h in range(3)]
     assert status_of(LINES, HOSTS, new).reason == "Ranks 0, 1 and 2 are starting."
 

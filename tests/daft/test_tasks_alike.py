@@ -64,7 +64,7 @@ def test_methods_that_yield(session: daft.Session):
     assert list(stream) == [] and a.last().get() == 0
     with pytest.raises(daft.TaskError, match="cannot go between actors: .*'?generator'?"):
         a.lazily().get()
-    with pytest.raises(daft.ProgramError, match="its values are asked for: Feeder-0.batches"):
+    with pytest.raises(daft.ProgramError, match="its values are read: Feeder-0.batches"):
         daft.compile(lambda x: a.batches(x, 2))(X)
     with pytest.raises(daft.TaskError, match="__init__: RuntimeError: no weights on this disk"):
         next(iter(_yields(daft.spawn(Stream))))

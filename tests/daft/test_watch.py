@@ -247,7 +247,7 @@ def test_a_wait_for_one_that_was_replaced(made: Any) -> None:
     cluster = made(at(WAIT), at(WAIT), meets())
     cluster.asked.pop()
     ((host, why),) = cluster.pass_by(2 * DEADLINE_S).items()
-    assert host == 0 and "it waits for one that is gone, and has not heard of it" in why
+    assert host == 0 and "it waits for a process that is gone, and was not told" in why
 
 
 def test_a_host_that_moves_on_gives_all_of_them_time(made: Any) -> None:

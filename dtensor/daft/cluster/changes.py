@@ -1,23 +1,24 @@
-"""Which changes of the hosts' tables there were, and which of them are committed.
+"""The changes of the hosts' tables, and which of them are committed: the recovery line.
 
     changes = Changes(2)
-    changes.add((0, 1), commits=True)      # (1, [0, 0]): change 1, of both; nothing is sure yet
-    changes.add((0, 1), commits=True)      # (2, [1, 1]): who passes its commit point knows that the
-    changes.heard(0, 2)                    #   other one has ended change 1
+    changes.add((0, 1), commits=True)      # (1, [0, 0]): change 1, of both; nothing is stable yet
+    changes.add((0, 1), commits=True)      # (2, [1, 1]): a host that passes its commit point knows
+    changes.heard(0, 2)                    #   that the other one has ended change 1
     changes.heard(1, 1)
-    changes.cut()                          # {0: 1, 1: 1}: both go back to what was after change 1
+    changes.cut()                          # {0: 1, 1: 1}: both return to the state after change 1
 
-A put or a delete is a change of each of its hosts by itself, a run one of all of them together.
-A change is committed if all its hosts have ended it and none of them is behind one that is not. The
-cut is, for each host, the last change whose state it can have again so that all changes are on the
-same side of it everywhere: those before it are committed, those behind it are submitted again.
+A put or a delete is a separate change of each of its hosts, a run one change of all of them
+together. A change is committed if all its hosts have ended it and no earlier change of theirs is
+uncommitted. The cut (recovery line) is, for each host, the last change whose state it can restore
+such that all changes are on the same side of it everywhere: those before it are committed, those
+after it are submitted again.
 
 ``every=k``: of the runs on all hosts only each k-th is *taken*, that is, hosts keep the state after
 it. The cut then is among those that were taken.
 
-Invariants: numbers rise by one with each call, over all hosts. What a host is told with a change is
-never more than what the cut would be once it has ended that: it may lag behind. The log holds what
-is not known to be committed. Pure: who has ended what, the backend says.
+Invariants: numbers rise by one with each call, over all hosts. The committed number that a host
+gets with a change never exceeds the cut once it has ended that change: it may lag behind. The log
+holds changes that are not known to be committed. Pure: the backend reports the ends of changes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from dtensor.daft.undo.rollback import TableChange
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """`hosts` make it together: none of them without the others."""
+    """`hosts` make the change together: either all of them or none."""
 
     number: int
     hosts: tuple[int, ...]
@@ -40,16 +41,16 @@ class Logged:
 
 
 class Changes:
-    """`alone`: neither another host's end nor an answer is waited for."""
+    """`alone`: it waits neither for another host's end nor for an answer."""
 
     def __init__(self, num_hosts: int, every: int = 1, *, alone: bool = False) -> None:
         self.number: int = 0
         self.alone = alone
         self.every = every
         self.log: deque[Logged] = deque()
-        self.ended: list[int] = [0] * num_hosts  # by host, the last one that is known to have
-        self.base: list[int] = [0] * num_hosts  # by host, the cut that is known
-        self._runs = 0  # on all hosts
+        self.ended: list[int] = [0] * num_hosts  # by host, the last change known to have ended
+        self.base: list[int] = [0] * num_hosts  # by host, the known cut
+        self._runs = 0  # runs on all hosts
         self._awaited: deque[tuple[int, Any, int]] = deque()  # host, call, number of the change
 
     def told(
@@ -60,8 +61,8 @@ class Changes:
         together: bool,
         commits: bool,
     ) -> list[TableChange]:
-        """One more change: what each of its hosts is told of it. ``ended``: whether a call has come
-        back, and raised nothing."""
+        """Add a change; returns the `TableChange` for each of its hosts. ``ended``: whether a call
+        has come back, and raised nothing."""
         while self._awaited and ended(self._awaited[0][1]):
             host, _, number = self._awaited.popleft()
             self.heard(host, number)
@@ -74,7 +75,7 @@ class Changes:
         self._awaited.extend((host, each, self.number) for host, each in own)
 
     def grow(self, num_hosts: int) -> None:
-        """There are so many hosts now; new ones have nothing, as at the beginning."""
+        """Grow to ``num_hosts`` hosts; new ones have no changes, as at the beginning."""
         new = [0] * (num_hosts - len(self.ended))
         self.ended, self.base = [*self.ended, *new], [*self.base, *new]
 
@@ -85,8 +86,9 @@ class Changes:
         together: bool = True,
         commits: bool = False,
     ) -> tuple[int, list[int], bool]:
-        """One more change: its number; for each of its hosts, what is committed for sure once that
-        host has ended it; whether it is taken. ``commits``: it has a commit point."""
+        """Add a change; returns its number; for each of its hosts, the last change that is
+        committed for certain once that host has ended it; whether it is taken. ``commits``: it has
+        a commit point."""
         self.number += 1
         everyone = len(hosts) == len(self.ended)
         taken = True
@@ -108,8 +110,8 @@ class Changes:
         return self.number, sure, taken
 
     def _sure(self, hosts: Sequence[int], known: Mapping[int, int]) -> list[int]:
-        # of the others what is committed, and not what they have ended: that may be undone yet, and
-        # the message be sent again
+        # for other hosts only committed changes count, not ended ones: those may be undone, and the
+        # message sent again
         ended = [max(last, known.get(host, 0)) for host, last in enumerate(self.base)]
         found = cut(self.log, ended, self.base)
         return [found[host] for host in hosts]
@@ -126,20 +128,20 @@ class Changes:
                 self.log.popleft()
 
     def cut(self, ended: Sequence[int] | None = None) -> dict[int, int]:
-        """By host, the change right after which all can be again. ``ended``: by host, the last that
-        it has ended, where more is known than was heard."""
+        """By host, the change to whose state all can return. ``ended``: by host, the last that it
+        has ended, if more is known than was reported."""
         return cut(self.log, self.ended if ended is None else ended, self.base)
 
     def rolled_back(self, to: Mapping[int, int]) -> None:
-        """The hosts are as they were right after these changes; what is behind them in the log is
-        made again, in its order and with its numbers."""
+        """The hosts have returned to the states right after these changes; later changes in the log
+        are repeated, in their order and with their numbers."""
         self.ended = [to[host] for host in range(len(self.ended))]
 
 
 def cut(log: Iterable[Logged], ended: Sequence[int], base: Sequence[int]) -> dict[int, int]:
-    """See `Changes.cut`; ``base``: what can be had in any case."""
+    """See `Changes.cut`; ``base``: a cut that is possible in any case."""
     changes = tuple(log)
-    states = [[first] for first in base]  # of each host, those it can be in again
+    states = [[first] for first in base]  # by host, the states that it can restore
     for change in changes:
         for host in change.hosts:
             if change.taken and base[host] < change.number <= ended[host]:

@@ -9,21 +9,21 @@
 Invariants: tensors are copied on their way in and out, and come out on the CPU; a run that has
 ended when `run` returns may read its inputs where they are. Runs, puts and gets take effect in the
 order of their calls. A run in which a call raised is undone (`engine.py`): its future raises a
-`TaskError`, and so does whatever reads what it was to keep; all else goes on. After another
-failure, or one that came too late to be undone, the values are lost: `failure` is set, and every
-later call and future raises it, the root cause. The same program, inputs and state give the same
-bits on every backend and in both modes. What is fed to ranks is a sequence in rank order, one item
-per rank.
+`TaskError`, and so does a read of a value that it should have kept; other calls are unaffected.
+After any other failure, or one that came too late to be undone, the values are lost: `failure` is
+set, and every later call and future raises it, the root cause. The same program, inputs and state
+give the same bits on every backend and in both modes. Inputs of ranks are a sequence in rank order,
+one item per rank.
 
 A `HostedCluster` has its ranks in hosts, ((0, 1), (2, 3)) say, each of which has a `Worker`; `put`
-and `run` call `Worker.put` and `Worker.run` on each host concerned with the part of its ranks.
-Those of a program are the ones with an instruction, an input, an output or state of it
-(`Program.members`): it is loaded, run and read on ranks 0 and 1 while 2 and 3 are in another one.
-Checks, programs and their numbers, runs in both modes, and futures are here; `inprocess.py` and
-`ray/cluster.py` say how a call reaches a host. Calls have one order, the same whichever threads
-make them, and each host sees its own in that order: on that it rests that runs of several programs
-cannot hang (docs/design/0019-runs-on-their-own-ranks.md). A call that got to some of its hosts
-only, of which the others would wait for ever, ends the cluster's use.
+and `run` call `Worker.put` and `Worker.run` on each host concerned, with its ranks' part. The
+members of a program are the ranks with an instruction, an input, an output or state of it
+(`Program.members`): a program of ranks 0 and 1 is loaded, run and read there while ranks 2 and 3
+run another. This file has checks, programs and their numbers, runs in both modes, and futures;
+`inprocess.py` and `ray/cluster.py` say how a call reaches a host. Calls have one order, the same
+whichever threads make them, and each host sees its own calls in that order, so runs of several
+programs cannot hang (docs/design/0019-runs-on-their-own-ranks.md). A call that reached only some of
+its hosts would make those wait for ever for the rest, so the cluster cannot be used after it.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ Backend: TypeAlias = Literal["inprocess", "ray"]
 Method: TypeAlias = Callable[..., Any]
 """Of `Worker`."""
 Part: TypeAlias = tuple[Any, ...]
-"""What it is called with on one host."""
+"""The arguments of a method, for one host."""
 Places: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
-"""Hosts, each with those of its ranks that are concerned."""
+"""Hosts, each with those of its ranks that take part."""
 _CHANGES = (Worker.put, Worker.delete, Worker.run)
 
 
 class Future(ABC):
-    """The result of a call that may still be under way."""
+    """The result of a call, which may still be running."""
 
     @abstractmethod
     def get(self, timeout: float | None = None) -> list[Any]:
@@ -89,7 +89,7 @@ class Future(ABC):
         """Whether `get` would return, or raise a failure, at once."""
 
     def check(self) -> None:
-        """Wait; raises what `get` would."""
+        """Wait; raises the failure that `get` would raise."""
         self.get()
 
 
@@ -132,14 +132,14 @@ class RecordedRun:
 
 
 class Cluster(ABC):
-    """`calls` counts the calls from the controller to actors; a compiled run makes one to each that
-    takes part in it.
+    """`calls` counts the calls from the controller to actors; a compiled run makes one to each
+    actor that takes part.
 
     `runs` counts the runs that were started: the number of the next one, `Failure.step` of its
     failure. `failure`: why its values are lost. `immediate`: a run has ended when `run` returns.
-    `known_as`: what users call ranks that are in parts of it.
-    `recording`: while there is a list, compiled runs are timed ones and go there. `copies`: how
-    many of what a run writes are kept to undo it.
+    `known_as`: what users call ranks that are in parts of it. `recording`: if it is a list,
+    compiled runs are timed and appended to it. `copies`: how many copies of the values that a run
+    writes are kept, to undo it.
     """
 
     size: int
@@ -154,12 +154,12 @@ class Cluster(ABC):
 
     @property
     def recoveries(self) -> Sequence[Recovered]:
-        """What was lost, and replaced, so far."""
+        """The losses of ranks that were recovered so far."""
         return ()
 
     @property
     def machines(self) -> Mapping[str, tuple[int, ...]]:
-        """The ranks on each machine, by what people call it; empty where all are on one."""
+        """The ranks on each machine, by its name for users; empty where all are on one."""
         return {}
 
     @property
@@ -178,17 +178,17 @@ class Cluster(ABC):
     ) -> None:
         """Store values in each rank's table, as state of programs.
 
-        `drop`: rank to names of its values that nobody needs; they go with a later call of that
-        rank, this one or another, and cost no call of their own.
-        `wait`: until the ranks have them. They are sent from where they are, and not copied here,
-        as what a host has no room for is else.
+        `drop`: rank to names of its values that are not needed any more; a later call to that rank,
+        this one or another, drops them, so they cost no call of their own. `wait`: return when the
+        ranks have them. Then the values are sent without a copy; else a value for which a host has
+        no room is copied first.
         """
 
     @abstractmethod
     def get(self, names: Sequence[Sequence[str] | None]) -> Future:
-        """For each rank, a tuple of the values of these names: when it has done what it was asked
-        before, whatever other ranks do. If no names are given, all ranks are waited for but those
-        of which there is None."""
+        """For each rank, a tuple of the values of these names, after all earlier calls to that
+        rank; other ranks' calls do not delay it. If no rank has names, it waits for all ranks
+        except those whose entry is None."""
 
     @abstractmethod
     def delete(self, names: Sequence[Sequence[str]]) -> None:
@@ -219,8 +219,8 @@ class Cluster(ABC):
 
         An input may be `Stored(name)`: the value of that name in the rank's table, not copied.
         `keep`: output name to a name under which it stays in the rank's table instead of coming
-        back; ranks that do not have the output keep nothing. `returned`: those of them that come
-        back too. `counted`: as what the run counts. `drop`: as of `put`.
+        back; ranks that do not have the output keep nothing. `returned`: those of `keep` that come
+        back too. `counted`: what the run counts as. `drop`: as of `put`.
         """
 
     @abstractmethod
@@ -230,18 +230,18 @@ class Cluster(ABC):
 
     @abstractmethod
     def status(self, seconds: float) -> Status:
-        """What the ranks do, looked at twice, so many seconds apart; by any thread, as long as the
-        cluster has not failed."""
+        """The state of the ranks, from two samples that are ``seconds`` apart. Any thread may ask,
+        while the cluster has not failed."""
 
     @abstractmethod
     def grow(self, size: int) -> None:
-        """From now on it has so many ranks: those that it had, with all that they hold and the
-        programs that they have loaded, and new ones after them, which hold nothing. It waits for
-        what is under way. ValueError for fewer than it has."""
+        """Add ranks, up to ``size``. The present ranks keep their values and loaded programs; the
+        new ones come after them and hold nothing. It waits for calls in flight. ValueError for
+        fewer ranks than there are."""
 
     @abstractmethod
     def interrupted(self) -> None:
-        """What changed its values was ended half-way: they are lost."""
+        """A change of its values was interrupted half-way: they are lost."""
 
     @abstractmethod
     def close(self) -> None:
@@ -318,11 +318,11 @@ class HostedCluster(Cluster):
         self._handles: dict[int, Handle] = {}
         self._next_handle = 0
         self._closed = False
-        self._raised: set[int] = set()  # runs that were undone, whose failure was raised
-        self._unneeded: dict[int, list[str]] = {}  # by rank, what its host is to be told to drop
-        # by their ids, unloaded ones too as long as a future of a run may ask for them
+        self._raised: set[int] = set()  # undone runs whose failure was raised
+        self._unneeded: dict[int, list[str]] = {}  # by rank, names that its host must drop
+        # by their ids; an unloaded one stays while a future of one of its runs may need it
         self._known: WeakValueDictionary[int, Handle] = WeakValueDictionary()
-        self._counting: Counting | None = None  # none where one host knows of all runs
+        self._counting: Counting | None = None  # None where one host takes part in all runs
         self._lock = Lock()
         self.changes: Changes | None = None
         self.number_changes(snapshot_every)
@@ -336,17 +336,17 @@ class HostedCluster(Cluster):
 
             self.changes = Changes(len(self.hosts), every, alone=self.immediate)
 
-    # -- what a backend does --------------------------------------------------------------------
+    # -- methods of a backend --------------------------------------------------------------------
     @abstractmethod
     def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Any:
-        """Call a host; what stands for the result. `run`: the run that it is of. Unless it is
-        `read`, what it raises must come with another call."""
+        """Call a host; returns a reference to the result. `run`: the call's run, if it belongs to
+        one. If nobody will `read` the result, its exception must be raised by a later call."""
 
     def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
         """A run is to be called; raises if a value that it may read was lost with a process."""
 
     def _finds(self, names: Sequence[Sequence[str]]) -> None:
-        """As `_reads`, of values by rank."""
+        """As `_reads`, for values by rank."""
 
     def _makes(self, names: Sequence[Collection[str]]) -> None:
         """These values are put anew, by rank."""
@@ -355,11 +355,11 @@ class HostedCluster(Cluster):
         """These calls were made, one of each host concerned, with the lock held."""
 
     def _own(self, asked: Sequence[Any]) -> None:
-        """What was lent to these puts may change from now on."""
+        """The buffers that were lent to these puts may change from now on."""
 
     @abstractmethod
     def _count(self, ranks: Sequence[int]) -> int:
-        """How many actors a call to the host of these ranks stands for."""
+        """How many actors a call to the host of these ranks reaches."""
 
     @abstractmethod
     def collect(self, asked: Sequence[Any], timeout: float | None = None) -> list[Any]:
@@ -375,7 +375,8 @@ class HostedCluster(Cluster):
 
     @abstractmethod
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
-        """What hosts need before they are sent a program; it may wait for them."""
+        """Give hosts the prerequisites of a program before it is sent to them; it may wait for
+        them."""
 
     @abstractmethod
     def _ship(self, handle: Handle) -> Sequence[Any]:
@@ -386,13 +387,13 @@ class HostedCluster(Cluster):
 
     @abstractmethod
     def _grow(self, size: int) -> Hosts:
-        """Start ranks, and connect all of them; with the lock held, and nothing under way. The
-        hosts that there are then."""
+        """Start ranks, and connect all of them; with the lock held, and no call in flight. Returns
+        all hosts."""
 
     @abstractmethod
     def _end(self) -> None: ...
 
-    # -- what is the same everywhere ------------------------------------------------------------
+    # -- common to all backends ------------------------------------------------------------
     def put(
         self,
         values: Sequence[Mapping[str, object]],
@@ -454,7 +455,7 @@ class HostedCluster(Cluster):
             self._check()
             check_state((handle.program for handle in self._handles.values()), program)
             handle = Handle(self._next_handle, program, report, places, told)
-            self._next_handle += 1  # first: some hosts may have it when this is interrupted
+            self._next_handle += 1  # first: some hosts may have it when interrupted
             asked = self._ship(handle)
             self._handles[handle.id] = self._known[handle.id] = handle
         try:
@@ -535,7 +536,8 @@ class HostedCluster(Cluster):
                 raise
 
     def _dropped(self, drop: Names, places: Places) -> list[Names]:
-        """For each host, what a message to it is to drop; what no message took before, too."""
+        """For each host, the names that the next message drops, including those of earlier calls
+        that no message carried yet."""
         for rank, names in drop.items():
             self._unneeded.setdefault(rank, []).extend(names)
         if not self._unneeded:
@@ -563,8 +565,8 @@ class HostedCluster(Cluster):
         return _Called(self, made, dict, handle)
 
     def _changes_of(self, places: Places, run: Handle | None = None) -> Sequence[TableChange]:
-        """What these hosts are told of a change, where they keep snapshots: of a run, or of each of
-        them by itself. With the lock held."""
+        """The `TableChange` that each of these hosts records, where hosts keep snapshots: of a run,
+        or of each host by itself. With the lock held."""
         if self.changes is None or not places:
             return [UNNUMBERED] * len(places)
         self._check()
@@ -576,13 +578,13 @@ class HostedCluster(Cluster):
         )
 
     def _awaits(self, places: Places, asked: Sequence[Any]) -> None:
-        """When these come back, their hosts have ended the last change."""
+        """When these calls have come back, their hosts have ended the last change."""
         if self.changes is not None and not self.immediate:
             self.changes.awaits([host for host, _ in places], asked)
 
     def _settled(self, counted: Counted, handle: Handle) -> Counted:
-        """What a run is counted as, for hosts that know which runs before it were undone, or are
-        told here: with the lock held, but for the wait for those that know."""
+        """The number that a run counts as. Hosts that do not know which earlier runs were undone
+        are told here. With the lock held, except while it waits for the hosts that know."""
         if self._counting is None:
             return counted
         hosts = [host for host, _ in handle.places]
@@ -614,7 +616,7 @@ class HostedCluster(Cluster):
             raise ValueError(f"A cluster of {self.size} ranks does not grow to {size}.")
         with self._lock:
             if size > self.size:
-                self._undone_at(self._everywhere())  # they have done what they were asked
+                self._undone_at(self._everywhere())  # then all earlier calls have ended
                 self.hosts = self._grow(size)
                 self.size = size
 
@@ -624,7 +626,7 @@ class HostedCluster(Cluster):
             self._end()
 
     def by_rank(self, found: Sequence[Mapping[int, Any]], nothing: Callable[[], Any]) -> list[Any]:
-        """What hosts gave by rank, as one list; `nothing` of ranks that were not asked."""
+        """The hosts' results as one list by rank; `nothing()` for ranks that were not called."""
         merged = {rank: given for part in found for rank, given in part.items()}
         return [merged[r] if r in merged else nothing() for r in range(self.size)]
 
@@ -645,16 +647,16 @@ class HostedCluster(Cluster):
         return [undone for own in self.collect(asked) for undone in own]
 
     def _undone_of(self, run: int) -> list[Undone]:
-        """What its hosts say of a run that was undone."""
+        """The records of an undone run, from its hosts."""
         found = self._undone_at(self._places_of(run))
         return [undone for undone in found if undone.run == run]
 
     def root(self, undone: Sequence[Undone]) -> DaftError:
-        """Why hosts have undone a run, or have no value; counts as raised.
+        """The error because of which hosts have undone a run, or lack a value; it counts as raised.
 
-        What an earlier run failed of comes first. Of several faults it is the one that is first in
-        an order of all instructions: what follows from another comes after it there, and which one
-        that is does not depend on timing.
+        The failure of the earliest run comes first. Among several faults it is the first one in an
+        order of all instructions: a consequence comes after its cause in that order, and the choice
+        does not depend on timing.
         """
         faults = [fault for each in undone for fault in each.faults]
         inherited = [f for f in faults if f.site is None]
@@ -664,7 +666,7 @@ class HostedCluster(Cluster):
         if inherited:
             root = next((f for f in inherited if f.error.failure.rank is not None), None)
             heard = inherited[0].error.failure
-            # it failed on a rank that has no part of the value, or of what that was made of
+            # it failed on a rank that holds no part of the value or of the value's inputs
             while root is None and heard.step is not None:
                 found = self._first(self._undone_of(heard.step))
                 if found is None:
@@ -674,7 +676,7 @@ class HostedCluster(Cluster):
                     heard = earlier
                 else:
                     root = found
-        else:  # those that were asked may have only heard of it
+        else:  # the hosts that were asked may know of the failure only from others
             root = self._first(undone)
             if root is None and run is not None:
                 root = self._first(self._undone_of(run))
@@ -693,7 +695,7 @@ class HostedCluster(Cluster):
         return first_fault(undone, merge_sites(handle.program, everyone, self._seed)[0])
 
     def _places_of(self, run: int) -> Places:
-        """The hosts that a run was sent to, or all where that is not known."""
+        """The hosts that a run was sent to, or all hosts where that is not known."""
         return self._everywhere()
 
     def _everywhere(self) -> Places:
@@ -752,7 +754,7 @@ class HostedCluster(Cluster):
 
 
 class _Called(Future):
-    """The results of one call to each host concerned; `nothing` is what there is of other ranks,
+    """The results of one call to each host concerned; `nothing()` is the result of other ranks,
     `handle` the program of a run."""
 
     def __init__(
@@ -790,6 +792,6 @@ class _Called(Future):
         if self._finished is not None or not self._cluster.immediate:
             self.get()
             return
-        for each in self._cluster.collect(self._asked):  # without a look at what came back
+        for each in self._cluster.collect(self._asked):  # the results themselves are not read
             if isinstance(each, Undone):
                 self.get()

@@ -1,20 +1,20 @@
-"""What a controller has asked of its hosts, in one order: what is in flight, and what it may have
-to ask again, if one of them is lost.
+"""The log of a controller's calls to its hosts, in one order: calls in flight, and calls that it
+may have to repeat if a host is lost.
 
     log = Log(came, answered)
     log.add(SentCall(host=0, change=8, run=3, ...))
     log.add(SentCall(host=1, change=8, run=3, ...))
-    log.due([1], before=4)                     # {0: 3, 1: 3}: both have to end run 3 yet
+    log.due([1], before=4)                     # {0: 3, 1: 3}: both must still end run 3
     log.drop([8, 8])                           # change 8 is committed on both: it is dropped
-    log.ended([9, 9])                          # [9, 8]: an answer of host 1's to change 9 is lost
-    log.again({0: 8, 1: 8})                    # the calls to make again, in order
+    log.ended([9, 9])                          # [9, 8]: host 1's answer to change 9 is lost
+    log.again({0: 8, 1: 8})                    # the calls to repeat, in order
 
-A *change* is a call that changes a host's table (`changes.py` says which of them are committed); to
-others an answer is all that matters. A host may have ended a change whose answer died with it: then
-the change does not count as ended, as nobody else has what it gave.
+A *change* is a call that changes a host's table (`changes.py` knows which are committed); for other
+calls only the answer matters. A host may have ended a change whose answer died with it: then the
+change does not count as ended, as no other place has its result.
 
-Invariants: pure. Calls keep their order. An answer that is here is not asked for again, unless what
-it was an answer to is done again. A run is in flight until all its hosts have come back.
+Invariants: pure. Calls keep their order. A received answer is not requested again, unless its call
+is repeated. A run is in flight until all its hosts have come back.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any, TypeAlias
 from dtensor.daft.errors import Failure
 
 MOST_RECENT = 10_000
-"""Runs whose hosts are remembered, to ask them why one was undone."""
+"""Number of runs whose hosts are remembered, to ask them why one was undone."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SentCall:
-    """A call of one host. `change`: its number, None where it changes nothing; `run`: of the run
-    that it is of; `number`: of the call among those of its host.
+    """A call of one host. `change`: its number, None if it changes nothing; `run`: the call's run;
+    `number`: of the call among those of its host.
 
-    Where it may be made again, `message` is what to send, of `nbytes`, and `asked` stands for its
-    answer, None where it has none. `gave`: it was answered, and not by an error, before it was sent
-    again. `undone`: it is not done again, but its run gives a failure.
+    If it may be repeated, `message` is the message to send, of `nbytes`, and `asked` is the
+    reference to its answer, None if it has none. `gave`: it was answered, and not by an error,
+    before it was sent again. `undone`: it is not repeated, but its run returns a failure.
     """
 
     host: int
@@ -56,12 +56,12 @@ Came: TypeAlias = Callable[[SentCall], bool]
 
 class Log:
     """`came`: whether a call of a run has come back, or never will. `answered`: whether its answer
-    is here, asked of those alone that have one."""
+    is here; called only for calls that have one."""
 
     def __init__(self, came: Came, answered: Came) -> None:
         self.calls: list[SentCall] = []
         self.nbytes: int = 0
-        self.added: int = 0  # calls, ever
+        self.added: int = 0  # number of calls, ever
         self._came = came
         self._answered = answered
         self._hosts: dict[int, dict[int, None]] = {}  # by the number of a recent run
@@ -78,25 +78,25 @@ class Log:
 
     @property
     def is_long(self) -> bool:
-        """Whether there are so many calls that it is worth while to look for what can be
-        dropped."""
+        """Whether there are so many calls that dropping some is worthwhile."""
         return len(self.calls) >= self._look_at
 
     def drop(self, base: Sequence[int] = ()) -> None:
-        """Changes up to `base` of their host are not made again, and answers that are here stay."""
+        """Drop changes up to `base` of their host, which are not repeated; received answers
+        stay."""
         sure = dict(enumerate(base))
         self.calls = [c for c in self.calls if self._is_open(c) or self._is_missing(c, sure)]
         self.nbytes = sum(call.nbytes for call in self.calls)
         self._look_at = 2 * len(self.calls) + 1
 
     def hosts_of(self, run: int) -> Collection[int] | None:
-        """Where it was sent; None if that was long ago."""
+        """The hosts of a run; None if it was long ago."""
         return self._hosts.get(run)
 
     def due(self, hosts: Collection[int], before: int) -> dict[int, int]:
-        """By host, the last run that it has to end before calls of these hosts can come back which
-        were made before run `before`: of those, and of all earlier runs that share a host with one
-        of them at which they have not ended."""
+        """By host, the last run that it must end before calls to these hosts from before run
+        `before` can come back: among those, and all earlier runs that share with one of them a host
+        where they have not ended."""
         found: dict[int, list[int]] = {}
         for call in list(self.calls):  # other threads add to it
             if call.run is not None and call.run < before and self._is_open(call):
@@ -110,8 +110,8 @@ class Log:
         return due
 
     def ended(self, ended: Sequence[int]) -> list[int]:
-        """By host, the last change that it has ended and whose answers, and those before, are here;
-        of what it has ended itself."""
+        """By host, the last change that it has ended and whose answer, and all earlier ones, are
+        here; `ended`: the last change that each host has ended."""
         found, open_ = list(ended), set[int]()
         for call in self.calls:
             if call.asked is not None and not self._answered(call):
@@ -121,7 +121,7 @@ class Log:
         return found
 
     def again(self, cut: Mapping[int, int]) -> list[SentCall]:
-        """The calls to make again where each host is as it was right after its change in `cut`."""
+        """The calls to repeat if each host is in the state right after its change in `cut`."""
         return [call for call in self.calls if self._is_missing(call, cut)]
 
     def _is_open(self, call: SentCall) -> bool:
@@ -135,9 +135,9 @@ class Log:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
-    """What was lost once, and what became of it. `failures`: of each lost process, what it was
-    doing, or what broke where none was lost; `by`: what took its place, nothing where the processes
-    that are there connected anew; `ranks`: those it hosted; `runs`: how many runs were done again;
+    """One loss and its recovery. `failures`: for each lost process, its last activity, or the
+    broken connection if none was lost; `by`: the replacements, empty if the living processes
+    connected anew; `ranks`: those of the lost processes; `runs`: how many runs were repeated;
     `begun`: when it was seen, by the monotonic clock."""
 
     failures: tuple[Failure, ...]

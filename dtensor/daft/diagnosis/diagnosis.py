@@ -1,19 +1,21 @@
-"""Who is it that hangs: what each rank does, for whom it waits, and the one that others wait for.
+"""Diagnosis of a hang: the state of each rank, its wait-for graph, and the rank at its root.
 
-    status = diagnose(launch, before, after)        # two looks at all hosts, 0.3 s apart
+    status = diagnose(launch, before, after)        # two samples of all hosts, 0.3 s apart
     status.waited_for                               # 2
     status.chain                                    # (0, 3, 2): rank 0 waits for 3, and 3 for 2
 
-A rank that stands at a wait waits for those that have not yet come to their part of it; these are
-followed to one that waits for nobody: it is stopped or lost, computes or sleeps in a call, or has
-nothing to do. Where all have come and it stands there still, a message is held back: by the one who
-sent it, which is named. The argument is the verifier's (`verification/pairing.py`): starts never
-block, and no program that is loaded waits in a circle. `waits_at` and `ends_of` are that graph, for
-whoever ends one that hangs too (`ray/diagnosis/watch.py`).
+A rank that is blocked at a wait waits for the members that have not yet reached their part of it.
+The diagnosis follows these to a rank that waits for no other: it is stopped or lost, computes or
+sleeps in a call, or is idle. Where all members have reached a wait and the rank is still blocked, a
+message is held back: its sender is named. The argument is the verifier's
+(`verification/pairing.py`): starts never block, and no loaded program has a cycle of waits.
+`waits_at` and `ends_of` are that graph; the failure detector uses them too
+(`ray/diagnosis/watch.py`).
 
-Invariants: pure. Who moves between the two looks does not stand; a chain through one that moves
-ends at it. `hangs` is said of a run that takes longer than `limit_s`, and of who is stopped or
-lost; not of who computes on and on in time. Positions are of one moment as far as nobody moves.
+Invariants: pure. A rank that makes progress between the two samples is not blocked; a chain ends at
+it. `hangs` is set for a run that takes longer than `limit_s`, and for a rank that is stopped or
+lost; not for a rank that still computes within its limit. Positions are of one moment as far as no
+rank makes progress.
 """
 
 from __future__ import annotations
@@ -26,23 +28,22 @@ from dtensor.daft.diagnosis.seen import Progress, Seen, ThreadSeen, cpu_share
 from dtensor.daft.status import Doing, RankStatus, Status
 
 TIMES = 5.0
-"""A run is late that takes so many times what earlier runs of its program took, ..."""
+"""A run is late if it takes so many times the time of earlier runs of its program, ..."""
 LEAST_S = 5.0  # ... and more than this;
-FIRST_S = 15.0  # a first one, of which nobody knows how long it takes, after this,
-FIRST_COMPUTES_S = 60.0  # and where the one that is waited for computes: it may compile, say
+FIRST_S = 15.0  # a program's first run is late after this,
+FIRST_COMPUTES_S = 60.0  # or this, if the awaited rank computes: it may compile
 SILENT_S = 5.0
-"""A heartbeat this old, of a thread that uses no CPU, means that its process has stopped: frozen
-with its container, say. It comes every 0.25 s."""
-COMPUTES = 0.05  # of a core: less is what a sleeping thread needs to look around
-RUNS = 0.005  # the same, of one that was ready to run both times: on a loaded machine
+"""A heartbeat this old, of a thread that uses no CPU, means that its process has stopped, for
+example in a frozen container. Heartbeats come every 0.25 s."""
+COMPUTES = 0.05  # of a core: a thread that polls in its sleep uses less
+RUNS = 0.005  # the same, if it was ready to run in both samples: on a loaded machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launched:
-    """What does not change while a launch is looked at. `hosts`: the ranks of each, `machines`:
-    where each is, if they are on several; `lines` of the programs that are loaded, by their
-    numbers. `controller`: its thread, seen twice. `patient`: what runs may take as long as it
-    likes, as methods of spawned actors may."""
+    """The constant facts of a launch. `hosts`: the ranks of each, `machines`: the machine of each,
+    if there are several; `lines` of the loaded programs, by their numbers. `controller`: two
+    samples of its thread. `patient`: runs may take any time, as methods of spawned actors may."""
 
     title: str
     pid: int
@@ -54,7 +55,8 @@ class Launched:
 
 
 def limit_s(progress: Progress, *, computes: bool = False) -> float:
-    """How long the run under way may take before it is late; `computes`: who is waited for does."""
+    """How long the current run may take before it is late; `computes`: the awaited rank
+    computes."""
     if progress.usual_s is None:
         return FIRST_COMPUTES_S if computes else FIRST_S
     return max(TIMES * progress.usual_s, LEAST_S)
@@ -65,8 +67,8 @@ def limit_s(progress: Progress, *, computes: bool = False) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Of one host, for the `blockers`, other hosts; `held_back`: they have started all that it
-    waits for, so it is a message that does not come."""
+    """The hosts for which one host waits: its `blockers`. `held_back`: they have started all that
+    it waits for, so a message does not arrive."""
 
     blockers: tuple[int, ...] = ()
     held_back: bool = False
@@ -76,8 +78,8 @@ FOR_NOBODY = Waits()
 
 
 def waits_at(line: ListLine | None, at: Progress, there: Mapping[int, Progress]) -> Waits:
-    """`line`: what stands where it stands; `there`: where the hosts are, those that are looked
-    at."""
+    """The waits of a host at `line`, its position `at`. `there`: the positions of the hosts that
+    are seen."""
     if line is None or line.kind != "wait":
         return FOR_NOBODY
     partners = [(rank, h, position) for rank, h, position in line.partners if h in there]
@@ -91,7 +93,7 @@ def waits_at(line: ListLine | None, at: Progress, there: Mapping[int, Progress])
 def ends_of(
     start: int, waits: Mapping[int, Waits], down: Collection[int] = ()
 ) -> dict[int, tuple[int, ...]]:
-    """Those at which the waits of one end, each with a way there: hosts, from it to that one.
+    """The hosts at which the waits of one end, each with a path there: hosts, from `start` to it.
     `down`: hosts that are stopped or lost."""
     found: dict[int, tuple[int, ...]] = {}
     ways: list[tuple[int, ...]] = [(start,)]
@@ -100,7 +102,7 @@ def ends_of(
         way = ways.pop(0)
         own = waits.get(way[-1], FOR_NOBODY)
         if own.held_back:
-            # one that is stopped holds back what it has half sent
+            # a stopped host holds back a message that it has half sent
             for sender in [h for h in own.blockers if h in down] or own.blockers:
                 found.setdefault(sender, (*way, sender))
         elif own.blockers:
@@ -113,7 +115,7 @@ def ends_of(
     return found
 
 
-# -- what is found ---------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ class _Host:
 
     @property
     def at_work(self) -> bool:
-        """It has a run to end."""
+        """It has an unfinished run."""
         return self.progress.position >= 0 or self.progress.asked > self.progress.run
 
     @property
@@ -144,7 +146,7 @@ class _Host:
 
     @property
     def unknown(self) -> bool:
-        """Whether it waits for somebody itself."""
+        """Whether it is unknown if this host waits for another."""
         unread = self.progress.position >= 0 and self.line is None
         return self.does == "is elsewhere" or (unread and not self.down)
 
@@ -183,7 +185,8 @@ def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) ->
     )
 
 
-# -- what a host does ------------------------------------------------------------------------------
+# -- the state of a host
+# ------------------------------------------------------------------------------
 
 
 def _host(launch: Launched, before: Seen, after: Seen, all_seen: Sequence[Seen]) -> _Host:
@@ -212,21 +215,22 @@ def _host(launch: Launched, before: Seen, after: Seen, all_seen: Sequence[Seen])
     waits = waits_at(line, now, {seen.host: seen.progress for seen in all_seen})
     if waits.blockers and not waits.held_back:
         return is_now("waits", waits)
-    if busy or not waits.blockers:  # it copies what has come
+    if busy or not waits.blockers:  # it copies a message that has arrived
         return is_now("computes" if busy else "sleeps")
     return is_now("waits for a message", waits)
 
 
 def _concerned(host: _Host) -> bool:
-    """Whether anybody would wait for it, or it for somebody."""
+    """Whether it takes part in waits: others may wait for it, or it for others."""
     return host.down or host.at_work
 
 
-# -- who is waited for -----------------------------------------------------------------------------
+# -- the root of the waits
+# -----------------------------------------------------------------------------
 
 
 def _roots(start: int, hosts: Mapping[int, _Host]) -> dict[int, tuple[int, ...]]:
-    """Those at which its waits end, each with a way there: hosts, from it to the root."""
+    """The hosts at which its waits end, each with a path there: hosts, from it to the root."""
     down = [h for h, host in hosts.items() if host.down]
     return ends_of(start, {h: host.waits for h, host in hosts.items()}, down)
 
@@ -236,7 +240,7 @@ def _root(
     hosts: Mapping[int, _Host],
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> int | None:
-    """The one that most wait for; first of all one that is down, or late."""
+    """The host that most wait for; a host that is down, or late, comes first."""
     candidates = sorted({root for own in roots.values() for root in own})
     if not candidates:
         return None
@@ -255,7 +259,7 @@ def _path(
     hosts: Mapping[int, _Host],
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> tuple[int, ...]:
-    """The longest way to it."""
+    """The longest path to the root."""
     if root is None:
         return ()
     ways = [own[root] for own in roots.values() if root in own]
@@ -287,7 +291,7 @@ def _hangs(
 
 
 def _rank(launch: Launched, host: _Host) -> int:
-    """The one of its ranks whose turn it is."""
+    """The rank of the host that runs now."""
     return launch.hosts[host.seen.host][0] if host.line is None else host.line.rank
 
 
@@ -383,13 +387,13 @@ def _reason(
         last = max((host.progress.run for host in hosts.values()), default=-1)
         done = f"since run {last} has ended" if last >= 0 else "yet"
         told = f"; the controller {controller}" if controller else ""
-        return f"Nothing is under way: the ranks were asked for nothing {done}{told}."
+        return f"No run is in flight: the controller has called no rank {done}{told}."
     host = hosts[root]
     name = f"Rank {rank_of[root]}"
     if host.unknown and launch.patient:
-        return "For whom spawned actors wait is not seen from here."
+        return "The waits of spawned actors are not seen from here."
     if host.does == "is elsewhere" and not waiting:
-        return f"{name} is on another machine, and not seen from here; nobody is seen to wait."
+        return f"{name} is on another machine, and not seen from here; no rank is seen to wait."
     if host.does == "is elsewhere":
         ranks = f"{ranks_text(waiting)} {'waits' if len(waiting) == 1 else 'wait'}".capitalize()
         where = "it is on another machine, and not seen from here"
@@ -399,18 +403,18 @@ def _reason(
             f"A message of rank {link[0]} to rank {link[1]} is held back: both have started it, "
             f"and it has not come"
         )
-        # who waits for it waits with its sender, too
+        # the receiver waits for the sender, too
         others = sorted({*waiting, link[1]} - {link[0]})
         return f"{fact}; {_wait_for(others, 'it')}."
     fact = f"{name} {_does(host, ())}"
     if host.unknown:
-        fact += ", and for whom it may wait is not known: the lines of its program are not there"
+        fact += ", and its waits are not known: the lines of its program are missing"
     if host.does == "is idle":
         fact = f"{name} is idle: the controller has not called it"
         fact += f", which {controller}" if controller else ""
     others = _wait_for(waiting, "it") if waiting else "no other rank waits for it"
     if not waiting and not host.at_work:
-        others = "nobody waits for it yet"
+        others = "no rank waits for it yet"
     return f"{fact}; {others}."
 
 

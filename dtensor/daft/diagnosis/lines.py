@@ -1,17 +1,17 @@
-"""What stands at each position of the lists of a program's hosts, as data: who waits there for
-whom, and the user's lines.
+"""The instruction at each position of the lists of a program's hosts, as data: waits, partners, and
+the user's lines.
 
     lines = Lines.of(program, report.lists)
     lines.at(0, 7)        # ListLine(rank=0, index=7, kind="wait", text="wait s", ...)
     lines.at(0, 7).partners                                      # ((1, 1, 4),)
     Lines.read(json.loads(json.dumps(lines.data())))             # the same
 
-Rank 0's host stands at a wait there, and goes on when rank 1 has started what is at position 4 of
-host 1's list.
+Rank 0's host is at a wait there, and continues when rank 1 has started the instruction at position
+4 of host 1's list.
 
 Invariants: plain lists, strings and numbers, so that another process reads them without running
-anything; made once for a program, a line each, at 10 us. It does not know where anybody stands
-(`seen.py`), nor code, buffers or values.
+code; made once for a program, a line each, at 10 us. It knows neither positions of hosts
+(`seen.py`) nor code, buffers or values.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ from dtensor.daft.verification.pairing import (
 
 LineKind: TypeAlias = Literal["call", "start", "wait", "other"]
 Partner: TypeAlias = tuple[int, int, int]
-"""Of a wait: a rank on another host, its host, and the position there that it has to be past."""
+"""A partner of a wait: a rank on another host, its host, and the position there that it must
+pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListLine:
-    """An instruction: `index` counts those of its rank's own list; `source` is the user's line, of
-    a wait that of what it waits for."""
+    """An instruction: `index` counts those of its rank's own list; `source` is the user's line, for
+    a wait the line of its messages."""
 
     rank: int
     index: int
@@ -51,7 +52,7 @@ class ListLine:
 
 
 class Lines:
-    """`known_as`: by rank, what users call it, or nothing."""
+    """`known_as`: by rank, its number for users, or empty."""
 
     def __init__(
         self, program: str, known_as: Sequence[str], sources: Sequence[str], rows: Sequence[Any]
@@ -86,7 +87,7 @@ class Lines:
                     partners = [p for p in found if p[1] != place[site][0]]
                 case _:
                     pass
-            # nobody stands at these, and they are half of a list
+            # no host stays at these, and they are half of a list
             quick = isinstance(instruction, Free | Vote)
             text = type(instruction).__name__.lower() if quick else excerpt(instruction)
             label = next((str(i.label) for i in concerned if i.label is not None), "")
@@ -103,7 +104,7 @@ class Lines:
         return Lines(data["program"], data["known_as"], data["sources"], data["hosts"])
 
     def data(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The lines in JSON's types."""
         return {
             "program": self.program,
             "known_as": list(self.known_as),
@@ -112,7 +113,7 @@ class Lines:
         }
 
     def at(self, host: int, position: int) -> ListLine | None:
-        """None where the list has no such position."""
+        """The instruction at a position; None if the list has no such position."""
         own = self._rows[host] if host < len(self._rows) else ()
         if not 0 <= position < len(own):
             return None

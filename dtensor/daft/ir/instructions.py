@@ -1,4 +1,4 @@
-"""The instructions of a program: what one rank does, one at a time.
+"""The instructions of a program, which a rank runs one at a time.
 
 `Send`, `Recv` and `Collective` *start* and never block; `Wait` completes. Example, rank 0 of a
 program that adds one number over two ranks (`str` gives the same text that `text.py` parses):
@@ -9,18 +9,18 @@ program that adds one number over two ranks (`str` gives the same text that `tex
     free a
 
 A run is undone as a whole, or not at all: each rank votes whether any of its calls has failed, and
-the votes are added up on all ranks before the first of them writes to its state:
+the votes are summed over all ranks before the first of them writes to its state:
 
     ok = vote
     all = all_reduce.sum(ok) over (0, 1) on "tp": f32[] => f32[]
     wait all
-    commit all                 # not 0: from here on no rank calls anything, so nobody writes
+    commit all                 # not 0: from here on no rank makes a call, so none writes
 
-Of each it can be asked which values it reads (``inputs``), makes (``outputs``) and changes in place
-(``writes``), and what it is where these values and ranks are called otherwise (``renamed``).
+Each has the values that it reads (``inputs``), makes (``outputs``) and changes in place
+(``writes``), and a copy with other names of values and ranks (``renamed``).
 
 Invariants: instructions are frozen values; a started operation has one buffer for each value that
-it reads or makes. What needs the whole program to be seen is checked in `verification/verifier.py`.
+it reads or makes. Checks that need the whole program are in `verification/verifier.py`.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ Op: TypeAlias = ReduceOp
 class Buffer:
     """The shape and dtype of a tensor that is sent or received; prints as `f32[2,3]`.
 
-    A `variable` one is flat, and only who sends it knows how long it is: `u8[*]`. Its length goes
-    ahead of it. Collectives have none.
+    A `variable` one is flat, and only its sender knows its length: `u8[*]`. The length is sent
+    first. Collectives have none.
     """
 
     shape: tuple[int, ...]
@@ -79,12 +79,12 @@ class Buffer:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Buffer:
-        """That of a tensor."""
+        """The buffer of a tensor."""
         return Buffer(tuple(tensor.shape), tensor.dtype)
 
 
 WORD = Buffer((), torch.float32)
-"""Of a vote: as a norm's sum of squares, so that one collective takes both."""
+"""The buffer of a vote: like a norm's sum of squares, so that one collective takes both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,8 @@ class Send:
 class Recv:
     """Start receiving `value` from a rank.
 
-    A `lent` value need not have memory of its own: calls read it, and keep no view of it, between
-    its wait and its free, and the rank starts nothing more with its key before that.
+    A `lent` value need not have its own memory: calls read it, and keep no view of it, between its
+    wait and its free, and the rank starts no other message with its key before that.
     """
 
     value: str
@@ -157,12 +157,12 @@ class Collective:
 
     - all_reduce: n inputs, n outputs of the same shapes on all ranks (n > 1: a bucket).
     - all_gather: 1 input (its shape may differ by rank), one output per member, in group order.
-    - reduce_scatter: one input per member, 1 output: the fold of what each contributed to me.
+    - reduce_scatter: one input per member, 1 output: the fold of all members' inputs for this rank.
     - all_to_all: one input for each member, one output from each.
     - broadcast: 1 input on `group[0]` and none elsewhere, 1 output everywhere.
 
-    A sum of floats narrower than 32 bits may come out in float32, in which it is accumulated; one
-    of float32 may come out rounded to such.
+    A sum of floats narrower than 32 bits may have a result in float32, in which it is accumulated;
+    one of float32 may have a rounded narrower result.
     """
 
     kind: Kind
@@ -179,7 +179,7 @@ class Collective:
 
     @property
     def does(self) -> CollectiveKind:
-        """What its kind is."""
+        """The properties of its kind."""
         return COLLECTIVES[self.kind]
 
     def __post_init__(self) -> None:
@@ -218,8 +218,8 @@ class Collective:
 class Wait:
     """Complete the starts that produce (`Recv`, `Collective`) or read (`Send`) these values.
 
-    One output of a collective stands for the whole of it. A value whose start is complete may be
-    waited for again, for nothing.
+    One output of a collective represents all of it. A value whose start is complete may be waited
+    for again, at no cost.
     """
 
     values: tuple[str, ...]
@@ -269,7 +269,7 @@ class Vote:
 @dataclass(frozen=True, slots=True)
 class Commit:
     """The commit point of a rank: `value` is the sum of all votes. If it is not 0, or the rank has
-    failed itself, it makes none of its later calls."""
+    failed itself, the rank makes none of its later calls."""
 
     value: str
     label: Label | None = field(default=None, kw_only=True)
@@ -289,8 +289,8 @@ Instruction: TypeAlias = Call | Send | Recv | Collective | Wait | Free | Vote | 
 Start: TypeAlias = Send | Recv | Collective
 
 Key: TypeAlias = tuple[tuple[int, ...], str, Literal["transfer", "collective"]]
-"""What has an order of its own: (ranks, channel, sort); the ranks of a transfer are (from, to). The
-k-th start of a rank with a key meets the k-th of each other rank of it."""
+"""The key of an order of starts: (ranks, channel, kind); the ranks of a transfer are (from, to).
+The k-th start of a rank with a key meets the k-th start of each other rank of it."""
 
 
 def key_of(rank: int, start: Start) -> Key:
@@ -306,7 +306,7 @@ def key_of(rank: int, start: Start) -> Key:
 
 
 def awaited(start: Start) -> tuple[str, ...]:
-    """The values that a `Wait` names it by."""
+    """The values by which a `Wait` names the start."""
     return (start.value,) if isinstance(start, Send) else start.outputs
 
 

@@ -1,4 +1,4 @@
-"""A `Program`: what each rank of a cluster does in one run, and the code it calls.
+"""A `Program`: the instructions of each rank of a cluster for one run, and the code they call.
 
 Example, two ranks, rank 0 squares `x` and sends it on:
 
@@ -23,14 +23,13 @@ source text that an actor compiles once.
 Invariants (checked by `verification/verifier.py`, not here): no run can hang; every value is
 defined before use and freed once, except inputs (fed each run, dropped at its end), outputs
 (returned, then dropped) and state (in the actor's table from run to run). A `Call` may return a
-value that shares storage with an input or state: where `shares` says so, no write to it is seen by
-who reads the other; writing to what no one says it of is its author's business.
-`forward` takes positional arguments and returns a tuple, one item per output of the `Call`. A frame
-of the built code has the file name `<dtensor NAME>`, so that a traceback through it leads to
-`lines`, the user's own. A function pickles, with torch operators among the bindings too.
+value that shares storage with an input or state: if `shares` declares it, readers of one see no
+write to the other; undeclared sharing is the author's responsibility. `forward` takes positional
+arguments and returns a tuple, one item per output of the `Call`. A frame of the built code has the
+file name `<dtensor NAME>`, so that a traceback through it leads to `lines`, the user's own. A
+function pickles, with torch operators among the bindings too.
 
-It knows nothing of backends, nor of what the values mean. It does not optimise, trace, or check
-what the code does.
+It knows neither backends nor the meaning of values. It does not optimise, trace, or check the code.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class RankProgram:
     state.
 
     `shares` are (value, other): a value that a `Call` returns, and an input or state whose storage
-    it may share; all other values have storage of their own. `changed` are inputs that outlive
-    the run, as state does: who gave them has them changed. `replayable` are those of them, and of
-    state, that may be written before the commit point: a run that failed may leave them written,
-    and the same run, made again, gives what it would have given.
+    it may share; all other values have their own storage. `changed` are inputs that outlive the
+    run, like state: the caller sees their changes. `replayable` are those of them, and of state,
+    that may be written before the commit point: a failed run may leave them written, and its
+    repetition has the same results.
     """
 
     instructions: tuple[Instruction, ...]
@@ -74,7 +73,7 @@ class RankProgram:
 
     @property
     def lasting(self) -> frozenset[str]:
-        """The values that a run leaves to others: state, and inputs that it changes."""
+        """The values that outlive a run: state, and inputs that it changes."""
         return frozenset((*self.state, *self.changed))
 
     def __repr__(self) -> str:
@@ -88,8 +87,8 @@ class RankProgram:
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Program:
     """A list for each of `ranks`, and the `functions` that these call, by name. `stage_of[rank]` is
-    its pipeline stage, which errors name, as they do `known_as[rank]`, what its users call the
-    rank: by default as it is here."""
+    its pipeline stage, which errors name, like `known_as[rank]`, the rank's number for users: by
+    default its number here."""
 
     name: str
     ranks: tuple[RankProgram, ...]
@@ -106,7 +105,7 @@ class Program:
 
     @property
     def size(self) -> int:
-        """The number of ranks, those included that take no part."""
+        """The number of ranks, including those that take no part."""
         return len(self.ranks)
 
     @property
@@ -148,10 +147,10 @@ class Program:
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Function:
     """Python source that defines `forward`, with the globals (`bindings`) that it needs. `name`:
-    what calls name it by.
+    its name in calls.
 
     `lines[i]` is the user's line ("gpt.py:41: x = self.up(x)") for line i + 1 of `source`. `body`:
-    the code as records, of which both are made; None where nothing more is known of it.
+    the code as records, from which both are made; None if there are no records.
     """
 
     name: str
@@ -162,7 +161,7 @@ class Function:
 
     @staticmethod
     def straight(name: str, body: Body, bindings: Mapping[str, object]) -> Function:
-        """Of straight-line code."""
+        """A function of straight-line code."""
         bound = tuple(sorted(bindings.items(), key=lambda item: item[0]))
         return Function(
             name=name, source=body.source, bindings=bound, lines=body.user_lines, body=body
@@ -170,8 +169,8 @@ class Function:
 
     @staticmethod
     def of(fn: Callable[..., object], name: str | None = None) -> Function:
-        """Wrap ``fn``, which actors can import; ``name`` is by default its own. It returns a tuple,
-        as every `forward` does."""
+        """Wrap ``fn``, which actors can import; ``name`` is by default its own name. It returns a
+        tuple, as every `forward` does."""
         return Function(
             name=name if name is not None else fn.__qualname__,
             source="forward = wrapped",
@@ -179,7 +178,7 @@ class Function:
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self.body is not None:  # the text is made of it where it comes
+        if self.body is not None:  # the receiver makes the text from it
             return Function.straight, (self.name, self.body, dict(self.bindings))
         return _function, (self.name, self.source, self.bindings, self.lines)
 
@@ -192,11 +191,11 @@ class Function:
 
     @property
     def statements(self) -> tuple[CodeLine, ...]:
-        """Those of its body; none where there is none."""
+        """The lines of its body; empty without one."""
         return () if self.body is None else self.body.lines
 
     def build(self) -> Built:
-        """The function that the source defines. ValueError where that is none."""
+        """The function that the source defines. ValueError if it defines none."""
         code = compile(self.source, self.filename, "exec")
         text = self.source.splitlines(keepends=True)
         linecache.cache[self.filename] = (len(self.source), None, text, self.filename)
@@ -207,7 +206,7 @@ class Function:
         return cast(Built, namespace["forward"])
 
     def user_line(self, error: BaseException) -> str | None:
-        """The user's line that `error` was raised under; None where the table has none."""
+        """The user's line under which `error` was raised; None if the table has none."""
         found: str | None = None
         for frame in traceback.extract_tb(traceback_of(error)):
             number = frame.lineno
@@ -220,7 +219,8 @@ def _function(name: str, source: str, bindings: Any, lines: Any) -> Function:
     return Function(name=name, source=source, bindings=bindings, lines=lines)
 
 
-# Operators do not pickle by themselves (their bound schema is a C++ object): they go by name.
+# Operators do not pickle by themselves (their bound schema is a C++ object): they are pickled by
+# name.
 def _overload(name: str, overload: str) -> object:
     return getattr(op_packet(name), overload)
 

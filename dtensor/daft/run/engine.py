@@ -6,25 +6,25 @@
 
 `begin`, `step` for each position, `finish` do the same, one instruction at a time.
 
-A `Call` that raises spoils its rank for the rest of the run, and ends nothing: the rank goes on
-through its list, calls nothing, and sends zeros of the declared shapes where it has no value, so
-that nobody waits for it. At the commit point all ranks hear of it and are spoiled too, before any
-has written state. `run` then gives `Undone`, and the next run finds all as it was. That holds for
-programs with a commit point, and for those that write no state. In others, and after a rank has
-voted, what is half written is lost, and the error is raised; unless `undoes`, and all ranks of the
-program are here: then they go on in the same way, all of them, and `late` says that what they wrote
-is to be undone (`worker.py`).
+A `Call` that raises spoils its rank for the rest of the run, and does not end the run: the rank
+continues through its list, calls nothing, and sends zeros of the declared shapes where it has no
+value, so no rank waits for it. At the commit point all ranks learn of it and are spoiled too,
+before any has written state. `run` then returns `Undone`, and the next run finds all state
+unchanged. That holds for programs with a commit point, and for those that write no state. In
+others, and after a rank has voted, half-written state is lost, and the error is raised; but if
+`undoes`, and all ranks of the program are here, all of them continue in the same way, and `late`
+says that their writes must be undone (`worker.py`).
 
-Invariants: the program is verified, so no step looks for what is not there. Of the table it
-touches its state alone: all other values of a run are its own (`values`), so that programs on the
-same ranks may use the same names. Functions are built once. Steps run under `no_grad` with one
-kernel thread. `Free`, `finish` and overwriting drop the reference and no other is kept. What a
-`Call` raises becomes a `TaskError`, what a transfer raises a `CommunicationError`, both with the
-user's line; a SystemExit, too, but nothing that is meant for the process (`raised.py`). Where all
-ranks of a program are here, they need no messages to agree: sums of votes alone are left out.
+Invariants: the program is verified, so no step checks for missing values. In the table it changes
+only its state: all other values of a run are its own (`values`), so that programs on the same ranks
+may use the same names. Functions are built once. Steps run under `no_grad` with one kernel thread.
+`Free`, `finish` and overwriting drop the reference and no other is kept. An exception of a `Call`
+becomes a `TaskError`, one of a transfer a `CommunicationError`, both with the user's line; so does
+a SystemExit, but no exception that is meant for the process (`raised.py`). Where all ranks of a
+program are here, they need no messages to agree: sums of votes alone are left out.
 
-It does not copy inputs or outputs, and after an error the values are left as they are: the cluster
-that owns the table does both.
+It does not copy inputs or outputs, and after an error the values stay as they are: the cluster that
+owns the table does both.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from dtensor.signals import act, keep, noted
 
 Table: TypeAlias = dict[tuple[int, str], object]
 Place: TypeAlias = tuple[Table, tuple[int, str]]
-"""Where a value is: the table that it is in, and its key there."""
+"""The place of a value: its table, and its key there."""
 Inputs: TypeAlias = dict[int, dict[str, object]]
 """Values fed to each rank. A run takes them out, so that `Free` drops the last reference."""
 Step: TypeAlias = Callable[[], None]
@@ -84,9 +84,9 @@ CPU = torch.device("cpu")
 
 
 class Engine:
-    """`device`: of the ranks here, and of what they send in place of values that were not made.
-    `number`: of the program, among those that its hosts load over this transport. `undoes`: who
-    owns the table can make it again what it was; `late`: it has to, after the run that ended."""
+    """`device`: of the ranks here, and of the zeros that they send in place of missing values.
+    `number`: of the program, among those that its hosts load over this transport. `undoes`: the
+    table's owner can restore it; `late`: it must, after the run that ended."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Engine:
         self.sites: tuple[Site, ...] = program.sites
         self.values: Table = {}  # of the run: all but state
         self._table = table
-        # first: others find this host's part, whatever else fails here
+        # first: other hosts find this host's part, even if it fails later
         self._prepared = transport.prepare(program, number)
         self._device = device
         self._state = frozenset(
@@ -122,7 +122,7 @@ class Engine:
         self.late: bool = False
         self._stamps: Stamps | None = None  # of timed runs
         self._stamped: list[Step] = []
-        # of the run under way
+        # of the current run
         self._running = self._steps
         self._keeps = False
         self._spoiled: set[int] = set()
@@ -196,7 +196,7 @@ class Engine:
                     self._failed(positions[at], error)
 
     def _act(self, position: int) -> None:
-        """A signal has come: it is handled here, where the run can still be undone."""
+        """Handle a signal here, where the run can still be undone."""
         rank, index = self.sites[position]
         undoes = not (self._undoes or (self._leaks and self._keeps) or self._spoiled)
         if undoes and index < self._undoable[rank]:
@@ -207,7 +207,7 @@ class Engine:
                 raise CutShort(reason_of(error)) from None
 
     def _failed(self, position: int, error: BaseException) -> None:
-        """Spoil the rank, whose step here is made again as that of a spoiled one; or raise."""
+        """Spoil the rank, and repeat its step here as that of a spoiled rank; or raise."""
         if interrupts(error):
             raise error
         rank, index = self.sites[position]
@@ -222,7 +222,7 @@ class Engine:
             if not ours or (late and not self._undoes):
                 raise fault from fault.__cause__
             self._faults.append(Fault((rank, index), fault))
-            if late:  # nothing that it would make is needed
+            if late:  # none of its results is needed
                 self.late = True
                 for other in {site[0] for site in self.sites} - self._spoiled - {rank}:
                     self._spoil(other)
@@ -236,7 +236,7 @@ class Engine:
         ]
 
     def abandon(self) -> None:
-        """The run under way will not be ended."""
+        """The current run will not be ended."""
         self.values.clear()
         self._pending.clear()
         self._running, self._spoiled, self._faults, self.late = self._steps, set(), [], False
@@ -304,7 +304,7 @@ class Engine:
                 assert_never(instruction)
 
     def _prepare_spoiled(self, site: Site, step: Step) -> Step:
-        """What a rank does there that has failed: all but to call and to look at votes."""
+        """The step of a spoiled rank: everything except calls and reads of votes."""
         rank, _ = site
         instruction = instruction_at(self.program, site)
         match instruction:
@@ -326,7 +326,7 @@ class Engine:
                 assert_never(instruction)
 
     def _sums_of_votes(self) -> frozenset[Site]:
-        """Collectives of nothing but votes, and the waits for them alone."""
+        """Collectives of only votes, and the waits for only them."""
         found: set[Site] = set()
         words: set[tuple[int, str]] = set()
         for site in self.sites:
@@ -385,7 +385,7 @@ class Engine:
         return run
 
     def _or_zeros(self, value: object, buffer: Buffer, name: str) -> torch.Tensor:
-        """Zeros, for they are in range of everything that whoever gets them may look up."""
+        """Zeros, for they are in range of every lookup of a receiver."""
         if isinstance(value, torch.Tensor) and buffer.accepts(value):
             return value
         return torch.zeros(buffer.shape, dtype=buffer.dtype, device=self._device)
@@ -436,7 +436,8 @@ def _undoable(program: HostProgram, ranks: Sequence[int]) -> dict[int, int]:
 def describe(
     program: Program | HostProgram, site: Site, reason: str, line: str | None = None
 ) -> Failure:
-    """The facts about an instruction; its user's line, or that of what it waits for."""
+    """The facts about an instruction; its user's line, or the line of the message that it waits
+    for."""
     rank, index = site
     instructions = program.ranks[rank].instructions
     instruction = instructions[index]
@@ -460,7 +461,7 @@ def describe(
 
 @contextmanager
 def local_execution() -> Generator[None]:
-    """No autograd, and no autocast of the caller, for programs have their own casts; one kernel
+    """No autograd, and no autocast from the caller, for programs have their own casts; one kernel
     thread: the number of threads changes the bits of a sum."""
     threads = torch.get_num_threads()
     if threads != 1:

@@ -1,20 +1,21 @@
-"""What the engine asks of a transport, and the one among ranks of one process.
+"""The engine's interface to transports, and the transport among ranks of one process.
 
-A transport starts transfers and collectives; each start gives a `Pending`, whose `wait` gives the
-values made (none for a send). `LocalTransport` serves ranks of one process, `ExchangeTransport`
+A transport starts transfers and collectives; each start returns a `Pending`, whose `wait` returns
+the results (none for a send). `LocalTransport` serves ranks of one process, `ExchangeTransport`
 (`ray/transports/exchange.py`) ranks of several, over gloo or NCCL, and `SameHostTransport`
 (`ray/transports/same_host.py`) those of one host, through memory. A program's starts are `Prepared`
-when it is loaded, so that one that is made each step looks nothing up.
+when it is loaded, so that a start in a step needs no look-up.
 
-`TRANSPORTS` says which connects ranks on a type of device, in one process or on several hosts:
+`TRANSPORTS` has the transport that connects ranks on a type of device, in one process or on several
+hosts:
 
     register_transport("cpu", "hosts", connect)     # connect(Meeting(...)) -> a Transport
 
-Processes that connect after that use it; on Ray the function goes to the hosts.
+Processes that connect after that use it; on Ray the function is sent to the hosts.
 
-Invariants: a start never blocks; the tensors handed to it stay unchanged until its `wait` (the
-verifier sees to that); what `wait` returns is contiguous and shares no storage with anything.
-Reductions are `numerics.fold` in group order, so that every transport gives the same bits.
+Invariants: a start never blocks; its tensors stay unchanged until its `wait` (the verifier ensures
+that); the results of `wait` are contiguous and share no storage with other tensors. Reductions are
+`numerics.fold` in group order, so that every transport gives the same bits.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Prepared:
 
 class Transport(ABC):
     def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
-        """Make ready for a program. All processes that run a part of it prepare it, under this
-        `number`, which no other program has."""
+        """Prepare a program. All processes that run a part of it prepare it, under this `number`,
+        which no other program has."""
         begins: dict[Site, Begin] = {}
         for site in program.sites:
             instruction = instruction_at(program, site)
@@ -69,15 +70,15 @@ class Transport(ABC):
         return Prepared(begins)
 
     def open(self, tags: Mapping[Key, int]) -> None:  # noqa: B027 - most need nothing
-        """Make ready for the keys of a program that is about to be loaded and that cross hosts, by
-        the controller's numbers of them; all hosts do, in one order."""
+        """Prepare the keys of a program that is about to be loaded and that cross hosts, by the
+        controller's numbers of them; all hosts do, in one order."""
 
     def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:  # noqa: B027
         """`told`: takes the rank that a wait begins to wait for, -1 when it does not wait."""
 
     @abstractmethod
     def begin(self, rank: int, start: Start) -> Begin:
-        """What starts this instruction of a rank's, once for each run."""
+        """The function that starts this instruction of a rank, once for each run."""
 
     @abstractmethod
     def close(self) -> None:
@@ -86,12 +87,12 @@ class Transport(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """What a process knows when it connects its `ranks` to those of the others.
+    """The data with which a process connects its `ranks` to those of the others.
 
-    Of several hosts: `index` is this one's number, `host_of` that of each rank's; `store` is at the
-    controller, of this meeting alone, and `meet` writes a text under `here<index>` in it and
+    For several hosts: `index` is this one's number, `host_of` each rank's host; `store` is at the
+    controller, for this meeting alone, and `meet` writes a text under `here<index>` in it and
     returns when all hosts have. `address`: the controller's; `secret`: the launch's; `patience_s`:
-    after which none waits for one that is lost, if the controller is lost too.
+    the time after which no process waits for a lost one, if the controller is lost too.
     """
 
     ranks: tuple[int, ...]
@@ -104,7 +105,7 @@ class Meeting:
     patience_s: float = 60.0
 
     def of_hosts(self) -> tuple[Store, Callable[[str], None]]:
-        """Where hosts meet, and how."""
+        """The store where hosts meet, and the function to meet."""
         assert self.store is not None and self.meet is not None, "the ranks are in one process"
         return self.store, self.meet
 
@@ -114,35 +115,35 @@ Locality: TypeAlias = Literal["process", "hosts"]
 """Whether all ranks are in one process, or in those of several hosts."""
 
 TRANSPORTS: dict[tuple[str, Locality], Connect] = {}
-"""By the type of device and where the ranks are."""
+"""Transports by the type of device and the ranks' locality."""
 
 
 def register_transport(device: str, locality: Locality, connect: Connect) -> Connect:
-    """Use what ``connect`` gives, wherever ranks are connected from now on."""
+    """Use ``connect`` wherever ranks are connected from now on."""
     TRANSPORTS[device, locality] = connect
     return connect
 
 
 class Undeclared(ValueError):
-    """A value that is not what its program declares: a fault of the code that made it."""
+    """A value that differs from its program's declaration: a fault of the code that made it."""
 
 
 def check_value(value: object, buffer: Buffer, name: str) -> Tensor:
-    """The value, if it is the tensor that was declared."""
+    """The value, if it is the declared tensor."""
     if not isinstance(value, Tensor):
         raise Undeclared(
             f"Only tensors are sent, {name!r} is a {type(value).__name__}; declared: {buffer}."
         )
     if not buffer.accepts(value):
         raise Undeclared(
-            f"The value {name!r} is not what was declared: it is "
+            f"The value {name!r} differs from its declaration: it is "
             f"{value.dtype}{list(value.shape)}, declared is {buffer}."
         )
     return value
 
 
 class _Meeting:
-    """One transfer or collective: what its members have brought, then the results of each."""
+    """One transfer or collective: its members' inputs, then the results of each."""
 
     __slots__ = ("missing", "parts", "results")
 
@@ -153,7 +154,7 @@ class _Meeting:
 
 
 class _Seat(Pending):
-    """A member's results of a meeting. Not a dataclass: one is made for each start, in a hurry."""
+    """A member's results of a meeting. Not a dataclass, for speed: one is made for each start."""
 
     __slots__ = ("at", "meeting")
 
@@ -165,7 +166,7 @@ class _Seat(Pending):
         meeting = self.meeting
         if meeting.missing:
             raise RuntimeError(f"A wait would block: {meeting.missing} ranks have not started.")
-        # a meeting is complete when its results are there, so each member takes its own once
+        # a meeting is complete when its results exist, so each member takes its own once
         taken, meeting.results[self.at] = meeting.results[self.at], ()
         return taken
 
@@ -182,11 +183,11 @@ class _Channel:
 
 
 class LocalTransport(Transport):
-    """Among ranks of one process: plain tensor operations on whatever device they use.
+    """Among ranks of one process: plain tensor operations on their device.
 
     Ranks 0 and 1 each start an all_reduce; the second start computes both results, and each rank's
     `wait` takes its own. Waits never block, as the merged list puts them after the starts that they
-    need; one that would have to is an error. Every result is a copy, so that ranks never share
+    need; one that would block is an error. Every result is a copy, so that ranks never share
     storage. It is not safe for several threads.
     """
 
@@ -223,7 +224,7 @@ class LocalTransport(Transport):
 
 
 def connect_process(meeting: Meeting) -> Transport:
-    """Among ranks of one process."""
+    """The transport among ranks of one process."""
     return LocalTransport()
 
 
@@ -233,7 +234,7 @@ for _device in ("cpu", "cuda"):
 
 def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
     """Each member's results from each member's inputs, both in group order."""
-    if collective.op is not None and not collective.does.divided:  # one fold is all's result
+    if collective.op is not None and not collective.does.divided:  # one fold is the result of all
         first = combined(collective, parts)
         return [first, *(tuple(map(copied, first)) for _ in parts[1:])]
     results: list[tuple[Tensor, ...]] = []
@@ -250,12 +251,12 @@ def contribution(collective: Collective, values: Sequence[Tensor], member: int) 
 
 
 def combined(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-    """A member's results from what each member contributes to it, in group order: a left fold, or
-    the parts as they are."""
+    """A member's results from each member's contribution to it, in group order: a left fold, or the
+    parts themselves."""
     if collective.op is None:
         return tuple(tensor for part in parts for tensor in part)
     op, columns = collective.op, zip(*parts, strict=True)
-    outs = collective.out_buffers  # a sum may come out wider
+    outs = collective.out_buffers  # a sum may have a wider dtype
     return tuple(fold(column, op, out.dtype) for column, out in zip(columns, outs, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""One host's table of values and loaded programs: what an actor is, without the actor.
+"""One host's table of values and its loaded programs: an actor's state, without the actor.
 
 The in-process cluster has one that hosts all ranks; each Ray actor has one for its own.
 
@@ -7,22 +7,23 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
     worker.load(7, HostProgram.whole(program, sites))
     worker.run(HostRun(7, 0, {0: {"x": torch.ones(2)}, 1: {}}))       # {0: {"y": tensor}, 1: {}}
 
-What a run is to keep stays in the table; what of it is also to be `returned` comes back besides, as
-a copy of its own. What nobody needs any more is dropped first, by the message of a put or a run.
+Outputs that a run keeps stay in the table; those that are also `returned` come back too, as
+separate copies. The message of a put or a run first drops values that are not needed any more.
 
-A run that failed, and was undone, leaves nothing but `Spoiled` under the names of outputs that it
-was to keep, where there was no value before. Runs may be counted (`Counted`): an input is then the
-number of the run among those that were not undone, whether the controller knows of all that were or
-not; for it may be two runs ahead. Numbers of runs come with them: a host need not have all.
+A run that failed, and was undone, leaves only `Spoiled` under the names of outputs that it should
+have kept, where there was no value before. Runs may be counted (`Counted`): an input is then the
+number of the run among those that were not undone, even if the controller, which may be two runs
+ahead, does not know of all undone runs yet. Numbers of runs come with them: a host need not have
+all.
 
-With `snapshots`, puts, deletes and runs are changes with a number each, and the table can be again
-what it was after one of the last (`roll_back`); a run all of whose ranks are here is undone
-wherever a call of it fails.
+With `snapshots`, puts, deletes and runs are changes with a number each, and the table can return to
+its state after one of the last (`roll_back`); a run all of whose ranks are here is undone wherever
+a call of it fails.
 
 Invariants: tensors come in and go out as contiguous copies, in on the worker's device and out on
-the CPU; nothing outside aliases the table. Where whoever asks for a run waits for its end, its
-inputs may be `lent`: they are read where they are, but for those that a call writes to. It is used
-by one thread at a time.
+the CPU; nothing outside aliases the table. If the caller of a run waits for its end, its inputs may
+be `lent`: they are read without a copy, except those that a call writes to. One thread uses a
+worker at a time.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ NOTHING_DROPPED: Names = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """A run is one of `key`; its number is fed as `input`, where the program has that input.
+    """A run counts under `key`; its number is fed as `input`, where the program has that input.
 
-    The controller numbers runs without those of `key` that were undone and that it knows of,
-    `known` of them; the ranks, who know of all, take off the others. `takes` says that this run has
-    a number of its own: if it is undone, its number is the next one's. `since`: the ranks count the
-    undone from that run on, and `known` is without those before it (`cluster/counting.py`).
+    The controller numbers runs, leaving out those of `key` that it knows were undone, `known` of
+    them; the ranks know all undone runs, and subtract the others. `takes`: this run consumes a
+    number; if it is undone, the next run gets its number. `since`: the ranks count the undone runs
+    from that run on, and `known` excludes those before it (`cluster/counting.py`).
     """
 
     key: str
@@ -68,10 +69,10 @@ class Counted:
 
 
 class HostRun(NamedTuple):
-    """A run as one host is told of it: its `number`, the `program`, the `inputs` of its ranks.
+    """A run as the message to one host: its `number`, the `program`, the `inputs` of its ranks.
 
-    `keep`, `counted`, `returned` and `drop` are those of `Cluster.run`; `timed`: its outputs have
-    those of `run/stamps.py`, too; `change`: what it is to the host's table.
+    `keep`, `counted`, `returned` and `drop` are those of `Cluster.run`; `timed`: its outputs
+    include those of `run/stamps.py`; `change`: the change of the host's table.
     """
 
     program: int
@@ -85,8 +86,8 @@ class HostRun(NamedTuple):
     change: TableChange = UNNUMBERED
 
     def plain(self) -> tuple[Any, ...]:
-        """In plain tuples and dicts, as it goes to another process: a pickled dataclass takes four
-        times as long. The inverse of `of`."""
+        """Plain tuples and dicts, for another process: a pickled dataclass takes four times as
+        long. The inverse of `of`."""
         counted, change = self.counted, self.change
         return (
             self.program,
@@ -109,13 +110,13 @@ class HostRun(NamedTuple):
 
 
 MOST_UNDONE = 64
-"""Runs that were undone of which a host remembers why."""
+"""Number of undone runs whose reason a host remembers."""
 
 
 class Worker:
-    """`counter[0]` is always the position in the list that runs. `lent`: of inputs.
-    `snapshots`: where copies of the table's values go; what a dead host's process has left there is
-    in the table after `roll_back`."""
+    """`counter[0]` is always the position in the list that runs. `lent`: inputs are lent.
+    `snapshots`: the store of copies of the table's values; the rest of a dead host's process there
+    is restored by `roll_back`."""
 
     def __init__(
         self,
@@ -133,11 +134,11 @@ class Worker:
         self.engines: dict[int, Engine] = {}
         self.counter = memoryview(bytearray(8)).cast("q") if counter is None else counter
         self._lent = lent
-        self._written: dict[int, frozenset[str]] = {}  # by program: what its calls write to
+        self._written: dict[int, frozenset[str]] = {}  # by program: names that its calls write to
         self._table: Table = {}
         self._undoing = None if snapshots is None else Undoing(self._table, snapshots)
-        self._now = HostRun(-1, -1, {})  # the run under way, or the last one
-        self._has_failed = False  # that before the next
+        self._now = HostRun(-1, -1, {})  # the current run, or the last one
+        self._has_failed = False  # so did the last run
 
     def put(
         self, values: Values, drop: Names = NOTHING_DROPPED, change: TableChange = UNNUMBERED
@@ -164,7 +165,7 @@ class Worker:
         return self._counters.undone
 
     def undone_since(self, key: str, since: int) -> list[int]:
-        """The runs that are counted under `key` and were undone, as far as is known here."""
+        """The undone runs that counted under `key`, as far as this host knows."""
         return [run for run in self._counters.runs.get(key, ()) if run >= since]
 
     @property
@@ -184,10 +185,10 @@ class Worker:
         return 0 if self._undoing is None else self._undoing.snapshots.ended
 
     def roll_back(self, to: int) -> int:
-        """The table, and what is known of runs that were undone, bit for bit as right after the
-        last change here whose number is at most ``to`` and that was taken; its number. What
-        replayable writes wrote stays as it is, unless another change wrote it since. A run under
-        way is forgotten; what of it is still in connections is not this one's to know.
+        """Restore the table, and the records of undone runs, bit for bit as right after the last
+        taken change here whose number is at most ``to``; returns its number. Values of replayable
+        writes stay as they are, unless another change wrote them since. The current run is
+        forgotten; the caller must clear its messages from connections.
 
         ValueError if that state is not kept any more, or there are no snapshots.
         """
@@ -219,14 +220,14 @@ class Worker:
         del self._written[handle]
 
     def run(self, run: HostRun) -> dict[int, dict[str, object]] | Undone:
-        """The outputs of the hosted ranks that are fed: those that are not kept, and of these the
-        `returned`."""
+        """The outputs of the hosted ranks that take part: those that are not kept, and the
+        `returned` ones."""
         fed = self._begin(run)
         engine = self.engines[run.program]
         return self._out(engine.run(fed, self.counter, timed=run.timed, keeps=bool(run.keep)))
 
     def undo(self, run: HostRun, *, failure: Failure) -> Undone:
-        """In place of `run`: it was undone, of this failure of a call."""
+        """Called instead of `run`, for a run that was undone because of this failure of a call."""
         self._begin_change(run)
         rank, index = failure.rank, failure.index
         faults: tuple[Fault, ...] = ()
@@ -246,7 +247,7 @@ class Worker:
         return self._out(engine.finish(tuple(engine.program.ranks)))
 
     def join(self, ranks: tuple[int, ...]) -> None:
-        """These are here from now on: those that were, and new ones."""
+        """Host these ranks from now on: the present and new ones."""
         self.ranks = ranks
 
     def close(self) -> None:
@@ -257,7 +258,7 @@ class Worker:
         self.transport.close()
 
     def _begin_change(self, run: HostRun) -> None:
-        if self._has_failed:  # an exception and its frames are a cycle, with what a run computed
+        if self._has_failed:  # an exception and its frames are a cycle, which keeps values of a run
             self._has_failed = False
             gc.collect()
         if self._undoing is not None:
@@ -266,7 +267,7 @@ class Worker:
         self._now = run
 
     def _begin(self, run: HostRun) -> dict[int, dict[str, object]]:
-        """What its ranks are fed."""
+        """The inputs of its ranks."""
         self._begin_change(run)
         written, counted = self._written[run.program], run.counted
         fed = {
@@ -289,7 +290,7 @@ class Worker:
         return fed
 
     def _lend(self, value: object) -> object:
-        """A tensor that is as a copy would be: itself."""
+        """The tensor itself, if a copy would have the same form; else a copy."""
         if isinstance(value, torch.Tensor) and is_on(value, self.device):
             plain = not (value.is_inference() or value.is_conj() or value.is_neg())
             if plain and value.is_contiguous():
@@ -299,7 +300,7 @@ class Worker:
     def _out(
         self, results: dict[int, dict[str, object]] | Undone
     ) -> dict[int, dict[str, object]] | Undone:
-        """What goes back; kept outputs go into the table, as copies that nothing else changes."""
+        """The results that go back; kept outputs go into the table, as private copies."""
         if isinstance(results, Undone):
             return self._undo(results)
         keep, returned = self._now.keep, self._now.returned
@@ -329,7 +330,7 @@ class Worker:
         runs = dict(before.runs)
         if counted and counted.takes:
             runs[counted.key] = (*runs.get(counted.key, ()), run)
-        # What stays here holds no frames: their locals are the activations of the run.
+        # The record holds no frames: their locals are the activations of the run.
         kept = Undone(tuple(replace(f, error=detached(f.error)) for f in faults), run, handle)
         self._table[COUNTERS] = Counters((*before.undone, kept)[-MOST_UNDONE:], runs)
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
@@ -353,7 +354,7 @@ class Worker:
 
 
 def is_on(value: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is there; ``cuda`` without a number is the current GPU."""
+    """Whether a tensor is on ``device``; ``cuda`` without a number is the current GPU."""
     there = value.device
     if there == device:
         return True
@@ -363,7 +364,7 @@ def is_on(value: torch.Tensor, device: torch.device) -> bool:
 
 
 def copy_to(value: object, device: torch.device) -> object:
-    """A contiguous copy of a tensor on `device`; anything else as it is."""
+    """A contiguous copy of a tensor on `device`; other values are returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     if is_on(value, device):  # half the time of `to`

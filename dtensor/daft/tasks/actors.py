@@ -4,18 +4,18 @@
         a, b = daft.spawn(ModelA, width=64), daft.spawn(ModelB, name="critic")
         b.execute(a.execute(x)).get()            # the tensor goes from a's process to b's
 
-Interpreted, that is, outside `daft.compile`, a task is dispatched when Python reaches it: on Ray it
-is one call to the actor's process that nobody waits for; in-process it runs at once. Futures may
-stand anywhere in the arguments.
+Interpreted, that is, outside `daft.compile`, a task is dispatched when Python reaches it: on Ray as
+one asynchronous call to the actor's process; in-process it runs at once. Arguments may contain
+futures anywhere.
 
-A `Session` is what `launch` starts: actors, the order of their tasks, and what became of them.
-What is the same in every backend is here: checks, names, numbers, failures that nobody has read.
-The rest is `local_session.py` and `ray/actors/session.py`.
+`launch` starts a `Session`: it has actors, the order of their tasks, and their results. This file
+has the parts that all backends share: checks, names, numbers, unread failures. The rest is
+`local_session.py` and `ray/actors/session.py`.
 
-Invariant: tasks have one order, that of their calls, in which each depends only on those before;
-every process sees its part of that order.
+Invariant: tasks have one order, the order of their calls, in which each depends only on earlier
+ones; every process sees its part of that order.
 
-It does not restart actors, and actors do not call actors: the controller says who does what.
+A session does not restart actors, and actors do not call actors: only the controller makes calls.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Recorder(Protocol):
 
 recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 sessions: list[Session | Callable[[], Session]] = []
-"""The innermost last; or what makes it where somebody asks for it."""
+"""The open sessions, the innermost last; a function stands for one that is made on first use."""
 
 
 class Session(FutureOwner):
-    """What `launch` starts. `calls` counts the calls to actors' processes; `bytes_sent` and
-    `bytes_received` the bytes of values that the controller itself sent and got."""
+    """A launch of actors. `calls` counts the calls to actors' processes; `bytes_sent` and
+    `bytes_received` the bytes of values that the controller itself sent and received."""
 
     def __init__(self) -> None:
         self.calls: int = 0
@@ -76,18 +76,18 @@ class Session(FutureOwner):
         # tasks have one order, the same in every process
         self.lock: threading.RLock = threading.RLock()
         self.closed: bool = False
-        self.opened_at: str = ""  # the user's line, of a launch of actors alone
+        self.opened_at: str = ""  # the user's line, for a launch of actors alone
         self._raised: set[tuple[str, ...]] = set()
         self.abandoned: deque[TaskFuture] = deque()  # streams; finalizers append
 
     def room(self, nbytes: int) -> Tensor:
-        """Where the message of an argument is put."""
+        """The buffer for the message of an argument."""
         return own_room(nbytes)
 
-    # -- what a backend does --------------------------------------------------------------------
+    # -- methods of a backend --------------------------------------------------------------------
     @abstractmethod
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
-        """Start a process for actors; its number."""
+        """Start a process for actors; returns its number."""
 
     @abstractmethod
     def create(
@@ -104,24 +104,25 @@ class Session(FutureOwner):
 
     @abstractmethod
     def load(self, frozen: Frozen) -> int:
-        """Ship a program to the processes that take part; its number."""
+        """Ship a program to the processes that take part; returns its number."""
 
     @abstractmethod
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
-        """One call to each process; the futures of the program's results. `None`: not used."""
+        """One call to each process; the futures of the program's results. An input of `None` is not
+        used."""
 
     @abstractmethod
     def end(self, actor: ActorInfo, failure: Failure) -> None:
-        """End the process of an actor; futures of what lives there fail so."""
+        """End the process of an actor; futures of values in it fail with `failure`."""
 
     @abstractmethod
     def failures(self) -> list[DaftError]:
-        """What failed in methods, and the actors lost, so far; waits for all tasks."""
+        """The failures of methods, and the lost actors, so far; waits for all tasks."""
 
     @abstractmethod
     def stop(self) -> None: ...
 
-    # -- what is the same everywhere ------------------------------------------------------------
+    # -- common to all backends ------------------------------------------------------------
     def spawn(
         self,
         cls: type,
@@ -149,7 +150,7 @@ class Session(FutureOwner):
                     raise _foreign(host.name)
                 if resources:
                     raise ValueError(
-                        f"Actors that share a process share what the first of them asked for.\n"
+                        f"Actors that share a process have the resources of the first one.\n"
                         f"  at {user_line()}\n  Fix: leave out resources= or host=."
                     )
             else:
@@ -169,7 +170,7 @@ class Session(FutureOwner):
             return self.dispatch(actor, task, encoded.message, inputs)
 
     def _close_abandoned(self) -> None:
-        """Generators of streams that nobody has any more end where they stand."""
+        """Close the generators of streams that are garbage."""
         opened: list[TaskFuture] = []
         while self.abandoned:
             opened.append(self.abandoned.popleft())
@@ -191,7 +192,7 @@ class Session(FutureOwner):
 
     def fetch(self, future: TaskFuture, timeout: float | None) -> Tensor:
         if recorder.get() is not None:
-            raise self.misuse(future, "its value is asked for")
+            raise self.misuse(future, "its value is read")
         self.check_open()
         message = self.wait_for(future, timeout)
         error = failure_of(message)
@@ -209,13 +210,13 @@ class Session(FutureOwner):
         if recorder.get() is not None:
             return misused_in_recording(future.title, what)
         return TypeError(
-            f"A future is no value, but {what}: {future.title}.\n  at {user_line()}\n"
+            f"A future is not a value, but {what}: {future.title}.\n  at {user_line()}\n"
             f"  Fix: wait for its value with .get(), or pass the future to a method of an actor."
         )
 
     def close(self, *, quiet: bool = False) -> None:
-        """End all actors. Raises the first failure of a method that nobody has read, unless one
-        that was issued at the same place was: of a group's failures, reading one is enough."""
+        """End all actors. Raises the first unread failure of a method, unless another one that was
+        issued at the same place was read: reading one of a group's failures is enough."""
         if self.closed:
             return
         try:
@@ -246,7 +247,7 @@ class Session(FutureOwner):
         self.close(quiet=error is not None)
 
     def check_open(self) -> None:
-        """ClusterClosed where it has ended."""
+        """ClusterClosed if the session has ended."""
         if self.closed:
             raise ClusterClosed(
                 f"These actors have ended with their launch.\n  at {user_line()}\n"
@@ -254,13 +255,13 @@ class Session(FutureOwner):
             )
 
     def _name(self, cls: type, name: str | None) -> str:
-        """Names are distinct: they lead from an error to an actor."""
+        """Names are distinct, so that an error names one actor."""
         taken = {actor.name for actor in self.actors}
         if name is not None:
             if name in taken:
                 raise ValueError(
                     f"There is an actor {name!r} already.\n  at {user_line()}\n"
-                    f"  Fix: give each actor a name of its own, or none."
+                    f"  Fix: give each actor a different name, or none."
                 )
             return name
         number = 0
@@ -308,7 +309,7 @@ class Method:
         """A `TaskFuture`, or of a method that yields a `TaskStream`."""
         actor, stream = self.actor, _yields(self.actor.cls, self.name)
         if stream and recorder.get() is not None:
-            raise misused_in_recording(f"{actor.name}.{self.name}", "its values are asked for")
+            raise misused_in_recording(f"{actor.name}.{self.name}", "its values are read")
         task = Task(
             actor=actor.name,
             name=self.name,
@@ -330,9 +331,9 @@ def _yields(cls: type, name: str) -> bool:
 
 
 def _other_than(name: str, member: object, cls: type) -> str:
-    """What there is instead."""
+    """The end of the error: the alternatives."""
     if isinstance(member, property):
-        return f": it is a property.\n  Fix: call a method that gives self.{name}."
+        return f": it is a property.\n  Fix: call a method that returns self.{name}."
     public = [n for n in dir(cls) if not n.startswith("_") and callable(getattr(cls, n, None))]
     near = difflib.get_close_matches(name, public, n=1)
     return f".\n  Fix: did you mean {near[0]!r}?" if near else f".\n  It has: {public}."
@@ -365,23 +366,23 @@ def current_session() -> Session:
 
 
 def check_alone() -> None:
-    """RuntimeError where a launch of actors is open."""
+    """RuntimeError if a launch of actors is open."""
     for other in sessions:
         if isinstance(other, Session) and other.opened_at:
             raise RuntimeError(
                 f"A launch is open already: the one at {other.opened_at}.\n  at {user_line()}\n"
-                f"  Fix: spawn the actors in that one, or leave it before, by close() say."
+                f"  Fix: spawn the actors in that one, or end it before, for example by close()."
             )
 
 
 def _check_pickles(cls: type) -> None:
     try:
         pickled(cls)
-    except Exception as error:  # of whatever it refers to
+    except Exception as error:  # any error of an object that it refers to
         raise TypeError(
-            f"Class {cls.__qualname__} cannot go to a process of its own: it does not pickle "
+            f"Class {cls.__qualname__} cannot go to another process: it does not pickle "
             f"({error}).\n  at {user_line()}\n"
-            f"  Fix: make what it refers to in __init__, or define it in a module."
+            f"  Fix: make the objects it refers to in __init__, or define it in a module."
         ) from error
 
 
@@ -392,12 +393,11 @@ def enter(session: Session, opened_at: str) -> Session:
 
 
 def end(actor: ActorHandle) -> None:
-    """End an actor, and its process, with whatever else lives there: `host=`.
+    """End an actor, and its process, with all other actors there (`host=`).
 
-    What it is doing is not waited for. Futures of its tasks that have not ended raise `ActorLost`,
-    and so do those of later ones and of what depends on them. Values that it has sent stay where
-    they are; one that no other process has is lost with it. TypeError for what is no actor. Twice
-    is fine.
+    Its running method is not waited for. Futures of its unfinished and later tasks, and of tasks
+    that depend on them, raise `ActorLost`. Values that it has sent stay at their receivers; a value
+    that no other process has is lost. TypeError for anything but an actor. Twice is fine.
     """
     if not isinstance(actor, ActorHandle):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"end takes an actor, got {actor!r}.\n  at {user_line()}")
@@ -423,7 +423,7 @@ def misused_in_recording(title: str, what: str) -> ProgramError:
 
 
 def _origin(failure: Failure) -> tuple[str, ...]:
-    """Where the controller issued what failed; of a process lost between tasks, its actors."""
+    """Where the controller issued the failed call; for a process lost between tasks, its actors."""
     return failure.issued or (failure.actor,)
 
 

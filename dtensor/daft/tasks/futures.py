@@ -103,13 +103,13 @@ class TaskFuture(Future, Placeholder):
 
     # Python would give each future the truth True, and iterate over [0], [1], ... for ever.
     def __bool__(self) -> NoReturn:
-        raise self.owner.misuse(self, "its truth is asked for")
+        raise self.owner.misuse(self, "its truth is read")
 
     def __iter__(self) -> Iterator[NoReturn]:
         raise self.owner.misuse(self, "it is iterated over")
 
     def __len__(self) -> NoReturn:
-        raise self.owner.misuse(self, "its length is asked for")
+        raise self.owner.misuse(self, "its length is read")
 
     def __float__(self) -> NoReturn:
         raise self.owner.misuse(self, "it is made a number")
@@ -133,7 +133,7 @@ class TaskFuture(Future, Placeholder):
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("_"):  # what Python and libraries probe for
             raise AttributeError(name)
-        raise self.owner.misuse(self, f"its attribute {name!r} is asked for")
+        raise self.owner.misuse(self, f"its attribute {name!r} is read")
 
     @classmethod
     def __torch_function__(

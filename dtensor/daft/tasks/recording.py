@@ -7,9 +7,9 @@
     step(x).get()                 # recorded, verified and loaded here, at the first call
     step(y)                       # one asynchronous call to each process that takes part
 
-What `fn` is given becomes arguments of the program, leaf by leaf, but for `None`, `bool` and `str`:
-they are what they are, and others are recorded anew, as another structure is. Everything else that
-`fn` reads is frozen into the program, as it was then. Interpreted (`fn` called as it is) and
+The arguments of `fn` become arguments of the program, leaf by leaf, except `None`, `bool` and
+`str`: these are constants, and others cause a new recording, like another structure. Other values
+that `fn` reads are frozen into the program at that time. Interpreted (a plain call of `fn`) and
 compiled give the same bits.
 
 `fn` sees no values. Reading one is an error with the user's line.
@@ -46,7 +46,7 @@ _LEAVES = frozenset((int, float, bool, str, type(None), Tensor, numpy.ndarray, T
 
 
 class Recording(FutureOwner):
-    """Takes tasks as they are called, and gives futures of what they will make."""
+    """Records tasks as they are called, and returns futures of their results."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -77,14 +77,14 @@ class Recording(FutureOwner):
         return TaskFuture(self, actor.key, task.title, len(self.tasks) - 1)
 
     def fetch(self, future: TaskFuture, timeout: float | None) -> Tensor:
-        raise self.misuse(future, "its value is asked for")
+        raise self.misuse(future, "its value is read")
 
     def ready(self, future: TaskFuture) -> bool:
-        raise self.misuse(future, "it is asked whether it is there")
+        raise self.misuse(future, "its readiness is read")
 
     def then(self, future: TaskFuture, name: str, *given: object) -> TaskFuture:
         if future.actor < 0:
-            raise self.misuse(future, "an item of it is asked for")
+            raise self.misuse(future, "an item of it is read")
         return operation(self.session.actors[future.actor], name, future, *given)
 
     def misuse(self, future: TaskFuture, what: str) -> Exception:
@@ -93,13 +93,13 @@ class Recording(FutureOwner):
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A recording; `returned` is what the function returned, with futures that have no values."""
+    """A recording; `returned` is the function's result, with futures that have no values."""
 
     session: Session
     frozen: Frozen
     number: int
     returned: Any
-    results: tuple[int, ...]  # the tasks that make what it returned
+    results: tuple[int, ...]  # the tasks that make its result
 
 
 class Compiled(Generic[P]):
@@ -111,7 +111,7 @@ class Compiled(Generic[P]):
         self._loaded: list[tuple[object, _Loaded]] = []
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:
-        """What the function returns; its futures are there later, and may be arguments again."""
+        """The function's result; its futures resolve later, and may be arguments again."""
         if recorder.get() is not None:  # inside another compiled function it is a part of that
             return self.fn(*args, **kwargs)
         session = current_session()
@@ -137,7 +137,7 @@ class Compiled(Generic[P]):
         return pytree.tree_map(partial(_filled, futures, leaves), loaded.returned)
 
     def program(self, *args: P.args, **kwargs: P.kwargs) -> Frozen:
-        """What a call with these arguments would run. Loads and runs nothing."""
+        """The program that a call with these arguments would run. It loads and runs nothing."""
         leaves, spec, _ = _flatten(args, kwargs)
         return self._record(current_session(), leaves, spec)[0]
 
@@ -174,8 +174,8 @@ def compile(fn: Callable[P, Any]) -> Compiled[P]:
     """Freeze `fn`, which calls methods of actors and returns their futures, into one program.
 
     `ProgramError`, at the first call, for a function that reads values or a program that could
-    hang. A failure in a step is a failure of what depends on it; the actors go on. TypeError for
-    what is no function.
+    hang. A failure in a step fails only the values that depend on it; the actors continue.
+    TypeError unless `fn` is a function.
     """
     if not callable(fn):
         raise TypeError(f"compile takes a function of futures, not {fn!r}.\n  at {user_line()}")
@@ -193,7 +193,7 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
 
 
 def _futures(returned: Any) -> list[TaskFuture]:
-    """Those that a function returns, one by one."""
+    """The futures in a function's result, one by one."""
     found: list[TaskFuture] = []
     for leaf in pytree.tree_leaves(returned):
         if isinstance(leaf, TaskFuture | GroupFuture):
@@ -202,8 +202,8 @@ def _futures(returned: Any) -> list[TaskFuture]:
 
 
 def _filled(futures: Mapping[int, TaskFuture], leaves: Sequence[Any], leaf: Any) -> Any:
-    """A leaf of what a function returned, in a run. No closure: one that calls itself would keep
-    values and arguments until Python looks for cycles."""
+    """A leaf of a function's result, in a run. No closure: one that calls itself would keep values
+    and arguments until Python collects cycles."""
     match leaf:
         case TaskFuture():
             return futures[leaf.value] if leaf.value >= 0 else leaves[-1 - leaf.value]
@@ -214,7 +214,7 @@ def _filled(futures: Mapping[int, TaskFuture], leaves: Sequence[Any], leaf: Any)
 
 
 def _results(returned: Any) -> list[int]:
-    """The tasks that make them, each once."""
+    """The tasks of the returned futures, each once."""
     return list(dict.fromkeys(f.value for f in _futures(returned) if f.value >= 0))
 
 

@@ -1,22 +1,23 @@
-"""A task: one call of a method of an actor, as the process that hosts the actor carries it out.
+"""A task: one call of a method of an actor, as the actor's process runs it.
 
     task = Task(actor="a", name="execute", issued=("train.py:31 in main: y = a.execute(x)",))
     task.run(Subject(model), encode(((x,), {})).message, [])        # the message of the result
 
-Invariants: a task ends in a message, whatever happens: the result's, or a failure with where the
-controller issued the task and where the method failed. A task that is given a failure does not
-run: its result is that failure, so the root cause goes on and no cascade. Arguments and results
-are copies; a method may change what it is given. One kernel thread and no autocast of the
-caller's: the same bits in every backend and mode. An `async def` method is run to its end, in an
-event loop of the actor's; what one that yields has made is asked for value by value (`streams.py`).
+Invariants: a task always ends in a message: its result, or a failure with the place where the
+controller issued the task and the place where the method failed. A task with a failed argument does
+not run: its result is that failure, so the root cause is passed on without a cascade. Arguments and
+results are copies; a method may change its arguments. It runs with one kernel thread and without
+the caller's autocast: the same bits in every backend and mode. An `async def` method is run to its
+end, in an event loop of the actor; the values of a generator are requested one by one
+(`streams.py`).
 
-A few tasks are not methods but `OPERATIONS`: what futures and groups need done where values are.
+A few tasks are not methods but `OPERATIONS`, which futures and groups need at the place of values.
 
     OPERATIONS["fold"](REDUCTIONS["sum"], [grads0, grads1])      # leaf by leaf, in this order
 
 Values are pytrees. `piece` and `join` cut one into pieces and put them together again, so that a
 large all_reduce costs each member 2 (n-1)/n of the value instead of n-1 times; a fold acts on each
-element by itself, so that cutting changes no bit. They know nothing of actors.
+element by itself, so that cutting changes no bit. They do not know actors.
 """
 
 from __future__ import annotations
@@ -66,27 +67,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True)
 class Subject:
-    """An actor's object where it lives; what failed here first, for whoever asks. `room`: where
-    the messages of its results are put."""
+    """An actor's object in its process; the first failures here, until they are read. `room`: the
+    allocator for the messages of its results."""
 
     instance: object = None
     unborn: Tensor | None = None
     failures: list[Failure] = field(default_factory=list[Failure])
     room: Room = own_room
     streams: dict[int, Iterator[Any]] = field(default_factory=dict[int, Iterator[Any]])
-    items: dict[int, Any] = field(default_factory=dict[int, Any])  # by stream, what it has yielded
+    items: dict[int, Any] = field(default_factory=dict[int, Any])  # by stream, its last value
     _opened: int = 0
     _loop: asyncio.AbstractEventLoop | None = None
 
     def awaited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What it gives, in the event loop of this object."""
+        """The coroutine's result, run in the event loop of this object."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             return self._loop.run_until_complete(coroutine)
-        # in-process, below a loop of the caller's, as in a notebook: a thread has one loop
+        # in-process, inside a loop of the caller, as in a notebook: a thread has one loop
         with ThreadPoolExecutor(1) as helper:
             return helper.submit(self._alone, self._loop, coroutine).result()
 
@@ -96,7 +97,8 @@ class Subject:
             return loop.run_until_complete(coroutine)
 
     def open(self, given: Any) -> int:
-        """What a method has given whose values are asked for one by one; its number here."""
+        """Open a method's generator, whose values are requested one by one; returns its number
+        here."""
         if isinstance(given, AsyncGenerator):
             given = self._items(given)  # pyright: ignore[reportUnknownArgumentType]
         if not isinstance(given, Iterator):
@@ -117,12 +119,12 @@ class Subject:
             self.awaited(given.aclose())  # type: ignore[arg-type]
 
     def end(self, failure: Tensor) -> None:
-        """From now on this is what its methods give."""
+        """From now on the methods return this failure."""
         self.close()
         self.instance, self.unborn, self._loop = None, failure, None
 
     def close(self) -> None:
-        """Generators end where they stand."""
+        """Close the generators."""
         for stream in self.streams.values():
             if isinstance(stream, Generator):
                 stream.close()
@@ -137,8 +139,8 @@ def returns(*buffers: Buffer) -> Callable[[F], F]:
         @daft.returns(daft.Buffer((8, 16), torch.float32))
         def execute(self, x): ...
 
-    `buffers`: a shape and a dtype each. A result that differs is a TaskError of the call.
-    A method without it may return what it likes; a compiled step's memory is then not known.
+    `buffers`: a shape and a dtype each. A result that differs is a TaskError of the call. A method
+    without it may return anything; a compiled step's memory is then unknown.
     """
 
     def declare(method: F) -> F:
@@ -159,7 +161,7 @@ def declared(cls: type, name: str) -> tuple[Buffer, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """`name` is of a method, or of an operation of ours; `stream`: of a method that yields."""
+    """`name`: of a method, or of one of our operations; `stream`: the method is a generator."""
 
     actor: str
     name: str
@@ -169,7 +171,7 @@ class Task:
     stream: bool = False
 
     def plain(self) -> tuple[Any, ...]:
-        """As it goes to another process: a pickled dataclass takes four times as long."""
+        """A plain tuple for another process: a pickled dataclass takes four times as long."""
         return self.actor, self.name, self.issued, self.operation, self.returns, self.stream
 
     @staticmethod
@@ -195,7 +197,7 @@ class Task:
         arguments: Tensor,
         inputs: Sequence[Tensor],
     ) -> None:
-        """Make the actor's object; a failure stays with it, and is what its methods give."""
+        """Make the actor's object; a failure is kept, and its methods return it."""
         made: list[object] = []
 
         def keep(*args: Any, **kwargs: Any) -> None:
@@ -216,8 +218,8 @@ class Task:
         *,
         copies: bool = False,
     ) -> Tensor:
-        """The message of the result. `owned`: the inputs that nobody reads after this; `copies`:
-        others read the arguments."""
+        """The message of the result. `owned`: the inputs that have no later reader; `copies`: the
+        arguments have other readers."""
         if subject.unborn is not None:
             return subject.unborn
         if self.name in STREAMING and self.operation:
@@ -280,7 +282,7 @@ class Task:
             )
 
     def _failure(self, error: BaseException) -> Failure:
-        # the first frame is `_run` itself; an operation has no line of the user's
+        # the first frame is `_run` itself; an operation has no user's line
         trace = traceback_of(error)
         if trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -306,11 +308,11 @@ def user_execution() -> Generator[None]:
         yield
 
 
-# -- tasks of daft's own ---------------------------------------------------------------------------
+# -- daft's operations ---------------------------------------------------------------------------
 
 
 def value(given: object) -> object:
-    """What it is given: a copy, where the actor is."""
+    """A copy of the argument, in the actor's process."""
     return given
 
 
@@ -330,7 +332,7 @@ def fold(op: Reduction, parts: Sequence[object]) -> object:
 
 
 def piece(op: Reduction, given: object, index: int, num: int) -> tuple[list[Any], object]:
-    """Piece `index` of `num`: of each tensor its elements, of anything else all on piece 0."""
+    """Piece `index` of `num`: a part of each tensor's elements; other values are all in piece 0."""
     leaves, _ = _flatten(given)
     kept: list[Any] = []
     for leaf in leaves:
@@ -343,7 +345,7 @@ def piece(op: Reduction, given: object, index: int, num: int) -> tuple[list[Any]
 
 
 def fold_piece(op: Reduction, parts: Sequence[tuple[list[Any], object]]) -> list[Any]:
-    """The fold of everyone's piece; the forms tell whether the whole values fit together."""
+    """The fold of all members' pieces; the forms tell whether the whole values fit together."""
     forms = [form for _, form in parts]
     if any(form != forms[0] for form in forms):
         different = "\n".join(f"  member {i}: {form}" for i, form in enumerate(forms))
@@ -353,7 +355,7 @@ def fold_piece(op: Reduction, parts: Sequence[tuple[list[Any], object]]) -> list
 
 
 def join(given: object, pieces: Sequence[list[Any]]) -> object:
-    """A value like `given`, of the folded pieces."""
+    """A value like `given`, from the folded pieces."""
     leaves, spec = _flatten(given)
     joined: list[Any] = []
     for i, leaf in enumerate(leaves):
@@ -365,7 +367,7 @@ def join(given: object, pieces: Sequence[list[Any]]) -> object:
 
 
 def advance(subject: Subject, number: int) -> bool:
-    """Whether a stream has one more value, which waits to be taken."""
+    """Whether a stream has one more value, which is then stored."""
     stream = subject.streams.pop(number)
     try:
         subject.items[number] = next(stream)

@@ -1,22 +1,22 @@
-"""Values on their way between actors: one flat message of bytes for each, whatever it holds.
+"""The form of values between actors: one flat message of bytes for each.
 
     message = encode({"loss": 0.5, "logits": torch.ones(2, 3)}).message     # u8, a snapshot
     decode(message)                                                 # {"loss": 0.5, "logits": ...}
 
 A message is a head (kind, length of the pickle, number of buffers), the buffers' lengths, the
-pickle, and the buffers, aligned. Buffers are what pickle's protocol 5 takes out of band: the bytes
-of tensors and of numpy arrays, wherever they are in the value, in a user's own classes too. They
-are copied once, into the message; so that never shares memory with the value that it was made from,
-and one value is one transfer, whose size only the sender knows.
+pickle, and the buffers, aligned. Buffers are the out-of-band data of pickle's protocol 5: the bytes
+of tensors and of numpy arrays, anywhere in the value, in a user's own classes too. They are copied
+once, into the message; so a message never shares memory with its value, and one value is one
+transfer, whose size only the sender knows.
 
-A tensor that is elsewhere goes as the tensor that it stands for: whoever defines such a class says
-in `SENT_AS` how to get that.
+A remote tensor is sent as its value: the module that defines such a class registers the function
+for it in `SENT_AS`.
 
 Invariants: a tensor comes out with its dtype, shape and bits, contiguous, without a gradient, on
-the CPU or, where the process has one, on the kind of device it came from; an array or tensor that a
-value holds twice is one again. Everything else goes as cloudpickle carries it: classes and
-functions of a script, lambdas too. A failure is a message too, so that what depends on a failed
-task gets its root cause as its value.
+the CPU or, if the process has one, on the kind of device it came from; an array or tensor that a
+value holds twice is one again. Everything else is pickled by cloudpickle: classes and functions of
+a script, lambdas too. A failure is a message too, so that tasks that depend on a failed task get
+its root cause as their value.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _cloudpickle: Any = cloudpickle  # which has no types
 
 ALIGN = 64
 SMALL_BYTES = 1 << 12
-"""A message below has memory of Python's, which is had sooner."""
+"""A smaller message is in Python's memory, which is faster to get."""
 _HEAD = struct.Struct("<3Q")
 LARGE_BYTES = 1 << 22
-"""Of a buffer: from here on a second core copies half of it."""
+"""Bytes of a buffer from which on a second core copies half of it."""
 
 Kind: TypeAlias = int
 VALUE = 0
 Room: TypeAlias = Callable[[int], Tensor]
-"""Where a message of so many bytes is put: u8."""
+"""Allocates the memory of a message of so many bytes: u8."""
 SENT_AS: dict[type, Callable[[Any], Tensor]] = {}
-"""By class, what gives the tensor that is sent in place of one."""
+"""By class, the function that returns the tensor to send in place of one."""
 FAILURES: dict[int, type[DaftError]] = {
     1: TaskError,
     2: ActorLost,
@@ -69,16 +69,16 @@ FAILURES: dict[int, type[DaftError]] = {
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PLAIN = frozenset("?bhilqBHILQefdFD")
-"""numpy's characters of dtypes that have no more to them."""
+"""numpy's characters of plain dtypes."""
 _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8))
 
 
 class Placeholder:
-    """Stands, anywhere in a value, for one that an actor has or will have."""
+    """A placeholder, anywhere in a value, for a value that an actor has or will have."""
 
 
 class _ValuePickler(_cloudpickle.Pickler):
-    """Takes tensors and placeholders out of what it pickles."""
+    """Removes tensors and placeholders from the pickled value."""
 
     def __init__(self, file: io.BytesIO, take: Callable[[pickle.PickleBuffer], object]) -> None:
         super().__init__(  # pyright: ignore[reportUnknownMemberType]
@@ -94,7 +94,7 @@ class _ValuePickler(_cloudpickle.Pickler):
         if kind is numpy.ndarray and _is_plain_array(obj):
             return _array, (pickle.PickleBuffer(obj), obj.dtype.char, obj.shape)
         if obj is _array or obj is _tensor or obj is placeholder:
-            return obj.__name__  # a third of the time that it takes otherwise
+            return obj.__name__  # a third of the usual time
         if isinstance(obj, Placeholder):
             self.placeholders.append(obj)
             return placeholder, (len(self.placeholders) - 1,)
@@ -116,7 +116,7 @@ class _ValuePickler(_cloudpickle.Pickler):
 
 
 def placeholder(index: int) -> object:
-    """The placeholder of this number; who decodes has the values."""
+    """The placeholder of this number; the decoder has the values."""
     raise LookupError(f"placeholder {index} of a message that was decoded without values")
 
 
@@ -133,7 +133,7 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """`tensors`: those of the value, in the order in which they were met."""
+    """`tensors`: those of the value, in the order of the pickler."""
 
     message: Tensor
     placeholders: tuple[Placeholder, ...]
@@ -190,7 +190,7 @@ def decode(message: Tensor, values: Sequence[object] = (), *, copy: bool = True)
 
 
 def _offsets(end: int, lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Where each buffer begins, after what ends there, and the length of the message."""
+    """The begin of each buffer, after `end`, and the length of the message."""
     found = list[int]()
     for length in lengths:
         found.append(-(-end // ALIGN) * ALIGN)
@@ -199,7 +199,7 @@ def _offsets(end: int, lengths: Sequence[int]) -> tuple[list[int], int]:
 
 
 def pickled(value: object) -> bytes:
-    """As it goes within a message, without tensors' being taken out."""
+    """The pickle of a message, with its tensors inside."""
     return _cloudpickle.dumps(value)
 
 
@@ -239,7 +239,7 @@ def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> numpy.ndarray[Any, 
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is what its bytes say; other tensors pickle themselves."""
+    """Whether a tensor is only its bytes; other tensors pickle themselves."""
     return (
         tensor.layout == torch.strided
         and not tensor.is_quantized
@@ -252,7 +252,7 @@ def _is_plain_array(array: numpy.ndarray[Any, Any]) -> bool:
 
 
 def _copy(to: memoryview, raw: memoryview) -> None:
-    """numpy gives up the GIL for what takes long."""
+    """A copy; numpy releases the GIL for long ones."""
     if raw.nbytes < ALIGN * ALIGN:
         to[:] = raw
         return
@@ -271,4 +271,4 @@ def _copier() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "copy of a value")
 
 
-os.register_at_fork(after_in_child=_copier.cache_clear)  # there its thread is not
+os.register_at_fork(after_in_child=_copier.cache_clear)  # the child lacks its thread

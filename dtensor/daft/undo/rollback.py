@@ -1,15 +1,15 @@
-"""A worker's snapshots, told in its own words: puts, deletes, runs.
+"""A worker's snapshots in its own terms: puts, deletes, runs.
 
     undoing = Undoing(table, Copies())
     undoing.load(7, host_program)
     undoing.begin_run(7, inputs, {}, {}, TableChange(12, committed=11))   # then it runs
-    undoing.end_run()                                                # its state is what it wrote
+    undoing.end_run()                                                # its writes are its state
 
-What a run writes the program says: state that a call writes or makes, inputs that are `changed` and
-stand in the table; of both, what is replayable belongs to no change. Besides, a run writes what it
-is to keep, and drops what nobody needs.
+The program declares the writes of a run: state that a call writes or makes, and `changed` inputs
+that are values of the table; the replayable ones of both belong to no change. A run also writes the
+outputs that it keeps, and drops values that are not needed any more.
 
-Invariant: what a change that raised has written is of the next one that ends.
+Invariant: the writes of a change that raised belong to the next one that ends.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Named = Mapping[int, Iterable[str]]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Stands among a run's inputs for the value in the rank's table that is called ``name``."""
+    """A run's input that is the value called ``name`` in the rank's table."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """What a host is told of a change of its table: its number; `committed`: once it has ended
-    here, nobody asks for a state before that one; `taken`: the state after it is to be kept."""
+    """A change of a host's table: its number; `committed`: once it has ended here, no state before
+    that one is needed; `taken`: the state after it must be kept."""
 
     number: int
     committed: int = 0
@@ -50,7 +50,7 @@ class Undoing:
         self._table = table
         self._outlives = store.outlives
         self._writes: dict[int, _Writes] = {}  # by program
-        self._change = UNNUMBERED  # the one under way, as what follows
+        self._change = UNNUMBERED  # the current one, like the next fields
         self._alone: Keys = ()
         self._dropped: Keys = ()
         self._written: tuple[Keys, Keys] = (), ()
@@ -62,7 +62,7 @@ class Undoing:
         del self._writes[handle]
 
     def begin(self, change: TableChange, *named: Named) -> None:
-        """A put or a delete of these."""
+        """Begin a put or a delete of these."""
         keys = tuple(key for some in named for key in _keys(some))
         self._change, self._written, self._dropped = change, ((), ()), ()
         self._alone += keys
@@ -78,7 +78,7 @@ class Undoing:
     ) -> None:
         writes = self._writes[handle]
         if writes.alone:
-            self.snapshots.take()  # to which this run may be undone
+            self.snapshots.take()  # this run may be undone to it
         self._change, self._dropped = change, _keys(drop) if drop else ()
         state, _ = self._written = writes.keys(inputs)
         if keep or drop:
@@ -88,23 +88,23 @@ class Undoing:
         self.snapshots.begin(state)
 
     def _asked_for(self, change: TableChange) -> bool:
-        """Whether somebody may ask for the state before a change once it has ended: in one process
-        that has all hosts, nobody does, and a run is undone while it is under way."""
+        """Whether the state before a change may be needed once it has ended. It is not in one
+        process that has all hosts, where a run is undone while it runs."""
         return self._outlives or change.committed < change.number
 
     def end(self) -> None:
-        """All that it was to write was written."""
+        """The change has written everything."""
         state, replayed = self._written
         self._end(state, self._alone, replayed)
 
     def undo(self) -> None:
-        """The run under way has written, and is not to have: but for what it drops."""
+        """Undo the writes of the current run, but not its drops."""
         self.snapshots.roll_back(self.snapshots.ended)
         for key in self._dropped:
             self._table.pop(key, None)
 
     def end_undone(self) -> None:
-        """It wrote nothing but that it was undone, and what is replayable."""
+        """End a run whose only writes are that it was undone, and replayable values."""
         self._end((), (*self._alone, COUNTERS), self._written[1])
 
     def _end(self, state: Keys, alone: Keys, replayed: Keys) -> None:
@@ -126,9 +126,9 @@ class Undoing:
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """What a program's runs write in the table: state, of which some by replayable writes alone;
-    of `inputs` that are changed, with whether they are replayable, those that stand there.
-    `outputs`: by rank, what may be kept."""
+    """The writes of a program's runs to the table: `state`, and `replayable` state; of changed
+    `inputs`, whether they are replayable: they count if they are values of the table. `outputs`: by
+    rank, outputs that may be kept."""
 
     state: Keys
     replayable: Keys
@@ -150,7 +150,8 @@ class _Writes:
         return _Writes(tuple(state[0]), tuple(state[1]), tuple(inputs), outputs, program.alone)
 
     def keys(self, inputs: Mapping[int, Mapping[str, object]]) -> tuple[Keys, Keys]:
-        """In a run with these inputs: what belongs to it, and what is replayable."""
+        """The keys that a run with these inputs writes: those of its change, and the replayable
+        ones."""
         if not self.inputs:
             return self.state, self.replayable
         stored: tuple[list[tuple[int, str]], ...] = ([], [])

@@ -1,23 +1,22 @@
-"""Copies of a host's values in a file that outlives its process, for whoever takes its place.
+"""Copies of a host's values in a file that outlives its process, for the process that replaces it.
 
     store = SnapshotFile.create(folder, (0, 1))          # of the host of ranks 0 and 1
     record = store.keep(7, {(0, "w"): w}, {}, ())        # after change 7; w: f32[4]
-    store.states(6, 7)                                   # states 6 and 7 can be had from it
+    store.states(6, 7)                                   # it can restore states 6 and 7
     SnapshotFile.open(folder, (0, 1)).found()            # elsewhere, later: (6, 7, [records])
 
-The folder is the launch's own, in memory (/dev/shm): others have no files of that length. The file
-is sparse: a page that says which states there are; a table of entries, 64 bytes each, a record's
-place in eight numbers; then regions. A record has one region for its tensors, end to end in steps
-of `STEP` bytes, one for what says which they are (JSON), and, where there are values that are no
-tensors, one for those (a pickle: the folder is 0700, and a file of another user's is refused).
+The folder is the launch's own, in memory (/dev/shm): other file systems do not allow files of that
+length. The file is sparse: a page with the present states; a table of entries, 64 bytes each, which
+give a record's place in eight numbers; then regions. A record has one region for its tensors, end
+to end in steps of `STEP` bytes, one that describes them (JSON), and, if there are values other than
+tensors, one for those (a pickle: the folder is 0700, and another user's file is refused).
 
-Invariants: an entry's number is written last, and taken away before its memory is used again; so
-whatever instruction a process dies at, each record that others find is whole. Stores of one thread
-reach memory that is shared in their order, and the kernel keeps it when the process is killed; a
-machine that goes down takes it along. Memory is reserved before it is written: where there is none,
-`keep` raises `OSError`, and nobody is killed by SIGBUS. Pages are faulted in when they are
-reserved, and records of equal keys use the same ones in turn, so that a copy costs what memory
-costs.
+Invariants: an entry's number is written last, and removed before its memory is reused; so each
+record that another process finds is whole, at whatever instruction this process dies. Stores of one
+thread reach shared memory in their order, and the kernel keeps it when the process is killed; it is
+lost when the machine goes down. Memory is reserved before it is written: if there is none, `keep`
+raises `OSError`, and no process is killed by SIGBUS. Pages are faulted in when they are reserved,
+and records of equal keys reuse the same ones in turn, so that a copy costs only memory bandwidth.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from dtensor.daft.undo.snapshots import Key, Keys, Record, Store, alike, copy_al
 from dtensor.numerics import DTYPES, dtype_name
 
 STEP = 64
-"""Bytes: where a value begins."""
+"""Bytes: a value begins at a multiple."""
 _PAGE = mmap.PAGESIZE
 _MAGIC = 0x3153_5041_4E53_5444
 _SIZE = 1 << 62  # of the file; a limit of offsets, not of memory
 _ENTRY = 8  # numbers
-_DATA = 1 << 27  # where regions begin: before them there is room for two million entries
+_DATA = 1 << 27  # the begin of regions, after space for two million entries
 _MAPPED = 1 << 30  # at once, of addresses and not of memory
-_LARGE = 1 << 16  # bytes of a region for which memory that nobody uses is given back first
+_LARGE = 1 << 16  # bytes of a region for which unused memory is freed first
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _NOTHING = 0  # the number of an entry that is none
 
@@ -61,7 +60,7 @@ class Extent:
 
 @dataclass(slots=True)
 class RecordPlace:
-    """Of a record: its entry, what it has, and where."""
+    """The place of a record: its entry, its contents, and their regions."""
 
     entry: int
     views: dict[Key, torch.Tensor]
@@ -81,7 +80,7 @@ class SnapshotFile(Store):
         self._num_entries = 0
         self._free_entries: list[int] = []
         self._end = _DATA
-        self._small = range(0)  # of a page for small regions, what is left
+        self._small = range(0)  # the rest of a page for small regions
         self._free: dict[int, list[Extent]] = {}  # by size
         self._spare: dict[Keys, list[RecordPlace]] = {}
 
@@ -91,12 +90,12 @@ class SnapshotFile(Store):
 
     @staticmethod
     def beside(folder: Path, ranks: Sequence[int]) -> Path:
-        """Of one that is not whole yet."""
+        """The path of a file that is not complete yet."""
         return SnapshotFile.path(folder, ranks).with_suffix(".part")
 
     @staticmethod
     def create(folder: Path, ranks: Sequence[int], *, beside: bool = False) -> SnapshotFile:
-        """`FileExistsError` if there is one; `beside` it, another that was begun is removed."""
+        """`FileExistsError` if there is one; with `beside`, an incomplete one is removed."""
         path = SnapshotFile.path(folder, ranks)
         if beside:
             path = SnapshotFile.beside(folder, ranks)
@@ -111,8 +110,8 @@ class SnapshotFile(Store):
 
     @staticmethod
     def open(folder: Path, ranks: Sequence[int]) -> SnapshotFile:
-        """That of a process which is dead. `FileNotFoundError` if there is none, `OSError` if it is
-        another user's or no such file."""
+        """The file of a dead process. `FileNotFoundError` if there is none, `OSError` if it belongs
+        to another user or is no such file."""
         path = SnapshotFile.path(folder, ranks)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         found = os.fstat(descriptor)
@@ -128,7 +127,7 @@ class SnapshotFile(Store):
 
     @property
     def nbytes(self) -> int:
-        """Of memory that the file takes."""
+        """Bytes of memory that the file takes."""
         return os.fstat(self._descriptor).st_blocks * 512
 
     # -- records ----------------------------------------------------------------------------------
@@ -198,13 +197,13 @@ class SnapshotFile(Store):
         return oldest, newest, records
 
     def close(self) -> None:
-        """Views stay as long as they are used; the file stays."""
+        """Views stay while they are used; the file stays."""
         self._windows.clear()
         self._spare.clear()
         os.close(self._descriptor)
 
     def _placed(self, tensors: Mapping[Key, torch.Tensor], gone: Keys) -> RecordPlace:
-        """Room for a record of such values, and what it is written there."""
+        """Allocate a record of such values, and write its description."""
         named = [
             (*key, dtype_name(value.dtype), list(value.shape)) for key, value in tensors.items()
         ]
@@ -253,7 +252,7 @@ class SnapshotFile(Store):
             return free.pop()
         if size >= _LARGE:
             self._give_back()
-        if size < _PAGE and len(self._small) < size:  # small ones stand together
+        if size < _PAGE and len(self._small) < size:  # small ones share pages
             page = self._take(_PAGE)
             self._small = range(page.begin, page.begin + _PAGE)
         if size < _PAGE:
@@ -276,8 +275,8 @@ class SnapshotFile(Store):
         except OSError as error:
             there = os.fstatvfs(self._descriptor)
             error.add_note(
-                f"A snapshot needs {nbytes:,} B more where its file is, beside the {self.nbytes:,} "
-                f"B that it has; {there.f_bavail * there.f_frsize:,} B are free.\n"
+                f"A snapshot needs {nbytes:,} B more in its file system, beside its "
+                f"{self.nbytes:,} B; {there.f_bavail * there.f_frsize:,} B are free.\n"
                 f"fix: more room there (mount -o remount,size=... /dev/shm), or snapshot_every=None"
             )
             raise
@@ -289,7 +288,7 @@ class SnapshotFile(Store):
         self._free_entries.append(place.entry)
 
     def _give_back(self) -> None:
-        """Whole pages that nobody uses."""
+        """Free whole unused pages."""
         for places in self._spare.values():
             for place in places:
                 self._give_up(place)
@@ -332,12 +331,12 @@ class SnapshotFile(Store):
 
 
 def nbytes_of(values: Iterable[torch.Tensor]) -> int:
-    """Of the region of a record with these values."""
+    """Bytes of the region of a record with these values."""
     return sum(_filled(value.numel() * value.dtype.itemsize) for value in values)
 
 
 def region_bytes(nbytes: int) -> int:
-    """What is taken for so many: whole pages, or a power of two."""
+    """Bytes allocated for `nbytes`: whole pages, or a power of two."""
     if nbytes >= _PAGE:
         return -(-nbytes // _PAGE) * _PAGE
     return max(STEP, 1 << (nbytes - 1).bit_length()) if nbytes else STEP
@@ -348,8 +347,8 @@ def _filled(nbytes: int) -> int:
 
 
 def _pickled(others: dict[Key, object]) -> bytes:
-    """As pickle has it, and where that fails as the backend's own: with classes and functions of
-    the user's script, which the next process could not import."""
+    """A pickle; if that fails, one of the backend's pickler: with classes and functions of the
+    user's script, which the next process could not import."""
     try:
         return pickle.dumps(others, protocol=pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError):
@@ -363,7 +362,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 
 def _advise(memory: mmap.mmap, advice: int, begin: int, nbytes: int) -> None:
-    """Advice that an older kernel may not know."""
+    """Advice that an older kernel may not support."""
     try:
         memory.madvise(advice, begin, nbytes)
     except OSError as error:

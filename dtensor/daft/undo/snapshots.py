@@ -1,31 +1,32 @@
-"""What a host's table was after its last changes, so that it can be that again.
+"""Snapshots of a host's table after its last changes, to roll it back to any of them.
 
     snapshots = Snapshots(table, Copies())       # or a SnapshotFile, which outlives the process
     snapshots.begin(((0, "w"),))                 # change 7 may write rank 0's w, f32[4]
     table[0, "w"] += 1
-    snapshots.end(7, written=((0, "w"),), committed=6)    # nobody will ask for a state before 6
-    snapshots.roll_back(6)                       # w is what it was, bit for bit, and in place
+    snapshots.end(7, written=((0, "w"),), committed=6)    # no state before 6 will be needed
+    snapshots.roll_back(6)                       # w has its old contents, bit for bit, in place
 
-A change is a put, a delete or a run; changes have numbers that rise, of which a host has some. A
-*record* is a copy of some values with the number of the change after which they were so; what was
-deleted is in it as gone. Two ways of keeping, by where the copies lie:
+A change is a put, a delete or a run; changes have rising numbers, of which a host has some. A
+*record* is a copy of some values, with the number of the change after which they were so; it marks
+deleted values as gone. There are two kinds of store, by the place of the copies:
 
 - *Memory of this process* serves to undo a change that failed here. Values are copied before they
-  are written: a step costs one copy, and what is never written none.
-- *A file* serves whoever comes after this process, too. What a change has written is copied after
-  it: all values that a run wrote are one record, whose memory is that of the record before the last
-  one. So there are two copies of what a step writes, of which one is always whole.
+  are written: a step costs one copy, and values that are never written cost none.
+- *A file* also serves a process that replaces this one. Values are copied after the change that
+  wrote them: all values that a run wrote are one record, which reuses the memory of the record
+  before the last one. So there are two copies of the values that a step writes, one of them always
+  whole.
 
-Invariants: the state after each change from `committed` on can be had again (with `take=False`, of
-those changes that were taken), and older copies are freed or written over. A value that is made
-again what it was keeps its memory where it can, and is another tensor: whoever knew it by identity,
-as an optimizer does, sees that it was put. What is no tensor is copied as its class says
-(`copy.deepcopy`), unless it cannot change.
+Invariants: each state from `committed` on can be restored (without changes that had `take=False`),
+and older copies are freed or overwritten. A restored value keeps its memory where it can, and is
+another tensor: an optimizer, which knows tensors by identity, sees that it was put. A value that is
+no tensor is copied as its class does it (`copy.deepcopy`), unless it cannot change.
 
-Replayable writes, as those to caches are, belong to no state: `roll_back` leaves such a value as it
-is, unless another change wrote it since; then it is as it was before that one.
+Replayable writes, such as those to caches, belong to no state: `roll_back` leaves such a value as
+it is, unless another change wrote it since; then it gets its contents before that change.
 
-Not here: numbers, and what is committed (`cluster/changes.py`); the file (`snapshot_file.py`).
+Not here: numbers, and which changes are committed (`cluster/changes.py`); the file
+(`snapshot_file.py`).
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _UNCHANGING = (int, float, str, bytes, type(None), Spoiled, Counters)
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """Values after change `number`: copies of tensors, others, and those that were not there; of
-    the first states to have them so, or (`before`) of the last. `needed`: the keys for which
-    somebody may ask for it yet. `place`: what its store knows it by.
+    """Values after change `number`: copies of tensors, other values, and the names of those that
+    did not exist. It belongs to the first state with these values, or (`before`) to the last.
+    `needed`: the keys that a state still needs from it. `place`: its identity in the store.
     """
 
     number: int
@@ -74,7 +75,8 @@ class Record:
 
 
 class Store(ABC):
-    """Where copies lie. `outlives`: whether another process can have them once this one is dead."""
+    """The place of copies. `outlives`: whether another process can read them once this one is
+    dead."""
 
     outlives: bool
 
@@ -88,21 +90,21 @@ class Store(ABC):
         *,
         before: bool,
     ) -> Record:
-        """A record with copies of tensors; whole, or none for whoever comes after. ``others`` are
-        copies, which nobody changes."""
+        """A record with copies of tensors; it is whole, or absent, for a later process. ``others``
+        are copies that do not change."""
 
     @abstractmethod
     def drop(self, record: Record) -> None:
-        """Its memory may be used again, or given back."""
+        """Its memory may be reused, or freed."""
 
     @abstractmethod
     def states(self, oldest: int, newest: int) -> None:
-        """The states that may be had: what was kept for others counts no longer. Said before such
-        memory is used again, and after what is new is kept."""
+        """The states that can be restored: records for others are not valid any more. Called before
+        their memory is reused, and after new records are kept."""
 
     def found(self) -> tuple[int, int, list[Record]]:
-        """What a process that is dead has left: the oldest and the newest state, and the records,
-        oldest first."""
+        """The rest of a dead process: the oldest and the newest state, and the records, oldest
+        first."""
         return 0, 0, []
 
     @abstractmethod
@@ -110,8 +112,8 @@ class Store(ABC):
 
 
 class Copies(Store):
-    """In this process, on the values' devices. Memory of dropped records serves the next of the
-    same keys, until there is one for which there is none."""
+    """Copies in this process, on the values' devices. The next record of the same keys reuses the
+    memory of a dropped one."""
 
     outlives = False
 
@@ -150,25 +152,27 @@ class Copies(Store):
 
 
 class Snapshots:
-    """Of a host's table, which it changes in `roll_back` alone. `ended`: the last change that has.
+    """The snapshots of a host's table; only `roll_back` changes the table. `ended`: the last change
+    that has ended.
 
-    With what a dead process has left (`Store.found`), the table is filled by `roll_back`.
+    Where a dead process has left records (`Store.found`), `roll_back` fills the table.
     """
 
     def __init__(self, table: dict[Key, object], store: Store) -> None:
         self._table = table
         self._store = store
-        self._versions: dict[Key, list[Record]] = {}  # oldest first; of records that are needed
-        self._unsaved: dict[Key, int] = {}  # what no record has as it is: the change that wrote it
-        self._alone: set[Key] = set()  # of these, what gets a record of its own
+        self._versions: dict[Key, list[Record]] = {}  # oldest first; needed records only
+        self._unsaved: dict[Key, int] = {}  # values in no record: the change that wrote each
+        self._alone: set[Key] = set()  # those of them that get a record of their own
         self._replayed: set[Key] = set()  # written by replayable writes since its last record
-        self._writing: Keys = ()  # by the change under way
-        # (number, record, keys): once this number is committed, nobody asks for these there
+        self._writing: Keys = ()  # by the running change
+        # (number, record, keys): once this number is committed, no state needs these keys of the
+        # record
         self._superseded: deque[tuple[int, Record, Sequence[Key]]] = deque()
         oldest, self.ended, records = store.found()
         numbers = {record.number for record in records if record.number > oldest}
-        self._states = deque(sorted({oldest, *numbers, self.ended}))  # that may be asked for
-        self._unfilled = bool(records)  # the table does not have what they have
+        self._states = deque(sorted({oldest, *numbers, self.ended}))  # that can be restored
+        self._unfilled = bool(records)  # the table does not have their values yet
         for record in records:
             self._supersede(record.number, record.keys)
             for key in record.keys:
@@ -182,7 +186,8 @@ class Snapshots:
     # -- a change ---------------------------------------------------------------------------------
 
     def begin(self, keys: Keys) -> None:
-        """The next change begins, and may write these: `roll_back` makes them what they are now."""
+        """The next change begins, and may write these: `roll_back` restores their present
+        values."""
         if not self._store.outlives:
             self._keep(keys, self.ended, before=True)
         elif self.ended == self._states[-1]:
@@ -199,11 +204,11 @@ class Snapshots:
         committed: int = 0,
         take: bool = True,
     ) -> None:
-        """Change `number` has ended here, having written `written` together, each of `alone` by
+        """Change `number` has ended here. It has written `written` together, each of `alone` by
         itself, and `replayed`, which belong to no state.
 
-        ``committed``: now that it has, no state before that one is asked for any more. ``take``:
-        the state after it may be asked for; else it is as if the next change were a part of it.
+        ``committed``: from now on no state before that change is needed. ``take``: the state after
+        this change can be restored; else it merges with the next change.
         """
         alone = tuple(alone)
         now = (*written, *alone)
@@ -222,7 +227,7 @@ class Snapshots:
         self._free(committed)
 
     def take(self) -> None:
-        """The state as it is may be asked for, though it was not to be kept."""
+        """Make the present state restorable, after a change with `take=False`."""
         number = self.ended
         if number == self._states[-1]:
             return
@@ -235,7 +240,7 @@ class Snapshots:
         self._store.states(self._states[0], number)
 
     def _keep(self, keys: Keys, number: int, *, before: bool = False) -> None:
-        """A record of these as they are now, after change `number`."""
+        """Keep a record of the present values, after change `number`."""
         tensors: dict[Key, torch.Tensor] = {}
         others: dict[Key, object] = {}
         gone: list[Key] = []
@@ -258,7 +263,7 @@ class Snapshots:
         self._replayed.difference_update(keys)
 
     def _supersede(self, number: int, keys: Sequence[Key]) -> None:
-        """The last records of these are not what they are after change `number`."""
+        """The last records of these are outdated after change `number`."""
         found: dict[Record, list[Key]] = {}
         for key in keys:
             if key in self._versions:
@@ -287,14 +292,14 @@ class Snapshots:
             left.remove(record)
             if not left:
                 del self._versions[key]
-            elif key in left[0].gone and not left[0].before:  # as if it had never been
+            elif key in left[0].gone and not left[0].before:  # as if it had never existed
                 self._unneeded(left[0], (key,))
 
     # -- undoing ----------------------------------------------------------------------------------
 
     def roll_back(self, to: int) -> int:
-        """The table as it was right after the last change with a number <= ``to`` that was taken;
-        its number. What was under way, and what was done since, is as if it had never been."""
+        """Restore the table right after the last change with a number <= ``to`` that was taken;
+        returns its number. It undoes the running change and all later ones."""
         target = max((state for state in self._states if state <= to), default=None)
         if target is None:
             raise ValueError(
@@ -339,7 +344,7 @@ class Snapshots:
         return target
 
     def _as_of(self, state: int, key: Key) -> Record | None:
-        """The record that has this value as it was then; None if it was not there."""
+        """The record with this value in that state; None if it did not exist."""
         own = self._versions.get(key, ())
         later = next((r for r in own if r.number >= state), None)
         if later is not None and (later.before or later.number == state):
@@ -354,7 +359,7 @@ class Snapshots:
 def alike(
     some: Mapping[Key, torch.Tensor], others: Mapping[Key, torch.Tensor], *, device: bool = True
 ) -> bool:
-    """Whether each can be copied to the other of its key as it is."""
+    """Whether each can be copied to the tensor of its key without a conversion."""
     return all(
         value.shape == (other := others[key]).shape
         and value.dtype == other.dtype
@@ -371,7 +376,7 @@ def copy_all(to: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None
 
 
 def _takes(now: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether a value in place can be what was saved."""
+    """Whether a value in place can take the saved contents."""
     same = now.shape == saved.shape and now.dtype == saved.dtype
     return same and now.is_contiguous() and not now.is_inference()
 

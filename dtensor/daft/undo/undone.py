@@ -1,12 +1,12 @@
-"""What is left of a run that failed and was undone: why it failed, and what stands for its values.
+"""The records of a run that failed and was undone: its faults, and placeholders for its values.
 
     Undone(faults=(Fault(site=(1, 4), error=TaskError(...)),), run=7, program=2)
 
-Each host gives its own, so that the controller finds the root: the first of all faults in an order
-of all instructions (`first_fault`). Of ranks that only heard of it there is no fault. An exception
-is kept with the frames that concern the user, of generated code and of the user's own functions.
+Each host returns its own record, and the controller finds the root: the first of all faults in an
+order of all instructions (`first_fault`). Ranks that only learned of the failure have no fault. An
+exception is kept with the frames that concern the user: generated code and the user's functions.
 
-Not here: how a run is undone (`engine.py`), and what a host remembers of it (`worker.py`).
+Not here: the undoing (`engine.py`), a host's memory of it (`worker.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from dtensor.daft.verification.pairing import Site
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """Stands for a value that was not made, with the failure that it would have come of."""
+    """A placeholder for a value that was not made, with the failure that prevented it."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A failure that its run survived; `site` None: of an earlier run, whose value this one reads.
+    """A failure that its run survived; `site` None: a failure of an earlier run, whose value this
+    one reads.
 
     Pickles without the error's cause.
     """
@@ -43,9 +44,9 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """Of a run that changed nothing: the faults of the ranks here, in the order of the host's list;
-    none where all was well here. `run` and `program`: its number and its program's; None of a value
-    that was asked for."""
+    """A run that changed nothing: the faults of the ranks here, in the order of the host's list;
+    empty if no rank here failed. `run` and `program`: its number and its program's; None for a
+    value that was read."""
 
     faults: tuple[Fault, ...]
     run: int | None = None
@@ -54,28 +55,29 @@ class Undone:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a host remembers of runs that were undone: it stands in its table, as a value of no
-    rank. `runs`: of what is counted, by its key."""
+    """A host's counts of undone runs: they are in its table, as a value of no rank. `runs`: by key,
+    the undone runs that counted."""
 
     undone: tuple[Undone, ...] = ()
     runs: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
 
 
 COUNTERS = -1, "counters"
-"""Where, in the table."""
+"""Its key in the table."""
 
 
 class OthersFailed(Exception):
-    """Raised at a commit point."""
+    """Raised at a commit point, where other ranks have failed."""
 
 
 class CutShort(Exception):
-    """Raised between two instructions, where a signal's handler has raised."""
+    """Raised between two instructions, after a signal's handler has raised."""
 
 
 def first_fault(undone: Sequence[Undone], order: Sequence[Site]) -> Fault | None:
-    """Of what hosts say of one run, the fault that is first in an order of all instructions. What
-    follows from another comes after it in each such order, and this one does not know of time."""
+    """Among the hosts' records of one run, the fault that is first in an order of all instructions.
+    A consequence comes after its cause in each such order, and this one does not depend on
+    timing."""
     place = {site: at for at, site in enumerate(order)}
     faults = [fault for each in undone for fault in each.faults]
     last = len(order)
@@ -89,7 +91,7 @@ def with_run(error: DaftError, run: int) -> DaftError:
 
 
 def detached(error: DaftError) -> DaftError:
-    """The same failure, without the frames of what was raised."""
+    """The same failure, without the exception's frames."""
     failure = error.failure
     raised = None if failure.raised is None else failure.raised.detached()
     return type(error)(replace(failure, raised=raised))

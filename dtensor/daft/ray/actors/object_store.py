@@ -1,21 +1,21 @@
-"""The values that a process of a launch holds, made here or got from others.
+"""The values that a process of a launch holds, made here or received from others.
 
-    store = ObjectStore(meeting, 0)                # process 0, as others find it
-    message = store.room(1 << 26)                  # where a value's message is made
-    store.put(7, message)                          # value 7, for whoever asks
-    store.send(7, to=1)                            # now, or when it is there; waits for nothing
+    store = ObjectStore(meeting, 0)                # process 0, which others find
+    message = store.room(1 << 26)                  # the buffer for a value's message
+    store.put(7, message)                          # value 7, for any process that requests it
+    store.send(7, to=1)                            # now, or when it is made; does not wait
     there.take(7, holder=0)                        # process 1: waits for it; u8, its own
     store.drop([7])
 
-Between processes of one machine a large message stays where it was made and the other maps it
-(`slabs.py`); the rest goes over a connection of the two, that who sends opens. A thread reads what
-comes, and writes what does not fit at once, so that no send waits, and a value is sent though its
-holder is in a long call.
+Between processes of one machine a large message stays in place and the other maps it (`slabs.py`);
+other messages go over a connection of the two, which the sender opens. A thread reads messages that
+arrive, and writes the bytes that do not fit at once, so no send waits, and a value is sent even
+while its holder is in a long call.
 
-Invariants: a value goes to each process once. What is dropped before it is made, or before it
-comes, is not kept. A holder that has ended is noticed by the end of its connections, and within
-`SLICE_S` by who waits for its first value; `HostGone` says so, when all that it sent has been read.
-What `take` and `open` give has no other reader, and may be written to.
+Invariants: a value goes to each process once. A value that is dropped before it is made, or before
+it arrives, is not kept. The end of a holder is noticed by the end of its connections, and within
+`SLICE_S` by a process that waits for its first value; `HostGone` is raised when all its messages
+have been read. The tensors of `take` and `open` have no other reader, and may be written to.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ from dtensor.daft.tasks.values import encode_failure
 from dtensor.signals import standing_in
 
 Key: TypeAlias = int | tuple[int, str]
-"""The number of the call that makes a value; of a compiled function's run, that and its name."""
+"""The number of the call that makes a value; for a compiled function's run, that number and its
+name."""
 Held: TypeAlias = Tensor | Lent
 
 CONTROLLER = MOST_PROCESSES - 1
-"""Its number among the processes."""
+"""The controller's number among the processes."""
 SLICE_S = 0.2
-"""How often who waits looks whether the holder is still there."""
+"""How often a waiting process checks whether the holder is still alive."""
 COLLECT_S = 1.0
-"""How often memory is freed that others have given back."""
-RETRY_S = 0.02  # how often somebody who has not started yet is looked for
+"""How often returned memory is freed."""
+RETRY_S = 0.02  # how often a process that has not started yet is polled
 
 _VALUE, _SEND, _DROP, _LOST, _CARD = range(5)
 
@@ -96,7 +97,7 @@ class StoreMeeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Address:
-    """Where a process is reached. `slabs`: as of a `Card`."""
+    """The address of a process. `slabs`: the fields of a `Card`."""
 
     path: str | None
     address: tuple[str, int] | None
@@ -114,7 +115,7 @@ class _Address:
 
 
 class _Wire:
-    """The connection to one process, over which this one sends; what is unsent waits for it."""
+    """The connection to one process, for sending; unsent messages wait for it."""
 
     def __init__(self, to: int) -> None:
         self.to = to
@@ -123,11 +124,11 @@ class _Wire:
         self.ended = False
         self.shares = False  # it may open this one's slabs
         self.unsent: deque[tuple[Any, ...]] = deque()  # as of `frame`
-        self.pieces: list[Data] = []  # of one that is half sent
+        self.pieces: list[Data] = []  # of a message that is half sent
 
 
 class _Reading:
-    """A connection that another process has opened. Who reads has the `lock`."""
+    """A connection that another process has opened. The reading thread holds the `lock`."""
 
     def __init__(self, process: int, sock: socket.socket) -> None:
         self.process = process
@@ -140,7 +141,7 @@ class _Reading:
 
 
 class ObjectStore:
-    """`index`: of this process in the launch."""
+    """The store of one process; `index`: its number in the launch."""
 
     def __init__(self, meeting: StoreMeeting, index: int) -> None:
         self.index = index
@@ -148,9 +149,9 @@ class ObjectStore:
         self._lock = threading.RLock()  # Ctrl-C in a Condition's `with` would leave that locked
         self._changed = threading.Condition(self._lock)
         self._values: dict[Key, Held] = {}
-        self._wanted: dict[Key, set[int]] = {}  # processes that it goes to when it is made
+        self._wanted: dict[Key, set[int]] = {}  # processes that get it when it is made
         self._sent: dict[Key, set[int]] = {}
-        self._dropped: set[Key] = set()  # before they were there
+        self._dropped: set[Key] = set()  # before they were made
         self._ended: set[int] = set()
         self._reading: dict[int, _Reading] = {}  # by process
         self._others: dict[int, OpenSlabs] = {}
@@ -176,7 +177,7 @@ class ObjectStore:
     # -- values -----------------------------------------------------------------------------------
 
     def room(self, nbytes: int) -> Tensor:
-        """For a message, u8[nbytes]."""
+        """The buffer for a message, u8[nbytes]."""
         if self._own_slabs is None or nbytes < SHARED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         made = self._own_slabs.room(nbytes)
@@ -196,7 +197,7 @@ class ObjectStore:
             self.send(key, to)
 
     def send(self, key: Key, to: int) -> None:
-        """To another process, which has to have it once."""
+        """Send a value to another process, which must have it only once."""
         with self._lock:
             message = self._values.get(key)
             if message is None:
@@ -209,11 +210,11 @@ class ObjectStore:
         self.send_message(key, message, to)
 
     def send_message(self, key: Key, message: Held, to: int) -> None:
-        """A message that is not kept here."""
+        """Send a message that is not kept here."""
         self._say(to, (_VALUE, key, message))
 
     def take(self, key: Key, holder: int | None, *, keeps: bool = True) -> Tensor:
-        """The message of a value that is here or on its way from `holder`; `HostGone`."""
+        """The message of a value that is here or in flight from `holder`; `HostGone`."""
         while not self.wait(key, holder, SLICE_S, asks=keeps):
             pass
         with self._lock:
@@ -221,15 +222,16 @@ class ObjectStore:
         return self._open(held)
 
     def wait(self, key: Key, holder: int | None, seconds: float, *, asks: bool = True) -> bool:
-        """Whether it is here, after so long at most; LookupError if it never will be. `asks`: for
-        what the holder keeps; of what it does not, it would remember for ever who has asked."""
+        """Whether it arrives within `seconds`; LookupError if it never will. `asks`: request it
+        from the holder, which must keep it: for another value the holder would remember the request
+        for ever."""
         end = time.monotonic() + seconds
         while True:
             with standing_in(), self._lock:
                 if key in self._values:
                     return True
                 if self._failed is not None:
-                    raise RuntimeError("what comes is read no more") from self._failed
+                    raise RuntimeError("connections are not read any more") from self._failed
                 if holder is None:
                     raise LookupError(f"value {key} is not here")
                 if self._is_gone(holder):
@@ -249,22 +251,22 @@ class ObjectStore:
         return False
 
     def _read_until(self, key: Key, reading: _Reading, seconds: float) -> None:
-        """Read here what comes, for so long at most: to be woken by the thread takes as long as all
-        the rest."""
+        """Read from the holder here, for `seconds` at most: waking up by the thread takes as long
+        as all the rest."""
         with reading.lock:
             if reading.ended or key in self._values:  # the thread may just have read it
                 return
             try:
                 self._poll.modify(reading.sock, 0)
                 if reading.poll.poll(seconds * 1000):
-                    with standing_in():  # else an interrupt loses what was read
+                    with standing_in():  # else an interrupt loses bytes that were read
                         self._take_in(reading)
             finally:
                 if not reading.ended:
                     self._poll.modify(reading.sock, select.EPOLLIN)
 
     def ask(self, key: Key, holder: int, to: int | None = None) -> None:
-        """Another process to send a value, here by default."""
+        """Ask another process to send a value, by default to this one."""
         self._say(holder, (_SEND, key, self.index if to is None else to))
 
     def drop(self, keys: Iterable[Key]) -> None:
@@ -276,7 +278,7 @@ class ObjectStore:
                 self._wanted.pop(key, None)
 
     def forget(self, key: Key, there: Sequence[int]) -> None:
-        """These processes are told to drop it, soon. It takes no lock."""
+        """Tell these processes to drop it, soon. It takes no lock."""
         self._forgotten.append((key, there))
         self._wake()
 
@@ -284,13 +286,13 @@ class ObjectStore:
         self._say(there, (_LOST, host))
 
     def lost(self, host: int) -> None:
-        """A process has ended, as the controller says."""
+        """The controller reports that a process has ended."""
         with self._lock:
             self._ended.add(host)
             self._changed.notify_all()
 
     def _open(self, held: Held) -> Tensor:
-        """Its message, u8, once more."""
+        """Another copy of its message, u8."""
         if isinstance(held, Lent):
             return held.open()
         return held.clone() if self._own_slabs is None else self._own_slabs.open(held)
@@ -310,7 +312,7 @@ class ObjectStore:
         self._wake()
         self._thread.join()
 
-    # -- who is where -----------------------------------------------------------------------------
+    # -- addresses -----------------------------------------------------------------------------
 
     def _slabs(self) -> Slabs | None:
         try:
@@ -342,7 +344,7 @@ class ObjectStore:
             store.set(f"values{self.index}", text)
 
     def _signed(self) -> SignedStore | None:
-        """Where processes of several machines find each other; of one thread."""
+        """The store by which processes of several machines find each other; for one thread."""
         meeting = self._meeting
         if meeting.port is None:
             return None
@@ -350,7 +352,7 @@ class ObjectStore:
         return SignedStore.join(meeting.address, meeting.port, meeting.secret, start)
 
     def _find(self, process: int) -> _Address | None:
-        """Where it is, once it has started; None if it never will."""
+        """Its address, once it has started; None if it never will."""
         file = self._meeting.folder / f"values{process}.json"
         store = self._signed()
         while not self._closed and process not in self._ended:
@@ -361,7 +363,7 @@ class ObjectStore:
             time.sleep(RETRY_S)
         return None
 
-    # -- what is sent -----------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------
 
     def _say(self, to: int, what: tuple[Any, ...]) -> None:
         with standing_in(), self._lock:
@@ -380,7 +382,7 @@ class ObjectStore:
                 ).start()
 
     def connect(self, to: int) -> None:
-        """Begin to, so that what is sent later finds a connection."""
+        """Begin to connect, so that a later send finds a connection."""
         self._say(to, (_CARD,))
 
     def _connect(self, wire: _Wire) -> None:
@@ -391,7 +393,7 @@ class ObjectStore:
         if own is not None and found.slabs is not None:
             card = Card(**found.slabs)
             if card.place == own.card.place and (segment := Segment.open(card)) is not None:
-                segment.close()  # as I can open its memory, it can open mine
+                segment.close()  # since this process can open its memory, it can open this one's
                 shares = True
         invitation = Invitation(
             index=self.index, path=found.path, address=found.address, key=self._key
@@ -415,7 +417,7 @@ class ObjectStore:
             self._changed.notify_all()
 
     def _write(self, wire: _Wire) -> None:
-        """As much as there is room for; the thread writes the rest."""
+        """Write as much as fits; the thread writes the rest."""
         assert wire.sock is not None
         try:
             while wire.pieces or wire.unsent:
@@ -444,7 +446,7 @@ class ObjectStore:
         return encoded(0, TOLD, (), Payload.plain(what))
 
     def _end(self, wire: _Wire) -> None:
-        """Whoever is there has ended."""
+        """The process at the other end has ended."""
         with self._lock:
             wire.ended = True
             wire.unsent.clear()
@@ -462,19 +464,19 @@ class ObjectStore:
         self._changed.notify_all()
 
     def _is_gone(self, process: int) -> bool:
-        """And all that it has sent was read."""
+        """Whether a process has ended, and all its messages were read."""
         return process in self._ended and process not in self._reading
 
     # -- the thread -------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        with suppress(OSError):  # it is closed, or rung often enough
+        with suppress(OSError):  # it is closed, or full
             self._rope.send(b"1")
 
     def _serve(self) -> None:
         try:
             self._read_and_write()
-        except BaseException as error:  # who waits for a value has to hear of it
+        except BaseException as error:  # threads that wait for a value must raise it
             with self._lock:
                 self._failed = error
                 self._changed.notify_all()
@@ -543,7 +545,7 @@ class ObjectStore:
         return joins
 
     def _take_in(self, reading: _Reading) -> None:
-        """What there is."""
+        """Read the messages that have arrived."""
         try:
             while (message := next(reading.messages)) is not None:
                 self._hear(message.value())
@@ -553,7 +555,7 @@ class ObjectStore:
             reading.sock.close()
             with self._lock:
                 del self._reading[reading.process]
-                self._others.pop(reading.process, None)  # its memory, when no value there is left
+                self._others.pop(reading.process, None)  # unmap its memory
                 self._has_ended(reading.process)
 
     def _hear(self, what: tuple[Any, ...]) -> None:

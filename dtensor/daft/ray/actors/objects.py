@@ -1,4 +1,4 @@
-"""Spawned objects in a process, and what they are asked to do.
+"""Spawned objects in a process, and their calls.
 
 Example (the controller does this, `session.py`, over its `RunChannel`):
 
@@ -7,10 +7,11 @@ Example (the controller does this, `session.py`, over its `RunChannel`):
     objects.call(0, 8, task, arguments, ((5, 2),), ())      # value 5 comes from process 2
     objects.send(8, 4)                                      # process 4 needs the result
 
-Invariants: what a task makes stays here, in the object store, under the number of its call, and
-goes to whoever uses it without passing the controller; the controller gets small values along with
-the answer. Nothing is raised: a failure is a value, be it of a user's method, of what was lost with
-another process, or of this one, so that nobody waits for what will not come.
+Invariants: the result of a task stays here, in the object store, under the number of its call, and
+is sent to its users without passing the controller; the controller gets small values with the
+answer. No exception is raised: a failure is a value, whether of a user's method, of a value that
+was lost with another process, or of this process, so that no caller waits for a value that will not
+come.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ from dtensor.daft.tasks.values import encode_failure
 from dtensor.daft.undo.undone import Undone
 
 SMALL_BYTES = 1 << 12
-"""A value of so many goes to the controller with the answer, in case that somebody asks for it."""
+"""A value of at most so many bytes is sent to the controller with the answer, in case it is
+read."""
 
 Given: TypeAlias = tuple[Key, int | None]
-"""A value, and the process that it comes from; None: it is here."""
+"""A value, and its process; None: it is here."""
 Packed: TypeAlias = bytes | Given
-"""A message of the controller's: itself, or, where it is large, as a value."""
+"""A message of the controller: itself, or, if it is large, as a value."""
 Answer: TypeAlias = tuple[int, bytes | None]
 """The length of a value's message; that itself if it is small."""
 Answers: TypeAlias = tuple[int, tuple[Answer, ...]]
-"""Of a call; and the bytes that went to other processes meanwhile."""
+"""The answer to a call; and the bytes that were sent to other processes meanwhile."""
 
 
 class Objects:
@@ -111,7 +113,7 @@ class Objects:
         try:
             table: Table = {(rank, SELF): self._subjects[actor] for rank, actor in actors.items()}
             self._programs[number] = transport, Engine(program, table, transport)
-        except BaseException as error:  # nobody waits for this: it is what its runs give
+        except BaseException as error:  # a one-way call: its runs return the error
             if interrupts(error):
                 raise
             self._programs[number] = transport, _of_host(error)
@@ -125,7 +127,7 @@ class Objects:
         given: Sequence[Packed],
         dropped: Sequence[Key],
     ) -> Payload:
-        """`wanted`: rank and name of each result; `names`: rank and name of each that is given."""
+        """`wanted`: rank and name of each result; `names`: rank and name of each argument."""
         transport, engine = self._programs[number]
         transport.start(run)
         found: dict[tuple[int, str], Tensor] = {}
@@ -156,7 +158,7 @@ class Objects:
 
     @contextmanager
     def _failing(self) -> Generator[list[Tensor]]:
-        """What is raised within is a failure, as a message in the list."""
+        """An exception within is a failure, as a message in the list."""
         made: list[Tensor] = []
         try:
             yield made
@@ -167,11 +169,11 @@ class Objects:
             made[:] = [encode_failure(_of_host(error))]
 
     def _message(self, given: Packed) -> Tensor:
-        """Its own, as a method may change what it gets."""
+        """A private copy, as a method may change its arguments."""
         if isinstance(given, bytes):
             return torch.frombuffer(bytearray(given), dtype=torch.uint8)
         key, holder = given
-        try:  # what the controller has sent is for one call
+        try:  # the controller's messages are for one call
             return self._store.take(key, holder, keeps=holder != CONTROLLER)
         except HostGone as gone:
             return lost(gone)
@@ -183,7 +185,7 @@ class Objects:
 
 
 def _of_host(error: BaseException) -> DaftError:
-    """One of daft's own."""
+    """An error of daft's own."""
     sent = as_sent(error)
     if isinstance(sent, DaftError):
         return sent

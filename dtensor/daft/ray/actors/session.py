@@ -1,16 +1,16 @@
-"""Actors in processes of Ray's: a task is one message that nobody waits for.
+"""Actors in Ray processes: a task is one asynchronous message.
 
     with daft.launch(backend="ray"):                         # about 3 s, and 1 s for each actor
         a, b = daft.spawn(Model), daft.spawn(Model)
         out = b.execute(a.execute(x))                        # 2 calls, no wait
 
-Ray places processes, starts and ends them, and reports their death; calls go over a connection of
-our own, and values from process to process (`object_store.py`). Calls of one process keep their
-order, and a task depends only on tasks before it, so that no order of tasks can hang. How much is
-under way is bounded (`under_way.py`).
+Ray places processes, starts and ends them, and reports their death; calls use our own connection,
+and values are sent from process to process (`object_store.py`). Calls to one process keep their
+order, and a task depends only on earlier tasks, so that no order of tasks can hang. The number of
+calls in flight is bounded (`under_way.py`).
 
-Invariants: a process that dies, or whose heartbeat stops for `deadline_s`, is named, with what it
-was doing, by every future that depends on it; the others go on. Leaving ends all processes.
+Invariants: if a process dies, or its heartbeat stops for `deadline_s`, every future that depends on
+it names it, with its current task; the others continue. Leaving ends all processes.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from dtensor.daft.tasks.values import encode_failure, failure_of, pickled
 from dtensor.daft.verification.pairing import instruction_at
 from dtensor.signals import standing_in, wait
 
-MAX_RECENT = 10_000  # calls of a process that are remembered
+MAX_RECENT = 10_000  # remembered calls of a process
 
 
 @dataclass(frozen=True, slots=True)
 class _ProcessPart:
-    """What a process does in a run of a compiled function. `fed`: arguments by their numbers, and
-    `names`, rank and name of each; `wanted`: rank and name of each result."""
+    """The part of one process in a run of a compiled function. `fed`: arguments by their numbers,
+    and `names`, rank and name of each; `wanted`: rank and name of each result."""
 
     process: int
     title: str
@@ -97,7 +97,7 @@ class RaySession(Session):
         warm: bool = True,
     ) -> None:
         super().__init__()
-        self.failure: DaftError | None = None  # none is of all actors
+        self.failure: DaftError | None = None  # no failure affects all actors
         self._home = Home(address, deadline_s, warm=warm)
         self._channel = self._home.connect()
         several = self._home.address != LOOPBACK
@@ -118,7 +118,7 @@ class RaySession(Session):
             due=None,
         )
         self._loaded: list[tuple[Frozen, list[_ProcessPart]]] = []
-        self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # number of a call: what it is
+        self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # call number: title, lines
         self._last: dict[int, int] = {}  # by process, the number of its last call
 
     def room(self, nbytes: int) -> Tensor:
@@ -181,14 +181,14 @@ class RaySession(Session):
         nbytes: int,
         *made: RemoteValue,
     ) -> None:
-        with standing_in():  # else an interrupt leaves it counted as under way
+        with standing_in():  # else an interrupt leaves it counted as in flight
             submission = self._under_way.add((title,), given, nbytes)
             reply = self._channel.send(process, ASKED, (method,), Payload.plain(what))
             self._under_way.called(process, title, submission, reply, made)
             self._last[process] = self.calls
 
     def _number(self, title: str, issued: tuple[str, ...], arguments: Tensor | None = None) -> int:
-        """That of a new call; what it is will be remembered."""
+        """The number of a new call; its title and lines are remembered."""
         self.calls += 1
         self.bytes_sent += arguments.numel() if arguments is not None else 0
         self._recent[self.calls] = (title, issued)
@@ -197,20 +197,21 @@ class RaySession(Session):
         return self.calls
 
     def _packed(self, message: Tensor, number: int, name: str, to: int) -> Packed:
-        """What goes along with a call; a large message goes as a value, which needs no copy."""
+        """The form of an argument in a call; a large message is sent as a value, without a copy."""
         if message.numel() < SHARED_BYTES:
             return message.numpy().tobytes()
         self._store.send_message((number, name), message, to)
         return (number, name), CONTROLLER
 
     def _deliver(self, value: RemoteValue, to: int) -> tuple[Key, int | None]:
-        """Its holder sends it, once; where it comes from, None if it is there."""
+        """Let its holder send it, once; returns the value's key and its holder, None if it is
+        there."""
         holder = value.holder
         if holder == to:
             return value.key, None
         if to not in value.there:
             value.there.add(to)
-            if self._last[holder] == value.number:  # nothing is between its call and this
+            if self._last[holder] == value.number:  # no call came after it
                 what = Payload.plain((value.key, to))
                 self._channel.send(holder, TOLD, (Objects.send,), what)
             else:
@@ -234,7 +235,7 @@ class RaySession(Session):
             return encode_failure(error)
         self.bytes_received += message.numel()
         error = failure_of(message)
-        if isinstance(error, ActorLost) and error.failure.peers:  # it was to get a value from there
+        if isinstance(error, ActorLost) and error.failure.peers:  # it needed a value from there
             return encode_failure(self.watch.root((), error.failure.peers))
         return message
 
@@ -318,7 +319,8 @@ class RaySession(Session):
                         self._last[process] = number
                         made.update(zip(part.wanted, own, strict=True))
             except BaseException:
-                # Hosts that were asked would wait for the others' parts, and all behind with them.
+                # Hosts that were called would wait for the others' parts, and later calls with
+                # them.
                 for host in asked:
                     self.watch.end(host, "the process was ended: a step was half submitted.")
                 raise
@@ -330,13 +332,13 @@ class RaySession(Session):
     def _given(
         self, given: TaskFuture | Tensor | None, run: int, name: str, process: int
     ) -> Packed:
-        assert given is not None, "an argument that nobody uses is fed to nobody"
+        assert given is not None, "an unused argument is not fed"
         if isinstance(given, TaskFuture):
             return self._deliver(given.value.value, process)
         return self._packed(given, run, name, process)
 
     def _check_lost(self, frozen: Frozen) -> None:
-        """A program that has lost one of its processes is not sent to the others."""
+        """Raise if the program has lost one of its processes, before it is sent to others."""
         broken = any(map(self._channel.is_broken, frozen.processes))
         if not (broken or self.watch.lost):
             return
@@ -381,7 +383,7 @@ class RaySession(Session):
         self._store.close()
         self._home.close()
 
-    # -- what the watch asks --------------------------------------------------------------------
+    # -- methods for the watch --------------------------------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
         title, issued = "", tuple[str, ...]()
         if at.position >= 0:
@@ -404,7 +406,7 @@ class RaySession(Session):
         return isinstance(self._at(host, at)[0], Call)
 
     def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
-        return {}  # hosts need not move: nobody is ended for standing still
+        return {}  # hosts need not make progress: none is ended for waiting
 
     def tell_of_loss(self, host: int) -> None:
         self._channel.lose(host)
@@ -414,14 +416,15 @@ class RaySession(Session):
                 self._store.tell_of_loss(host, process.index)
 
     def _at(self, host: int, at: Progress) -> tuple[Instruction, str]:
-        """The instruction of a compiled function that a host was last seen at, and whose it is."""
+        """The instruction of a compiled function at which a host was last seen, and the function's
+        title."""
         frozen, _ = self._loaded[at.program]
         site = frozen.report.lists[frozen.processes.index(host)][at.position]
         return instruction_at(frozen.program, site), frozen.names[site[0]]
 
 
 def _check_resources(name: str, resources: Mapping[str, float], home: Home) -> None:
-    """Ray would wait for ever for what it does not have."""
+    """Refuse resources that Ray does not have: Ray would wait for them for ever."""
     there = home.resources() if any(resources.values()) else {}
     lacking = {k: there.get(k, 0) for k, n in resources.items() if n > there.get(k, 0)}
     if lacking:

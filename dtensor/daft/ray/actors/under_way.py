@@ -1,23 +1,23 @@
-"""What a controller has asked of processes and not had an answer to, and what that keeps alive.
+"""The calls in flight of a controller to actor processes, and the values that these keep alive.
 
     under_way = UnderWay(store, channel)
-    under_way.hold_up("a.execute", look)               # waits where too much is under way
+    under_way.hold_up("a.execute", look)               # waits where too much is in flight
     value = RemoteValue("a.execute", 7, ...)                 # of the call that is about to be made
     under_way.add(Submission(...))
 
-A value is wanted as long as a future of it is (`Held`), or a call under way that it is given to.
-When neither is, the processes that have it are told to drop it: of a large value at once, of small
-ones with the next call of theirs.
+A value is needed while a future holds it (`Held`), or a call in flight takes it as an argument.
+After that, the processes that have it are told to drop it: at once if it is large, else with the
+next call to them.
 
-Where values that no future holds come to `MOST_BYTES`, the controller is held up before it submits
-more, and says so. They are those that calls under way are given; what has not been made yet counts
-for as much as the last value of the same method. As long as few of its calls have answered alike,
-few are submitted ahead (`FEW`), and if none answers for `SLOW_S`, it makes values slowly and more
-may be.
+Backpressure: where values without a future come to `MOST_BYTES`, the controller is blocked before
+it submits more calls, with a warning. These values are arguments of calls in flight; a value that
+is not made yet counts for as many bytes as the last value of the same method. Until several calls
+of a method have answered with results of like size, few are submitted ahead (`FEW`). If none of
+them answers for `SLOW_S`, the method makes values slowly, and more may be in flight.
 
-Invariants: who is held up waits for answers to what was submitted, which depends on nothing that
-comes later; where none comes for `PATIENCE_S`, it goes on, so that nobody hangs for want of room.
-Finalizers take no lock: they come in whatever thread, wherever that is.
+Invariants: a blocked controller waits for answers to earlier calls, which do not depend on later
+ones; where no answer comes for `PATIENCE_S`, it continues, so that no call hangs for lack of room.
+Finalizers take no lock: they run in any thread, at any point.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from dtensor.daft.ray.channel.run_channel import Reply, RunChannel
 
 MOST_BYTES = 1 << 29
 FEW = 16
-"""Calls of a method that may be under way; two more for each that has answered like the last."""
+"""Calls of a method that may be in flight; two more for each that has answered like the last."""
 ALIKE_BYTES = 1 << 20
-"""Values are alike that are smaller, or not twice as large."""
+"""Values are alike if they are smaller than this, or not twice as large as each other."""
 SLOW_S = 1.0
 PATIENCE_S = 10.0
 SAID_S = 1.0
-"""After which, in all, a controller that is held up says so."""
+"""The controller warns after it has been blocked for so long, in all."""
 LARGE_BYTES = 1 << 16
-"""Of a value that processes are told at once to drop."""
+"""Processes are told at once to drop a value of so many bytes."""
 MOST_DROPPED = 256
-"""Small values that a process is told of with its next call; if there are more, at once."""
+"""Most small values that a process drops with its next call; more are dropped at once."""
 SLICE_S = 0.25
 
 
 class RemoteValue:
-    """One that process `holder` makes in the call `number` (of its last, if nothing came behind
-    it), and has. `there`: other processes that were sent it. `nbytes`: once it is made."""
+    """A value that process `holder` makes in the call `number` (its last call, if none came after)
+    and then has. `there`: other processes that received it. `nbytes`: once it is made."""
 
     __slots__ = (
         "__weakref__",
@@ -80,7 +80,7 @@ class RemoteValue:
         self.counted = False
 
     def count(self) -> int:
-        """Its bytes, from when it is made and no future holds it; once."""
+        """Its bytes, once it is made and no future holds it; counted once."""
         if self.held or self.counted or not self.nbytes:
             return 0
         self.counted = True
@@ -110,8 +110,8 @@ class Held:
 
 @dataclass(slots=True)
 class Submission:
-    """Calls that were submitted together, one for each of `titles`; `nbytes` that they are taken to
-    need. `given` are values that they use."""
+    """Calls that were submitted together, one for each of `titles`; `nbytes`: the bytes that they
+    are assumed to need. `given`: their arguments."""
 
     titles: Sequence[str]
     given: Sequence[RemoteValue]
@@ -121,7 +121,7 @@ class Submission:
 
 @dataclass(slots=True)
 class CallUnderWay:
-    """One of them; `values`: its results, whose lengths the answer has."""
+    """One call of a submission; `values`: its results, whose lengths the answer has."""
 
     reply: Reply
     title: str
@@ -131,8 +131,9 @@ class CallUnderWay:
 
 @dataclass(slots=True)
 class _Method:
-    """What is known of one: bytes of its last results, how many calls have answered like that one
-    after the other, and how many are under way; `slow`: none of these has answered for a while."""
+    """The statistics of one method: bytes of its last results, how many calls in a row have
+    answered with like results, and how many are in flight; `slow`: none of these has answered for a
+    while."""
 
     nbytes: int = 0
     alike: int = 0
@@ -156,7 +157,7 @@ class UnderWay:
         self.forgotten: deque[tuple[Key, tuple[int, ...]]] = deque()
         self.unheld: deque[weakref.ref[RemoteValue]] = deque()
         self.gone: deque[int] = deque()  # bytes
-        self.dropped: dict[int, list[Key]] = {}  # by process, what it is told with its next call
+        self.dropped: dict[int, list[Key]] = {}  # by process, the values that its next call drops
         self._channel = channel
         self._lock = threading.Lock()
         self._calls: dict[int, deque[CallUnderWay]] = {}  # by process
@@ -166,7 +167,7 @@ class UnderWay:
         self._said = False
 
     def add(self, titles: Sequence[str], given: Sequence[RemoteValue], nbytes: int) -> Submission:
-        """`nbytes` that the controller itself sends."""
+        """`nbytes`: the bytes that the controller itself sends."""
         with self._lock:
             for title in titles:
                 method = self._methods[title]
@@ -180,17 +181,17 @@ class UnderWay:
     ) -> None:
         for value in values:
             value.reply = reply
-        with self._lock:  # others may look back
+        with self._lock:  # another thread may be in `look_back`
             self._calls.setdefault(process, deque()).append(CallUnderWay(reply, title, of, values))
 
     def to_drop(self, process: int) -> Sequence[Key]:
-        """What it is told to drop with its next call."""
+        """The values that the process is told to drop with its next call."""
         with self._lock:
             return self.dropped.pop(process, ())
 
     def hold_up(self, titles: Sequence[str], look: Callable[[], None]) -> None:
-        """Wait until so much is under way that these may be, too. `look`: at the processes, whether
-        all are there."""
+        """Wait until the calls of `titles` may be submitted. `look`: checks whether all processes
+        are alive."""
         self.look_back()
         if self._may(titles):
             return
@@ -227,15 +228,15 @@ class UnderWay:
     def _say(self, titles: Sequence[str]) -> None:
         calls = sum(map(len, self._calls.values()))
         warnings.warn(
-            f"The controller is held up before it calls {', '.join(titles)}: {calls} calls are "
-            f"under way, whose values come to {self._bytes / 2**20:.0f} MiB, of at most "
-            f"{MOST_BYTES >> 20}. It goes on as they end.",
+            f"The controller waits before it calls {', '.join(titles)}: {calls} calls are "
+            f"in flight, whose values come to {self._bytes / 2**20:.0f} MiB, of at most "
+            f"{MOST_BYTES >> 20}. It continues as they end.",
             RuntimeWarning,
             stacklevel=2,
         )
 
     def look_back(self) -> None:
-        """What has come back, and what nobody needs any more."""
+        """Take note of answers that have arrived, and of values that are not needed any more."""
         with self._lock:
             self._look_back()
 

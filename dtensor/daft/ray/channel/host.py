@@ -1,4 +1,4 @@
-"""The Ray actor: a process that hosts ranks or spawned objects, and what it is asked to do.
+"""The Ray actor: a process that hosts ranks or spawned objects, and the calls that it serves.
 
 Example (the controller does this, `processes.py`):
 
@@ -6,12 +6,12 @@ Example (the controller does this, `processes.py`):
     actor.serve.remote(invitation)                       # calls come over a connection
 
 The thread that carries out Ray's calls reads ours from the connection (`run_channel.py`), and
-blocks where there are none.
+blocks while there are none.
 
-Invariants: calls are carried out one at a time, in the order of their submission. What is raised by
-one that was told, which nobody reads, the next that is asked raises, whatever that comes to.
-Nothing that is raised ends the process, but for what a signal's handler raises; what goes to the
-controller is an error of daft's own. It knows nothing of what it hosts (`ranks.py`, `objects.py`).
+Invariants: calls are carried out one at a time, in the order of their submission. The exception of
+a one-way call, whose result is not read, is raised by the next request, whatever its own result. No
+exception ends the process, except one of a signal's handler; the controller gets one of daft's own
+errors. A host does not know its contents (`ranks.py`, `objects.py`).
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from dtensor.daft.ray.channel.messages import (
 )
 
 LARGEST_KEPT = 1 << 25
-"""Bytes of a block of freed memory that stays with the process: what glibc's own threshold may grow
-to."""
+"""Bytes of a block of freed memory that stays with the process: the limit of glibc's own
+threshold."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
 class Host:
-    """`kind` makes what it hosts, of the host's program counter and `arguments`."""
+    """`kind` makes the hosted object from the host's program counter and `arguments`."""
 
     def __init__(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
         torch.set_num_threads(1)
@@ -60,7 +60,7 @@ class Host:
         self.host(counter, kind, *arguments)
 
     def host(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
-        """From now on this; what was hosted before is dropped."""
+        """Host another object from now on; the previous one is dropped."""
         if self._counter is not None:
             self._counter.stop()
         self._counter = ProgramCounter(Path(counter))
@@ -92,8 +92,8 @@ class Host:
             self._unread = self._unread or _as_sent(error)
 
     def serve(self, invitation: Invitation) -> None:
-        """Carry out what comes over a connection, until the controller ends that."""
-        with join(invitation, START_S) as sock, torch.no_grad():  # once, and not for each run
+        """Carry out calls that come over a connection, until the controller ends it."""
+        with join(invitation, START_S) as sock, torch.no_grad():  # once, not for each run
             try:
                 for message in incoming(sock):
                     if message is not None and (answer := self._answer(message)):
@@ -102,7 +102,7 @@ class Host:
                 return
 
     def _answer(self, message: Message) -> Sequence[Data]:
-        """What goes back: nothing to what was told."""
+        """The answer; empty for a one-way call."""
         if message.kind != ASKED:
             try:
                 what = (*message.functions, *message.value())
@@ -124,19 +124,19 @@ class Host:
 
 
 def _as_sent(error: BaseException) -> Exception:
-    """One of daft's own, which pickles."""
+    """An error of daft's own, which pickles."""
     return error if isinstance(error, HostFailed) else as_sent(error)
 
 
 def keep_freed_memory() -> bool:
-    """Memory that is freed stays with the process, for the next step; whether that could be set.
+    """Let freed memory stay with the process, for the next step; returns whether that could be set.
 
-    A step frees what it makes, and the next one makes the same again. By default glibc returns a
-    block of megabytes to the system when it is freed, so that each page of each tensor is faulted
-    in again: 7,700 faults and 9% of a training step of four transformer blocks of width 256. Blocks
-    above `LARGEST_KEPT` still come from the system, so that a process keeps no gigabyte that it
-    used once. Other allocators (an LD_PRELOAD of jemalloc, macOS) are left as they are, and so is
-    memory of GPUs, which torch caches by itself.
+    A step frees the memory that it allocates, and the next one allocates the same again. By default
+    glibc returns a block of megabytes to the system when it is freed, so each page of each tensor
+    is faulted in again: 7,700 faults and 9% of a training step of four transformer blocks of width
+    256. Blocks above `LARGEST_KEPT` still come from the system, so a process keeps no gigabyte that
+    it used once. Other allocators (an LD_PRELOAD of jemalloc, macOS) are unchanged, and so is
+    memory of GPUs, which torch caches itself.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,19 +1,19 @@
-"""Messages between controller and hosts: what a call is on a stream of bytes.
+"""Messages between controller and hosts: the form of a call on a stream of bytes.
 
-    sock = join(invitation)                                    # the host's end; proves who it is
+    sock = join(invitation)                                    # the host's end, with a handshake
     for message in incoming(sock):                             # and at the other end
         method, *_ = message.functions                      #   send(encoded(8, ASKED, (f,), (x,)))
 
-A message is a head (its number, its kind, how long the rest is), the lengths of its buffers, the
+A message is a head (its number, its kind, the length of the rest), the lengths of its buffers, the
 functions that it names, the pickle of the rest, the buffers. Functions are pickled once. Tensors of
 `SMALL_BYTES` and more, and numpy arrays, are buffers (pickle's protocol 5): they are written from
-where they lie and read to where they stay.
-Classes and functions of the user's script go along, as cloudpickle has it.
+their memory and read into their final memory. Classes and functions of the user's script are
+pickled by value, by cloudpickle.
 
-Invariants: a tensor arrives contiguous, on the CPU, in memory of its own that may be written to.
-A stream that breaks off inside a message, or whose reader was interrupted inside one, gives none
-after it. Nobody is read from who has not proved to know the launch's key; what follows is neither
-encrypted nor signed, as with multiprocessing's connections and Ray's own.
+Invariants: a tensor arrives contiguous, on the CPU, in its own writable memory. A stream that
+breaks inside a message, or whose reader was interrupted inside one, yields no message after it. A
+peer is read from only after it has proved that it knows the launch's key; later messages are
+neither encrypted nor signed, as with multiprocessing's connections and Ray's own.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from dtensor.daft.ray.bootstrap.dead_connections import listen_to
 _cloudpickle: Any = cloudpickle  # which has no types
 
 Kind: TypeAlias = Literal[0, 1, 2, 3, 4]
-TOLD: Kind = 0  # nobody reads what it gives
+TOLD: Kind = 0  # its result is not read
 ASKED: Kind = 1
 GAVE: Kind = 2
 RAISED: Kind = 3
 """With an exception, and its traceback as text."""
 UNREAD: Kind = 4
-"""As `RAISED`, with what an earlier call has raised that was told."""
+"""As `RAISED`, with the exception of an earlier one-way call."""
 Function: TypeAlias = Callable[..., object]
 Data: TypeAlias = bytes | bytearray | memoryview
 
 
 class HostFailed(Exception):
-    """What a host raises to the controller: its error, which may be the consequence of another's
-    end, one of `hosts`."""
+    """An exception of a host for the controller: its error, which may be the consequence of the end
+    of another host, one of `hosts`."""
 
     def __init__(self, error: DaftError, hosts: tuple[int, ...]) -> None:
         super().__init__(str(error))
@@ -69,7 +69,7 @@ class HostFailed(Exception):
 
 
 class CloudExceptionPickler(_cloudpickle.Pickler):
-    """Takes along classes that the other side cannot import."""
+    """Pickles classes that the other side cannot import by value."""
 
     causes = True
 
@@ -81,13 +81,13 @@ class CloudExceptionPickler(_cloudpickle.Pickler):
 PICKLERS.insert(0, CloudExceptionPickler)
 
 SMALL_BYTES = 1 << 14
-"""A tensor below goes with the pickle: a buffer of its own costs more than the copy."""
-ROOM = 1 << 16  # what is read at once
+"""A smaller tensor is part of the pickle: a separate buffer costs more than the copy."""
+ROOM = 1 << 16  # bytes that one read asks for
 SOCKET_BYTES = 1 << 22
-"""What may be under way, asked of the system, which may allow less."""
-MOST_PIECES = 512  # in one call of the system's, which has a limit of 1024
+"""Bytes in flight, as requested from the system, which may allow fewer."""
+MOST_PIECES = 512  # in one system call, which has a limit of 1024
 _LEVEL = 1
-"""Of zlib's: 6 takes three times as long, for a fifth fewer bytes."""
+"""zlib's level: 6 takes three times as long, for a fifth fewer bytes."""
 _HEAD = struct.Struct("<QIIIQ")
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -95,7 +95,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`number`: of the call, in the order of its host's."""
+    """`number`: of the call, in the order of its host's calls."""
 
     number: int
     kind: Kind
@@ -122,7 +122,7 @@ def _functions(named: bytes) -> tuple[Function, ...]:
 
 
 class MessagePickler(_cloudpickle.Pickler):
-    """Takes the bytes of tensors from where they are."""
+    """Pickles tensors without a copy of their bytes."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (Tensor, Parameter) and _has_elements(obj):
@@ -136,7 +136,7 @@ class MessagePickler(_cloudpickle.Pickler):
 
 
 def _has_elements(tensor: Tensor) -> bool:
-    """Whether it is but its elements; others go as pickle has them."""
+    """Whether the tensor is only its elements; others are pickled in the usual way."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return False
     return not (tensor.is_conj() or tensor.is_neg())
@@ -162,7 +162,7 @@ def _pickled(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A value that is large and alike in itself, as a program is: pickled, and compressed."""
+    """A large repetitive value, such as a program: pickled, and compressed."""
 
     data: bytes
 
@@ -178,7 +178,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a message brings, pickled. `kept`: in memory of its own, to be sent again."""
+    """The contents of a message, pickled. `kept`: a copy in its own memory, to be sent again."""
 
     body: bytes
     buffers: Sequence[Data]
@@ -190,7 +190,8 @@ class Payload:
 
     @staticmethod
     def plain(value: object) -> Payload:
-        """Of what pickle takes as it is, in a third of the time: no tensors, nothing of scripts."""
+        """The payload of values that pickle takes as they are, in a third of the time: no tensors,
+        no objects of scripts."""
         return Payload(pickle.dumps(value, 5), ())
 
     def kept(self) -> Payload:
@@ -202,7 +203,7 @@ class Payload:
 
 
 def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: object) -> list[Data]:
-    """The pieces of a message, in their order. `value`: what it brings, or that as a `Payload`."""
+    """The pieces of a message, in their order. `value`: its contents, or their `Payload`."""
     named = _named(functions)
     brings = value if isinstance(value, Payload) else Payload.of(value)
     body, buffers = brings.body, brings.buffers
@@ -214,7 +215,7 @@ def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: obj
 
 
 def unsent(pieces: Sequence[Data], sent: int) -> list[memoryview]:
-    """What is left of them after so many bytes."""
+    """The rest of the pieces after `sent` bytes."""
     left: list[memoryview] = []
     for piece in pieces:
         view = memoryview(piece)
@@ -225,14 +226,14 @@ def unsent(pieces: Sequence[Data], sent: int) -> list[memoryview]:
 
 
 def send(sock: socket.socket, pieces: Sequence[Data]) -> None:
-    """All of it; waits until it is written."""
+    """Send all of it; waits until it is written."""
     while pieces:
         sent = sock.sendmsg(islice(pieces, MOST_PIECES))
         pieces = unsent(pieces, sent)
 
 
 class _Stream:
-    """What was read of one and not yet taken."""
+    """The bytes that were read of a stream and not yet used."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -244,11 +245,12 @@ class _Stream:
         return self._begin == self._end
 
     def fill(self) -> Generator[None, None, None]:
-        """What there is, where there is nothing yet."""
+        """Read the bytes that have arrived, if none are buffered."""
         self._begin, self._end = 0, (yield from self._read(self._room))
 
     def small(self) -> Message | None:
-        """One without buffers that is there already, at the least cost: runs are such."""
+        """A message without buffers that has arrived already, at the least cost, since runs are
+        such messages."""
         body = self._begin + _HEAD.size
         if body <= self._end:
             number, kind, count, length, size = _HEAD.unpack_from(self._room, self._begin)
@@ -270,7 +272,7 @@ class _Stream:
         return Message(number, kind, named, body, buffers)
 
     def take(self, size: int) -> Generator[None, None, Data]:
-        """So many bytes, in memory of their own; yields where there are no more now."""
+        """`size` bytes, in their own memory; yields while too few have arrived."""
         if size <= ROOM:
             while self._end - self._begin < size:
                 if self._begin + size > ROOM:
@@ -282,7 +284,7 @@ class _Stream:
             if self._begin == self._end:
                 self._begin = self._end = 0
             return taken
-        view = numpy.empty(size, numpy.uint8).data  # which nobody has filled with zeros
+        view = numpy.empty(size, numpy.uint8).data  # not filled with zeros
         there = self._end - self._begin
         view[:there] = self._room[self._begin : self._end]
         self._begin = self._end = 0
@@ -305,8 +307,8 @@ class _Stream:
 
 
 def incoming(sock: socket.socket) -> Generator[Message | None]:
-    """The messages of a stream; None where no whole one is there now, and where all that was read
-    is taken. `EOFError` at its end."""
+    """The messages of a stream; None where no whole one has arrived yet, and all bytes read are
+    used. `EOFError` at its end."""
     stream = _Stream(sock)
     while True:
         yield from stream.fill()
@@ -315,7 +317,7 @@ def incoming(sock: socket.socket) -> Generator[Message | None]:
         yield None
 
 
-# -- who is at the other end -----------------------------------------------------------------------
+# -- handshake -----------------------------------------------------------------------
 
 NONCE_BYTES = 32
 _CLAIM = struct.Struct(f"<I{NONCE_BYTES}s32s")
@@ -325,8 +327,9 @@ PROOF_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """How host `index` gets to the controller: by the socket at `path` if it is on its machine,
-    else by `address`. The key is of the launch, and goes with the call that starts the host."""
+    """How host `index` reaches the controller: by the socket at `path` if it is on its machine,
+    else by `address`. The key belongs to the launch, and is an argument of the call that starts the
+    host."""
 
     index: int
     path: str | None
@@ -335,7 +338,7 @@ class Invitation:
 
 
 def join(invitation: Invitation, patience_s: float) -> socket.socket:
-    """The host's end, once both have proved that they know the key."""
+    """The host's end of a connection, once both sides have proved that they know the key."""
     sock = _connected(invitation)
     try:
         sock.settimeout(patience_s)
@@ -343,7 +346,7 @@ def join(invitation: Invitation, patience_s: float) -> socket.socket:
         own = secrets.token_bytes(NONCE_BYTES)
         sock.sendall(claim(invitation.key, nonce, invitation.index, own))
         if not hmac.compare_digest(_exactly(sock, PROOF_BYTES), proof(invitation.key, own)):
-            raise ConnectionError("who answered there is not the controller")
+            raise ConnectionError("the peer at that address is not the controller")
         sock.settimeout(None)
     except BaseException:
         sock.close()
@@ -370,8 +373,8 @@ def _connected(invitation: Invitation) -> socket.socket:
 
 
 def widen(sock: socket.socket) -> None:
-    """More may be under way than by default; small messages do not wait for others; what leads to
-    another machine breaks when that falls silent."""
+    """Raise the limit of bytes in flight above the default, send small messages at once, and let a
+    connection to another machine break when that falls silent."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
     if sock.family != socket.AF_UNIX:
@@ -380,7 +383,7 @@ def widen(sock: socket.socket) -> None:
 
 
 def claim(key: bytes, nonce: bytes, index: int, own: bytes) -> bytes:
-    """What a host answers to the controller's nonce, with one of its own."""
+    """A host's answer to the controller's nonce, with its own nonce."""
     return _CLAIM.pack(index, own, _digest(key, b"host", nonce, struct.pack("<I", index), own))
 
 

@@ -1,22 +1,22 @@
-"""The controller's end of its connections to the hosts: calls go out, what they give comes back.
+"""The controller's end of its connections to the hosts: calls go out, results come back.
 
     channel = RunChannel(folder, 2, "127.0.0.1")
     process.serve(channel.invitation(0))                  # a Ray call, which ends when this closes
-    reply = channel.send(0, ASKED, (Ranks.run, Worker.run), (8, 3, inputs))   # waits for nothing
-    channel.get([reply], 0.25)                         # NotYet, CallLost, or what was raised
+    reply = channel.send(0, ASKED, (Ranks.run, Worker.run), (8, 3, inputs))   # does not wait
+    channel.get([reply], 0.25)                         # NotYet, CallLost, or the call's exception
 
-A call is one message to a host, and one back if it was asked and not told. A host carries out what
-it reads, one at a time, so calls keep the order in which they were sent. What cannot be written at
-once, since a host is busy and the socket full, is copied and written by a thread that lives until
-all of it is; so a call waits for nothing, however large it is. Who waits for a call anyway lends
-what it gives, which then is not copied.
+A call is one message to a host, and one back if it is a request (`ASKED`) and not one-way (`TOLD`).
+A host carries out its messages one at a time, so calls keep the order in which they were sent. If a
+host is busy and its socket full, the rest of a message is copied, and a thread, which lives until
+all is written, writes it; so a call never waits, however large it is. A caller that waits for the
+call anyway lends its buffers, which are then not copied.
 
-Invariants: the controller reads whenever it waits and whenever something is unwritten, so that a
-host that writes a large result never waits for one that itself waits to be read; who calls on and
-on without waiting reads what has come. One thread at a time reads, the others wait for it; no lock
-is held while anybody waits. An exception within a read or a write, as Ctrl-C is, breaks the
-connection: nothing is taken for another call's answer. A connection that breaks says nothing about
-why (`watch.py`).
+Invariants: the controller reads whenever it waits and whenever bytes are unwritten, so a host that
+writes a large result never waits for a controller that itself waits to be read; a caller that makes
+calls without waiting reads the answers that have arrived. One thread at a time reads, the others
+wait for it; no lock is held while a thread waits. An exception within a read or a write, such as
+Ctrl-C, breaks the connection, so no message is taken for another call's answer. A broken connection
+says nothing about the cause (`watch.py`).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from dtensor.daft.ray.channel.messages import (
 from dtensor.signals import standing_in
 
 MOST_UNREAD = 8
-"""Calls of a host whose answers nobody has read: from then on each call reads what has come. Else a
-host would stand still in a write, its socket full of results, until somebody waits for one."""
-ACTS_S = 0.1  # how often a signal may act, of a thread that waits for the one that reads
-WRITER_S = 0.1  # how often the thread that writes looks whether the channel was closed
+"""Calls of a host with unread answers: from then on each call reads the answers that have arrived.
+Else the host would block in a write, its socket full of results, until a caller waits for one."""
+ACTS_S = 0.1  # how often a signal may act on a thread that waits for the reading one
+WRITER_S = 0.1  # how often the writing thread checks whether the channel was closed
 
 
 class NotYet(Exception):
@@ -67,11 +67,11 @@ class NotYet(Exception):
 
 
 class CallLost(Exception):
-    """A call will not come back; as text what is known of it."""
+    """A call will not come back; its text is the known cause."""
 
 
 class Reply:
-    """What came back of a call, if it has."""
+    """The answer to a call, once it has arrived."""
 
     __slots__ = ("host", "lost", "message", "number")
 
@@ -91,28 +91,28 @@ class Reply:
 
 
 class _Connection:
-    """The connection to one host; what is unwritten waits for it to be there, too."""
+    """The connection to one host; unwritten bytes wait for it to be made, too."""
 
     def __init__(self) -> None:
         self.sock: socket.socket | None = None
         self.messages: Generator[Message | None] | None = None
         self.numbers = count()
         self.expected: deque[Reply] = deque()
-        self.unread: list[Reply] = []  # that brought what a told call has raised, to nobody yet
+        self.unread: list[Reply] = []  # with the exception of a one-way call, not raised yet
         self.unwritten: deque[memoryview] = deque()
-        self.lent = False  # some of that is its caller's
-        self.deaf = False  # nothing can be written any more; what it has said is still read
+        self.lent = False  # some of that belongs to its caller
+        self.deaf = False  # it takes no more writes; its messages are still read
         self.broken = False
-        self.machine = ""  # its address, if it is another
+        self.machine = ""  # its address, if it is another machine
 
 
 class RunChannel:
-    """To so many hosts; `folder` is the launch's own, `address` where others reach this
-    machine, None if all are on it."""
+    """The channel to `num_hosts` hosts; `folder` is the launch's own; other machines reach this one
+    at `address`, None if all hosts are on it."""
 
     def __init__(self, folder: Path, num_hosts: int, address: str | None) -> None:
         self.interrupted: bool = False  # within a read or a write
-        self.rank_of: Callable[[int], int | None] = lambda _: None  # the first of a host
+        self.rank_of: Callable[[int], int | None] = lambda _: None  # the first rank of a host
         self._key = secrets.token_bytes(32)
         self._lines = [_Connection() for _ in range(num_hosts)]
         self._joined: dict[int, _Connection] = {}  # by descriptor
@@ -138,7 +138,7 @@ class RunChannel:
             self._address = sock.getsockname()[:2]
 
     def add(self) -> int:
-        """One more host; its number."""
+        """Add a host; returns its number."""
         with self._lock:
             self._lines.append(_Connection())
             return len(self._lines) - 1
@@ -157,9 +157,9 @@ class RunChannel:
         *,
         lent: bool = False,
     ) -> Reply:
-        """Call the first of the functions with the others and what is given, which may be changed
-        as soon as this returns; if it is `lent`, when this has come back, or after `own`.
-        Functions are kept, so they must be methods that there are anyway.
+        """Call the first of the functions with the others and the arguments `given`. The arguments
+        may be changed as soon as this returns; if they are `lent`, when the call has come back, or
+        after `own`. Functions are kept, so they must be methods that exist anyway.
         """
         line = self._lines[host]
         reply = Reply(next(line.numbers), host)
@@ -181,29 +181,29 @@ class RunChannel:
         return reply
 
     def get(self, replies: Sequence[Reply], seconds: float) -> list[Any]:
-        """What the calls gave. `NotYet` if one has not come after so long; the first of them that
-        raised, raises, and `CallLost` one whose connection broke."""
+        """The results of the calls. `NotYet` if one has not arrived after `seconds`. Raises the
+        exception of the first call that raised, `CallLost` for one whose connection broke."""
         if not self._wait(lambda: _settled(replies), seconds):
             raise NotYet
         for line in self._lines:
             if line.unread:
                 line.unread = [reply for reply in line.unread if reply not in replies]
         for reply in replies:
-            if reply.failed:  # in no variable here, which would hold this frame, and it the error
+            if reply.failed:  # not in a variable: it would make a cycle of this frame and the error
                 raise self.failure(reply) or NotYet
         return [self._value(reply.message, reply) for reply in replies if reply.message is not None]
 
     def _value(self, message: Message, reply: Reply) -> Any:
         try:
             return message.value()
-        except BaseException as error:  # of a class of the user's
+        except BaseException as error:  # an exception of a user's class
             if interrupts(error):
                 raise
             sent = as_sent(error, self.rank_of(reply.host))
             raise sent from sent.__cause__
 
     def came_back(self, host: int, number: int) -> bool:
-        """Whether a call that was asked has come back, or never will; by its reply's number."""
+        """Whether a request has come back, or never will; by its reply's number."""
         line = self._lines[host]
         try:
             return line.expected[0].number > number
@@ -211,17 +211,17 @@ class RunChannel:
             return True
 
     def unread(self, host: int) -> Exception | None:
-        """What a told call of a host has raised, where it came with a reply that nobody has read.
+        """The exception of a host's one-way call, where it came with a reply that was not read.
         Once."""
         replies, self._lines[host].unread = self._lines[host].unread, []
         return self.failure(replies[0]) if replies else None
 
     def forget_unread(self, host: int) -> None:
-        """What told calls of a host have raised so far is nobody's concern any more."""
+        """Forget the exceptions of a host's one-way calls so far."""
         self._lines[host].unread = []
 
     def failure(self, reply: Reply) -> Exception | None:
-        """What a call has raised, as far as is known."""
+        """The exception of a call, as far as it is known."""
         if reply.lost:
             return CallLost("")
         if reply.message is None or not reply.failed:
@@ -233,21 +233,21 @@ class RunChannel:
         return error
 
     def came(self, replies: Sequence[Reply], seconds: float = 0.0) -> bool:
-        """Whether they have, or will never, after so long at most."""
+        """Whether all have come, or never will; waits `seconds` at most."""
         return self._wait(lambda: all(reply.came for reply in replies), seconds)
 
     def came_some(self, replies: Sequence[Reply], num: int, seconds: float) -> bool:
-        """Whether so many of them have, or never will, after so long at most."""
+        """Whether `num` of them have come, or never will; waits `seconds` at most."""
         return self._wait(lambda: sum(reply.came for reply in replies) >= num, seconds)
 
     def listen(self, seconds: float) -> None:
-        """Read what comes for so long."""
+        """Read messages for so many seconds."""
         end = time.monotonic() + seconds
         self._wait(lambda: False, seconds)
         time.sleep(max(0.0, end - time.monotonic()))  # it was closed
 
     def lose(self, host: int) -> None:
-        """It has ended: where it had not joined, nothing else tells who waits for its calls."""
+        """The host has ended. If it had not joined, nothing else ends the waits for its calls."""
         with standing_in(), self._lock:
             if self._lines[host].sock is None:
                 self._break(self._lines[host])
@@ -256,8 +256,8 @@ class RunChannel:
         return self._lines[host].broken
 
     def broken(self) -> list[int]:
-        """The hosts whose connections broke. Those to one machine break together: where one did,
-        others to it that are quiet do, too."""
+        """The hosts whose connections broke. Those to one machine break together: where one broke,
+        idle ones to the same machine break, too."""
         gone = {line.machine for line in self._lines if line.broken and line.machine}
         for line in self._lines if gone else ():
             if line.machine in gone and line.sock is not None and is_quiet(line.sock):
@@ -265,7 +265,7 @@ class RunChannel:
         return [index for index, line in enumerate(self._lines) if line.broken]
 
     def close(self) -> None:
-        """Hosts stop to wait for calls. Twice is fine."""
+        """Close the connections, so that hosts no longer wait for calls. Twice is fine."""
         with self._lock:
             self._closed = True
             for line in self._lines:
@@ -276,10 +276,11 @@ class RunChannel:
             writer.join()
         self._poll.close()
 
-    # -- what is read -----------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------
 
     def _wait(self, done: Callable[[], bool], seconds: float) -> bool:
-        """Whether it is done after so long at most; reads meanwhile, or waits for who does."""
+        """Whether it is done after `seconds` at most; reads meanwhile, or waits for the thread that
+        does."""
         if done():
             return True
         end, me = time.monotonic() + seconds, threading.get_ident()
@@ -298,9 +299,9 @@ class RunChannel:
         return done()
 
     def _becomes_reader(self, me: int, done: Callable[[], bool], end: float) -> bool:
-        """Whether no other thread reads, before it is done or it is too late."""
+        """Whether this thread may read, before it is done or too late."""
         with self._lock:
-            # who was interrupted as the reader may still be called so
+            # a reader that was interrupted may still be noted as the reader
             if self._reader in (None, me):
                 self._reader = me
                 return True
@@ -320,9 +321,9 @@ class RunChannel:
                     self._waiting -= 1
 
     def _read_once(self, seconds: float) -> None:
-        """What there is, or comes first within so long."""
+        """Read the messages that have arrived, or the first that arrives within `seconds`."""
         events = self._poll.poll(seconds)
-        with standing_in():  # a message is read to its end, whatever signals come
+        with standing_in():  # a signal does not cut a message in two
             for descriptor, event in events:
                 if (line := self._joined.get(descriptor)) is not None:
                     if event & ~select.EPOLLOUT:
@@ -333,7 +334,7 @@ class RunChannel:
                 else:
                     with self._lock:
                         self._guests.hear(descriptor)
-            if self._waiting:  # who looks whether it is done counts as such before that
+            if self._waiting:  # a thread counts as waiting before it checks whether it is done
                 with self._lock:
                     self._changed.notify_all()
 
@@ -354,7 +355,7 @@ class RunChannel:
             raise
 
     def _break(self, line: _Connection, *, interrupted: bool = False) -> None:
-        """Nothing comes over it from now on."""
+        """No message comes over this connection from now on."""
         with self._lock:
             self.interrupted |= interrupted
             line.broken, line.messages = True, None
@@ -364,14 +365,14 @@ class RunChannel:
             line.unwritten.clear()
             if line.sock is not None:
                 del self._joined[line.sock.fileno()]
-                line.sock.close()  # which takes it from the poll, too
+                line.sock.close()  # which also removes it from the poll
                 line.sock = None
             self._changed.notify_all()
 
-    # -- what is written, with the lock held ------------------------------------------------------
+    # -- writing, with the lock held ------------------------------------------------------
 
     def own(self) -> None:
-        """What was lent and is unwritten is copied."""
+        """Copy lent buffers that are unwritten."""
         with self._lock:
             for line in self._lines:
                 if line.lent:
@@ -395,8 +396,8 @@ class RunChannel:
             self._write_later(line)
 
     def _stop_writing(self, line: _Connection) -> None:
-        """Its host has ended. It breaks as soon as what that has said is read: results may be among
-        it that no other host has."""
+        """Its host has ended. The connection breaks as soon as the host's last messages are read:
+        they may have results that no other host has."""
         line.deaf = True
         line.unwritten.clear()
         if line.sock is not None:
@@ -411,8 +412,8 @@ class RunChannel:
 
     def _write_all(self) -> None:
         def written() -> bool:
-            # A host that has not joined counts: it joins when somebody reads, and who has called
-            # it may be at something else.
+            # A host that has not joined counts: it joins when a thread reads, and its callers may
+            # not read now.
             return not any(line.unwritten and not line.broken for line in self._lines)
 
         while True:
@@ -443,10 +444,11 @@ class RunChannel:
         line.lent = False
         self._poll.modify(line.sock, select.EPOLLIN)
 
-    # -- who comes --------------------------------------------------------------------------------
+    # -- hosts that join
+    # --------------------------------------------------------------------------------
 
     def _welcomes(self, index: int) -> Callable[[socket.socket], None] | None:
-        """Whether a host that knows the key may join: what is done with it then."""
+        """The function that handles a host's connection, if it knows the key and may join."""
         line = self._lines[index] if index < len(self._lines) else None
         if line is None or line.sock is not None or line.broken:
             return None
@@ -462,8 +464,8 @@ class RunChannel:
 
 
 def _settled(replies: Sequence[Reply]) -> bool:
-    """Whether all have come, or one that failed."""
-    waiting = False  # spelled out, as this is asked after each message
+    """Whether all have come, or one has failed."""
+    waiting = False  # a plain loop, since it runs after each message
     for reply in replies:
         if reply.message is None:
             if reply.lost:

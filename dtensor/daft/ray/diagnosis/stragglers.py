@@ -1,15 +1,16 @@
-"""A warning while a step takes too long: who hangs, once for a wait and again as it doubles.
+"""A warning while a step takes too long: the rank that hangs, once per wait and again as it
+doubles.
 
     late = Late(folder)                # of the launch
-    late.look(waited_s=6.0)            # whenever the controller looks whether a result has come
+    late.look(waited_s=6.0)            # whenever the controller polls for a result
 
-Late is a run that takes 5 times what earlier runs of its program took, and more than 5 s; a first
-one after 15 s, or 60 s where the one that is waited for computes (`diagnosis/diagnosis.py`). One
-that is stopped or lost is told of when 5 s were waited.
+A run is late if it takes 5 times as long as earlier runs of its program, and more than 5 s; a first
+run after 15 s, or 60 s if the awaited rank computes (`diagnosis/diagnosis.py`). A stopped or lost
+rank is reported after a wait of 5 s.
 
-Invariants: with DTENSOR_LATE_WARNINGS=0 in the environment nothing is looked at. Nor is anything
-before somebody has waited for a quarter of a second, and then the counters alone, 20 us a host,
-until something is late. Two looks tell who moves and who computes, and nobody waits between them.
+Invariants: with DTENSOR_LATE_WARNINGS=0 in the environment nothing is checked. Nor is anything in
+the first quarter of a second of a wait, and then only the counters, 20 us a host, until a run is
+late. Two samples show which ranks make progress and which compute, without a sleep between them.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ class Late:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._before: tuple[Seen, ...] | None = None
-        self._run = -1  # the oldest under way, when it was told of
-        self._told_s = 0.0  # and how long it had taken
+        self._run = -1  # the oldest run in flight, when it was reported
+        self._told_s = 0.0  # and its seconds until then
 
     def look(self, waited_s: float) -> None:
-        """`waited_s`: by whoever looks, so far."""
+        """`waited_s`: seconds of the caller's wait so far."""
         if os.environ.get("DTENSOR_LATE_WARNINGS") == "0":
             return
         try:
             launch = LaunchSeen(self._folder)
-        except FileNotFoundError:  # another thread has closed it, as whoever waits will hear
+        except FileNotFoundError:  # another thread has closed it: the wait will raise
             return
         at = launch.progress()
         running = [each for each in at if each.position >= 0 and each.running_s is not None]

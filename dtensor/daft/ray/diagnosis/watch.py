@@ -1,24 +1,26 @@
-"""The hosts of a launch, as the controller sees them: who is alive, who was lost, and doing what.
+"""The failure detector of a launch: which hosts are alive, which are lost, and why.
 
     watch = HostWatch(controller, home, channel, deadline_s=60, call_deadline_s=3600, due=None)
     watch.get([Asked(process, channel.send(0, ASKED, (Objects.failures,), ()))])  # or the root
 
 A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
-killed, host 0 says "Connection closed by peer": the root is `ActorLost` for host 1, with the
-instruction in its counter file, and host 0's error as a note. In order: a `Call` that raised; a
-host that was lost; a transfer that failed for another reason. Within one sort, the lowest.
+killed, host 0 reports "Connection closed by peer": the root is `ActorLost` for host 1, with the
+instruction in its counter file, and host 0's error as a note. The root is, in this order: a `Call`
+that raised; a host that was lost; a transfer that failed for another reason. Among failures of one
+kind it is that of the lowest host.
 
-Invariants: a host is lost once, described by what it was doing then, and every failure that comes
-of it is that one `ActorLost`. So that whatever waits for it fails, a host is ended that has stopped
-for `deadline_s`; that is in one call for `call_deadline_s`; and, where hosts have to move, one of
-those that hold up the calls that are waited for, when all of them have stood still for `deadline_s`
-and none was at work in that time, that is, in what ends by itself and using the CPU. Who holds a
-call up is the controller's to say (`Due`): what other hosts do neither hides a hang nor looks like
-one. Who waits for another is not ended for it: waits are followed from host to host, and one is
-ended at which they end (`diagnosis/diagnosis.py`).
+Invariants: a host is lost once, with the instruction that it ran then, and each consequence of the
+loss raises that one `ActorLost`. The watch ends three kinds of hosts, so that calls which wait for
+them fail: a host that has stopped for `deadline_s`; a host that is in one call for
+`call_deadline_s`; and, where hosts must make progress, one of the hosts that block the awaited
+calls, when none of them has made progress for `deadline_s` and none was at work in that time. A
+host is at work in an instruction that ends by itself, if it uses the CPU. The controller says which
+hosts block a call (`Due`): progress of other hosts does not hide a hang, and their waiting is not
+taken for one. A host that waits for another is not ended for it: the watch follows the wait-for
+graph and ends a host that waits for no other (`diagnosis/diagnosis.py`).
 
-It does not know what hosts run: the controller says what one was doing, and for whom it waits
-(`Controller`).
+The watch does not know the programs of hosts: the `Controller` says which instruction a host was
+in, and for whom it waits.
 """
 
 from __future__ import annotations
@@ -39,25 +41,27 @@ from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, RunChannel
 from dtensor.daft.ray.diagnosis.stragglers import Late
 from dtensor.signals import wait
 
-SLICE_S = 0.25  # how often a waiting controller looks at the hosts
-SETTLE_S = 5.0  # how long after a first failure it looks for its root
-ENDING_S = 1.0  # how long Ray may take to say how a process ended that is gone
+SLICE_S = 0.25  # how often a waiting controller samples the hosts
+SETTLE_S = 5.0  # how long after a first failure it searches for the root
+ENDING_S = 1.0  # how long Ray may take to report how a process ended
 CUT_OFF_S = 0.5
-"""So long for the end of a process that can be called no longer; and for any other root, where what
-fails is recovered from: that looks again who is there."""
+"""How long it waits for the end of a process that cannot be called any more, and for any other root
+where failures are recovered from: the recovery checks again which hosts are alive."""
 STALE_S = 5.0
-"""A heartbeat comes every 0.25 s, later on a loaded machine; one this old means that its process
-has stopped, though no signal did that: a debugger, a frozen container, a machine that is gone."""
+"""A heartbeat comes every 0.25 s, later on a loaded machine; a heartbeat this old means that its
+process has stopped without a signal: by a debugger, a frozen container, a lost machine."""
 COMPUTES = 0.05
-"""Of a core: a process that used so much of it over `deadline_s` computes, if slowly on a loaded
-machine. What Ray's threads use in an idle one is an eighth of that."""
+"""Share of a core. A process that used so much of it over `deadline_s` computes, though slowly on a
+loaded machine. Ray's threads in an idle process use an eighth of that."""
 RUNNABLE = 0.9
-"""Of the time: whose thread was on a core or waited for one for so much of it computes, too."""
+"""Share of the time. A process whose thread was on a core, or waited for one, for so long computes
+too."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """Of the CPU, by a host so far; `runnable_s`: that its thread had, or waited for."""
+    """The CPU time that a host has used so far; `runnable_s`: how long its thread was on a core or
+    waited for one."""
 
     cpu_s: float
     runnable_s: float
@@ -76,27 +80,29 @@ class _Used:
 
 @dataclass(slots=True)
 class Asked:
-    """A call under way: who was called, what stands for the result (of Ray's or of the run
-    channel's), and the number of the first run that came behind it. `since`: somebody waits for it
-    and nobody has moved who holds it up; `used`: the CPU time of each of those by then."""
+    """A call in flight: the host that was called, the reference to the result (Ray's or the run
+    channel's), and the number of the first run after it. `since`: a caller waits for it, and no
+    host that blocks it has made progress since then; `used`: the CPU time of each of those hosts at
+    that time."""
 
     host: HostProcess
     ref: Any
     before: int = 0
     since: float | None = None
     used: Mapping[int, _Used] = field(default_factory=dict[int, "_Used"])
-    call: Any = None  # to be made again, where that may be
-    gone: ActorLost | None = None  # a value that it was to read was lost with a process
+    call: Any = None  # the call, to repeat it where that is allowed
+    gone: ActorLost | None = None  # a value that it should read was lost with a process
 
 
 Due: TypeAlias = Callable[[Sequence[Asked]], Mapping[int, int]]
-"""By host, the last run that it has to end before these calls can come back."""
+"""By host, the last run that it must end before these calls can return."""
 
 
 @dataclass(slots=True)
 class _Sighting:
-    """Where a host was seen, since when, and `earlier`, where it was before that; what it had
-    `used` of the CPU when that was `measured`, and whether it computed for `deadline_s` before."""
+    """The instruction at which a host was seen, since when, and `earlier`, the one before it; the
+    CPU time that the host had `used` when that was `measured`, and whether it computed for
+    `deadline_s` before."""
 
     at: Progress
     earlier: Progress
@@ -108,33 +114,34 @@ class _Sighting:
 
 
 class Controller(Protocol):
-    """Who has given the hosts what they do."""
+    """The object that gives hosts their programs."""
 
     @property
     def failure(self) -> DaftError | None:
-        """Of all of it, so that nobody waits on."""
+        """The failure of the whole launch, after which nobody waits any longer."""
         ...
 
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
-        """What a host was doing when this became of it."""
+        """The `Failure` of a host, with the instruction that it was in."""
         ...
 
     def at_work(self, host: int, at: Progress) -> bool:
-        """Whether a host is in what ends by itself, a `Call` say, and in no wait for another."""
+        """Whether a host is in an instruction that ends by itself, such as a `Call`, and does not
+        wait for another host."""
         ...
 
     def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
-        """For whom those hosts wait that do, by where all are."""
+        """The hosts for which each waiting host waits, from the positions of all."""
         ...
 
     def tell_of_loss(self, host: int) -> None:
-        """A host is lost: those that wait for it are told."""
+        """Tell the hosts that wait for a lost host that it is lost."""
         ...
 
 
 class HostWatch:
-    """`due`: None if hosts need not move on; a method of a spawned actor may take as long as it
-    likes. `stopped_s`: for which a signal may stop one, if not for `deadline_s`."""
+    """`due`: None if hosts need not make progress: a method of a spawned actor may take any time.
+    `stopped_s`: how long a signal may stop a host, if not `deadline_s`."""
 
     def __init__(
         self,
@@ -168,14 +175,14 @@ class HostWatch:
         needed: Collection[HostProcess] = (),
         deadline_s: float | None = None,
     ) -> list[Any]:
-        """What the calls give; raises the root cause of a failure, also if a host is lost that is
-        `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`.
-        `deadline_s`: for which these calls may stand still, if not as others."""
+        """The results of the calls. Raises the root cause of a failure, also if a host is lost that
+        is `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`.
+        `deadline_s`: how long these calls may make no progress, if not as long as others."""
         began = time.monotonic()
         end = None if timeout is None else began + timeout
         while True:
             left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
-            try:  # what else is raised is the caller's fault, such as an unknown name
+            try:  # other errors are the caller's fault, such as an unknown name
                 found = self._calls.get([each.ref for each in asked], left)
             except NotYet:
                 pass
@@ -214,13 +221,13 @@ class HostWatch:
         return self._calls.came([each.ref for each in asked])
 
     def look(self, asked: Sequence[Asked], deadline_s: float) -> None:
-        """Lose who has died; end who has stopped, or is in one call for too long, or, where hosts
-        have to move and none is at work, stands still."""
+        """Mark dead hosts as lost. End a host that has stopped, is in one call for too long, or
+        makes no progress where hosts must and none is at work."""
         now, lost = time.monotonic(), len(self.lost)
         for host in self._home.processes:
             if host.counts and host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
-        if self._due is not None and len(self.lost) == lost:  # or the others stand still for it
+        if self._due is not None and len(self.lost) == lost:  # else others wait for the lost
             self._look_for_one_that_stands(self._due, asked, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
@@ -257,20 +264,20 @@ class HostWatch:
                 self._tell(host, at)
 
     def _tell(self, host: HostProcess, at: Progress) -> None:
-        """Once for each instruction, that it takes its time."""
+        """Warn, once for each instruction, that it takes long."""
         where = (host.index, at.program, at.position)
         if where in self._told:
             return
         self._told.add(where)
         fact = (
-            f"it has computed for more than {self.deadline_s:g} s, and may go on for up to "
+            f"it has computed for more than {self.deadline_s:g} s, and may take up to "
             f"{self.call_deadline_s:g} s (call_deadline_s)."
         )
         failure = self._controller.describe(host.index, at, fact)
         warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
 
     def lose(self, host: HostProcess, reason: str) -> ActorLost:
-        """It is lost; those that wait for it to join a program are told."""
+        """Mark a host as lost, and tell those that wait for it to join a program."""
         if host.index not in self.lost:
             failure = self._controller.describe(host.index, host.counter.read(), reason)
             self.lost[host.index] = ActorLost(failure)
@@ -278,20 +285,20 @@ class HostWatch:
         return self.lost[host.index]
 
     def _lose_dead(self, host: HostProcess, text: str = "") -> None:
-        """`text`: what Ray said of it, if it has said something."""
-        cut_off = self._is_cut_off(host)  # of a machine that is gone Ray hears after a while
+        """`text`: Ray's report of the death, if there is one."""
+        cut_off = self._is_cut_off(host)  # Ray reports the loss of a machine only after a while
         text = text or host.ended(0.0 if cut_off else ENDING_S) or ""
         line = next(iter(text.strip().splitlines()), "")
         fact = "the process died." if line or not cut_off else "its connection broke."
         self.lose(host, f"{fact} {line}".strip())
 
     def _is_cut_off(self, host: HostProcess) -> bool:
-        """Whether a process on another machine cannot be called any more: nothing else tells of
-        its end as soon."""
+        """Whether a process on another machine cannot be called any more: this is the earliest sign
+        of its end."""
         return host.elsewhere and host.index in self._calls.broken()
 
     def end(self, host: HostProcess, reason: str, grace_s: float = 1.0) -> None:
-        """End one that cannot go on, so that what waits for it fails."""
+        """End a host that cannot make progress, so that calls which wait for it fail."""
         self.lose(host, reason)
         host.kill()
         host.end(grace_s)
@@ -308,7 +315,7 @@ class HostWatch:
             host, seen = self._home.processes[index], self._seen.get(index)
             if seen is None and not host.answered:
                 moved = now  # it is still starting
-            if seen is None:  # on another machine its counter is not seen
+            if seen is None:  # the counter of a host on another machine cannot be read
                 holding.append(host)
                 continue
             if index in called or not seen.earlier.has_ended(last[index]):
@@ -339,7 +346,7 @@ class HostWatch:
     def _stand(
         self, waiting: Sequence[Asked], holding: Sequence[HostProcess], moved: float
     ) -> None:
-        """Nobody who holds these up has moved since then."""
+        """No host that blocks these calls has made progress since `moved`."""
         used = {host.index: _Used.of(host) for host in holding}
         for each in waiting:
             each.since, each.used = moved, used
@@ -350,8 +357,8 @@ class HostWatch:
         there: Mapping[int, Progress],
         waits: Mapping[int, Waits],
     ) -> tuple[HostProcess, str]:
-        """Whom to end of those that stand still; and what it did. One that is stopped, or else one
-        at which the waits of others end, and rather one in a `Call`."""
+        """The host to end among those that make no progress, and its fault as text. It is one that
+        has stopped, or else one that waits for no other, preferably one in a `Call`."""
         stopped = [host for host in holding if host.stopped]
         if stopped:
             return stopped[0], "has stopped: {}."
@@ -361,20 +368,20 @@ class HostWatch:
         held = {host.index for host in holding}
         found = [h for h in self._home.processes if h.index in ends & (held | senders)]
         fact = "made {}, though it is alive."
-        if not found:  # whom they wait for has been replaced, and nothing has broken here
+        if not found:  # the host that they wait for was replaced, and no connection broke here
             found = list(holding)
-            fact = "made {}: it waits for one that is gone, and has not heard of it."
+            fact = "made {}: it waits for a process that is gone, and was not told."
 
         def worth(host: HostProcess) -> tuple[bool, bool, int]:
             at = there[host.index]
-            unseen = host.index not in self._seen  # of another machine
+            unseen = host.index not in self._seen  # on another machine
             return unseen, not self._controller.at_work(host.index, at), at.run
 
         return min(found, key=worth), fact
 
     def root(self, asked: Sequence[Asked], hosts: Collection[int], text: str = "") -> DaftError:
-        """What a failure follows from, among these hosts, or those that Ray's `text` names; a death
-        may show a moment later than what comes of it."""
+        """The root cause of a failure, among these hosts, or those that Ray's `text` names; a death
+        may be noticed a moment later than its consequences."""
         begin = time.monotonic()
         while True:
             errors: list[DaftError] = []

@@ -1,31 +1,32 @@
-"""Operators, reductions and functions of the user's, on actors that do not know them.
+"""The user's operators, reductions and functions, on actors that lack them.
 
-    needed = Needed.of(program, device, known)  # on the controller: what each op is made from
+    needed = Needed.of(program, device, known)  # on the controller: the origin of each op
     needed.provide()                            # in an actor, first: lacking ops -> why
 
-An actor has the ops of torch, of dtensor and of what it imports. A program may name others, which
-Python registered in the controller (`torch.library.custom_op`, `triton_op`, `define` and `impl`):
-an op of a module is had by importing that module; one of the user's script, or of a function, by
-its kernel, which is pickled by value, with what it refers to. So is one that the controller defined
-anew since the launch began, as `importlib.reload` of its module does. Shared libraries that the
-controller loaded (`torch.ops.load_library`) are loaded for ops without a kernel in Python. The
-controller's `sys.path` goes along. So do all reductions that the controller registered: programs
-have them by name. Fake kernels and gradients stay behind: a program's ops are its
-own already.
+An actor has the ops of torch, of dtensor and of their imports. A program may name others, which
+Python registered in the controller (`torch.library.custom_op`, `triton_op`, `define` and `impl`).
+An actor gets an op of a module by importing that module, and one of the user's script, or of a
+function, by its kernel, which is pickled by value, with the objects that it refers to. So is an op
+that the controller redefined since the launch began, for example by `importlib.reload` of its
+module. Shared libraries that the controller loaded (`torch.ops.load_library`) are loaded for ops
+without a kernel in Python. The controller's `sys.path` is sent along, and so are all reductions
+that the controller registered: programs have them by name. Fake kernels and gradients are not sent:
+a program's ops are already differentiated and have their shapes.
 
 An op's kernel is found by calling it once on empty tensors, under a profiler that stops the call
-where the kernel begins: torch keeps no other way from an op to its Python. Nothing of it runs.
+where the kernel begins: torch has no other way from an op to its Python function. None of the
+kernel runs.
 
-Invariants: what is had already stays, but for what the controller defined anew; a kernel that came
-by value is replaced when its program is loaded again with another. A kernel's globals are copies:
-what it changes there stays in the actor. Not here: modules that are reloaded and define no op of a
-program, though its ops call them; which programs are loaded again (frontend/reads/reads.py).
+Invariants: ops that the actor has already stay, except those that the controller redefined; a
+kernel that came by value is replaced when its program is loaded again with another. A kernel's
+globals are copies: its changes of them stay in the actor. Not here: modules that are reloaded and
+define no op of a program, though its ops call them; the choice of programs to load again
+(frontend/reads/reads.py).
 """
 
-# Torch leaves the types of its operators open, cloudpickle all of its own.
-# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false, reportPrivateUsage=false
-# pyright: reportUnknownLambdaType=false
+# Torch leaves the types of its operators open, cloudpickle all of its own. pyright:
+# reportUnknownMemberType=false, reportUnknownArgumentType=false pyright:
+# reportUnknownVariableType=false, reportPrivateUsage=false pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 
@@ -75,8 +76,8 @@ _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platst
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpOrigin:
-    """Where an op comes from: a module, and its kernel by value, or why there is none. `anew`: its
-    module may be another where it was imported before."""
+    """The origin of an op: a module, and its kernel by value, or why there is none. `anew`: a
+    process that imported its module before may have another one."""
 
     name: str  # "mylib::scale", "mylib::scale.out"
     schema: str
@@ -88,7 +89,7 @@ class OpOrigin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """What a program needs besides torch and dtensor. False for one that needs nothing."""
+    """The needs of a program besides torch and dtensor. False if there are none."""
 
     origins: tuple[OpOrigin, ...]
     paths: tuple[str, ...]
@@ -127,12 +128,13 @@ class Needed:
         )
 
     def provide(self) -> list[tuple[str, str]]:
-        """Registers in this process what it lacks; those that it could not have, each with why."""
+        """Register the missing ops in this process; returns those that it could not register, each
+        with why."""
         sys.path += [p for p in self.paths if p not in sys.path and os.path.exists(p)]
         for reduction in _cloudpickle.loads(self.reductions) if self.reductions else ():
             REDUCTIONS[reduction.name] = reduction  # the controller has one of a name
         lacking, before = self._provide(self.origins), len(self.origins) + 1
-        while 0 < len(lacking) < before:  # a kernel may need another op to be there
+        while 0 < len(lacking) < before:  # a kernel may need another op
             before = len(lacking)
             names = {name for name, _ in lacking}
             lacking = self._provide([o for o in self.origins if o.name in names])
@@ -148,7 +150,7 @@ class Needed:
                     break
                 try:
                     attempt(origin)
-                except BaseException as error:  # of the user's module or kernel; told in the end
+                except BaseException as error:  # of a user's module or kernel; reported later
                     if interrupts(error):
                         raise
                     reasons.append(reason_of(error))
@@ -163,7 +165,7 @@ class Needed:
 
 
 def _reductions(known: Known) -> bytes | None:
-    """What users registered, and a program may name."""
+    """The reductions that users registered, which a program may name."""
     found = [REDUCTIONS[name] for name in REDUCTIONS if name not in BUILT_IN]
     if not found:
         return None
@@ -173,7 +175,7 @@ def _reductions(known: Known) -> bytes | None:
 
 
 def is_registered(name: str) -> bool:
-    """Whether this process knows the op."""
+    """Whether the op is registered in this process."""
     return get_operation_overload(*_name_and_overload(name)) is not None
 
 
@@ -185,7 +187,7 @@ def _name_and_overload(name: str) -> tuple[str, str]:
 # -- in an actor -----------------------------------------------------------------------------------
 
 _kernels: dict[str, Callable[..., Any]] = {}
-"""Of the ops that this process has by value."""
+"""The kernels by value of ops in this process."""
 _libraries: list[torch.library.Library] = []  # an op lives as long as its library
 
 
@@ -219,8 +221,8 @@ def _by_value(origin: OpOrigin) -> None:
 
 
 class Known:
-    """Custom ops and modules as they were when a launch began or first had them: its processes may
-    have these, and not what the controller has put in their place."""
+    """Custom ops and modules as of the launch's begin or their first use: its processes may have
+    these, and not the controller's later redefinitions."""
 
     def __init__(self) -> None:
         self._ops: dict[str, tuple[object, ...]] = {}
@@ -249,7 +251,7 @@ class Known:
 
     @contextmanager
     def by_value(self) -> Generator[None]:
-        """What is pickled within takes along what it has of modules that were reloaded."""
+        """Within, pickles include by value the objects of modules that were reloaded."""
         already = _cloudpickle.list_registry_pickle_by_value()
         modules = [m for m in self._reloaded if m.__name__ not in already]
         for module in modules:
@@ -262,7 +264,7 @@ class Known:
 
 
 def _definition(name: str) -> tuple[object, ...]:
-    """What has the kernels of a custom op, and these."""
+    """A custom op's definition object, and its kernels."""
     found: CustomOpDef | None = OPDEFS.get(name)
     return () if found is None else (found, *found._backend_fns.values())
 
@@ -275,7 +277,7 @@ def _spec(module: object) -> object:
 
 
 def _origin(name: str, device: torch.device, known: Known) -> tuple[OpOrigin, list[str]]:
-    """Where an op comes from, and the ops that its kernel names."""
+    """The origin of an op, and the ops that its kernel names."""
     op = _overload(name)
     kernel, reason = _kernel_of(op, device)
     module = kernel.__module__ if kernel is not None else None
@@ -285,7 +287,7 @@ def _origin(name: str, device: torch.device, known: Known) -> tuple[OpOrigin, li
         try:
             with known.by_value():
                 data, more = _pickled(kernel)
-        except Exception as error:  # whatever the kernel refers to may raise as it pickles
+        except Exception as error:  # any object that the kernel refers to may raise as it pickles
             reason = f"its kernel does not pickle: {type(error).__name__}: {error}"
     if anew and reason:
         reason = f"it was defined anew since the launch began, and {reason}"
@@ -302,7 +304,7 @@ def _overload(name: str) -> OpOverload:
 
 
 class _Begins(Exception):
-    """The kernel begins; it is not run."""
+    """Raised where the kernel begins; it is not run."""
 
 
 def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | None, str]:
@@ -334,16 +336,16 @@ def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | Non
 
 
 def _function_of(frame: FrameType, op: OpOverload) -> tuple[FunctionType | None, str]:
-    """What runs in a frame, as a function, with the defaults of the op's schema."""
+    """The function that runs in a frame, with the defaults of the op's schema."""
     code, schema = frame.f_code, op._schema.arguments
     taken = code.co_argcount + code.co_kwonlyargcount
     rest = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
     own = taken > 0 and code.co_varnames[0] in ("self", "cls")
     if own or not (taken == len(schema) or rest):
-        return None, f"its kernel, {code.co_qualname}, is no plain function"
+        return None, f"its kernel, {code.co_qualname}, is not a plain function"
     closure = tuple(CellType(frame.f_locals[name]) for name in code.co_freevars)
     made = FunctionType(code, frame.f_globals, code.co_name, None, closure)
-    # torch leaves out arguments that are as the schema has them by default
+    # torch leaves out arguments that equal the schema's defaults
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     positional = code.co_varnames[: code.co_argcount]
     given = [a.name for a in schema if not a.kwarg_only][: len(positional)]
@@ -385,7 +387,7 @@ def _empty_arguments(op: OpOverload, device: torch.device) -> tuple[list[Any], d
 
 
 class _Pickler(_cloudpickle.Pickler):
-    """By value; remembers the ops that it meets."""
+    """Pickles by value; remembers the ops that it finds."""
 
     ops: list[str]
 
@@ -404,10 +406,10 @@ class _Pickler(_cloudpickle.Pickler):
 
 
 def _names_in(function: FunctionType) -> list[str]:
-    """The ops that a function names, which the program calls as it is."""
+    """The ops that a function names; the program calls the function itself."""
     try:
         return _pickled(function)[1]
-    except Exception as error:  # whatever it refers to may raise as it pickles
+    except Exception as error:  # any object that it refers to may raise as it pickles
         raise ProgramError(
             f"The program calls {function.__qualname__}, which does not pickle: "
             f"{type(error).__name__}: {error}\n"
@@ -424,10 +426,10 @@ def _pickled(function: FunctionType) -> tuple[bytes, list[str]]:
     return file.getvalue(), pickler.ops
 
 
-# The definition of a custom op, as a global of a function, is called: so is the op itself.
+# A custom op's definition, as a global of a function, is callable: so is the op itself.
 _reduced: Any = copyreg.pickle
 _reduced(CustomOpDef, lambda definition: (_overload, (definition._opoverload.name(),)))
-# A function that names torch.ops refers to these, which are modules of classes of their own.
+# A function that names torch.ops refers to these, which are modules of their own classes.
 _reduced(type(torch.ops), lambda _: (importlib.import_module, ("torch.ops",)))
 _reduced(OpNamespace, lambda namespace: (_namespace, (namespace.name,)))
 
@@ -437,7 +439,7 @@ def _namespace(name: str) -> Any:
 
 
 def _is_nobodys(frame: FrameType) -> bool:
-    """Whether torch, daft or Python themselves run it."""
+    """Whether it is code of torch, daft or Python."""
     file = frame.f_code.co_filename
     if file.startswith("<"):  # typed, or generated
         return frame.f_globals.get("__name__") != "__main__"
@@ -447,7 +449,7 @@ def _is_nobodys(frame: FrameType) -> bool:
 
 
 def _is_of_import(frame: FrameType | None) -> bool:
-    """Whether it finds or runs a module that torch imports on the way to the kernel."""
+    """Whether it finds or runs a module that torch imports before the kernel."""
     while frame is not None and frame.f_code is not _kernel_of.__code__:
         if frame.f_globals.get("__name__") in ("importlib._bootstrap", "importlib"):
             return True
@@ -456,7 +458,7 @@ def _is_of_import(frame: FrameType | None) -> bool:
 
 
 def _is_installed(name: str, file: str | None) -> bool:
-    """Whether a module is one that nobody edits, so that it is reloaded by nobody."""
+    """Whether a module is installed, so that users neither edit nor reload it."""
     return name.partition(".")[0] in sys.stdlib_module_names or "site-packages" in (file or "")
 
 

@@ -1,8 +1,8 @@
 """Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
 
-Inputs of a run that are plain data, such as an optimizer's options, come when they have changed
-(`SentInputs`): by what was sent, not by what became of the run. So do the controller's settings
-that torch's kernels obey (`kernel_flags.py`), before the run.
+Inputs of a run that are plain data, such as an optimizer's options, are sent only when they have
+changed (`SentInputs`), compared with the last message, whether or not its run succeeded. The
+controller's settings of torch's kernels (`kernel_flags.py`) are sent likewise, before the run.
 
 Example (the controller does this, `cluster.py`, through `Host.call`):
 
@@ -12,7 +12,7 @@ Example (the controller does this, `cluster.py`, through `Host.call`):
     ranks.run_program(HostRun(7, 0, {0: {"x": x}}).plain(), {})      # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
-(`joining.py`). Nobody else has the memory of a tensor that arrives, and the worker copies it.
+(`joining.py`). The memory of a tensor that arrives has no other owner, and the worker copies it.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ from dtensor.daft.undo.snapshots import Store
 from dtensor.kernel_flags import obey
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
-"""By rank and name, data as marshal has it, or the run of the program that had the same."""
+"""By rank and name, marshalled data, or the number of the run with the same data."""
 
 
 FLAGS = "kernel flags"
 _FLAGS_AT = -1
-"""They go with the plain data as if of a rank: -1 of host 0, -2 of host 1."""
+"""They are sent with the plain data, as those of a rank: -1 of host 0, -2 of host 1."""
 
 
 class SentInputs:
-    """What plain data the hosts were last sent, as the controller knows it."""
+    """The controller's record of the plain data that hosts were last sent."""
 
     def __init__(self) -> None:
         self._sent: dict[tuple[int, int, str], tuple[int, bytes]] = {}
 
     def split(self, handle: int, inputs: Values) -> tuple[Values, Plain]:
-        """The inputs of a run of a program that go as they are, and the others."""
+        """The inputs of a run that are sent unchanged, and the plain data."""
         rest: dict[int, dict[str, object]] = {}
         plain: Plain = {}
         for rank, named in inputs.items():
@@ -73,7 +73,8 @@ class SentInputs:
         return rest, plain
 
     def flags(self, host: int, handle: int, data: bytes) -> Plain:
-        """What the kernels of a host are to obey in a run of a program, if that is not known."""
+        """The settings of a host's kernels for a run of a program, if the host does not know
+        them."""
         at = _FLAGS_AT - host
         return {at: {FLAGS: self._new(handle, at, FLAGS, data)}}
 
@@ -82,15 +83,15 @@ class SentInputs:
         return run if known == data else data
 
     def note(self, run: int, handle: int, plain: Plain) -> None:
-        """This was sent."""
+        """Note plain data that was sent."""
         for rank, named in plain.items():
             for name, data in named.items():
                 if isinstance(data, bytes):
                     self._sent[handle, rank, name] = run, data
 
     def known(self, handle: int, plain: Plain) -> dict[tuple[int, int, str], tuple[int, bytes]]:
-        """What was sent before, of a run's plain data that is as it was: by program, rank and name,
-        the run that it was sent for, and the data."""
+        """The earlier data that a run's unchanged plain data refers to: by program, rank and name,
+        the run for which it was sent, and the data."""
         return {
             (handle, rank, name): self._sent[handle, rank, name]
             for rank, named in plain.items()
@@ -108,8 +109,8 @@ _ATOMS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
 def _is_plain(value: Any) -> bool:
-    """Of these types alone, and not of classes that derive from them: marshal takes numpy's numbers
-    for bytes, and what can be changed may change unseen."""
+    """Whether it has only these types, and not classes derived from them: marshal takes numpy's
+    numbers for bytes, and mutable values may change unseen."""
     kind = type(value)  # pyright: ignore[reportUnknownVariableType]
     if kind is dict:
         return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
@@ -117,8 +118,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def packed(parts: Iterable[HostProgram]) -> Iterator[tuple[Packed, Packed]]:
-    """What hosts are sent of a program: each its own lists, and its functions, which are packed
-    once for all hosts that call the same. The inverse of `unpacked`."""
+    """The packed parts of a program for hosts: each its own lists, and its functions, which are
+    packed once for all hosts with the same ones. The inverse of `unpacked`."""
     shared: dict[tuple[str, ...], Packed] = {}
     for own in parts:
         names = tuple(name for name, _ in own.functions)
@@ -134,7 +135,7 @@ def unpacked(lists: Packed, functions: Packed) -> HostProgram:
 
 
 def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
-    """What a dead process of these ranks has left there, or a copy of it, or a new one."""
+    """The file that a dead process of these ranks has left there, or a copy of it, or a new one."""
     try:
         return SnapshotFile.open(folder, ranks)
     except FileNotFoundError:
@@ -142,9 +143,9 @@ def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
 
 
 class Ranks:
-    """`memory`: the folder where copies of the ranks' values are kept, that outlive this.
-    `machine`: Ray's name of the machine, where a launch spans several and each keeps copies of
-    another's; "" where it does not. `controllers`: whether the controller is there."""
+    """`memory`: the folder of copies of the ranks' values, which outlive this process. `machine`:
+    Ray's name of the machine, if a launch spans several and each keeps copies of another's; else
+    "". `controllers`: whether the controller is on this machine."""
 
     def __init__(
         self,
@@ -192,39 +193,39 @@ class Ranks:
 
     # -- copies on another machine --------------------------------------------------------------
     def keep_copies(self, secret: bytes, address: str) -> Door:
-        """Of others' snapshots; where they come to."""
+        """Keep copies of other hosts' snapshots; returns the endpoint for them."""
         assert self._memory is not None, "snapshots are kept"
         if self._keeper is None:
             self._keeper = Keeper(self._memory, secret, reached_at(address))
         return self._keeper.door
 
     def copy_to(self, door: Door | None, secret: bytes) -> None:
-        """The own snapshots go there from now on; returns when all are there."""
+        """Copy this process's snapshots there from now on; returns when all are there."""
         assert self._copied is not None, "a launch over several machines has such"
         self._copied.copy_to(door, secret, self._ranks)
 
     def remove_memory(self) -> None:
-        """The launch ends, on this machine too."""
+        """The launch ends: remove its memory on this machine."""
         if self._memory is not None:
             shutil.rmtree(self._memory, ignore_errors=True)
 
     # -- after a host was lost ------------------------------------------------------------------
     def leave(self, lost: Sequence[tuple[int, ...]] = ()) -> None:
         """Break the connections, so that others that wait for this host fail too; programs keep
-        nothing of them. Of `lost` hosts, by their ranks, no copies come any more."""
+        none of them. No more copies come from `lost` hosts, given by their ranks."""
         if self._keeper is not None:
             self._keeper.end(lost)
         if self._joined is None or self._worker is None:
             return
         self._joined.transport.close()
         for handle, engine in tuple(self._worker.engines.items()):
-            engine.abandon()  # messages of gloo's hold its connections
+            engine.abandon()  # gloo's messages hold its connections
             self._worker.unload(handle)
 
     def rejoin(self, join: Join, index: int, ranks: tuple[int, ...]) -> int:
         """Connect anew, as the host of these ranks, and make their programs ready; blocks until all
-        have come. The last change that has ended here, or in the process whose place this one
-        takes."""
+        hosts have come. Returns the last change that has ended here, or in the process that this
+        one replaces."""
         self._plain.clear()
         self._ranks = ranks
         self._counter.start_over()
@@ -236,7 +237,7 @@ class Ranks:
         return worker.ended()
 
     def roll_back(self, to: int) -> int:
-        """To right after change `to`, or one before; which it was."""
+        """Roll back to the state right after change `to`, or an earlier one; returns its number."""
         return self._connected[1].roll_back(to)
 
     def ended(self) -> int:
@@ -244,22 +245,24 @@ class Ranks:
         return self._connected[1].ended()
 
     def learn(self, handle: int, lists: Packed, functions: Packed) -> None:
-        """A program of ranks that this process hosts, or is about to."""
+        """Learn a program of ranks that this process hosts, or will host."""
         self._programs[handle] = unpacked(lists, functions)
 
     def warm(self) -> None:
-        """Import now what torch's optimizers import at their first step: it takes seconds."""
+        """Import the modules that torch's optimizers import at their first step: it takes
+        seconds."""
         import_module("torch._dynamo")
 
     def remember(self, sent: Mapping[tuple[int, int, str], tuple[int, bytes]]) -> None:
-        """Plain data that other hosts were sent before."""
+        """Remember plain data that other hosts were sent before."""
         self._plain.update(sent)
 
     def open(self, tags: Mapping[Key, int]) -> None:
         self._connected[0].open(tags)
 
     def provide(self, needed: Needed) -> list[tuple[str, str]]:
-        """Make ready for a program that names others than torch's ops; those that cannot be had."""
+        """Prepare for a program that names ops other than torch's; returns those that are not
+        available."""
         return needed.provide()
 
     def ask(self, method: Callable[..., Any], *arguments: object) -> Any:
@@ -280,7 +283,7 @@ class Ranks:
             self._worker.unload(handle)
 
     def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
-        """Call one that makes this run of a program, or a step of it."""
+        """Call a method that makes this run of a program, or a step of it."""
         joined, worker = self._connected
         joined.check()
         self._counter.begin(handle, run)
@@ -298,17 +301,17 @@ class Ranks:
         return made
 
     def run_program(self, sent: tuple[Any, ...], plain: Plain) -> Any:
-        """`Worker.run`, with the plain data that was sent now or before among the inputs."""
+        """`Worker.run`, with the plain data that was sent now or before as inputs."""
         own = self._unpacked(sent, plain)
         return self.run(Worker.run, own.number, own.program, own)
 
     def undo_program(self, failure: Failure, sent: tuple[Any, ...], plain: Plain) -> Any:
-        """In place of `run_program`, once the run has failed of this where it cannot go on."""
+        """Called instead of `run_program`, if the run has failed where it cannot continue."""
         own = self._unpacked(sent, plain)
         return self.run(partial(Worker.undo, failure=failure), own.number, own.program, own)
 
     def _unpacked(self, sent: tuple[Any, ...], plain: Plain) -> HostRun:
-        """A run as it was sent; with the inputs that are plain data."""
+        """The run of a message, with its plain data as inputs."""
         own = HostRun.of(sent)
         run, handle = own.number, own.program
         inputs: dict[int, Any] = dict(own.inputs)
@@ -322,11 +325,11 @@ class Ranks:
                 if rank <= _FLAGS_AT:
                     self.obey(known)
                 else:
-                    inputs[rank][name] = marshal.loads(known)  # anew: nobody else has it
+                    inputs[rank][name] = marshal.loads(known)  # a new object: it has no other owner
         return own
 
     def obey(self, flags: bytes) -> None:
-        """What torch's kernels obey on the controller, they obey here."""
+        """Set the controller's settings of torch's kernels here."""
         if flags != self._flags:
             obey(marshal.loads(flags))
             self._flags = flags

@@ -1,23 +1,25 @@
-"""A host's snapshots once more, with a process on another machine, should its own be lost.
+"""Replicas of a host's snapshots: a replica server on another machine keeps a copy.
 
     keeper = Keeper(folder, secret, "10.0.0.2")           # in a process on the other machine
     store = CopiedFile(SnapshotFile.create(folder, (0,)))
-    store.copy_to(keeper.door, secret, (0,))              # what there is; then all that comes
+    store.copy_to(keeper.door, secret, (0,))              # the present file; then all changes
     store.keep(7, {(0, "w"): w}, {}, (), before=False)    # w: f32[4]; sent, too
     store.states(6, 7)                                    # returns when the other one has it
 
-What the store does with its file it tells the keeper over one connection, in order, and the keeper
-does it with a file of the same name. So that is at any time what this one was some operations ago:
-whoever opens it finds whole versions. A state counts as kept when the keeper has said so; hence
-what the controller knows to have ended has ended on two machines. The copy is begun anew where one
-of the two is another process than before: in a file beside, which takes the name when all is there.
+The store sends each operation on its file to the keeper over one connection, in order, and the
+keeper repeats it on a file of the same name. So the copy always equals an earlier version of this
+file: a process that opens it finds whole versions. A state counts as kept when the keeper has
+confirmed it; hence a run that the controller knows to have ended has ended on two machines. The
+copy is begun anew if one of the two is a new process: in a separate file, which takes the name when
+it is complete.
 
-Invariants: who connects has to prove that he knows the launch's secret before anything else is
-read, as does who answers; what follows is neither encrypted nor signed. A keeper that has ended, or
-has no memory, fails no operation: `check` raises, from then on. One process at a time writes a
-file: it holds a lock on another beside, and who comes after it ends one that a signal has stopped.
+Invariants: a peer that connects, and the peer that answers, must prove that they know the launch's
+secret before anything else is read; later messages are neither encrypted nor signed. A keeper that
+has ended, or has no memory, fails no operation: `check` raises, from then on. One process at a time
+writes a file: it holds a lock on a second file, and its successor ends it if a signal has stopped
+it.
 
-Not here: who keeps whose copies (`membership.py`).
+Not here: the choice of a host's keeper (`membership.py`).
 """
 
 from __future__ import annotations
@@ -61,11 +63,11 @@ from dtensor.daft.undo.snapshot_file import SnapshotFile
 from dtensor.daft.undo.snapshots import Key, Keys, Record, Store
 
 Door: TypeAlias = tuple[str, int]
-"""Where a keeper listens."""
+"""The endpoint of a keeper."""
 ANSWER_S = 30.0
-"""How long a proof may take."""
+"""How long a handshake may take."""
 LET_GO_S = 5.0
-"""How long a process that runs may hold a file that another one is to write."""
+"""How long a running process may hold a file that another one must write."""
 END_S = 30.0
 
 
@@ -74,21 +76,21 @@ def _key(secret: bytes) -> bytes:
 
 
 class CopiedFile(Store):
-    """A `SnapshotFile`, and a copy of it where `copy_to` says."""
+    """A `SnapshotFile`, and a copy of it at the keeper of `copy_to`."""
 
     outlives = True
 
     def __init__(self, file: SnapshotFile) -> None:
         self._file = file
-        self._records: dict[int, Record] = {}  # that are there, the oldest first
+        self._records: dict[int, Record] = {}  # existing ones, the oldest first
         self._sock: socket.socket | None = None
         self._answers: Generator[Message | None] | None = None
         self._said = 0, 0  # the states that the file has
         self._broken = ""
 
     def copy_to(self, door: Door | None, secret: bytes, ranks: Sequence[int]) -> None:
-        """To this keeper from now on, to nobody else; None: to nobody. Returns when it has all.
-        `ConnectionError` if it does not come to that."""
+        """From now on copy to this keeper, and to no other; None: to none. Returns when the keeper
+        has everything. `ConnectionError` if that fails."""
         self._hang_up()
         self._broken = ""
         if door is None:
@@ -134,7 +136,7 @@ class CopiedFile(Store):
         self._file.states(oldest, newest)
         if moved:
             self._ask(KeptCopy.states, oldest, newest)
-        else:  # the order is all that matters
+        else:  # only the order matters
             self._tell(KeptCopy.states, oldest, newest)
 
     def found(self) -> tuple[int, int, list[Record]]:
@@ -155,7 +157,7 @@ class CopiedFile(Store):
         self._send(TOLD, method, given)
 
     def _ask(self, method: Any, *given: object) -> None:
-        """Returns when it is done there."""
+        """Returns when the keeper has done it."""
         self._send(ASKED, method, given)
         if self._answers is None:
             return
@@ -186,7 +188,7 @@ class CopiedFile(Store):
 
 
 class KeptCopy:
-    """The copy of one host's file, as its keeper has it."""
+    """The copy of one host's file, at its keeper."""
 
     def __init__(self, folder: Path) -> None:
         self.ranks: tuple[int, ...] = ()
@@ -218,7 +220,7 @@ class KeptCopy:
         self._there.states(oldest, newest)
 
     def complete(self) -> None:
-        """It is the copy from now on, and what was one before is none."""
+        """Make this the copy from now on, in place of an earlier one."""
         SnapshotFile.beside(self._folder, self.ranks).replace(
             SnapshotFile.path(self._folder, self.ranks)
         )
@@ -237,7 +239,8 @@ class KeptCopy:
 
 
 class Keeper:
-    """Keeps copies for whoever connects and knows the secret, each in a thread. `door`: where."""
+    """Keeps copies for peers that connect and know the secret, each in a thread. `door`: its
+    endpoint."""
 
     def __init__(self, folder: Path, secret: bytes, address: str) -> None:
         self._folder = folder
@@ -249,7 +252,7 @@ class Keeper:
         threading.Thread(target=self._listen, name="keeper", daemon=True).start()
 
     def end(self, ranks: Sequence[tuple[int, ...]]) -> None:
-        """Nothing more comes from these; their files are as they are."""
+        """End the connections of these hosts; their files stay unchanged."""
         with self._changed:
             ending = [each for each in self._open if each[0].ranks in ranks]
         for _, sock, _ in ending:
@@ -279,7 +282,7 @@ class Keeper:
                 kept.close()
 
     def _knows(self, sock: socket.socket) -> bool:
-        """Whether it is somebody of the launch."""
+        """Whether the peer belongs to the launch."""
         widen(sock)
         sock.settimeout(ANSWER_S)
         nonce, said = secrets.token_bytes(NONCE_BYTES), b""
@@ -297,7 +300,8 @@ class Keeper:
 
 
 def _serve(kept: KeptCopy, sock: socket.socket) -> None:
-    """Do what comes; what fails, the next that is asked says, and nothing is done after it."""
+    """Carry out messages. An exception is the answer to the next request, and no later message is
+    carried out."""
     failed = ""
     for message in incoming(sock):
         if message is None:
@@ -314,8 +318,8 @@ def _serve(kept: KeptCopy, sock: socket.socket) -> None:
 
 
 def hold(folder: Path, ranks: Sequence[int]) -> int:
-    """From now on this process alone writes the file of these ranks there; a descriptor, by which
-    it does as long as that is open. One that holds it still is about to let go, or is ended."""
+    """Make this process the only writer of these ranks' file; returns a descriptor, which holds the
+    lock while it is open. A process that still holds it is about to release it, or is ended."""
     path = SnapshotFile.path(folder, ranks).with_suffix(".lock")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     end = time.monotonic() + LET_GO_S
@@ -341,7 +345,7 @@ def _is_taken(descriptor: int) -> bool:
 
 def _end(process: int, path: Path) -> None:
     if process in (0, os.getpid()):
-        raise RuntimeError(f"{path} is held by process {process}, which is not to be ended.")
+        raise RuntimeError(f"{path} is held by process {process}, which must not be ended.")
     with suppress(ProcessLookupError):
         handle = os.pidfd_open(process)
         try:

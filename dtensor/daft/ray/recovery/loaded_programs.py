@@ -1,15 +1,15 @@
-"""What hosts have loaded, as the controller knows it: programs, and what was sent beside them.
+"""The controller's record of loaded programs on hosts, and of data that was sent with them.
 
     loaded = LoadedOnHosts(device, keeps=True)
     needed = loaded.need(program)                 # ops that hosts may lack: they are sent first
     new = loaded.number(keys)                     # the tags of keys that are new
-    parts = loaded.add(handle, hosts)             # by host, what it is sent: its own part
-    loaded.teach(tell, 1)                         # the same again, for who takes host 1's place
+    parts = loaded.add(handle, hosts)             # by host, its own part to send
+    loaded.teach(tell, 1)                         # the same again, for host 1's replacement
 
-Each program is here from when it is sent until the hosts are told to forget it. Where lost hosts
-are replaced, so are the parts that were sent, `keeps`, for they are to be sent again.
+A program is in the record from its load until its unload on hosts. If lost hosts are replaced
+(`keeps`), the record also has the parts that were sent, to send them again.
 
-Invariants: tags are never given again. It sends nothing by itself, and knows no processes.
+Invariants: tags are never reused. It sends nothing by itself, and knows no processes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dtensor.daft.ray.transports.slots import Between
 from dtensor.daft.verification.pairing import Hosts
 
 Part: TypeAlias = tuple[Packed, Packed]
-"""Of a program, as a host is sent it: lists and functions (`ranks.packed`)."""
+"""The part of a program that a host gets: lists and functions (`ranks.packed`)."""
 Tell: TypeAlias = Callable[..., None]
-"""A method of `Ranks`, and what to call it with, to one process."""
+"""Calls a method of `Ranks` in one process, with arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShippedProgram:
-    """`parts`: by host, where they are kept; `needed`: what hosts that lack it need before."""
+    """`parts`: by host, if they are kept; `needed`: the needs of hosts without it."""
 
     handle: Handle
     parts: Mapping[int, Part]
@@ -58,19 +58,19 @@ class LoadedOnHosts:
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be sent
 
     def need(self, program: Program) -> Needed:
-        """What hosts need before they are sent a program."""
+        """The operators and settings that hosts need before they get a program."""
         found = self._needed[id(program)] = Needed.of(program, self._device, self._known)
         return found
 
     def number(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """The tags of those keys that have none yet, which they have from now on."""
+        """Give tags to those keys that have none yet; returns them."""
         missing = [key for key in keys if key not in self.tags]
         new = {key: len(self.tags) + i for i, key in enumerate(missing)}
         self.tags.update(new)
         return new
 
     def add(self, handle: Handle, hosts: Hosts) -> Mapping[int, Part]:
-        """A program is loaded: what each of its hosts is sent."""
+        """Record a loaded program; returns the part of each of its hosts."""
         parts = dict(self._parts(handle, hosts))
         needed = self._needed.pop(id(handle.program))
         lines = Lines.of(handle.program, handle.report.lists)
@@ -89,15 +89,15 @@ class LoadedOnHosts:
             yield from zip(places, packed(parts), strict=True)
 
     def forget(self, program: int) -> None:
-        """The hosts forget it, too."""
+        """Remove the program; the hosts do the same."""
         self.programs.pop(program, None)
 
     def start_over(self) -> None:
-        """Of plain data that they were sent, hosts have none."""
+        """Hosts have lost all plain data that they were sent."""
         self.plain = SentInputs()
 
     def teach(self, tell: Tell, host: int | None) -> None:
-        """Send a process what it needs for all programs, and its own of those of a host."""
+        """Send a process the data that all programs need, and the parts of a host."""
         for number, known in self.programs.items():
             if known.needed:
                 tell(Ranks.provide, known.needed)
@@ -109,14 +109,14 @@ class LoadedOnHosts:
         return None if known is None else known.lines
 
     def replayable(self, ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """What replayable writes of programs write, by rank and name."""
+        """The values that replayable writes of programs change, by rank and name."""
         for known in self.programs.values():
             lists = known.handle.program.ranks
             for rank in ranks:
-                for own in lists[rank : rank + 1]:  # none of a rank that joined later
+                for own in lists[rank : rank + 1]:  # empty for a rank that joined later
                     yield from ((rank, name) for name in own.replayable)
 
     def state(self, program: int, ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """What a run of it may read of the tables of these ranks, besides what it is given."""
+        """The state in the tables of these ranks that a run of it may read."""
         lists = self.programs[program].handle.program.ranks
         return ((rank, name) for rank in ranks for name in lists[rank].state)

@@ -1,23 +1,22 @@
-"""The processes that host a cluster's ranks, and the spares that wait to take a lost one's place.
+"""The processes that host a cluster's ranks, and the spares that wait to replace a lost one.
 
-    crew = Crew(home, ((0,), (1,)), "cpu", spares=1)     # three processes, nothing is waited for
+    crew = Crew(home, ((0,), (1,)), "cpu", spares=1)     # three processes; it does not wait
     crew.host(1)                                         # the process that hosts rank 1
     by = crew.replace(1)                                 # "a spare": that process, from now on
 
-A spare is a host of no ranks: it has imported all, and what programs need. A lost host's part of
-each program it gets when it takes that one's place. One that
-was taken is followed by another, which starts while the ranks go on; where there is none a new
-process is started, which takes seconds. What was replaced is ended first, through its pidfd, so
-that it never writes again.
+A spare is a host of no ranks: it has all imports, and the needs of programs. It gets a lost host's
+part of each program when it replaces that host. A used spare is followed by another, which starts
+while the ranks continue; if there is none, a new process is started, which takes seconds. The old
+process is ended first, through its pidfd, so that it never writes again.
 
-Where Ray spans several machines, hosts are in blocks on them (`placing.py`). Where snapshots are
-kept, too, what each machine's hosts keep is with hosts of the next one, in a ring (`replicas.py`).
-A lost host is replaced on its own machine, where others live there, else on the one that has the
+If Ray spans several machines, hosts are in blocks on them (`placing.py`). If snapshots are kept,
+too, hosts of the next machine, in a ring, keep copies of each machine's snapshots (`replicas.py`).
+A lost host is replaced on its own machine, if others live there, else on the one that has the
 copies.
 
-Invariants: a process, its line to the controller and what it is called in the store have one
-number, which no other process of the launch has. Not here: what ranks do again when they have met
-again (`recovery.py`).
+Invariants: a process, its line to the controller and its name in the store have one number, which
+no other process of the launch has. Not here: the work that ranks repeat when they have met again
+(`recovery.py`).
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ MOVED = " on another machine"
 
 @dataclass(slots=True)
 class HostCall:
-    """A call of a host. `program`: of the run that it makes; `stored`: values of ranks that are
-    given to that by their names; `plain`: what is given in it of which hosts were sent the data
-    before. `lent`: who calls waits, and changes nothing of what is given meanwhile."""
+    """A call of a host. `program`: of its run; `stored`: values of ranks that are inputs of the run
+    by name; `plain`: inputs that refer to data which hosts were sent before. `lent`: the caller
+    waits, and changes none of its buffers meanwhile."""
 
     kind: Kind
     functions: tuple[Any, ...]
@@ -63,9 +62,8 @@ class HostCall:
 
 
 class Crew:
-    """`hosts`: the ranks of each; `memory`: as of `Ranks`. `options` are Ray's. `machines`: by
-    host, Ray's name of the one that it is to be on, where Ray spans several; `controllers`: the
-    controller's."""
+    """`hosts`: the ranks of each; `memory`: as for `Ranks`. `options` are Ray's. `machines`: by
+    host, Ray's name of its machine, if Ray spans several; `controllers`: the controller's."""
 
     def __init__(
         self,
@@ -90,8 +88,8 @@ class Crew:
         self.controllers = controllers
         self.several: bool = memory is not None and any(machines)  # copies are on others, too
         self._wanted = spares
-        self._warm: dict[int, Reply] = {}  # of the spares, what tells that they have started
-        self._place: dict[int, int] = {}  # by number of a process, which host it is
+        self._warm: dict[int, Reply] = {}  # replies that spares give when they have started
+        self._place: dict[int, int] = {}  # by number of a process, its host
         where = machines or [""] * len(hosts)
         self._hosts = [self._spawn(*each) for each in zip(hosts, where, strict=True)]
         for host, process in enumerate(self._hosts):
@@ -102,7 +100,7 @@ class Crew:
         return self._hosts[host]
 
     def place(self, process: int) -> int | None:
-        """Which host a process is, by its number; None of a spare and of one that was replaced."""
+        """The host of a process, by its number; None for a spare and for one that was replaced."""
         return self._place.get(process)
 
     @property
@@ -127,8 +125,8 @@ class Crew:
         self.channel.send(process.index, TOLD, (method,), given)
 
     def meeting(self, prefix: str, tags: Mapping[Key, int], patience_s: float) -> Join:
-        """How the hosts that there are now find each other. Whoever looks at the launch hears which
-        process has which ranks, and on which machine."""
+        """The rendezvous of the present hosts. It also publishes, for `dt.status`, the ranks and
+        the machine of each process."""
         files = [process.counter.path.name for process in self.all]
         where = [self.home.named(process.machine) for process in self.all]
         self.home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), where)
@@ -152,8 +150,8 @@ class Crew:
         return {self.controllers, *(process.machine for process in there)}
 
     def replace(self, host: int, places: Sequence[str]) -> tuple[HostProcess, str]:
-        """Another process for a host, on the first of these machines that has a spare, or else on
-        the first; and what it was. The old one is ended."""
+        """Replace a host by a process on the first of these machines that has a spare, or else on
+        the first; returns it and its kind. The old process is ended."""
         old = self._hosts[host]
         old.kill()
         old.end(grace_s=0.0)
@@ -168,7 +166,7 @@ class Crew:
         return new, by
 
     def add(self, new: Hosts) -> list[HostProcess]:
-        """Hosts of these ranks, after those that there are: spares, and new processes."""
+        """Add hosts of these ranks, after the present ones: spares, and new processes."""
         found: list[HostProcess] = []
         for ranks in new:
             hosts = [process.machine for process in self._hosts]
@@ -181,7 +179,7 @@ class Crew:
         return found
 
     def dismiss(self, num: int) -> None:
-        """The last hosts are none any more; their processes are ended."""
+        """Remove the last hosts, and end their processes."""
         for process in self._hosts[-num:]:
             process.counts = False
             process.kill()
@@ -190,7 +188,7 @@ class Crew:
         self._hosts, self.hosts = self._hosts[:-num], self.hosts[:-num]
 
     def _taken(self, ranks: tuple[int, ...], places: Sequence[str]) -> tuple[HostProcess, str]:
-        """A process to host these ranks, and what it was."""
+        """A process to host these ranks, and its kind."""
         self.spares = [spare for spare in self.spares if self._is_there(spare)]
         near = [s for place in places for s in self.spares if s.machine == place]
         ready = [spare for spare in near if self._warm[spare.index].came]
@@ -210,7 +208,7 @@ class Crew:
         return len(replies) == self._wanted and self.channel.came(replies)
 
     def hire(self) -> list[HostProcess]:
-        """Start as many spares as are missing; those that are new."""
+        """Start the missing spares; returns the new ones."""
         new: list[HostProcess] = []
         while len(self.spares) < self._wanted:
             there = [spare.machine for spare in self.spares]
@@ -237,8 +235,8 @@ class Crew:
 
 
 def ring(machines: Sequence[str]) -> list[int | None]:
-    """By host, whose machines these are, the one of the next machine that keeps its copies; None if
-    there is no other. The hosts of a machine take turns."""
+    """By host, given their machines, the host on the next machine that keeps its copies; None if
+    there is no other machine. The hosts of a machine take turns."""
     there: dict[str, list[int]] = {}
     for host, machine in enumerate(machines):
         there.setdefault(machine, []).append(host)

@@ -1,29 +1,30 @@
-"""A lost host is replaced, and what is not sure is done again.
+"""Recovery from lost hosts: a lost host is replaced, and runs past the recovery line are sent
+again.
 
     recovery = Recovery(launch, max_restarts=100)
-    recovery.sent()                            # more was sent: it may have to be sent again
+    recovery.sent()                            # calls were sent: they may have to be sent again
     recovery.recover(error, epoch)             # None: wait for the same calls again
 
 Example, two ranks that train, rank 1 is killed in step 7, when step 8 is submitted already. Rank 0
 fails in step 7, as a transfer breaks. Then, in `recover`:
 
     replace     the process of rank 1 is ended, if it is not; a spare takes its place
-    leave       rank 0 closes its connections; all it was told before is over when it answers
+    leave       rank 0 closes its connections; all earlier calls are over when it answers
     meet        both connect anew, under a prefix of this epoch, and make their programs ready
-    cut         step 6 has ended on both, says rank 0 and what rank 1 left; 7 and 8 have not
-    roll back   both are where they were after step 6
-    again       steps 7 and 8 are sent again, with copies of what they were given; the futures that
-                the user has of them resolve with these
+    cut         step 6 has ended on both, by rank 0's answer and rank 1's file; 7 and 8 have not
+    roll back   both return to the state after step 6
+    again       steps 7 and 8 are sent again, with copies of their inputs; the user's futures of
+                them resolve with these
 
-Where a connection breaks between processes that are all there, the same, without the first line;
-and where a call of a run raises behind the vote, when its rank cannot go on: that run is not done
-again, but undone on all ranks, and its future raises.
+Where a connection breaks between processes that are all alive, the first line is left out. The same
+is done where a call of a run raises after the vote, when its rank cannot continue: that run is not
+repeated, but undone on all ranks, and its future raises.
 
-Invariants: calls have the numbers that they had, and so ranks count runs as before. What a user has
-read once is not read again: it would be the same. A host that is lost meanwhile starts the next
-epoch; nothing of an older epoch (store, memory, connections, answers) is used in a later one. With
-the lock of the launch held, so that threads that call meanwhile wait. What cannot be recovered, as
-the memory of a machine that is gone, is the error that it would have been without this.
+Invariants: calls keep their numbers, so ranks count runs as before. A result that a user has read
+is not read again: it would be the same. A host that is lost meanwhile starts the next epoch;
+nothing of an older epoch (store, memory, connections, answers) is used in a later one. The lock of
+the launch is held, so threads that call meanwhile wait. Where recovery is impossible, for example
+because a machine's memory is gone, the original error is raised.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ from dtensor.daft.undo.undone import Undone
 STOPPED_S = 0.75
 """A process that a signal has stopped for so long is lost, where it can be replaced."""
 MEET_S = 10.0
-"""How long hosts may stand still that have nothing to do but to meet."""
+"""How long hosts may make no progress while they only have to meet."""
 SLICE_S = 0.25
-SETTLE_S = 2.0  # a death may show a moment later than what comes of it
+SETTLE_S = 2.0  # a death may be noticed a moment later than its consequences
 TOGETHER_S = 0.1
 MOST_BYTES = 1 << 28
 MOST_CALLS = 2048
-"""Of the log: from then on a call waits for earlier ones to be sure."""
+"""Limits of the log: beyond them a call waits until earlier ones are stable."""
 MOST_AT_ONCE = 3
-"""How often hosts may be lost in one run, one after the other, before it is taken for the cause."""
+"""How often in a row hosts may be lost in one run before that run counts as the cause."""
 
 
 @dataclass(slots=True)
 class _Lost:
-    """So far, in one recovery."""
+    """The losses so far, in one recovery."""
 
     failures: list[Failure] = field(default_factory=list[Failure])
     ranks: list[int] = field(default_factory=list[int])
@@ -79,7 +80,7 @@ class _Lost:
 
 
 class Recovering(Protocol):
-    """The launch, as far as this needs it."""
+    """The part of a launch that recovery needs."""
 
     crew: Crew
     watch: HostWatch
@@ -104,20 +105,20 @@ class Recovery:
     def __init__(self, launch: Recovering, changes: Changes, max_restarts: int) -> None:
         self.epoch: int = 0
         self.recovered: list[Recovered] = []
-        self.gone: dict[tuple[int, str], ActorLost] = {}  # values of ranks, until they are put anew
+        self.gone: dict[tuple[int, str], ActorLost] = {}  # lost values, until put anew
         self._launch = launch
         self._changes = changes
         self._max_restarts = max_restarts
         self._restarts = 0
-        self._stuck: tuple[int, int] = (-1, 0)  # the first run done again, how often in a row
+        self._stuck: tuple[int, int] = (-1, 0)  # the first repeated run, how often in a row
         self._later: list[tuple[int, Callable[[], None]]] = []
         self._copies: dict[int, int | None] = {}  # by process of a host, that of its keeper
         self._places_of: list[list[str]] = []  # by host, the machines that have its snapshots
 
-    # -- what is sent ---------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------
     def sent(self) -> None:
-        """More was, and is in the log: it may have to be sent again. Raises what it has come to, if
-        a host is lost that is not replaced."""
+        """Calls were sent and are in the log: they may have to be sent again. Raises the failure if
+        a host is lost and not replaced."""
         launch, log = self._launch, self._launch.log
         if log.is_long:
             self.settle()
@@ -127,20 +128,20 @@ class Recovery:
             self._recover_or_raise(launch.watch.root((), ()), self.epoch)
 
     def settle(self) -> None:
-        """Drop from the log what is sure."""
+        """Drop stable calls from the log."""
         log = self._launch.log
         log.drop(self._changes.base)
         while self._later and (not log.calls or self._later[0][0] <= log.calls[0].serial):
             self._later.pop(0)[1]()
 
     def when_sure(self, act: Callable[[], None]) -> None:
-        """Do it once all that was sent before will not be sent again."""
+        """Call `act` once all earlier calls are stable: none of them will be sent again."""
         self._later.append((self._launch.log.added, act))
         self.settle()
 
     def own(self, messages: Sequence[Any]) -> None:
-        """These were sent with what their callers had lent, and have ended if all is well: what is
-        not sure yet is copied."""
+        """These messages were sent with buffers lent by their callers, and have ended if all is
+        well: copy those that are not stable yet."""
         with self._launch.lock:
             mine, log = {id(message) for message in messages}, self._launch.log
             for call in log.calls:
@@ -168,7 +169,7 @@ class Recovery:
     # -- when one is lost -----------------------------------------------------------------------
     def recover(self, error: DaftError, epoch: int) -> DaftError | None:
         """None if calls that failed with the error, and were waited for since this epoch, can be
-        waited for again; else what it has come to."""
+        waited for again; else the error to raise."""
         launch = self._launch
         with launch.lock:
             if self.epoch != epoch or launch.failure is not None:
@@ -181,29 +182,30 @@ class Recovery:
                 found = self._replace(error)
             except DaftError as failed:
                 return failed
-            except BaseException:  # Ctrl-C, or the launch is closed: nobody knows who is where
+            except BaseException:  # Ctrl-C, or the launch is closed: the hosts' states are unknown
                 launch.interrupted()
                 raise
             if isinstance(error, TaskError) and not found.ranks:
-                return None  # whoever reads the run's result hears of it
+                return None  # reading the run's result raises it
             self.recovered.append(found)
         warnings.warn(str(found), RuntimeWarning, stacklevel=3)
         return None
 
     def meet(self) -> None:
-        """All hosts meet anew, those that have joined too. With nothing under way, and the lock
-        held; DaftError if they cannot."""
+        """All hosts meet anew, including new ones. With no call in flight, and the lock held;
+        DaftError if they cannot."""
         found = self._replace(ActorLost(Failure(rank=None, reason="hosts did not meet.")))
         if found.ranks:  # lost meanwhile
             self.recovered.append(found)
             warnings.warn(str(found), RuntimeWarning, stacklevel=3)
 
     def _undo(self, failure: Failure) -> bool:
-        """A call of a run has raised where its rank could not go on, as in an update: that run is
-        not done again, and gives this. False if it is none of those that can be done again."""
+        """A call of a run has raised where its rank could not continue, as in an update: that run
+        is not repeated, and fails with this. False if the run is none of those that can be
+        repeated."""
         calls = self._launch.log.calls
         own = [call for call in calls if call.run is not None and call.run == failure.step]
-        for call in own:  # when it is sent again, it only says that it was undone
+        for call in own:  # when it is sent again, it only reports that it was undone
             call.undone = True
             call.message.functions = Ranks.undo_program, failure
         return bool(own)
@@ -230,15 +232,15 @@ class Recovery:
         )
 
     def _start_epoch(self, error: DaftError, lost: _Lost) -> set[int]:
-        """The runs that are done again. Raises `error` if it cannot be mended, and another
-        `ActorLost` if another one is lost meanwhile."""
+        """The runs that are repeated. Raises `error` if recovery is impossible, and another
+        `ActorLost` if another host is lost meanwhile."""
         launch, crew, log = self._launch, self._launch.crew, self._launch.log
         channel = self._channel
         if crew.several:  # a machine's connections break together
             channel.listen(TOGETHER_S)
         gone = self._gone()
         self._restarts += len(gone)
-        if not gone:  # connections broke between hosts that are all there
+        if not gone:  # connections broke between hosts that are all alive
             lost.failures.append(error.failure)
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
@@ -253,9 +255,9 @@ class Recovery:
             lost.by.append(by)
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
-                channel.listen(0.01)  # what it has said to the last is read
+                channel.listen(0.01)  # read its last messages
             launch.loaded.teach(partial(crew.tell, process), host)
-        # new processes too: nobody begins to connect to one that has not started
+        # new processes too: no host begins to connect to one that has not started
         asked = self._ask_all(Ranks.leave, old_ranks)
         self._wait(asked, whatever=True)
         for each in asked:
@@ -292,7 +294,7 @@ class Recovery:
         return runs
 
     def _reads_gone(self, call: SentCall) -> bool:
-        """Whether it makes a run that may read what was lost with a process."""
+        """Whether the call starts a run that may read a value lost with a process."""
         message: HostCall = call.message
         if message.program is None:
             return False
@@ -311,8 +313,8 @@ class Recovery:
             call.asked.host, call.asked.ref, call.asked.since = process, reply, None
 
     def _check_again(self, again: Sequence[SentCall]) -> None:
-        """Wait for the calls whose answers somebody may have read; raises if one fails now: what
-        follows would be wrong."""
+        """Wait for the calls whose answers the user may have read; raises if one fails now, because
+        later results would be wrong."""
         launch = self._launch
         given = [
             (call, call.asked)
@@ -330,19 +332,19 @@ class Recovery:
             return
         why = [error for reply in undone if (error := self._channel.failure(reply)) is not None]
         end = time.monotonic() + (SETTLE_S if why else 0.0)
-        while time.monotonic() < end:  # another one may be lost, and this come of it
+        while time.monotonic() < end:  # this may be a consequence of another loss
             self._raise_lost(None)
             time.sleep(0.02)
         found = [reply.message.value() for reply in undone if not reply.failed]
         why += [fault.error for each in found for fault in each.faults]
-        reason = "what had ended well was done again, as a rank was lost, and failed then."
+        reason = "a run that had succeeded was repeated, because a rank was lost, and failed then."
         reason += "".join(f"\n  {error}" for error in why[:1])
         raise CommunicationError(Failure(rank=None, reason=reason)) from next(iter(why), None)
 
     # -- copies on another machine --------------------------------------------------------------
     def begin_copies(self, wait: Callable[[Sequence[Asked]], list[Any]]) -> None:
-        """What hosts keep is with others of another machine, too, from now on; where both are the
-        processes that they were, it is already."""
+        """From now on hosts copy their snapshots to a host on another machine. A pair of hosts
+        whose processes are unchanged does so already."""
         crew = self._launch.crew
         if not crew.several:
             return
@@ -370,8 +372,7 @@ class Recovery:
         self._places_of = [[crew.host(h).machine for h in b if h is not None] for b in both]
 
     def _places(self, gone: Sequence[int]) -> dict[int, list[str]]:
-        """By lost host, the machines where what it had is, of those that are there; the
-        controller's if none is."""
+        """By lost host, the live machines that have its snapshots; the controller's if none has."""
         crew, found = self._launch.crew, dict[int, list[str]]()
         living = crew.living(gone)
         for host in gone:
@@ -379,7 +380,7 @@ class Recovery:
             places = [old.machine]
             keeper = self._copies.get(old.index)
             by = None if keeper is None else crew.place(keeper)
-            if by is not None and by not in gone:  # else its copy may be an old one
+            if by is not None and by not in gone:  # else its copy may be old
                 places.append(crew.host(by).machine)
             if not living.intersection(places):
                 places = [place for own in self._places_of[host : host + 1] for place in own]
@@ -387,12 +388,12 @@ class Recovery:
         return found
 
     def _note_gone(self, host: int, error: DaftError) -> None:
-        """What the process had that no snapshot has."""
+        """Note the values of the process that are in no snapshot."""
         for rank, name in self._launch.loaded.replayable(self._launch.crew.hosts[host]):
             reason = (
                 f"{name!r} was lost with the process of this rank, which was replaced: values that "
                 f"are written over in place, as those of caches, are in no snapshot.\n"
-                f"  fix: launch again with what was saved, by dt.load_state_dict for one"
+                f"  fix: launch again and load a saved state, for example by dt.load_state_dict"
             )
             failure = Failure(rank=rank, known_as=error.failure.known_as, reason=reason)
             self.gone[rank, name] = ActorLost(failure)
@@ -410,12 +411,11 @@ class Recovery:
         return [h for h, p in enumerate(launch.crew.all) if p.index in launch.watch.lost]
 
     def _check(self, error: DaftError, ended: Sequence[int], runs: set[int]) -> None:
-        """Raises the error if what is sure is not there any more, or if it comes again and
-        again."""
+        """Raises the error if stable state is lost, or if the failure repeats."""
         if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
             kept = any(keeper is not None for keeper in self._copies.values())
-            copies = ", and so is the copy on another machine" if kept else ""
-            error.add_note(f"it was not replaced: what it had is gone with it{copies}")
+            copies = ", as is the copy on another machine" if kept else ""
+            error.add_note(f"it was not replaced: its state is gone with it{copies}")
             raise error
         first, times = min(runs, default=-1), 1
         if first >= 0 and first == self._stuck[0]:
@@ -439,14 +439,14 @@ class Recovery:
         return [self._ask(host, method, *given) for host in range(len(self._launch.crew.all))]
 
     def _wait_long(self, asked: Sequence[Asked]) -> list[Any]:
-        """For what may take as long as it takes to send all of a host's state."""
+        """Wait for calls that may take as long as sending all of a host's state."""
         return self._wait(asked, patience_s=max(START_S, self._launch.watch.deadline_s))
 
     def _wait(
         self, asked: Sequence[Asked], *, whatever: bool = False, patience_s: float = MEET_S
     ) -> list[Any]:
-        """What they give; `ActorLost` if a host is lost meanwhile. `whatever`: not what they raise
-        either."""
+        """The results; `ActorLost` if a host is lost meanwhile. `whatever`: ignore results and
+        exceptions of the calls."""
         launch = self._launch
         replies = [each.ref for each in asked]
         while True:
@@ -469,12 +469,12 @@ class Recovery:
                     return found
             except NotYet:
                 launch.watch.look(asked, patience_s)
-            except Exception as error:  # a host may raise anything, because another is lost, too
+            except Exception as error:  # a host may raise any error because another is lost
                 raised = error
             self._raise_lost(raised)
 
     def _raise_lost(self, raised: Exception | None) -> None:
-        """`ActorLost` if a host is lost; else what a call has raised, if it has."""
+        """Raise `ActorLost` if a host is lost; else the exception of a call, if there is one."""
         launch = self._launch
         end = time.monotonic() + (SETTLE_S if raised is not None else 0.0)
         while True:
@@ -486,7 +486,7 @@ class Recovery:
             if time.monotonic() > end:
                 break
             time.sleep(0.02)
-        if isinstance(raised, CallLost):  # alive, but it cannot be called
+        if isinstance(raised, CallLost):  # alive, but unreachable
             for process in launch.crew.all:
                 if self._channel.is_broken(process.index):
                     reason = "its connection to the controller broke, though the process is alive."
@@ -496,7 +496,7 @@ class Recovery:
 
 
 def answered(call: SentCall, channel: RunChannel) -> bool:
-    """Whether a call's answer is here: what it gave, or what it raised by itself."""
+    """Whether a call's answer has arrived: its result, or its own exception."""
     reply: Reply | None = None if call.asked is None else call.asked.ref
     if reply is None or reply.message is None:
         return False
@@ -504,7 +504,7 @@ def answered(call: SentCall, channel: RunChannel) -> bool:
 
 
 def _gave(call: SentCall) -> bool:
-    """Whether it is answered, by no failure."""
+    """Whether it was answered without a failure."""
     reply: Reply | None = None if call.asked is None else call.asked.ref
     if reply is None or reply.message is None or reply.failed:
         return False

@@ -95,7 +95,7 @@ def prove(group: Messenger, index: int, peers: Sequence[int], secret: bytes) -> 
     for peer in peers:
         if not hmac.compare_digest(said[peer], answer(peer, index, drawn[peer])):
             raise ConnectionError(
-                f"who has connected to actor {index} in place of actor {peer} is not of this launch"
+                f"the peer that connected to actor {index} as actor {peer} is not of this launch"
             )
 
 

@@ -1,18 +1,19 @@
-"""The actors of a launch whose memory one of them shares, and how they find each other.
+"""The actors of a launch that share memory with one of them, and their rendezvous.
 
     own = Neighbours.create(own_place(node), 0, (0, 1))       # actor 0, of rank 0; 1 of rank 1
-    seen = own.look(cards)                                    # of everybody's `own.card`: "0 1"
-    own.settle(all_seen)                                      # True: they share, by all `look`s
+    seen = own.look(cards)                                    # from the `own.card` of all: "0 1"
+    own.settle(all_seen)                                      # True: they share, by the `look`s of
+    all
     own.shares(((0, 1), "tp", "collective"))                  # True
 
-Each actor has a segment. It begins with its nonce, whether its actor has closed, and for each own
-rank and each rank a semaphore: the starts of the other that concern this one. They are made before
-anybody can open it. What follows are the windows of programs (`same_host.py`), and far behind them
-a directory: by the program's number, where its window begins.
+Each actor has a segment. It begins with its nonce, a flag that its actor has closed, and for each
+of its ranks and each rank a semaphore: the starts of the other that concern this one. They are made
+before another process can open it. The windows of programs follow (`same_host.py`), and far behind
+them a directory: by the program's number, the begin of its window.
 
-Invariants: who shares is the same for all: the actors of a *place*, a machine since it was started
-and a namespace of processes on it, if each of them could open all others' segments, else none of
-that place. It does not import Ray, and knows no programs.
+Invariants: all agree on the actors that share: those of a *place*, a machine since its start and a
+namespace of processes on it, if each of them could open all others' segments, else none of that
+place. It does not import Ray, and knows no programs.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ _ENTRY = 8  # bytes
 
 
 def own_place(node: str) -> str:
-    """Where processes share memory and see each other in `/proc`: a machine since it was started,
-    and a namespace of processes on it. `node`: what those who start processes call the machine."""
+    """The place in which processes share memory and see each other in `/proc`: a machine since its
+    start, and a namespace of processes on it. `node`: Ray's name of the machine."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{node} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no /proc: `Neighbours.create` gives None there
+    except OSError:  # no /proc: `Neighbours.create` returns None there
         return node
 
 
 class Neighbours:
-    """As actor `index` sees them; `host_of`: by rank, its actor."""
+    """The neighbours of actor `index`; `host_of`: by rank, its actor."""
 
     def __init__(self, own: Segment, index: int, host_of: Sequence[int]) -> None:
         self.index = index
@@ -62,7 +63,7 @@ class Neighbours:
 
     @staticmethod
     def create(place: str, index: int, host_of: Sequence[int]) -> Neighbours | None:
-        """None where the system lacks what this needs."""
+        """None if the system lacks a needed feature."""
         try:
             own = Segment.create(place)
         except (AttributeError, OSError):  # not Linux, or another C library
@@ -74,7 +75,8 @@ class Neighbours:
         return json.dumps(asdict(self.segments[self.index].card))
 
     def look(self, cards: Sequence[str]) -> str:
-        """Open the segments of this place, of everybody's `cards`, "" for none. Who was found."""
+        """Open the segments of this place, from the `cards` of all, "" for none. Returns those
+        found."""
         place = self.segments[self.index].card.place
         found = {i: Card(**json.loads(card)) for i, card in enumerate(cards) if card}
         self._here = {i for i, card in found.items() if card.place == place}
@@ -86,7 +88,7 @@ class Neighbours:
         return " ".join(map(str, sorted(self.segments)))
 
     def settle(self, seen: Sequence[str]) -> bool:
-        """Whether anything is shared, by what everybody's `look` has found; if not, this closes."""
+        """Whether any memory is shared, by the results of all `look`s; if not, this closes."""
         opened = [set(map(int, text.split())) for text in seen]
         if len(self._here) > 1 and all(opened[i] >= self._here for i in self._here):
             return True
@@ -94,7 +96,7 @@ class Neighbours:
         return False
 
     def shares(self, key: Key) -> bool:
-        """Whether it crosses actors, all of them here."""
+        """Whether the key crosses actors that are all here."""
         actors = {self.host_of[rank] for rank in key[0]}
         return len(actors) == len(key[0]) > 1 and actors <= self.segments.keys()
 
@@ -108,17 +110,17 @@ class Neighbours:
         return self.heads[actor].address + LINE * (1 + row + other)
 
     def announce(self, number: int, begin: int) -> None:
-        """Tell whoever looks where the own window of a program begins."""
+        """Publish the begin of its own window of a program."""
         where = _DIRECTORY + _ENTRY * number
         self.segments[self.index].write(where, begin.to_bytes(_ENTRY, "little"))
 
     def announced(self, actor: int, number: int) -> int:
-        """Where an actor's window of a program begins; 0 if it has not loaded that."""
+        """The begin of an actor's window of a program; 0 if it has not loaded that."""
         where = _DIRECTORY + _ENTRY * number
         return int.from_bytes(self.segments[actor].read(where, _ENTRY), "little")
 
     def check(self, rank: int) -> None:
-        """Raises if no start of this rank's can come any more."""
+        """Raises if no start of this rank can come any more."""
         if not self.segments:
             raise RuntimeError(CLOSED)
         actor = self.host_of[rank]
@@ -128,12 +130,12 @@ class Neighbours:
             raise RuntimeError(f"The connections of rank {rank}'s actor are closed.")
 
     def tell(self, rank: int) -> None:
-        """Whoever looks at this actor hears that it waits for this rank; -1: nobody knows which."""
+        """Publish that this actor waits for this rank; -1: it is unknown for which."""
         if self.told is not None:
             self.told(rank)
 
     def close(self) -> None:
-        """Whoever waits for this actor hears of it."""
+        """Let the actors that wait for this one fail."""
         if self.segments:
             self.heads[self.index].bytes[FLAG] = 1
         for segment in self.segments.values():
@@ -143,5 +145,5 @@ class Neighbours:
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes`, up to a whole number of pages."""
+    """`nbytes`, rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,30 +1,30 @@
-"""The transport between actors of one host: through memory that they share, without messages.
+"""The transport between actors of one host: through shared memory, without messages.
 
     transport = join_same_host(store, own_place(node), 0, (0, 1), meet=..., connect=...)
     engine = Engine(host_program, table, transport)           # actor 0, of rank 0 of two
 
-`slots.py` says where payloads lie and what a wait takes, `segments.py` has the memory. An
+`slots.py` computes the layout of payloads and the counts of waits, `segments.py` has the memory. An
 all_reduce of f32[1024] over ranks 0 and 1:
 
-    start   copy the 4 KB into this start's slot in the own segment; post the other's semaphore
-    wait    take the other's post; fold own value and the other's slot, in rank order: f32[1024]
+    start   copy the 4 KB into this start's slot in its own segment; post the other's semaphore
+    wait    take the other's post; fold its value and the other's slot, in rank order: f32[1024]
 
-A large all_reduce of three or more members is folded piece by piece, each by whoever waits already
-and claims it: all members have started then, so a claimed piece is done without further waiting.
+A large all_reduce of three or more members is folded piece by piece, each by a waiting member that
+claims it: all members have started then, so a claimed piece needs no further waiting.
 
-Which keys: those whose actors all share memory (`peers.py`); the others keep the messages of
-`others`, and so do values of unknown length.
+It handles the keys whose actors all share memory (`peers.py`); other keys, and values of unknown
+length, use the messages of `others`.
 
-Invariants: a start waits for nothing, and a wait for its partners' starts alone, as the verifier
-has it; so nothing that it accepts hangs, and a slot is not written before all have read it
-(docs/design/0016-same-host.md). What `wait` gives is its own memory, unless it is lent. Folds are
-`numerics.fold` over whole values or pieces of them, the bits those of every transport. A partner
-whose process has ended, or that has closed, is noticed within `segments.SLICE_S`; one that has
-stopped is for the controller to end. An actor's windows lie behind one another in its own order of
+Invariants: a start never waits, and a wait only for its partners' starts, as in the verifier; so no
+accepted program hangs, and a slot is not written before all have read it
+(docs/design/0016-same-host.md). The tensors of `wait` have their own memory, unless they are lent.
+Folds are `numerics.fold` over whole values or pieces of them, the bits those of every transport. A
+partner whose process has ended, or that has closed, is noticed within `segments.SLICE_S`; the
+controller ends one that has stopped. An actor's windows follow one another in its own order of
 loading, and none is used twice, so that loading and unloading need no message: the first wait on a
-key looks up where the partners' windows begin, for they have started and so loaded the program, and
-compares what they begin with; the last to unload a program frees its pages. Actors need not have
-loaded the same programs. Used by one thread at a time. It does not import Ray.
+key looks up the begin of the partners' windows, for they have started and so loaded the program,
+and compares their heads; the last to unload a program frees its pages. Actors need not have loaded
+the same programs. Used by one thread at a time. It does not import Ray.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def join_same_host(
     meet: Callable[[str], None],
     connect: Callable[[], Wire],
 ) -> ExchangeTransport | SameHostTransport:
-    """Actor `index`'s transport to all others, with shared memory where that can be.
+    """Actor `index`'s transport to all others, with shared memory where possible.
 
     `meet` puts its argument into `store` as `here<index>` and returns when all have; `connect`
-    gives the wire, and returns when all have called it.
+    returns the wire, when all have called it.
     """
     neighbours = Neighbours.create(place, index, host_of)
     with ExitStack() as failing:
@@ -88,8 +88,8 @@ def join_same_host(
 
 
 class _Link:
-    """Another rank, as a rank here sees it: how many starts either has made that concern the other,
-    as far as was taken."""
+    """A pair of a rank here and another one: the number of starts of each that concern the other,
+    as far as they were taken."""
 
     __slots__ = ("inbox", "neighbours", "outbox", "rank", "started", "taken")
 
@@ -102,7 +102,7 @@ class _Link:
         self.taken = 0
 
     def take(self, number: int) -> None:
-        """Wait for so many starts of the other's in all."""
+        """Wait until the other has made so many starts in all."""
         while self.taken < number:
             take(self.inbox, self._wait_on)
             self.taken += 1
@@ -119,22 +119,22 @@ class _Link:
 
 
 class SameHostTransport(Transport):
-    """`neighbours` have settled; `others` carries what does not stay here."""
+    """`neighbours` have settled; `others` carries messages for other hosts."""
 
     def __init__(self, neighbours: Neighbours, others: ExchangeTransport) -> None:
         self._neighbours = neighbours
         self._others = others
-        self._end = neighbours.head_bytes(neighbours.index)  # of the own windows
+        self._end = neighbours.head_bytes(neighbours.index)  # of its own windows
         self._links: dict[tuple[int, int], _Link] = {}
         self._loaded: set[_Shared] = set()
 
     def open(self, tags: Mapping[Key, int]) -> None:
-        """Make ready for the keys of a program that is about to be loaded."""
+        """Prepare for the keys of a program that is about to be loaded."""
         self._others.open(tags)
 
     def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:
-        """Every `SLICE_S` of a wait, `told` is called with the rank whose start it waits for, -1
-        where that is not known."""
+        """Every `SLICE_S` of a wait, `told` is called with the rank for whose start it waits, -1 if
+        that is unknown."""
         self._neighbours.told = told
 
     def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
@@ -193,7 +193,7 @@ class SameHostTransport(Transport):
 
 
 class _Shared(Prepared):
-    """A loaded program. `title`: what its windows begin with; `sizes`: their bytes, by actor."""
+    """A loaded program. `title`: the head of its windows; `sizes`: their bytes, by actor."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class _Shared(Prepared):
         self._windows: dict[int, Window] = {}
 
     def window(self, rank: int) -> Window:
-        """That of a rank's actor, which has loaded the program."""
+        """The window of a rank's actor, which has loaded the program."""
         actor = self._neighbours.host_of[rank]
         if actor not in self._windows:
             begin = self._neighbours.announced(actor, self.number)
@@ -230,18 +230,18 @@ class _Shared(Prepared):
         self._transport.unload(self)
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         for member in self.members.values():
             member.release()
         self._windows.clear()
 
 
-# -- what is started and waited for ----------------------------------------------------------------
+# -- starts and waits ----------------------------------------------------------------
 
 
 class _Member:
     """A key's slots as one of its ranks uses them. `windows`: of the actors of its ranks, by their
-    places in the key; the own one, until the others have `met`."""
+    places in the key; only its own, until the others have `met`."""
 
     __slots__ = ("closed", "lane", "me", "met", "shared", "started", "views", "windows")
 
@@ -253,7 +253,7 @@ class _Member:
         self.met = False
         self.started = 0
         self.closed = False
-        # by slot, for each sort of start on the key: layers repeat
+        # by slot, for each kind of start on the key: layers repeat
         self.views: dict[object, list[_Views | None]] = {}
         if lane.pieces:
             own = self.windows[self.me].address
@@ -264,17 +264,17 @@ class _Member:
                 calls().initialise(address, 1, 0)
 
     def meet(self) -> None:
-        """Once the others have started, and so loaded the program."""
+        """Map the others' windows, once they have started, and so loaded the program."""
         self.windows = {m: self.shared.window(rank) for m, rank in enumerate(self.lane.key[0])}
         self.met = True
 
     def tensors(self, member: int, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """What a member's slot `at` holds."""
+        """The tensors of a member's slot `at`."""
         begin = self.lane.begins[member] + at * self.lane.slot_bytes[member]
         return self._cut(member, begin, buffers)
 
     def results(self, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """What has been folded together."""
+        """The tensors that were folded together."""
         return self._cut(0, self.lane.results + at * self.lane.result_bytes, buffers)
 
     def claim(self, at: int, piece: int) -> int:
@@ -301,7 +301,7 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """`folds`: of each of its tensors what the members bring, and where the fold goes."""
+    """`folds`: for each of its tensors the members' values, and the place of the fold."""
 
     claim: int
     folds: Sequence[tuple[list[Tensor], Tensor]]
@@ -309,9 +309,9 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Views:
-    """A slot, as a start sees it: where its own values go, by their number, and what the members
-    bring, in the order of the key; of no others' than the own until they have met. For what is
-    folded together: the `claims` that a start offers, `pieces`, `results`, the semaphore of what
+    """A slot for one start: the places of its own values, by their number, and the members' values,
+    in the order of the key; only its own until they have met. For a collective that is folded
+    together: the `claims` that a start offers, `pieces`, `results`, the semaphore of pieces that
     others have `done`, and those by which they are `told`."""
 
     own: Sequence[tuple[int, Tensor]]
@@ -324,8 +324,8 @@ class _Views:
 
 
 class _Begin:
-    """An instruction that starts something; `given`: what each member brings; `links` to the others
-    and how many starts each must be ahead (`slots.py`)."""
+    """An instruction that starts a message; `given`: the values of each member; `links` to the
+    others and the number of starts by which each must be ahead (`slots.py`)."""
 
     __slots__ = ("_given", "_links", "_member", "_post", "_start", "_views")
 
@@ -396,7 +396,7 @@ class _Begin:
                 assert_never(start)
 
     def _fold_together(self, start: Collective, views: _Views) -> tuple[Tensor, ...]:
-        """Fold the pieces that nobody has claimed, then wait for those that others have."""
+        """Fold the unclaimed pieces, then wait for those that others have claimed."""
         op, claim, post = start.op, calls().take, self._post
         assert op is not None
         missing, first = 0, self._member.me * len(views.pieces) // len(views.parts)
@@ -419,7 +419,7 @@ class _Begin:
             link.check()
 
     def _look(self, at: int) -> _Views:
-        """Slot `at` as this start sees it."""
+        """The views of slot `at` for this start."""
         member, start = self._member, self._start
         divided = isinstance(start, Collective) and start.does.divided
         mine = member.tensors(member.me, at, self._given[member.me])
@@ -453,7 +453,7 @@ class _Begin:
 
 
 class _Started(Pending):
-    """Not a dataclass: one is made for each start, in a hurry."""
+    """Not a dataclass, for speed: one is made for each start."""
 
     __slots__ = ("at", "begin", "needed", "values")
 

@@ -1,23 +1,23 @@
-"""Memory without a name that processes of one host share, and semaphores in it.
+"""Anonymous memory that processes of one host share, with semaphores in it.
 
     own = Segment.create(place)                      # a memfd; its first bytes are a nonce
-    there = Segment.open(card)                       # another process's, by what `own.card` says
+    there = Segment.open(card)                       # another process's, from its `own.card`
     window = there.map(1 << 20, 8192)                # tensors and semaphores in it
-    window.bytes[:4096].view(torch.float32)          # f32[1024], whose writes the other sees
+    window.bytes[:4096].view(torch.float32)          # f32[1024]: the other sees writes to it
     semaphore = window.address + 4096
     take(semaphore, check)                           # until the other has posted it
 
-A segment is a memfd of 4 EiB, of which only pages that were written exist. Others open it as
-`/proc/<pid>/fd/<n>`, and then read its nonce back: so that there is no name that could be left
-behind, and no mistaking another process, or another namespace's, for the one that was meant.
-Semaphores are POSIX's, shared by processes, through ctypes: they order memory on all machines, and
-`sem_trywait` is the only atomic claim that Python can reach.
+A segment is a memfd of 4 EiB, of which only written pages exist. Others open it as
+`/proc/<pid>/fd/<n>`, and then read its nonce back: so no name can be left over, and no other
+process, in this or another namespace, can be mistaken for the owner. Semaphores are POSIX's, shared
+by processes, through ctypes: they order memory on all machines, and `sem_trywait` is the only
+atomic claim that Python can reach.
 
 Invariants: a window is unmapped when nothing refers to it any more, tensors in it included; a
-process's end frees all it held. `take` never spins for long: it asks a few times, then sleeps in
-the kernel, for `SLICE_S` at most before it looks whether there is still something to wait for. It
-does not give its core up in between: a process that yields where others compute gets the core back
-late, so that a 4 KB all_reduce of four took 1.2 ms instead of 0.08.
+process's end frees all its memory. `take` never spins for long: it polls a few times, then sleeps
+in the kernel, for `SLICE_S` at most before it checks whether there is still a poster. It does not
+yield its core in between: a process that yields while others compute gets the core back late, so
+that a 4 KB all_reduce of four took 1.2 ms instead of 0.08.
 
 Linux with glibc 2.30 or later; elsewhere `calls` raises `OSError` or `AttributeError`.
 """
@@ -43,11 +43,11 @@ import torch
 SIZE = 1 << 62  # of a segment; a limit of offsets, not of memory
 MAPPED_BYTES = 1 << 30  # at once, of addresses and not of memory
 SLICE_S = 0.2
-"""How often one that waits looks whether those that it waits for are still there."""
+"""How often a waiting process checks whether those that it waits for are still alive."""
 
 TRIES = 20
-"""How often a semaphore is asked before the process sleeps: some microseconds, what a partner on
-another core needs for a few kilobytes."""
+"""How often a semaphore is polled before the process sleeps: some microseconds, the time of a
+partner on another core for a few kilobytes."""
 
 _NONCE_BYTES = 32
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
@@ -58,7 +58,7 @@ class _Timespec(ctypes.Structure):
 
 
 class CLibrary(NamedTuple):
-    """Of the C library; semaphores by their addresses. 0: it went well."""
+    """Functions of the C library; semaphores by their addresses. A result of 0 is success."""
 
     initialise: Callable[[int, int, int], int]
     post: Callable[[int], int]
@@ -73,7 +73,7 @@ class CLibrary(NamedTuple):
 
 @cache
 def calls() -> CLibrary:
-    # PyDLL keeps the GIL: what does not block is over sooner than the GIL is given up.
+    # PyDLL keeps the GIL: a call that does not block is faster than a release of the GIL.
     short, long = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     short.sem_init.argtypes = (pointer, number, ctypes.c_uint)
@@ -97,7 +97,7 @@ def calls() -> CLibrary:
 
 
 def take(semaphore: int, check: Callable[[], None]) -> None:
-    """Wait for a post. `check` raises if none can come; it is asked every `SLICE_S`."""
+    """Wait for a post. `check` raises if none can come; it is called every `SLICE_S`."""
     library = calls()
     trywait, wait = library.take, library.wait
     for _ in range(TRIES):
@@ -113,7 +113,7 @@ def take(semaphore: int, check: Callable[[], None]) -> None:
             try:
                 check()
             except RuntimeError:
-                if not trywait(semaphore):  # it came before what is wrong
+                if not trywait(semaphore):  # the post came before the failure
                     return
                 raise
         elif error != errno.EINTR:
@@ -122,7 +122,7 @@ def take(semaphore: int, check: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Some of a segment, u8[nbytes]. Addresses hold while anything refers to the tensor."""
+    """A part of a segment, u8[nbytes]. Addresses hold while anything refers to the tensor."""
 
     bytes: torch.Tensor
 
@@ -133,7 +133,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What another process needs to open a segment. `place`: where `/proc` means the same."""
+    """The data with which another process opens a segment. `place`: the namespace of `/proc`."""
 
     place: str
     pid: int
@@ -142,7 +142,7 @@ class Card:
 
 
 class Segment:
-    """`process`: a pidfd of the one whose segment it is."""
+    """`process`: a pidfd of the owner."""
 
     def __init__(self, card: Card, descriptor: int, process: int) -> None:
         self.card = card
@@ -153,13 +153,13 @@ class Segment:
 
     @staticmethod
     def create(place: str) -> Segment:
-        """This process's."""
+        """Create a segment of this process."""
         calls()
         with ExitStack() as failing:
             descriptor = os.memfd_create("dtensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             failing.callback(os.close, descriptor)
             os.ftruncate(descriptor, SIZE)
-            # whoever opens it cannot take pages away from under another's mapping
+            # seals: no opener can remove pages under another's mapping
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             nonce = token_hex(_NONCE_BYTES // 2)
             os.pwrite(descriptor, nonce.encode(), 0)
@@ -169,10 +169,10 @@ class Segment:
 
     @staticmethod
     def open(card: Card) -> Segment | None:
-        """Another's; None if it cannot be had."""
+        """Open another process's segment; None if that is impossible."""
         with ExitStack() as failing:
             try:
-                process = os.pidfd_open(card.pid)  # before its nonce: so it is of that process
+                process = os.pidfd_open(card.pid)  # before its nonce: both of one process
                 failing.callback(os.close, process)
                 path = f"/proc/{card.pid}/fd/{card.descriptor}"
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -210,13 +210,13 @@ class Segment:
         os.pwrite(self.descriptor, data, begin)
 
     def drop(self, begin: int, nbytes: int) -> None:
-        """Free the pages of what nobody uses any more."""
+        """Free unused pages."""
         if calls().allocate(self.descriptor, _PUNCH, begin, nbytes):
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
 
     def close(self) -> None:
-        """Windows stay as long as they are used."""
+        """Windows stay while they are used."""
         self._mapped, self._memory = range(0), torch.empty(0, dtype=torch.uint8)
         os.close(self.descriptor)
         os.close(self._process)

@@ -1,19 +1,19 @@
-"""Messages in memory that processes of one machine share: written once, read where they lie.
+"""Messages in memory that processes of one machine share: written once, read in place.
 
     own = Slabs(Segment.create(place), 0)            # process 0's
-    message = own.room(1 << 26)                      # u8[67108864], in a slab of its own
+    message = own.room(1 << 26)                      # u8[67108864], in its own slab
     there = own.lend(message, 3)                     # (begin, nbytes): process 3 may open it
     given = OpenSlabs(card, 3).take(*there)          # in process 3
-    given.open()                                     # u8, its own: pages are copied when written to
+    given.open()                                     # u8, its own: a written page is copied
 
-A slab is a head and a message. The head counts, by process, how often that has given the message
-back: each time that it was lent, once, when nothing there refers to it any more. A slab whose
-message is gone here and that all have given back is used again, so that its pages are there
-already: 64 MB then take 8 ms to copy, and 40 in new pages.
+A slab is a head and a message. The head counts, by process, the returns of the message: once for
+each time it was lent, when nothing there refers to it any more. A slab whose message is garbage
+here and that all have returned is reused, so that its pages exist already: 64 MB then take 8 ms to
+copy, and 40 ms in new pages.
 
-Invariants: what `open` gives is private (MAP_PRIVATE) and may be written to; nobody writes to a
-message after `room` but who made it, before it is lent. A process that has ended gives nothing
-back: `ended` says so. Of several threads.
+Invariants: the result of `open` is private (MAP_PRIVATE) and may be written to; only its maker
+writes to a message of `room`, before it is lent. A process that has ended returns nothing: `ended`
+notes that. It is safe for several threads.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from torch import Tensor
 from dtensor.daft.ray.transports.segments import Card, Segment, calls
 
 SHARED_BYTES = 1 << 16
-"""A smaller message is sent: to map it would cost more."""
+"""A smaller message is sent: mapping it would cost more."""
 MOST_PROCESSES = 1 << 12
 HEAD_BYTES = 4 * MOST_PROCESSES
 KEPT_BYTES = 1 << 29
-"""Of slabs that nobody uses, which the next messages may; the pages of others are freed."""
+"""Bytes of unused slabs that are kept for the next messages; the pages of others are freed."""
 KEPT_S = 5.0
-"""After the last message the pages of all are freed."""
+"""So long after the last message the pages of all are freed."""
 _FIRST = 1 << 20  # of a segment, whose beginning has other uses
 
 
 class _Slab:
     def __init__(self, begin: int, nbytes: int, memory: Tensor) -> None:
         self.begin = begin
-        self.nbytes = nbytes  # of the message that it has room for
+        self.nbytes = nbytes  # capacity for a message
         self.memory = memory
         self.given_back = memory[:HEAD_BYTES].numpy().data.cast("I")
         self.lent: Counter[int] = Counter()
@@ -70,8 +70,8 @@ class Slabs:
         self._segment = segment
         self._lock = threading.Lock()
         self._used: dict[int, _Slab] = {}  # by address of the message
-        self._retired: deque[int] = deque()  # addresses; finalizers append, in whatever thread
-        self._lent: list[_Slab] = []  # whose message is gone here
+        self._retired: deque[int] = deque()  # addresses; finalizers append, in any thread
+        self._lent: list[_Slab] = []  # their message is garbage here
         self._free: list[_Slab] = []
         self._end = _FIRST
         self._asked = time.monotonic()
@@ -82,7 +82,7 @@ class Slabs:
         return self._segment.card
 
     def room(self, nbytes: int) -> Tensor:
-        """For a message; small ones are not shared."""
+        """The buffer for a message; small ones are not shared."""
         if nbytes < SHARED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         with self._lock:
@@ -101,7 +101,8 @@ class Slabs:
         return _tensor(memory)
 
     def lend(self, message: Tensor, to: int) -> tuple[int, int] | None:
-        """Where another process finds it: its begin and length; None if it is in no slab."""
+        """Lend a message to another process; returns its begin and length; None if it is in no
+        slab."""
         slab = self._used.get(message.data_ptr())
         if slab is None or to >= MOST_PROCESSES:
             return None
@@ -109,7 +110,7 @@ class Slabs:
         return slab.begin, slab.used
 
     def open(self, message: Tensor) -> Tensor:
-        """The message once more, as another process would have it."""
+        """A private copy of the message, as in another process."""
         slab = self._used.get(message.data_ptr())
         if slab is None:
             return message.clone()
@@ -119,7 +120,7 @@ class Slabs:
         self._ended.add(process)
 
     def close(self) -> None:
-        """Messages stay as long as they are used."""
+        """Messages stay while they are used."""
         self._segment.close()
 
     def _new(self, nbytes: int) -> _Slab:
@@ -128,7 +129,7 @@ class Slabs:
         return _Slab(begin, size - HEAD_BYTES, self._segment.map(begin, size).bytes)
 
     def collect(self) -> bool:
-        """Free what nobody uses; whether there may be more to free later."""
+        """Free unused slabs; returns whether there may be more to free later."""
         with self._lock:
             idle = time.monotonic() - self._asked > KEPT_S
             self._collect(0 if idle else KEPT_BYTES)
@@ -148,7 +149,7 @@ class Slabs:
 
 
 class OpenSlabs:
-    """Another process's slabs, as process `index` sees them; `segment` is the other's."""
+    """Another process's slabs, for process `index`; `segment` is the other's."""
 
     def __init__(self, segment: Segment, index: int) -> None:
         self._segment = segment
@@ -160,7 +161,7 @@ class OpenSlabs:
 
     @staticmethod
     def of(card: Card, index: int) -> OpenSlabs | None:
-        """None if they cannot be had."""
+        """Open them; None if that is impossible."""
         segment = Segment.open(card)
         return None if segment is None else OpenSlabs(segment, index)
 
@@ -174,7 +175,7 @@ class OpenSlabs:
             return _private(self._segment, lent.begin, lent.nbytes, lent)
 
     def give_back(self, begin: int) -> None:
-        if os.getpid() != self._owner:  # a fork lets go of what its parent still has
+        if os.getpid() != self._owner:  # a fork must not return its parent's messages
             return
         with self._lock:
             if self._closed:  # the descriptor may be another file's by now
@@ -194,7 +195,8 @@ class OpenSlabs:
 
 
 class Lent:
-    """A message of another process's; given back when this and all that was opened are gone."""
+    """A message of another process; returned when this object and all opened tensors are
+    garbage."""
 
     __slots__ = ("__weakref__", "begin", "nbytes", "slabs")
 
@@ -209,8 +211,7 @@ class Lent:
 
 
 def _private(segment: Segment, begin: int, nbytes: int, keep: object) -> Tensor:
-    """A mapping of a message that may be written to without anybody's seeing it; `keep` is alive
-    as long as it is."""
+    """A mapping of a message whose writes are private; `keep` is alive as long as it is."""
     length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
     address = calls().map(None, length, protection, flags, segment.descriptor, begin + HEAD_BYTES)

@@ -1,35 +1,35 @@
-"""Where payloads lie in memory that actors share, and what a wait takes: computed from a program.
+"""The layout of payloads in shared memory of actors, and the counts a wait needs: from a program.
 
     between = Between(program, (0, 1))                  # the controller: once for a program,
     replace(own, meetings=between.of(own.ranks))        # then for each host's part of it
     arena = lay_out(own, (0, 1), shares)                # the host
 
-Each actor has a window of memory, that it writes and the others read. A key (`instructions.Key`)
+Each actor has a window of memory, which it writes and the others read. A key (`instructions.Key`)
 has a `Lane`: in the window of each member's actor, `slots` slots, each as large as the largest
-payload that this member brings to the key. The k-th start of a program on a key writes slot
-`k % slots` of the member's own, and the others read it there.
+payload that this member brings to the key. The k-th start of a program on a key writes slot `k %
+slots` of the member's own, and the others read it there.
 
     all_reduce of f32[1024] over (0, 1), waited for before the next on its channel:
     Lane(key, slots=2, slot_bytes=(4096, 4096), begins=(0, 0), ...)      # 8 KB in either window
 
-How many slots: `span` of a rank is the most starts from the oldest that it has not waited for to
-the newest, both counted. A start may overwrite what the key's members have all read, and that is
-all but the last `span` of its own starts and as many as the partner's span before them: the sum of
-the two largest spans is enough (docs/design/0016-same-host.md has the proof, and
-`python -m tests.daft.explore --slots` tries it).
+The number of slots: `span` of a rank is the largest number of starts from the oldest unfinished one
+to the newest, both counted. A start may overwrite a slot that all members have read. They have read
+all but the last `span` of its own starts and as many as the partner's span before them, so the sum
+of the two largest spans is enough (docs/design/0016-same-host.md has the proof, and `python -m
+tests.daft.explore --slots` tests it).
 
-What a wait takes: one semaphore for each ordered pair of ranks counts the starts of the one that
-concern the other, on whatever key, in the order of its list. `ahead` says, for a start and each of
-its partners, how many of them there must have been: as many as this rank had made itself before
+The counts of a wait: one semaphore for each ordered pair of ranks counts the starts of the first
+that concern the second, on any key, in the order of its list. For a start and each of its partners,
+`ahead` is the count that the semaphore must reach: the starts that this rank had made itself before
 this start, and so many more.
 
-A host has the lists of its own ranks. Of the others it is told what their starts with these bring,
-in their order, and of all keys between hosts how many slots of how many bytes they need.
+A host has the lists of its own ranks. For the other ranks it gets the payloads of their starts with
+its ranks, in their order, and for all keys between hosts the number and the size of their slots.
 
-Invariants: all actors lay out the same from what they have of the same program. A window begins
-with a line for who uses it; payloads begin at multiples of `LINE`. Bytes are
-bounded: for each key and member `slots` times its largest payload, of which `LARGEST_BYTES` is the
-most; a key with more is left to messages. It knows neither memory nor processes.
+Invariants: all actors compute the same layout from their parts of the same program. A window begins
+with a line for its user; payloads begin at multiples of `LINE`. Bytes are bounded: for each key and
+member `slots` times its largest payload, which is at most `LARGEST_BYTES`; a key with larger ones
+uses messages. It handles neither memory nor processes.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_wa
 from dtensor.numerics import REDUCTIONS
 
 LINE = 64
-"""Of a cache, in bytes: tensors and semaphores begin at multiples."""
+"""Size of a cache line in bytes: tensors and semaphores begin at multiples."""
 LARGEST_BYTES = 1 << 28
-"""Of a slot. What is larger is rare, and would stay with the actor as long as the program."""
+"""Most bytes of a slot. Larger payloads are rare, and would stay with the actor as long as the
+program."""
 TOGETHER_BYTES = 1 << 16
-"""An all_reduce of more, over more than two, is folded piece by piece, each by one of its members:
-else each member would read what all bring."""
+"""An all_reduce of more bytes, over more than two ranks, is folded piece by piece, each piece by
+one member: else each member would read the payloads of all."""
 PIECE_BYTES = 1 << 18  # its sums stay in a core's cache
 MOST_PIECES = 32
 
@@ -63,10 +64,10 @@ Piece: TypeAlias = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """Where the payloads of a key lie; all offsets are in the window of an actor.
+    """The places of a key's payloads; all offsets are in the window of an actor.
 
-    `slot_bytes` and `begins` are by member, in the order of the key's ranks. What is folded
-    together (`pieces` of them at most, 0 if nothing is) has, in the window of the first member,
+    `slot_bytes` and `begins` are by member, in the order of the key's ranks. A collective that is
+    folded together (in at most `pieces`, 0 if none is) has, in the window of the first member,
     `claims`, a semaphore for each slot and piece, and `results`, `result_bytes` for each slot; and
     with each member `done`, a semaphore for each slot.
     """
@@ -84,8 +85,8 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """`window_bytes`: by actor. Of each start of the own ranks, `brings`: by member of its key;
-    `ahead`: by the key's other ranks."""
+    """The layout on one host. `window_bytes`: by actor. For each start of its own ranks, `brings`:
+    the payloads by member of its key; `ahead`: counts by the key's other ranks."""
 
     lanes: Mapping[Key, Lane]
     window_bytes: tuple[int, ...]
@@ -94,7 +95,7 @@ class Arena:
 
 
 class Between:
-    """What crosses hosts in a program, of all its ranks; `host_of`: by rank, its host."""
+    """The traffic between hosts of a program, of all its ranks; `host_of`: by rank, its host."""
 
     def __init__(self, program: Program, host_of: Sequence[int]) -> None:
         uses = _uses(program, host_of)
@@ -113,7 +114,7 @@ class Between:
             self._starts[site[0]].append(starts[site])
 
     def of(self, ranks: Collection[int]) -> Meetings:
-        """What the host of these ranks must know."""
+        """The facts that the host of these ranks needs."""
         members = [frozenset(own.key[0]) for own in self.keys]
         mine = {n for n, own in enumerate(members) if not own.isdisjoint(ranks)}
         peers = sorted({rank for n in mine for rank in members[n]}.difference(ranks))
@@ -124,7 +125,8 @@ class Between:
 
 
 def lay_out(program: HostProgram, host_of: Sequence[int], shares: Callable[[Key], bool]) -> Arena:
-    """For the keys that `shares` says; `host_of`: by rank, the number of its actor."""
+    """The layout for the keys for which `shares` is true; `host_of`: by rank, the number of its
+    actor."""
     used = [LINE] * (max(host_of) + 1)
     meetings = program.meetings
     lanes = {own.key: _lane(own, host_of, used) for own in meetings.keys if shares(own.key)}
@@ -139,7 +141,7 @@ def lay_out(program: HostProgram, host_of: Sequence[int], shares: Callable[[Key]
 
 
 def brought(start: Start) -> tuple[Buffer, ...]:
-    """What a rank writes into its slot."""
+    """The payload that a rank writes into its slot."""
     match start:
         case Send(buffer=buffer):
             return (buffer,)
@@ -152,13 +154,13 @@ def brought(start: Start) -> tuple[Buffer, ...]:
 
 
 def placed(buffers: Sequence[Buffer]) -> tuple[tuple[int, ...], int]:
-    """Where each of them begins in a slot or among results, and the bytes of all."""
+    """The begin of each in a slot or among results, and the bytes of all."""
     ends = tuple(accumulate((_lines(buffer.nbytes) for buffer in buffers), initial=0))
     return ends[:-1], ends[-1]
 
 
 def pieces_of(start: Start) -> tuple[Piece, ...]:
-    """What its members fold one by one; nothing if each folds all of it."""
+    """The pieces that single members fold; empty if each member folds all of it."""
     if not isinstance(start, Collective) or start.kind != "all_reduce" or start.op is None:
         return ()
     total = sum(buffer.nbytes for buffer in start.in_buffers)
@@ -184,7 +186,8 @@ def pieces_of(start: Start) -> tuple[Piece, ...]:
 
 @dataclass(slots=True)
 class _Use:
-    """Of a key: by rank, the indices of its starts in the rank's list; and all ranks' spans."""
+    """The use of a key: by rank, the indices of its starts in the rank's list; and all ranks'
+    spans."""
 
     key: Key
     starts: dict[int, list[int]]
@@ -192,7 +195,7 @@ class _Use:
 
 
 def _uses(program: Program, host_of: Sequence[int]) -> dict[Key, _Use]:
-    """Of the keys whose members are on hosts of their own."""
+    """The uses of the keys whose members are on different hosts."""
     uses: dict[Key, _Use] = {}
     crosses: dict[Key, bool] = {}
     for rank, own in enumerate(program.ranks):
@@ -243,7 +246,7 @@ def _slots_of(program: Program, use: _Use) -> KeySlots | None:
 
 
 def _lane(own: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
-    """Where a key's slots lie, behind what is `used` of each window."""
+    """Place a key's slots after the `used` bytes of each window."""
     members, slots = own.key[0], own.slots
 
     def take(member: int, nbytes: int) -> int:
@@ -266,7 +269,7 @@ def _lane(own: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
 
 
 _Starts: TypeAlias = list[tuple[int, Key, tuple[Buffer, ...]]]
-"""Of a rank, in its order: the index, -1 where it is not the host's own, and what it brings."""
+"""The starts of a rank, in its order: the index, -1 on another host, the key, and the payload."""
 
 
 def _own_starts(program: HostProgram, rank: int, lanes: Mapping[Key, Lane]) -> _Starts:
@@ -283,8 +286,8 @@ def _met(
     starts: Mapping[int, _Starts], own: Collection[int]
 ) -> tuple[dict[Site, tuple[tuple[Buffer, ...], ...]], dict[Site, dict[int, int]]]:
     """`Arena.brings` and `Arena.ahead`."""
-    # of the k-th start on a key, by rank: what it brings, and by partner how many starts that
-    # concern it the rank makes before
+    # for the k-th start on a key, by rank: its payload, and by partner how many earlier starts of
+    # the rank concern it
     brings: dict[tuple[Key, int, int], tuple[Buffer, ...]] = {}
     before: dict[tuple[Key, int, int], dict[int, int]] = {}
     sites: dict[Site, tuple[Key, int]] = {}
@@ -319,7 +322,7 @@ def _met(
 
 
 def _concerned(key: Key, rank: int, own: Collection[int]) -> tuple[int, ...]:
-    """The partners of a rank on a key of which somebody here must know."""
+    """The partners of a rank on a key whose starts are counted here."""
     return tuple(other for other in key[0] if other != rank and (rank in own or other in own))
 
 
@@ -335,5 +338,5 @@ def _made(start: Start) -> tuple[Buffer, ...]:
 
 
 def _lines(nbytes: int) -> int:
-    """`nbytes`, up to a whole number of lines."""
+    """`nbytes`, rounded up to whole lines."""
     return -(-nbytes // LINE) * LINE
