@@ -1,16 +1,16 @@
-"""Which function runs for an op on a device: the user's, else one in Triton of ours, else the op's.
+"""The function that runs for an op on a device: the user's, else our Triton kernel, else the op's.
 
     kernel_of(torch.ops.dt.rms_norm.default, torch.device("cuda"))     # Kernel("triton rms_norm")
 
 A kernel takes an op's arguments and returns its results, on local tensors, under `no_grad`. It is
-looked up where a plan is lowered, by the device of the launch, and bound in the generated code,
-whose line names it; so does the label of the call in programs and traces. Plans do not change.
-Where a rule has a rank run something else than the op (a mean of a shard), that is what runs.
+looked up when a plan is lowered, by the device of the launch, and bound in the generated code,
+whose line names it; so does the label of the call in programs and traces. Plans do not change. If a
+rule makes a rank run another function than the op (a mean of a shard), that function runs.
 
 Invariants: an op has at most one kernel a device; a program lowered before another kernel was
-registered is lowered again at its next call. Triton is imported where a program for CUDA is
-lowered; where it is not installed, there are no kernels of ours. Not here: how one is registered
-(register.py), the kernels (built_in.py), whether one is right (tests compare ours with the op).
+registered is lowered again at its next call. Triton is imported when a program for CUDA is lowered;
+if it is not installed, there are no built-in kernels. Not here: registration (register.py), the
+kernels (built_in.py), their correctness (tests compare ours with the op).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from dtensor.private_torch import OpOverload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What runs for an op. ``name``: as programs and traces have it; ``ours``: a built-in one."""
+    """The function that runs for an op. ``name``: in programs and traces; ``ours``: a built-in
+    one."""
 
     function: Callable[..., Any]
     name: str
@@ -38,7 +39,8 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registered:
-    """What users registered; None: the op itself. Replaced as a whole, so it tells itself apart."""
+    """The users' registrations; None: the op itself. Replaced as a whole, so its identity is a
+    version."""
 
     kernels: Mapping[tuple[OpOverload, str], Kernel | None]
 
@@ -47,12 +49,13 @@ _registered = Registered({})
 
 
 def current() -> Registered:
-    """What is registered: the same object until that changes, so a part of a program's key."""
+    """The present registrations: the same object until they change, so a part of a program's
+    key."""
     return _registered
 
 
 def kernel_of(op: object, device: torch.device) -> Kernel | None:
-    """What runs for an op on a device instead of the op; None: nothing does."""
+    """The function that runs on a device instead of the op; None: the op itself."""
     if not isinstance(op, OpOverload):
         return None
     key, users = (op, device.type), _registered.kernels
@@ -63,16 +66,16 @@ Made = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 def versions(given: Sequence[Tensor]) -> tuple[int, ...]:
-    """Of what a kernel is given: the counts of writes to it."""
+    """The counts of writes to a kernel's arguments."""
     return tuple(x._version for x in given)
 
 
 def check_kept(given: Sequence[Tensor], before: tuple[int, ...], name: str) -> None:
-    """RuntimeError where a kernel has written to what it was given."""
+    """RuntimeError if a kernel has written to its arguments."""
     if versions(given) != before:
         at = next(i for i, x in enumerate(given) if x._version != before[i])
         raise RuntimeError(
-            f"the kernel {name} changed the tensor {at} of those that it was given, which others "
+            f"the kernel {name} changed its argument {at}, which others "
             f"read.\nfix: write to a new tensor, such as torch.empty_like of it"
         )
 
@@ -84,19 +87,19 @@ def check_made(made: Sequence[object], name: str, wanted: Made) -> None:
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise RuntimeError(
                 f"the kernel {name} returned {got} as result {number}, and its op has "
-                f"{dtype} {list(shape)} there.\nfix: return what the op returns"
+                f"{dtype} {list(shape)} there.\nfix: return the op's results"
             )
 
 
 def check_apart(made: Sequence[Tensor], given: Sequence[Tensor], name: str) -> None:
-    """RuntimeError where what a kernel returns is in the memory of what it was given: the program
-    may write to that again."""
+    """RuntimeError if a kernel's result is in the memory of an argument: the program may write to
+    that again."""
     places = {x.untyped_storage().data_ptr() for x in given} - {0}
     for number, x in enumerate(made):
         if x.untyped_storage().data_ptr() in places:
             raise RuntimeError(
                 f"the kernel {name} returned as result {number} a tensor that shares the memory of "
-                f"one that it was given.\nfix: return a new tensor, such as a clone() of it"
+                f"an argument.\nfix: return a new tensor, such as a clone() of it"
             )
 
 
