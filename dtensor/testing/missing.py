@@ -1,15 +1,15 @@
-"""Strategies that hold and that a rule does not offer, each with what it would save.
+"""Valid strategies that a rule does not offer, each with its saving.
 
     found = next(missing(case))
     str(found)        # 'aten.linear.default: [Shard(1), Shard(1), Partial("sum")] -> [...]'
-    found.instead     # ('all_reduce of operand 2',): what the cheapest offered strategy needs
+    found.instead     # ('all_reduce of operand 2',): needed by the cheapest offered strategy
     found.bytes       # 192, on 2 ranks, per rank
 
-Every product of one-axis placements of the operands is carried out as it stands, on 2 and on 3
-ranks, and every placement of the results that describes what the ranks then hold is compared with
-what the rule offers. Invariants: one that holds by an accident of one number of ranks is not
-listed, nor one that can be had from an offered one without communication. It cannot find strategies
-whose local form differs from the global one.
+Every product of one-axis placements of the operands is run, on 2 and on 3 ranks, and every
+placement of the results that describes the ranks' values is compared with the rule's strategies.
+Invariants: a strategy that is valid only for one number of ranks is not listed, nor one that
+follows from an offered one without communication. It cannot find strategies whose local form
+differs from the global one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _TRIALS = 400  # placements of the operands that are worth the search
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """One strategy that a rule lacks. ``instead``: the collectives that are needed without it, on
-    2 ranks; ``bytes``: what they send per rank."""
+    """One strategy that a rule lacks. ``instead``: the collectives that are needed without it, on 2
+    ranks; ``bytes``: the bytes that they send per rank."""
 
     op: str
     operands: tuple[Placement, ...]
@@ -56,7 +56,7 @@ class Missing:
 
 
 def missing(case: Case) -> Iterator[Missing]:
-    """Those of a call, for at most 3 tensors."""
+    """The missing strategies of a call, for at most 3 tensors."""
     # Not all kernels check indices: random summands of some, and those of a dim that must be whole
     # and is split, point outside of it.
     integers = [not x.is_floating_point() and x.dtype != torch.bool for x in case.operands]
@@ -68,7 +68,7 @@ def missing(case: Case) -> Iterator[Missing]:
     few = math.prod(map(len, choices)) <= _TRIALS
     if not (1 <= len(choices) <= 3 and few and any(x.dim() for x in case.operands)):
         return
-    # Of a result of zeros, or of none, every placement holds: it says nothing.
+    # Every placement is valid for a result of zeros, or for none: it proves nothing.
     telling = [r is not None and bool(r.any()) for r in case.results]
     offered = {
         (s.operands, *itertools.compress(s.results, telling))
@@ -111,7 +111,7 @@ def _input_choices(
 
 
 def _holds(case: Case, operands: Sequence[Placement], num: int) -> list[list[Placement]]:
-    """For each result, the placements that describe what the ranks hold; empty: none."""
+    """For each result, the placements that describe the ranks' values; empty if there are none."""
     mesh = Mesh(a=num)
     generator = generator_of(case.seed + num)
     shards = [
@@ -119,8 +119,8 @@ def _holds(case: Case, operands: Sequence[Placement], num: int) -> list[list[Pla
     ]
     if not all(_agree(case.rule, [s[rank] for s in shards]) for rank in range(num)):
         return []
-    # Whatever the op raises, it rejects these shards, which need not belong together: the placement
-    # does not hold, and that is this function's answer.
+    # An op that raises rejects these shards, which need not belong together: the placement does not
+    # hold, and that is this function's answer.
     try:
         outputs = [run(case.call, [s[rank] for s in shards]) for rank in range(num)]
     except Exception:
@@ -148,7 +148,7 @@ def _holds(case: Case, operands: Sequence[Placement], num: int) -> list[list[Pla
 def _agree(rule: Rule, shards: Sequence[torch.Tensor]) -> bool:
     """Whether each factor has one size in all of a rank's shards, and a whole one some size.
 
-    Kernels that do not check shapes write out of bounds, or divide by zero, where it has not.
+    Kernels that do not check shapes write out of bounds, or divide by zero, otherwise.
     """
     sizes: dict[str, int] = {}
     for dims, shard in zip(rule.operands, shards, strict=True):
@@ -167,19 +167,20 @@ def _spec(x: torch.Tensor, placement: Placement, mesh: Mesh) -> TensorSpec:
     return TensorSpec(tuple(x.shape), x.dtype, mesh, (placement,))
 
 
-# -- what it would save --------------------------------------------------------------------------
+# -- savings --------------------------------------------------------------------------
 
 
 def _saved(
     case: Case, operands: Sequence[Placement], results: Sequence[Placement]
 ) -> tuple[tuple[str, ...], int]:
-    """What the cheapest strategy of the rule needs to get from these operands to these results."""
+    """The communication that the rule's cheapest strategy needs from these operands to these
+    results."""
     topology = Topology()
     ways = [_way(case, strategy, operands, results) for strategy in case.rule.strategies(2)]
     prices = [sum(seconds(src, dst, topology) for _, src, dst in way) for way in ways]
     best = ways[prices.index(min(prices))]
     if math.isinf(min(prices)):
-        return (), 0  # no way there from what the rule offers: max and min cannot be made
+        return (), 0  # not reachable from the rule's strategies: max and min cannot be made
     needed: list[tuple[str, Move]] = [
         (what, move) for what, src, dst in best for move in moves(src, dst, topology)
     ]
