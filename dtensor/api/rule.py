@@ -190,7 +190,7 @@ def _check(
     if schema.is_mutable:
         raise PlanningError(
             f"{op} changes its arguments: {schema}\n"
-            f"fix: write it as an op that returns what it changes, and copy the result back"
+            f"fix: write it as an op that returns new values, and copy the result back"
         )
     if reduce not in REDUCTIONS:
         raise PlanningError(

@@ -98,15 +98,15 @@ def test_fused_heads_outside_of_their_projections() -> None:
         str(derived(Interleaved, 4)),
         """\
 {
-    # vocabulary: rows that are elsewhere give zeros, and one sum joins them
+    # vocabulary: rows of other ranks give zeros, and one sum joins them
     "table": dict(tp=dt.Row()),
     # column: 6 heads, 12 wide, each attended alone
     "mixed": dict(tp=dt.Column(unit=12)),
-    # row: it contracts what mixed splits
+    # row: it contracts the dim that mixed splits
     "out": dict(tp=dt.Row(unit=4)),
     # column: elementwise ops lead to back; 2 projections in one
     "gated": dict(tp=dt.Column(blocks=2)),
-    # row: it contracts what gated splits
+    # row: it contracts the dim that gated splits
     "back": dict(tp=dt.Row()),
     # vocabulary: the loss is computed on its parts
     "words.weight": dict(tp=dt.Row()),
@@ -122,11 +122,11 @@ def test_what_is_in_the_way_stays_whole() -> None:
 {
     # column: elementwise ops lead to time_down
     "time_up.weight": dict(tp=dt.Row()),
-    # row: it contracts what time_up splits
+    # row: it contracts the dim that time_up splits
     "time_down.weight": dict(tp=dt.Column()),
     # column: 4 heads, 4 wide, each attended alone
     "query.weight": dict(tp=dt.Row()),
-    # row: it contracts what query splits
+    # row: it contracts the dim that query splits
     "join.weight": dict(tp=dt.Column()),
     # whole: widen.weight
     #   aten.native_layer_norm.default cannot split its output dim (test_derive.py:68)
@@ -137,7 +137,7 @@ def test_what_is_in_the_way_stays_whole() -> None:
     # whole: key.weight
     #   dt.attention.default cannot split its output dim (test_derive.py:71)
     # whole: classes.weight
-    #   no weight contracts what its output dim would split
+    #   no weight contracts the split of its output dim
 }""",
     )
 

@@ -256,8 +256,8 @@ def test_a_killed_actor_is_named(ray_session: None, tmp_path: Path) -> None:
         assert re.match(r"rank 1 \(stage 1\), instruction \d+ '.*' \[F0 stage 1", text)
         assert re.search(r"at test_failures\.py:\d+: ", text)
         assert (
-            "the state on the ranks is lost; the controller has what was put there, of step 0, 2 "
-            in ("\n".join(caught.value.__notes__))
+            "the state on the ranks is lost; the controller has the values that were put there, of "
+            "step 0, 2 " in ("\n".join(caught.value.__notes__))
         )
         with pytest.raises(ActorLost) as again:
             run.step(x)

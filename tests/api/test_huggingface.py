@@ -167,16 +167,16 @@ def test_gpt2() -> None:
 {
     # column: 8 heads, 8 wide, each attended alone; 3 projections in one
     "transformer.h.*.attn.c_attn.weight": dict(tp=dt.Column(blocks=3, unit=8)),
-    # row: it contracts what c_attn splits
+    # row: it contracts the dim that c_attn splits
     "transformer.h.*.attn.c_proj.weight": dict(tp=dt.Row(unit=8)),
     # column: elementwise ops lead to c_proj
     "transformer.h.*.mlp.c_fc.weight": dict(tp=dt.Column()),
-    # row: it contracts what c_fc splits
+    # row: it contracts the dim that c_fc splits
     "transformer.h.*.mlp.c_proj.weight": dict(tp=dt.Row()),
     # vocabulary: the loss is computed on its parts, and the embedding reads it by its rows
     "transformer.wte.weight": dict(tp=dt.Row()),
     # whole: transformer.wpe.weight
-    #   a table of which no argument says what rows are read
+    #   a table whose rows are not chosen by an argument
 }""",
     )
 
@@ -186,7 +186,7 @@ def test_llama_over_three_ranks() -> None:
         str(derived("llama", 3)),
         """\
 {
-    # vocabulary: rows that are elsewhere give zeros, and one sum joins them
+    # vocabulary: rows of other ranks give zeros, and one sum joins them
     "model.embed_tokens.weight": dict(tp=dt.Row()),
     # column with k_proj and v_proj: 4 groups of heads, 16 wide, each attended alone
     "model.layers.*.self_attn.q_proj.weight": dict(tp=dt.Row(unit=16)),
@@ -194,13 +194,13 @@ def test_llama_over_three_ranks() -> None:
     "model.layers.*.self_attn.k_proj.weight": dict(tp=dt.Row(unit=8)),
     # column with q_proj and k_proj: 4 groups of heads, 8 wide, each attended alone
     "model.layers.*.self_attn.v_proj.weight": dict(tp=dt.Row(unit=8)),
-    # row: it contracts what q_proj and k_proj and v_proj split
+    # row: it contracts the dim that q_proj and k_proj and v_proj split
     "model.layers.*.self_attn.o_proj.weight": dict(tp=dt.Column(unit=16)),
     # column with up_proj: elementwise ops lead to down_proj
     "model.layers.*.mlp.gate_proj.weight": dict(tp=dt.Row()),
     # column with gate_proj: elementwise ops lead to down_proj
     "model.layers.*.mlp.up_proj.weight": dict(tp=dt.Row()),
-    # row: it contracts what gate_proj and up_proj split
+    # row: it contracts the dim that gate_proj and up_proj split
     "model.layers.*.mlp.down_proj.weight": dict(tp=dt.Column()),
     # vocabulary: the loss is computed on its parts
     "lm_head.weight": dict(tp=dt.Row()),
@@ -229,18 +229,18 @@ def test_bert() -> None:
     "bert.encoder.layer.*.attention.self.key.weight": dict(tp=dt.Row()),
     # column with query and key: 8 heads, 8 wide, each attended alone
     "bert.encoder.layer.*.attention.self.value.weight": dict(tp=dt.Row()),
-    # row: it contracts what self.query and self.key and self.value split
+    # row: it contracts the dim that self.query and self.key and self.value split
     "bert.encoder.layer.*.attention.output.dense.weight": dict(tp=dt.Column()),
     # column: elementwise ops lead to output.dense
     "bert.encoder.layer.*.intermediate.dense.weight": dict(tp=dt.Row()),
-    # row: it contracts what intermediate.dense splits
+    # row: it contracts the dim that intermediate.dense splits
     "bert.encoder.layer.{0..1}.output.dense.weight": dict(tp=dt.Column()),
     # vocabulary: the loss is computed on its parts, and the embedding reads it by its rows
     "bert.embeddings.word_embeddings.weight": dict(tp=dt.Row()),
     # whole: bert.embeddings.position_embeddings.weight
-    #   a table of which no argument says what rows are read
+    #   a table whose rows are not chosen by an argument
     # whole: bert.embeddings.token_type_embeddings.weight
-    #   a table of which no argument says what rows are read
+    #   a table whose rows are not chosen by an argument
     # whole: cls.predictions.transform.dense.weight
     #   aten.native_layer_norm.default cannot split its output dim
 }""",

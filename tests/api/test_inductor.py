@@ -145,7 +145,7 @@ def test_what_it_does_not_go_with() -> None:
     model = dt.parallelize(make_model(), mesh, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = dt.train_step(model, loss_fn, optimizer, detect_nan=True)
-    said = "detect_nan looks at each op"
+    said = "detect_nan checks each op"
     with dt.launch(mesh, local="inductor"), pytest.raises(dt.PlanningError, match=said):
         step(*batches(1)[0])
 

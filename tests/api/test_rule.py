@@ -219,7 +219,7 @@ ERRORS = {
         lambda: dt.rule("aten::add_", "..., ... -> ..."),
         "aten.add_.Scalar changes its arguments: "
         "aten::add_.Scalar(Tensor(a!) self, Scalar other, Scalar alpha=1) -> Tensor(a!)\n"
-        "fix: write it as an op that returns what it changes, and copy the result back",
+        "fix: write it as an op that returns new values, and copy the result back",
     ),
 }
 

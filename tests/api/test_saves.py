@@ -98,7 +98,7 @@ def check(case: str, status: int, told: dict[str, Any]) -> None:
         assert told["out"].count(f"<handler {handler} the import>") == 1, told
     if case == "no stderr":
         return
-    printed = told["err"].count("dtensor: a save failed, and nobody has read that")
+    printed = told["err"].count("dtensor: a save failed, and its error was not read")
     written, read = case.endswith(" written"), case.endswith(", read")
     assert printed == (not written and not read and not case.startswith(RAISED)), told
     if case == "objects of others":
@@ -234,7 +234,7 @@ def test_a_save_into_a_folder_that_fails_leaves_what_was_there(held: Any, tmp_pa
     held.fails = True
     with pytest.raises(CheckpointError, match="no space left") as caught:
         dt.save(tmp_path / "out", own, format="hf", step=2)
-    assert caught.value.__notes__ == [f"what was in {tmp_path}/out before is untouched."]
+    assert caught.value.__notes__ == [f"the earlier contents of {tmp_path}/out are unchanged."]
     assert dt.load(tmp_path / "out", own).step == 1
 
 

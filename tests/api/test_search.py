@@ -169,7 +169,7 @@ def test_repeated_modules() -> None:
         (dict(memory=-1), "memory=-1 is not a number above 0"),
         (dict(loss_fn=3), "loss_fn is 3"),
         (dict(progress="bar"), "progress is"),
-        (dict(slots=8), 'slots=8 is of objective="tokens", and this is "time"'),
+        (dict(slots=8), 'slots=8 belongs to objective="tokens", and this is "time"'),
         (dict(objective="tokens", slots=8, length=64, prompt=4), "is given loss_fn"),
         (dict(objective="tokens", loss_fn=None, x=3), "is given x"),
         (dict(objective="tokens", loss_fn=None, slots=8, length=64), "needs prompt="),

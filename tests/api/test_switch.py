@@ -450,7 +450,7 @@ def test_what_is_refused_changes_nothing() -> None:
         elsewhere = dt.parallelize(make_model(), tp, {})
         refused("the running launch is on", elsewhere, None, a.mesh, {})
         never = dt.parallelize(make_model(), a.mesh, {})
-        refused("inputs= is of the steps that go on", never, None, tp, {}, inputs={})
+        refused("inputs= changes the model's later steps", never, None, tp, {}, inputs={})
         with pytest.raises(TypeError, match="stage"):
             run.switch(model, opt, tp, MEGATRON, stage={})
         assert tables(run) == names and run.launch.places == {a.mesh: (0, 1, 2, 3)}

@@ -76,7 +76,7 @@ def test_mistakes() -> None:
     with (
         dt.launch(dt.Mesh()),
         dt.trace(),
-        pytest.raises(dt.PlanningError, match="once at a time"),
+        pytest.raises(dt.PlanningError, match="one recording at a time"),
     ):
         dt.trace().__enter__()
     recording = dt.trace()

@@ -1,19 +1,19 @@
-"""A save: where the values are that it takes, who writes them, when it is over.
+"""An asynchronous save: where its values are, who writes them, when it is done.
 
     saved = submitted(SaveOptions("ckpt/100", 100, None, None, "dcp"), model, optimizer)
     saved.get()                # "ckpt/100", once it is on the disk
-    saved.wait()               # the same, and gives nothing
+    saved.wait()               # the same, and returns None
 
-What ranks have, they copy in a run among the steps, and write beside those that follow; of
-`f32[64@dp,16]` at dp=4 each rank writes its `[16,16]`, of what is replicated one rank all. What is
-still the controller's, it writes by the same code. A thread of the controller waits for all parts,
-and publishes the folder whole.
+Ranks copy their values in a run among the steps, and write them while later steps run. Of
+`f32[64@dp,16]` at dp=4 each rank writes its `[16,16]`; a replicated value is written by one rank.
+The controller writes its own values by the same code. A thread of the controller waits for all
+parts, and publishes the folder whole.
 
-Invariant: a save is over before the process is, and a failure that nobody has read by then is
-printed, and the exit status is not 0. (Python waits for the thread, which is no daemon, and calls
-exit handlers then.)
+Invariant: a save ends before the process does. A failure that was not read by then is printed, and
+the exit status is not 0. (Python waits for the thread, which is no daemon, and calls exit handlers
+then.)
 
-Not here: the files (runtime/checkpoint), what a rank does (runtime/checkpoint/saving.py).
+Not here: the files (runtime/checkpoint), the ranks' side (runtime/checkpoint/saving.py).
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ ASK_S = 2.0  # after which it asks the ranks how far they are: one may be lost, 
 
 
 class WriterLost(CheckpointError):
-    """A rank was lost while it wrote, and replaced: its part is gone, and the launch goes on."""
+    """A rank was lost while it wrote, and replaced: its part is lost, and the launch continues."""
 
 
 class Saved:
-    """A save that may be under way. ``get()`` waits, and gives the path or raises what failed:
-    then no checkpoint is there, and those before it are as they were. ``wait()`` does so and gives
-    nothing. ``done()``; ``path``."""
+    """A save, which may still be running. ``get()`` waits, and returns the path or raises the
+    failure: then there is no checkpoint, and earlier ones are unchanged. ``wait()`` does the same
+    and returns None. ``done()``; ``path``."""
 
     def __init__(self, path: str, finish: Callable[[], None], source: Source | None = None) -> None:
         self.path = path
@@ -105,8 +105,8 @@ class Saved:
             raise
 
     def get(self, timeout: float | None = None) -> str:
-        """The path, when all is on the disk. `TimeoutError` after ``timeout`` seconds, which ends
-        nothing."""
+        """The path, when all is on the disk. `TimeoutError` after ``timeout`` seconds; the save
+        continues."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path} is not written after {timeout:g} s; ask again.")
@@ -119,7 +119,7 @@ class Saved:
     result = get
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `get`, for who has the path."""
+        """As `get`, without a result."""
         self.get(timeout)
 
     def done(self) -> bool:
@@ -127,8 +127,8 @@ class Saved:
         return not self._thread.is_alive()
 
     def settle(self) -> None:
-        """Wait; raises what failed, unless somebody has read it. That a rank was lost, which was
-        replaced, is a warning: the loop goes on, and so do the saves that follow."""
+        """Wait; raises the failure, unless it was read. The loss of a rank that was replaced is
+        only a warning: the loop and later saves continue."""
         self.join()
         if self._read:
             return
@@ -140,17 +140,17 @@ class Saved:
         warnings.warn(f"{self._error}\n{notes}", RuntimeWarning, stacklevel=4)
 
     def join(self) -> None:
-        """Wait, and read nothing."""
+        """Wait, without reading the failure."""
         while self._thread.is_alive():
             self._thread.join(LOOK_S)
             wait()  # for signals
 
     def over(self) -> bool:
-        """Whether nobody need wait for it, or be told of it."""
+        """Whether it is done and has no unread failure."""
         return self.done() and (self._error is None or self._read)
 
     def told(self) -> str:
-        """Wait; what failed, if nobody has read it, or ""."""
+        """Wait; an unread failure as text, or ""."""
         self.join()
         if self._error is None or self._read:
             return ""
@@ -158,8 +158,8 @@ class Saved:
         return f"and of the save to {self.path}: {self._error}"
 
     def unread(self) -> str:
-        """Wait; what the end of the process prints, if nobody has read a failure, or it was a
-        warning or a note, which may be seen or not; or ""."""
+        """Wait; the text that the end of the process prints, or "". It reports a failure that was
+        not read, or was only a warning or a note, which the user may not have seen."""
         try:
             self.join()
         except BaseException as error:  # a Ctrl-C at the end: the process goes, and the thread too
@@ -169,19 +169,19 @@ class Saved:
                 return ""
             why = "\n".join([str(self._error), *getattr(self._error, "__notes__", ())])
         return (
-            "dtensor: a save failed, and nobody has read that: the exit status is not 0.\n"
+            "dtensor: a save failed, and its error was not read: the exit status is not 0.\n"
             f"{lines_text(save=self._source)}{why}\n"
         )
 
     def _run(self, finish: Callable[[], None]) -> None:
         try:
             finish()
-        except BaseException as error:  # raised by whoever reads it
-            if not os.path.exists(self.path):  # it is there where an older one cannot be removed
-                error.add_note(f"{self.path} was not written; what was there before is untouched.")
+        except BaseException as error:  # `get` raises it
+            if not os.path.exists(self.path):  # it exists where an older one cannot be removed
+                error.add_note(f"{self.path} was not written; its earlier contents are unchanged.")
             self._error = error
         else:
-            moot = {other for other in [*_open] if other._noted}  # there is a later checkpoint
+            moot = {other for other in [*_open] if other._noted}  # a later checkpoint replaces them
             _open.difference_update(moot, [self])
 
     def __repr__(self) -> str:
@@ -190,13 +190,13 @@ class Saved:
 
 
 _open: set[Saved] = set()
-"""Saves that are under way, or have failed and nobody has read that for sure."""
-os.register_at_fork(after_in_child=_open.clear)  # whose threads the child has not
+"""Saves that are running, or have failed and may be unread."""
+os.register_at_fork(after_in_child=_open.clear)  # the child does not have their threads
 
 
 def note_unread(error: BaseException, saves: Iterable[Saved]) -> None:
-    """Wait for saves; what failed in them, if nobody has read it, becomes notes on the error by
-    which a launch is left. Nobody sees notes on an exit: that is for the process's end to say."""
+    """Wait for saves; their unread failures become notes on the error that ends a launch. Notes on
+    an exit are not printed: the process's end prints those failures."""
     for saved in saves:
         saved.join()
         if not isinstance(error, SystemExit | GeneratorExit) and (lost := saved.told()):
@@ -210,13 +210,13 @@ def _tell_unread() -> None:
         if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
             with suppress(OSError, ValueError):  # a broken pipe, or closed
                 sys.stderr.write("".join(texts))
-        _open.clear()  # with the tracebacks, which keep what Python is to delete at its end
+        _open.clear()  # and their tracebacks, whose objects Python deletes at its end
         not_zero()
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOptions:
-    """What `save` was given."""
+    """The options of `save`."""
 
     path: str
     step: int | None
@@ -227,8 +227,8 @@ class SaveOptions:
 
 @dataclass(slots=True)
 class _Located:
-    """Where what a checkpoint takes is: on ranks, or here. ``aliases``: further names of tensors,
-    to their first ones."""
+    """The locations of a checkpoint's values: on ranks, or here. ``aliases``: further names of
+    tensors, to their first ones."""
 
     on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
     here: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
@@ -275,7 +275,7 @@ def submitted(
             resident.unsaved = False
         try:
             saved = Saved(stated.path, ending.finish, source_here())
-        except BaseException:  # as of a process that ends, which starts no thread
+        except BaseException:  # as in a process that ends, which starts no thread
             writing.abort()
             raise
         if session is not None:
@@ -297,7 +297,7 @@ def _begun(stated: SaveOptions, model: ParallelModule, state: _Located) -> Writi
 
 
 def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
-    """Ranks make what nobody has yet, rather than the controller."""
+    """Let ranks make the values that do not exist yet, rather than the controller."""
     tensors, holders = model.seen.tensors, model.initial.holders
     labels = set(labels_in_state(model.module, model.seen).values()) & tensors.keys()
     missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
@@ -315,9 +315,9 @@ def _locate_model(
         path = *prefix, key
         if label not in tensors:
             raise PlanningError(
-                f"{key} of the module's state dict is none of its parameters and buffers, so there "
-                f"is nothing that ranks could write.\n"
-                f"fix: leave it out of the state dict, and pass what it has as extra="
+                f"{key} of the module's state dict is none of its parameters and buffers, so ranks "
+                f"cannot write it.\n"
+                f"fix: leave it out of the state dict, and pass its value as extra="
             )
         if first.setdefault(label, path) != path:
             state.aliases[path] = first[label]
@@ -354,7 +354,7 @@ def _locate_optimizer(
         entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
     for parameter, own in entries.items():
         if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
-            continue  # what Adagrad begins with, of a parameter on the meta device
+            continue  # Adagrad's initial value, of a parameter on the meta device
         for key, value in own.items():
             path = "optimizer", "state", keys[id(parameter)], key
             if isinstance(value, Tensor):
@@ -382,7 +382,7 @@ def _whole(path: Names, tensor: Tensor) -> TensorPiece:
 def _copied_by_ranks(
     saving: Saving, session: MeshSession, resident: Resident, values: Mapping[Names, StoredTensor]
 ) -> Future:
-    """The run in which each rank copies its share; it gives the number of the next step."""
+    """The run in which each rank copies its share; it returns the number of the next step."""
     model = resident.model
     counted = session.counted(f"{resident.prefix}steps", model.steps, takes=False)
     fed: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
@@ -392,8 +392,8 @@ def _copied_by_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """What is left of a save when it is submitted: a thread of the controller waits for the parts
-    of ``size`` ranks, if they ``run``, and for the controller's own, and publishes them."""
+    """The second half of a save, after it was submitted: a thread of the controller waits for the
+    parts of ``size`` ranks, if they ``run``, and for the controller's own, and publishes them."""
 
     stated: SaveOptions
     writing: Writing
@@ -412,7 +412,7 @@ class _Ending:
             if self.resident is not None:
                 self.resident.unsaved = True
             if self.writing.replaces and not self.writing.published:
-                error.add_note(f"what was in {self.stated.path} before is untouched.")
+                error.add_note(f"the earlier contents of {self.stated.path} are unchanged.")
             raise
 
     def _finish(self) -> None:
@@ -429,10 +429,11 @@ class _Ending:
             raise
         self.writing.finish(parts, keep=self.stated.keep)
         if self.resident is not None and steps >= self.resident.saved[1]:
-            self.resident.saved = f"{self.stated.path} has what was saved last", steps
+            self.resident.saved = f"{self.stated.path} has the last save", steps
 
     def _parts(self) -> list[PartRecord]:
-        """What all have written. Where one fails the others are waited for: they write there."""
+        """The records of all parts. If one fails, the others are still waited for: they write
+        there."""
         folder, found, failed = self.writing.folder, dict[int, PartRecord](), dict[int, str]()
         waiting = [*(range(self.size) if self.run is not None else ())]
         waiting += [self.size] if self.state.here else []
@@ -460,8 +461,8 @@ class _Ending:
         return list(found.values())
 
     def _fallen(self, waiting: Sequence[int]) -> dict[int, str]:
-        """Those that will write nothing, and why: the process was lost, or could not even write
-        that. Asks the ranks, behind the steps that are under way."""
+        """The ranks that will write nothing, and why: the process was lost, or could not even
+        report it. Asks the ranks, after the running steps."""
         folder = self.writing.folder
         states = {self.size: state_of(folder, self.size)}
         if self.session is not None and self.run is not None:
@@ -473,7 +474,7 @@ class _Ending:
         fallen = {r: states[r] for r in waiting if states[r] not in (WRITTEN, WRITING)}
         for rank in waiting:
             if states[rank] == WRITTEN and read_part(folder, rank) is None:
-                fallen[rank] = f"what it wrote is not in {folder} as this machine sees it"
+                fallen[rank] = f"this machine does not see its part in {folder}"
         return fallen
 
     def _with_aliases(self, parts: Sequence[PartRecord]) -> PartRecord:

@@ -1,4 +1,4 @@
-"""`save`, `load`, `resume`: checkpoints that ranks write while training goes on, and read.
+"""`save`, `load`, `resume`: checkpoints that ranks write during training, and read.
 
     loaded = dt.resume("ckpt", model, opt)             # the newest in the folder; None: none yet
     for i in range(loaded.step if loaded else 0, 1000):
@@ -8,18 +8,19 @@
     saved.get()                                        # "ckpt/1000", once it is on the disk
 
 A save is submitted like a step, and has its place in their order: it has the state after the steps
-called before it, and nothing of those called after. One save is under way at a time: the next waits
-for it, so that no rank holds more than one copy. Where no step could go on beside it, outside a
-launch, it is over when the call returns; so is one for Hugging Face, whose folder others write to.
+called before it, and no changes of those called after. One save runs at a time: the next waits for
+it, so no rank holds more than one copy. Outside a launch, where no step could run meanwhile, it is
+done when the call returns; so is one for Hugging Face, whose folder others write to.
 
-Besides parameters, buffers and the optimizer's state a checkpoint has what random numbers depend
-on: the seed, the number of the next training step, the counts of compiled functions' calls.
+Besides parameters, buffers and the optimizer's state a checkpoint has the facts that determine
+random numbers: the seed, the number of the next training step, the counts of compiled functions'
+calls.
 
 A load checks all names, shapes and dtypes before it writes anything. In a launch each rank reads
-its own ranges from the files; outside, the controller's tensors are filled, but those on the meta
-device stay on the disk until ranks need them.
+its own ranges from the files; outside, the controller's tensors are filled, except that those on
+the meta device stay on the disk until ranks need them.
 
-Not here: what a save does (async_save.py), which name is whose (matching.py), the files
+Not here: the steps of a save (async_save.py), the matching of names (matching.py), the files
 (runtime/checkpoint), whole states in memory (state.py).
 """
 
@@ -57,8 +58,8 @@ _LAST: list[Saved] = []
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a checkpoint has besides values: ``step`` and ``extra`` as `save` was given them, and
-    its ``path``. Without a step of the user's it is the number of training steps taken."""
+    """The rest of a checkpoint besides values: ``step`` and ``extra`` as passed to `save`, and its
+    ``path``. Without a step of the user's it is the number of training steps taken."""
 
     step: int | None
     extra: Any
@@ -75,34 +76,34 @@ def save(
     keep: int | None = None,
     format: str = "dcp",
 ) -> Saved:
-    """Write a checkpoint while training goes on: the state after the steps called before.
+    """Write a checkpoint during training: the state after the steps called before.
 
     Args:
-        path: a folder that is not there yet, and that all machines of the launch see. With
-            ``format="hf"`` it may be there, with a tokenizer, say: other files stay, and what a
-            save wrote there before is replaced, so that no reader gets a part of both. Other
+        path: a folder that does not exist yet, and that all machines of the launch see. With
+            ``format="hf"`` it may exist, for example with a tokenizer: other files stay, and files
+            of an earlier save there are replaced, so that no reader gets a mix of both. Other
             weights in it are refused.
         optimizer: None leaves its state out.
-        step: what `load` gives back; by default the number of training steps taken.
-        extra: so is this: numbers, text, containers, tensors; state_dict()s of schedulers, say.
+        step: returned by `load`; by default the number of training steps taken.
+        extra: returned by `load`: numbers, text, containers, tensors, such as state_dict()s of
+            schedulers.
         keep: how many of dtensor's checkpoints of this format to leave in the folder around
-            ``path``, the newest; others are removed with all that is in them.
+            ``path``, the newest; others are removed with all their files.
         format: "dcp", the files of torch.distributed.checkpoint; "hf", safetensors of the model
             alone, as `from_pretrained` reads them.
 
     Outside a launch, and everywhere with ``format="hf"``, it returns when all is on the disk, and
-    raises what fails: `from_pretrained(path)` may follow. Within a launch "dcp" is written beside
-    the steps, and what fails is raised by the `Saved` that this returns; if nobody reads it, by the
-    next save or the launch's end; at the latest the process's end prints it, and its status is not
-    0. It waits for a save that is under way. Raises PlanningError for what cannot be written as
-    stated.
+    raises its failure: `from_pretrained(path)` may follow. Within a launch "dcp" is written while
+    steps run, and the returned `Saved` raises its failure; if it is not read, the next save or the
+    launch's end raises it; at the latest the process's end prints it, and its status is not 0. It
+    waits for a running save. Raises PlanningError for state that cannot be written as requested.
     """
     _check_path("save", path)
     check_parallel("save", model)
     optimizer = checked_optional(optimizer)
     if format not in ("dcp", "hf"):
         raise PlanningError(
-            f"format={format!r} is none that there is.\n"
+            f"format={format!r} does not exist.\n"
             f'fix: format="dcp", the files of torch.distributed.checkpoint; or "hf", safetensors'
         )
     if keep is not None:
@@ -111,7 +112,7 @@ def save(
         raise PlanningError(
             'format="hf" has the model alone: Hugging Face\'s files have no place for an '
             "optimizer.\n"
-            'fix: dt.save(path, model, format="hf"), and another save for what is to be resumed'
+            'fix: dt.save(path, model, format="hf"), and another save to resume from'
         )
     stated = SaveOptions(os.fspath(path), step, extra, keep, format)
     with _ONE_SAVE:
@@ -131,17 +132,17 @@ def load(
     *,
     dtype: str = "saved",
 ) -> Loaded:
-    """Give the model, and the optimizer, what a checkpoint has, however they are placed.
+    """Load a checkpoint into the model, and the optimizer, under any placement.
 
     Args:
-        path: what `save` was given; or another's directory of torch.distributed.checkpoint, or of
-            Hugging Face's safetensors.
+        path: a path passed to `save`; or a directory of torch.distributed.checkpoint, or of
+            Hugging Face's safetensors, that another program wrote.
         optimizer: None leaves the optimizer's state in the files.
         dtype: "saved" refuses a tensor of another dtype than the model's; "model" converts it.
 
     All or nothing: PlanningError for names, shapes or dtypes that differ, CheckpointError for a
-    damaged file, DaftError where a rank fails; then nothing was loaded. Inside a launch the
-    optimizer's state is read by the next step, and damage within its files is an error there.
+    damaged file, DaftError where a rank fails; then nothing was loaded. Inside a launch the next
+    step reads the optimizer's state, and damage within its files is an error there.
     """
     _check_path("load", path)
     check_parallel("load", model)
@@ -172,7 +173,7 @@ def load(
             restore_counts(own["seed"], own["counts"])
             model.steps.restore(own["steps"])
         if session is not None:
-            where = f"{checkpoint.path} has what was loaded"
+            where = f"{checkpoint.path} has the values that were loaded"
             session.resident(model).saved = where, model.steps.present()
     return _told(checkpoint, path)
 
@@ -184,9 +185,9 @@ def resume(
 ) -> Loaded | None:
     """Load the newest whole checkpoint in a folder, or the one at ``path``; None if there is none.
 
-    So a script that was killed begins with this line and goes on where it was. Without a model it
-    says what is there and loads no values; without an optimizer its state stays in the files.
-    Raises what `load` raises.
+    So a script that begins with this line continues after a kill. Without a model it only describes
+    the checkpoint and loads no values; without an optimizer its state stays in the files. Raises
+    the errors of `load`.
     """
     _check_path("resume", path)
     newest = os.fspath(path)
@@ -195,7 +196,7 @@ def resume(
             raise PlanningError(
                 f"{newest} is a file; checkpoints are folders.\nfix: dt.resume('ckpt')"
             )
-        newest = latest(path, "dcp")  # weights alone are none to go on from
+        newest = latest(path, "dcp")  # weights alone are not enough to resume
     if newest is None:
         return None
     if model is not None:
@@ -221,7 +222,8 @@ def _check_path(verb: str, path: object) -> None:
 
 
 def _fill_here(checkpoint: Checkpoint, model: ParallelModule, values: Mapping[str, OnDisk]) -> None:
-    """The controller's tensors, read before the first is written; what is on meta stays there."""
+    """Fill the controller's tensors, all read before the first is written; those on meta stay on
+    the disk."""
     tensors = model.seen.tensors
     on_meta = {label: stored for label, stored in values.items() if tensors[label].is_meta}
     read = {
@@ -266,7 +268,7 @@ def _fill_ranks(
 
 
 def _leave_other_holder(tensor: Tensor, resident: Resident) -> None:
-    """What another cluster has of it counts no longer, and it is told, if it can be asked."""
+    """The value on another cluster is no longer valid; tell that holder, if it still answers."""
     holder = holder_of(tensor)
     if holder is not None and holder is not resident:
         if holder.gone:

@@ -1,21 +1,21 @@
-"""The exit status of this process: not 0, where it ends and something that failed was not read.
+"""The exit status of this process: not 0, if it ends and a failure was not read.
 
-    atexit.register(tell)      # it prints what failed, and calls `not_zero()`
+    atexit.register(tell)      # it prints failures, and calls `not_zero()`
 
-An exception in an exit handler leaves the status as it is; `os._exit` in one skips the handlers
-that were registered before it, and what open files still hold. But Python gives 120 where its last
-flush of `sys.stderr` fails (`Py_FinalizeEx`, which does so since 3.6; tried in 3.11): after all
-handlers, of whichever order, and with everything else ended as it should be. So that flush fails.
+An exception in an exit handler does not change the status; `os._exit` in one skips the handlers
+that were registered before it, and unflushed data of open files. But Python returns 120 if its last
+flush of `sys.stderr` fails (`Py_FinalizeEx`, since 3.6; tried in 3.11): after all handlers, in any
+order, and with everything else ended properly. So that flush is made to fail.
 
-A status that is not 0 already stays: 120 would take its place, and no handler is told which it is,
-since `SystemExit` passes no hook. It is therefore tried: a copy of the process, made by `os.fork`,
-goes on to its end at once, and the status that it gets is this one's. Nobody notices the copy: it
-runs no handler, prints nothing, and deletes nothing, as an object of a file or a folder would that
-is deleted as Python ends. This happens only where a status has to be changed.
+A status that is not 0 already must stay: 120 would replace it, and no handler can read it, since
+`SystemExit` calls no hook. So it is tried: a copy of the process, made by `os.fork`, continues to
+its end at once, and its status is this process's. The copy has no side effects: it runs no handler,
+prints nothing, and deletes no object, whose finalizer might delete a file or a folder. This happens
+only if a status must be changed.
 
-Where it cannot be tried the status is 120 in any case: without glibc's `on_exit`; on Python 3.14,
-whose `atexit` goes through a list of its own; where a Python does not fork in exit handlers, as
-3.12.0; and if the copy hangs or dies.
+If it cannot be tried the status is 120 in any case: without glibc's `on_exit`; on Python 3.14,
+whose `atexit` has its own list; if a Python does not fork in exit handlers, like 3.12.0; and if the
+copy hangs or dies.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from contextlib import suppress
 from typing import Any
 
 STATUS = 120
-"""Python's own for a flush that fails at its end."""
+"""Python's own status for a flush that fails at its end."""
 _COPY_S = 30.0  # that a copy may take: one that hangs has no status
 
 
 def not_zero() -> None:
-    """To be called last in an exit handler: the status is 120, or what it is if that is not 0."""
+    """Called last in an exit handler: the status becomes 120, unless it is not 0 already."""
     if _status_of_copy() == 0:
         _fail_last_flush()
 
 
 def _status_of_copy() -> int:
-    """The status of a copy that ends at once, and 0 if it is not found out. In the copy, another:
-    it goes on to its end then."""
+    """The status of a copy that ends at once, and 0 if it is unknown. In the copy it returns
+    another value, and the copy continues to its end."""
     try:
         libc = ctypes.CDLL(None)
-        # the copy is over as soon as its status is known: what C libraries do at exit is not for it
+        # the copy ends as soon as its status is known: it skips the exit code of C libraries
         on_exit, end_at_once = libc.on_exit, ctypes.cast(libc._exit, ctypes.c_void_p)
         clear_handlers: Any = vars(atexit)["_clear"]
     except (OSError, AttributeError, KeyError):
@@ -72,28 +72,28 @@ def _status_of_copy() -> int:
             os.dup2(nowhere, descriptor)
         alive = gc.get_objects()
         alive += gc.get_referents(*alive)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))  # so that nothing is ever deleted
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive))  # so that no object is ever deleted
     except BaseException:
         os._exit(0)
     return 1
 
 
 def _status_of(process: int) -> int:
-    """Of a child, when it has ended; 0 where it has none of its own."""
+    """The status of a child, when it has ended; 0 if it has none of its own."""
     end = time.monotonic() + _COPY_S
     try:
         while True:
             done, status = os.waitpid(process, os.WNOHANG)
             if done:
                 code = os.waitstatus_to_exitcode(status)
-                # Python sends itself an interrupt that nobody caught; other signals are a crash
+                # Python sends itself an uncaught interrupt; other signals are a crash
                 return code if code >= 0 or code == -signal.SIGINT else 0
             if time.monotonic() > end:
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
                 return 0
             time.sleep(0.01)
-    except ChildProcessError:  # the program has all its children's status taken
+    except ChildProcessError:  # the program has consumed the status of all its children
         return 0
 
 
@@ -104,7 +104,7 @@ def _flush() -> None:
 
 
 class _Nowhere:
-    """A `sys.stderr` for where there is none."""
+    """A `sys.stderr` if there is none."""
 
     closed = False
 
@@ -116,8 +116,8 @@ class _Nowhere:
 
 
 def _fail_last_flush() -> None:
-    """Of `sys.stderr`; of the one that Python began with, too: a handler to come may put it back
-    where another is now."""
+    """Let the last flush of `sys.stderr` fail; of Python's original one, too: a later handler may
+    restore it."""
     stderr: Any = sys.stderr
     if stderr is None or stderr.closed:
         stderr = sys.stderr = _Nowhere()
@@ -131,7 +131,7 @@ def _fail_last_flush() -> None:
 
 
 class _Flush:
-    """`flush` of a stream: as before, but that the last one of all fails."""
+    """`flush` of a stream: unchanged, but the last one of all fails."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
@@ -143,4 +143,4 @@ class _Flush:
 
 def _check_not_the_last() -> None:
     if sys.is_finalizing():  # all handlers have run
-        raise OSError("what failed was not read, and the exit status says so")
+        raise OSError("an error was not read, so the exit status is not 0")

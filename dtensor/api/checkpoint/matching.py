@@ -1,15 +1,15 @@
-"""What a checkpoint has for a model and its optimizer: found by names, and checked before a load.
+"""The match of a checkpoint with a model and its optimizer: by names, checked before a load.
 
     values = matched(checkpoint, model, convert=False)
     values["up.weight"]        # InCheckpoint("model.up.weight", (64, 16), torch.float32, ".../100")
     state = matched_state(checkpoint, model, adamw)
     state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}, whole
 
-Names are those of state dicts: a tied tensor is found by any that it has, and a stranger's
-checkpoint may have them behind "model." or behind nothing. Shapes are global.
+Names are those of state dicts: a tied tensor is found by any of its names, and another program's
+checkpoint may have the prefix "model." or none. Shapes are global.
 
-Invariants: all that differs is said at once, with what is near and with what would mend it, and
-nothing was loaded then. Not here: who asks for the bytes (checkpoint.py, on_disk.py).
+Invariants: one error lists all differences, with near names and a fix, and nothing was loaded then.
+Not here: reads of the bytes (checkpoint.py, on_disk.py).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dtensor.runtime.optimizer.elementwise.rule import give_attributes
 from dtensor.sharding.ops.philox import Pieces
 
 OWN = ("dtensor",)
-"""Where a checkpoint has what is ours: counts, and what the optimizer is."""
+"""The paths of our own entries in a checkpoint: counts, and the optimizer's description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class InCheckpoint(OnDisk):
 
 
 def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> dict[str, OnDisk]:
-    """By label, where each parameter and buffer of the state dict is in the checkpoint.
+    """By label, the place in the checkpoint of each parameter and buffer of the state dict.
 
     PlanningError for names that are missing or too many, for shapes and for dtypes.
     """
@@ -96,7 +96,7 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
             _check_tied(checkpoint, there[0], record, other, stored[other])
         found[label] = InCheckpoint(record.name, shape, dtype, os.path.abspath(checkpoint.path))
     if shapes:
-        raise _not_alike(checkpoint, "shapes", shapes, "build the model as the one that was saved")
+        raise _not_alike(checkpoint, "shapes", shapes, "build the model like the saved one")
     if dtypes:
         fix = (
             'dt.load(path, model, dtype="model") converts to the model\'s, or model.to(...) before'
@@ -114,7 +114,7 @@ def _not_alike(checkpoint: Checkpoint, what: str, lines: Sequence[str], fix: str
 
 
 def _prefix(checkpoint: Checkpoint, keys: Mapping[str, str]) -> str:
-    """What stands before a model's names: "model." in ours; in another's whatever fits best."""
+    """The prefix of a model's names: "model." in our checkpoints; in another's, the best match."""
     if checkpoint.layout == "hf":
         return ""
     if checkpoint.layout == "dtensor":
@@ -179,8 +179,9 @@ def _type(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def keys_in_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """By id, the names in files of an optimizer's parameters: those of the state dict; of one that
-    stands in the module no more its label, as what is gone. PlanningError for one that never did.
+    """By id, the names in files of an optimizer's parameters: those of the state dict; for one that
+    has left the module, its label, as a removed one. PlanningError for one that was never in the
+    module.
     """
     keys: dict[str, str] = {}
     for key, label in labels_in_state(model.module, model.seen).items():
@@ -196,17 +197,17 @@ def keys_in_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> di
 
 @dataclass(slots=True)
 class MatchedState:
-    """An optimizer's state in a checkpoint: its groups, as torch has them, and its entries, tensors
+    """An optimizer's state in a checkpoint: its groups, in torch's form, and its entries, tensors
     as `OnDisk` until they are ``read``."""
 
     groups: list[dict[str, Any]]
     entries: Entries
     attributes: Mapping[str, Any]
-    numbers: Mapping[str, str]  # of Python's, which ranks have written as tensors: types by key
+    numbers: Mapping[str, str]  # Python numbers, which ranks have written as tensors: types by key
     whole: Entries | None = None
 
     def read(self) -> Entries:
-        """The entries, whole, where their parameters are."""
+        """The entries, whole, on their parameters' devices."""
         read = {p: self._numbers(read_whole(own)) for p, own in self.entries.items()}
         self.whole = {p: _beside(p, own) for p, own in read.items()}
         return self.whole
@@ -233,7 +234,7 @@ def _beside(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
 def matched_state(
     checkpoint: Checkpoint, model: ParallelModule, optimizer: torch.optim.Optimizer
 ) -> MatchedState:
-    """PlanningError where groups, shapes or the optimizer are others."""
+    """The matched state. PlanningError if groups, shapes or the optimizer differ."""
     keys = keys_in_state(model, optimizer)
     own = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     groups = _groups_in(checkpoint, own)
@@ -273,8 +274,9 @@ def matched_state(
 def _groups_in(
     checkpoint: Checkpoint, own: Sequence[Sequence[str]]
 ) -> Sequence[Mapping[str, Any]] | None:
-    """The groups of the optimizer's options, with the names of their ``params``. Torch's tools take
-    the list apart, or give each parameter its options; of those the ``own`` groups' are made."""
+    """The groups of the optimizer's options, with the names of their ``params``. Torch's tools
+    split the list, or give each parameter its options; from those it makes the groups of
+    ``own``."""
     place = "optimizer", "param_groups"
     if place in checkpoint.small:
         return checkpoint.small[place]
@@ -316,7 +318,7 @@ def _differing(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) ->
 
 
 def _as_theirs(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as saved; a tensor where it has one now."""
+    """A group's saved options; as a tensor if the option is one now."""
 
     def like(now: Any, value: Any) -> Any:
         if isinstance(now, tuple) and isinstance(value, tuple) and len(now) == len(value):

@@ -356,7 +356,7 @@ def _refusing(why: str, fix: str) -> Callable[[Any, Args, Kwargs], NoReturn]:
 _refuse_random = _refusing(
     "this random op has no form by counter, so its numbers would depend on the placement",
     "rand_like, randn_like, randint_like, bernoulli, dropout, normal_, uniform_ or exponential_ "
-    "without a generator; or dt.distribute(...) what torch draws",
+    "without a generator; or dt.distribute(...) torch's draws",
 )
 _refuse_dynamic = _refusing(
     "its result is a number, or has a size, that depends on values, which only ranks know",

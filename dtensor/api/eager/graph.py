@@ -2,15 +2,15 @@
 
     relu of f32[8,16]{sum@tp}   ->   Graph(relu)  ->  Dataflow  ->  Plan:  all_reduce, relu
 
-No `torch.export`: the graph is written down here, with fake tensors for shapes and dtypes. What
-follows is the code of `dt.compile`: the same simplification and decomposition, the same planner,
-the same lowering. The views through which an op reads its operands are part of its graph, and so
-are, for an in-place op, the ops that write the new value back through them:
+No `torch.export`: the graph is built here, with fake tensors for shapes and dtypes. The rest is the
+code of `dt.compile`: the same simplification and decomposition, the same planner, the same
+lowering. The views through which an op reads its operands are part of its graph, and so are, for an
+in-place op, the ops that write the new value back through them:
 
     x.t()[0].mul_(2)    ->   permute, select, mul, select_scatter, permute; placed as x is
 
 Invariants: planning is pure; it launches and computes nothing. Numbers that an optimizer changes
-from step to step are left open (`Slot`) where no decomposition could have folded them.
+from step to step stay open (`Slot`) if no decomposition could have folded them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 @cache
 def mode() -> FakeTensorMode:
-    """Made at first use: it loads torch's compiler, and with it triton where that is installed."""
+    """Made at first use: it loads torch's compiler, and triton if that is installed."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def fakes() -> Iterator[None]:
-    """Within: tensors are fake. Torch logs each error of a fake op beside raising it: not here."""
+    """Within, tensors are fake. Torch logs each error of a fake op besides raising it; here it does
+    not."""
     before, _LOG.disabled = _LOG.disabled, True
     try:
         with mode(), torch.no_grad():
@@ -77,12 +78,12 @@ def fake(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -
         return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
-# -- what is asked, and what is answered -----------------------------------------------------------
+# -- the request, and the answer -----------------------------------------------------------
 
 
 @dataclass(slots=True)
 class CallKey:
-    """An op's call taken apart: ``key`` is what a plan depends on."""
+    """An op's call in parts; a plan depends on ``key``."""
 
     operands: list[Any] = field(default_factory=list)  # DTensors, and plain tensors of one element
     places: dict[int, int] = field(default_factory=dict)  # by id of the tensor
@@ -111,7 +112,7 @@ class CallKey:
         return (torch.Tensor, place)
 
     def structure(self, value: Any, numbers: list[str] | None = None) -> Any:
-        """The argument with `Operand`s for tensors, and `Slot`s for the numbers that are open."""
+        """The argument with `Operand`s for tensors, and `Slot`s for open numbers."""
         if isinstance(value, torch.Tensor):
             return Operand(self.places[id(value)])
         if isinstance(value, (list, tuple)):
@@ -124,12 +125,11 @@ class CallKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneOp:
-    """What is asked: an op, its arguments with `Operand`s for tensors, and how each is held.
+    """The request: an op, its arguments with `Operand`s for tensors, and the spec of each.
 
-    ``target`` None: the operand itself (a view, or another placement, of it).
-    ``labels``: what torch's schema calls each operand.
-    ``write``: the index of the operand that the op changes, seen through its views.
-    ``pinned``: placements of the results by axis; where None they come out as they are cheapest.
+    ``target`` None: the operand itself (a view, or another placement, of it). ``labels``: the names
+    of operands in torch's schema. ``write``: the index of the operand that the op changes, seen
+    through its views. ``pinned``: placements of the results by axis; None: the cheapest ones.
     """
 
     target: Any
@@ -156,9 +156,9 @@ class PlannedOp:
     """``results``: one per returned tensor, None where the op returns None.
 
     ``inputs``: the plan's name for each operand, None where the program does not read it.
-    ``constants``: plan inputs that a decomposition made. ``folded``: a number was folded in, so
-    the plan holds for these numbers alone. ``numbers``: those that the program reads at each run.
-    ``moves``: what is sent, by label of what is moved.
+    ``constants``: plan inputs that a decomposition made. ``folded``: a number was folded in, so the
+    plan holds for these numbers alone. ``numbers``: those that the program reads at each run.
+    ``moves``: the transfers, by label of the moved value.
     """
 
     plan: Plan
@@ -233,7 +233,7 @@ def _plan(op: OneOp, flow: Dataflow, results: Mapping[int, Mapping[str, Placemen
 
 
 def _as_stated(op: OneOp, spec: TensorSpec) -> TensorSpec:
-    """A result in the words of what it was pinned to, where both hold the same."""
+    """A result in the terms of its pins, if both specs hold the same."""
     stated = None
     if op.write is not None:
         stated = op.operands[op.write][0].spec
@@ -245,12 +245,12 @@ def _as_stated(op: OneOp, spec: TensorSpec) -> TensorSpec:
 
 
 def _kept(spec: TensorSpec) -> dict[str, Placement]:
-    """What an in-place op leaves as it is: all but pending sums, which may end."""
+    """The placements that an in-place op keeps: all except pending sums, which may end."""
     return {a: p for a, p in spec.sharding.items() if not isinstance(p, Partial)}
 
 
 def _folded(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> bool:
-    """Whether a number of the call stands no longer, as such, in the one op that took it."""
+    """Whether a number of the call is no longer a direct argument of the one op that took it."""
     computed = [step.op for step in planned.steps if step.op is not None]
     taken = [slots_of(op.call) for op in flow.ops if slots_of(op.call)]
     run = [slots_of(op.call) for op in computed if slots_of(op.call)]
@@ -259,7 +259,8 @@ def _folded(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> bool:
 
 
 def _reductions(planned: Plan) -> list[tuple[str, TensorSpec]]:
-    """The operands that the plan reduces, and to what: the next op need not do so again."""
+    """The operands that the plan reduces, and their reduced specs: the next op need not reduce
+    again."""
     found: dict[str, TensorSpec] = {}
     current: dict[str, str] = {i.name: i.name for i in planned.inputs}
     for step in planned.steps:
@@ -284,7 +285,8 @@ def _is_pending(spec: TensorSpec) -> bool:
 
 
 class OpGraph:
-    """A graph in the making: what each node gives is known, as a fake tensor, when it is added."""
+    """A graph under construction: each node's result is known, as a fake tensor, when it is
+    added."""
 
     def __init__(self) -> None:
         self.graph: fx.Graph = fx.Graph()
@@ -304,7 +306,7 @@ class OpGraph:
 
 
 def placed(value: Any, nodes: Sequence[fx.Node]) -> Any:
-    """Arguments with nodes in the place of `Operand`s."""
+    """Arguments with nodes in place of `Operand`s."""
 
     def node(value: Any) -> Any:
         return nodes[value.index] if isinstance(value, Operand) else value
@@ -328,7 +330,7 @@ class _Built:
 
 def _build(op: OneOp) -> _Built:
     made = OpGraph()
-    roots = [  # self is no name for an argument
+    roots = [  # self is no valid argument name
         made.read(f"{label}_", layout.spec.shape, layout.strides, layout.spec.dtype)
         for label, (layout, _) in zip(op.labels, op.operands, strict=True)
     ]
@@ -376,7 +378,7 @@ def _build(op: OneOp) -> _Built:
 def _results(
     op: OneOp, made: OpGraph, seen: Sequence[tuple[fx.Node, ...]]
 ) -> tuple[tuple[fx.Node | None, ...], type]:
-    """What the op returns, and in what; for an in-place op, the whole that its operand is of."""
+    """The op's results, and their container; for an in-place op, the whole of its operand."""
     tensors = [chain[-1] for chain in seen]
     if op.target is None:
         return (tensors[0],), torch.Tensor
@@ -410,7 +412,8 @@ def _clones(value: Any) -> Any:
 
 
 def _simplify(graph: fx.Graph) -> dict[str, torch.Tensor]:
-    """In place, to ops that have rules; tensors that a decomposition made, by placeholder."""
+    """Simplify it in place, to ops that have rules; returns tensors of a decomposition, by
+    placeholder."""
     simplify(graph)
     calls = [n for n in graph.nodes if isinstance(n.target, OpOverload)]
     if all(has_rule(op_call(node)[0]) for node in calls):

@@ -2,12 +2,12 @@
 
     execute(aten.mul.Tensor, (x, 2.0), {})  ->  Ran(values=(Value,), planned=...)
 
-The key of the cache is the op, its arguments without tensors, how each operand is held and seen,
-and which kernels are registered; a plan serves every session, a loaded program one. A run is a call
-of the session's cluster that nobody waits for: its results stay on the ranks under fresh names.
+The cache key is the op, its arguments without tensors, each operand's layout and views, and the
+registered kernels; a plan serves every session, a loaded program one. A run is an asynchronous call
+of the session's cluster: its results stay on the ranks under fresh names.
 
-Invariants: operands belong to one session and one mesh. What would be sent without being told is
-reported (policy.py) before anything runs. A failure names the user's line.
+Invariants: operands belong to one session and one mesh. Communication that the user did not request
+is reported (policy.py) before anything runs. A failure names the user's line.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dtensor.sharding.spec.placements import PARTIAL, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 MAX_PROGRAMS = 4096
-"""Plans of single ops, and programs of them per session, that are kept: those used last."""
+"""Plans of single ops, and programs of them per session, that are kept: the last used ones."""
 
 aten: Any = torch.ops.aten
 _OPEN_NUMBERS: dict[str, frozenset[int | str]] = {
@@ -56,7 +56,7 @@ _OPEN_NUMBERS: dict[str, frozenset[int | str]] = {
     "aten.addcdiv.default": frozenset({"value"}),
     "aten.lerp.Scalar": frozenset({2}),
 }
-"""The arguments that a training loop changes from step to step: given at each run, not planned."""
+"""The arguments that a training loop changes from step to step: inputs of each run, not planned."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class Entry:
 
     planned: PlannedOp
     name: str
-    key: Any  # under which it is kept
+    key: Any  # its key in the cache
     programs: WeakKeyDictionary[MeshSession, Any] = field(default_factory=WeakKeyDictionary)
 
 
@@ -75,7 +75,7 @@ class Ran:
     values: tuple[Value | None, ...]
 
     def cells(self) -> tuple[Cell | None, ...]:
-        """A new cell for each value that the op returned."""
+        """A new cell for each returned value."""
         return tuple(
             None if value is None or layout is None else Cell(value.session, layout, value)
             for value, layout in zip(self.values, self.planned.results, strict=True)
@@ -84,7 +84,7 @@ class Ran:
 
 _entries: OrderedDict[Any, Entry] = OrderedDict()
 _draws = Counter("eager")
-"""Of random ops, in the order in which the program meets them."""
+"""The counters of random ops, in the program's order."""
 _loaded: WeakKeyDictionary[MeshSession, OrderedDict[Entry, None]] = WeakKeyDictionary()
 
 
@@ -102,8 +102,8 @@ def execute(
 
     Args:
         write: the DTensor among args that the op changes; the result is its whole cell.
-        like: says where an op without operands runs.
-        told: the user asked for what is sent.
+        like: determines where an op without operands runs.
+        told: the user requested the communication.
     """
     with ONE_AT_A_TIME:
         return _executed(target, args, kwargs, write, pinned, like, told)
@@ -170,7 +170,7 @@ def _open(target: Any) -> frozenset[int | str]:
 
 
 def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[MeshSession, Mesh]:
-    """Where the op runs: where its operands are. PlanningError where they are in two places."""
+    """The session and mesh of the op's operands, where it runs. PlanningError if they differ."""
     first: Any = None
     for x in operands:
         if isinstance(x, CellTensor):
@@ -197,7 +197,7 @@ def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[Mesh
 def _labels(
     target: Any, call: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """What torch's schema calls each operand; numbered within a list."""
+    """The names of operands in torch's schema; numbered within a list."""
     names = [a.name for a in target._schema.arguments] if target is not None else ["x"]
     labels: dict[int, str] = {}
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
@@ -215,7 +215,7 @@ def _plan(op: OneOp, key: Any, numbers: Sequence[float]) -> Entry:
         planned = plan_op(op)
     except PlanningError as error:
         raise with_line(error) from None
-    last = op.operands[0][1] if op.target is None else None  # a view that takes sending to see
+    last = op.operands[0][1] if op.target is None else None  # a view that needs communication
     key = (key, tuple(map(repr, numbers))) if planned.folded else key
     entry = _entries[key] = Entry(planned, op_name(op.target if last is None else last.target), key)
     if len(_entries) > MAX_PROGRAMS:
@@ -274,7 +274,7 @@ def _load(session: MeshSession, entry: Entry) -> Any:
     return program
 
 
-# -- what a DTensor is -----------------------------------------------------------------------------
+# -- cells and views -----------------------------------------------------------------------------
 
 
 def fill(cell: Cell, number: Any) -> None:
@@ -293,10 +293,10 @@ def fill(cell: Cell, number: Any) -> None:
 
 
 def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
-    """What is read of an operand: of a DTensor its cell's value, seen through its views.
+    """The read of an operand: for a DTensor its cell's value, seen through its views.
 
-    A view that takes communication to see is made once and kept; ``whole``: the cell and the view,
-    whatever it takes. A plain tensor is one number, or in a backward pass what autograd makes:
+    A view that takes communication is made once and kept; ``whole``: the cell and the view, even
+    with communication. A plain tensor is one number, or in a backward pass a tensor of autograd:
     zeros for a part of a split that has no gradient.
     """
     if not isinstance(x, CellTensor):
@@ -317,10 +317,10 @@ def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
 
 
 def own_value(x: CellTensor, *, told: bool = False) -> Value:
-    """Its own shards, not those of what it is a view of; ``told``: to be read by the user.
+    """The tensor's own shards, not those of the whole that it views; ``told``: the user will read
+    them.
 
-    A view's is made where what it was made from has changed, and kept, so that its name stays
-    valid.
+    A view's value is made if its source has changed, and kept, so that its name stays valid.
     """
     cell = x._cell
     if cell.value is None:
@@ -350,7 +350,7 @@ def spec_of(x: CellTensor) -> TensorSpec:
 
 @lru_cache(MAX_PROGRAMS)
 def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
-    """What it takes to see a cell through a view, and how the view is placed then."""
+    """The program that makes a view of a cell, and the view's placement."""
     op = OneOp(
         target=None,
         args=(),
@@ -367,12 +367,12 @@ def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
 
 
 def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
-    """A view of a pending sum is pending: every view is linear. Others are reduced for it."""
+    """A view of a pending sum is pending: every view is linear. Others are reduced first."""
     return {axis: p for axis, p in spec.sharding.items() if p == PARTIAL}
 
 
 def lend(call: Sequence[Any], changed: Sequence[int]) -> None:
-    """Makes these leaves of a call ready to be changed in place: the shards of each are its own.
+    """Prepares these leaves of a call for changes in place: the shards of each are its own.
 
     PlanningError where another leaf is the same tensor, or it is a view of a larger one.
     """
@@ -405,8 +405,8 @@ def lend(call: Sequence[Any], changed: Sequence[int]) -> None:
 
 
 def changed(call: Sequence[Any], indices: Sequence[int], run: Any) -> None:
-    """A run changes the shards of these: views see it, and so does autograd. Who reads them hears
-    whether it has failed."""
+    """A run changes the shards of these: views see it, and so does autograd. Readers raise its
+    failure."""
     for index in indices:
         x = call[index]
         assert isinstance(x, CellTensor) and x._cell.value is not None

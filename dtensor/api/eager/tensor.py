@@ -335,7 +335,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
         )
     future = isinstance(tensor, Future | GroupFuture)
     fix = "future.get()" if future else "torch.tensor(...)"
-    check_kind("what is distributed", tensor, torch.Tensor, "a tensor", fix)
+    check_kind("the first argument of distribute", tensor, torch.Tensor, "a tensor", fix)
     check_placements(mesh, placements)
     wanted = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
     made = placed(tensor.detach(), wanted, session_for(mesh))

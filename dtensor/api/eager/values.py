@@ -1,20 +1,20 @@
-"""What a DTensor stands on: values that never change, cells that do, and views of cells.
+"""The values of DTensors: values that never change, cells that do, and views of cells.
 
     w = (x @ y)            a Cell that holds a Value: shards under one name on the ranks
     v = w[1:].t()          the same Cell, seen through the views slice and t
     v.mul_(2)              a new Value is computed and the Cell holds it; w and v both see it
 
 So aliasing is PyTorch's: tensors that share storage there share a cell here, and a view is read
-from what its cell holds now. A Value is dropped on the ranks when nothing refers to it. What a user
-has is a CellTensor: a cell, or a view of one.
+from its cell's present value. A Value is dropped on the ranks when nothing refers to it. The user's
+tensor is a CellTensor: a cell, or a view of one.
 
 Invariants: a Value's shards are never written again, so cells may share one (a clone costs
-nothing); but for one that a single cell has ever held, which a compiled function may change in
-place: it is another Value then, of the same shards. A cell's shape, dtype and strides are fixed;
-its placement is that of the value it holds. Views are interned, as layouts are: equal ones are one
+nothing). The exception is a Value that only one cell has ever held, which a compiled function may
+change in place: then a new Value has the same shards. A cell's shape, dtype and strides are fixed;
+its placement is that of the value it holds. Views are interned, like layouts: equal ones are one
 object, compared by identity.
 
-Not here: what computes a value (run.py), what a view means backwards (views.py).
+Not here: the computation of a value (run.py), the backward of a view (views.py).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def fresh_name() -> str:
 
 
 class Value:
-    """What is stored on the ranks of a session, and dropped there with this object.
+    """A value on the ranks of a session, which is dropped there with this object.
 
-    ``returned``: where its shards come back with the run that makes them, besides.
+    ``returned``: its shards' output, if they also come back with the run that makes them.
     """
 
     __slots__ = ("cells", "is_own", "returned", "run", "session", "stored")
@@ -50,13 +50,14 @@ class Value:
     ) -> None:
         self.session: MeshSession = session
         self.stored: StoredTensor = stored
-        self.is_own: bool = True  # and not that of another one since
+        self.is_own: bool = True  # False once another Value has its shards
         self.returned: Returned | None = returned
-        self.cells: int = 0  # that have held it
+        self.cells: int = 0  # number of cells that have held it
         self.run: Any = None  # the future of the run that has changed it in place
 
     def written(self, run: Any) -> Value:
-        """What its shards are from now on, for a run writes to them; this one is no more."""
+        """A new Value for its shards, since a run writes to them; this one is not valid any
+        more."""
         new = Value(self.session, self.stored)
         new.run = run
         self.is_own = False
@@ -69,7 +70,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ViewStep:
-    """A view op applied to a cell (``parent`` None) or to a view; what it looks like from outside.
+    """A view op on a cell (``parent`` None) or on a view, and its layout.
 
     ``args`` are the op's arguments after the tensor.
     """
@@ -88,10 +89,11 @@ class ViewStep:
 
 
 class Cell:
-    """Storage: what a tensor and its views share.
+    """Storage, which a tensor and its views share.
 
-    ``value`` is None until the first write (`torch.empty_like`); ``layout`` says what it is to be.
-    ``reduced``: the same value where an op needed it reduced, so that the next need not again.
+    ``value`` is None until the first write (`torch.empty_like`); ``layout`` is the value's layout.
+    ``reduced``: the same value, reduced for an op that needed it, so that the next one need not
+    reduce it again.
     """
 
     __slots__ = ("layout", "reduced", "session", "value")
@@ -114,16 +116,16 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A view's own value, and the value of its cell that it was made from."""
+    """A view's own value, and the value of its cell from which it was made."""
 
     of: Value
     value: Value
 
 
 class CellTensor(TensorHandle):
-    """A tensor that is a cell, or a view of one: what ops take apart. `DTensor` is the only kind.
+    """A tensor that is a cell, or a view of one: the operand of ops. `DTensor` is the only kind.
 
-    ``_made``: the view's own value, where it took communication to see it.
+    ``_made``: the view's own value, if it took communication to make it.
     """
 
     _cell: Cell
@@ -141,7 +143,7 @@ class CellTensor(TensorHandle):
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """What a view op makes: another tensor on the same cell."""
+    """The result of a view op: another tensor on the same cell."""
 
     cell: Cell
     view: ViewStep | None
@@ -149,7 +151,8 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadValue:
-    """What an op reads: a whole value seen through views; or a plain tensor, given to each rank."""
+    """An operand as an op reads it: a whole value seen through views; or a plain tensor, given to
+    each rank."""
 
     value: Value | torch.Tensor
     layout: Layout

@@ -1,28 +1,29 @@
-"""Prompts on one mesh, decoding on another: what lies between, for `generator(..., prefill=other)`.
+"""Prefill on one mesh, decoding on another: the transfer between, for `generator(...,
+prefill=other)`.
 
     apart = Apart(model, caches, forward, 256, other)      # two meshes of one launch
-    apart.admit(waiting, seats, live, arguments)           # prefills, sends, seats whom it can
+    apart.admit(waiting, seats, live, arguments)           # prefills, sends, and assigns slots
     print(apart.transfer_plan(13, slot=0))                 # who sends what to whom
 
 The other model has caches of ``ROWS`` rows on its mesh, and the same program of prefill. A request
 
     waits -> is in a row there -> its first token has been read -> is in a slot here, and decodes
 
-Its keys and values go from the row to the slot as far as they are live: [1, heads, t, head dim] of
-each layer's keys and of its values, t being the prompt's length, each element once to each rank
-that keeps it. That is one verified program (runtime/transfer/cache_rows.py), which writes zeros
-behind them too, so that nothing of an earlier request is left. The token, its position, the
-request's seed and what it is sampled with come from the controller, with the call.
+The used part of its keys and values is sent from the row to the slot: [1, heads, t, head dim] of
+each layer's keys and of its values, where t is the prompt's length, each element once to each rank
+that keeps it. That is one verified program (runtime/transfer/cache_rows.py), which also writes
+zeros after them, so no values of an earlier request are left. The token, its position, the
+request's seed and its sampling options come from the controller, with the call.
 
-Nobody waits for a prefill while others decode: it is read when it has ended, or when there is
-nothing else to do. One runs at a time, and nothing is sent while one does, for that would wait
-behind it: so the mesh that decodes waits for no more than a transfer.
+Decoding never waits for a prefill: its result is read when it has ended, or when there is no other
+work. One prefill runs at a time, and nothing is sent while it does, since a transfer would wait for
+it: so the decoding mesh waits at most for a transfer.
 
 Invariants: a request's tokens do not depend on when its prefill was seen to have ended; requests
-are seated in the order in which they came, and who ends with the first token is never sent.
-Programs are made for a prompt's length and for which ranks give and take, not for rows, and
-``MOST_LOADED`` of them are kept, those that ran last; nothing is captured for them.
-Not here: how slots decode (generator.py).
+get slots in the order of their arrival, and a request that ends with its first token is never sent.
+Programs are made for a prompt's length and for the ranks that send and receive, not for rows, and
+the last ``MOST_LOADED`` of them are kept; nothing is captured for them. Not here: the decoding of
+slots (generator.py).
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
 
 ROWS = 2
-"""Of the caches on the mesh of prefill: one is filled while another waits for a slot."""
+"""Rows of the caches on the mesh of prefill: one is filled while another waits for a slot."""
 MOST_LOADED = 64
-"""Programs of transfers."""
+"""Most loaded programs of transfers."""
 
 Arguments = Callable[[TextRequest, int], tuple[Tensor, ...]]
-"""Of a prefill of a request into a row, after ``live``."""
+"""The arguments of a prefill of a request into a row, after ``live``."""
 
 
 @dataclass(slots=True)
@@ -87,7 +88,7 @@ class _Prefilled:
 
 
 class Apart:
-    """Prompts that are taken in on another mesh. ``model`` and ``caches`` are those that decode."""
+    """Prefill of prompts on another mesh. ``model`` and ``caches`` are those that decode."""
 
     def __init__(
         self,
@@ -110,24 +111,24 @@ class Apart:
         self.rows: int = -(-ROWS // pieces) * pieces
         slots = caches.module.get_buffer("request").shape[0]
         here = math.prod(model.mesh.axis_size(axis) for axis in axes_of_slots(model))
-        self._together = self.rows // pieces, slots // here  # rows that lie on the same ranks
+        self._together = self.rows // pieces, slots // here  # rows that are on the same ranks
         self.own: ParallelModule = caches_of(other, theirs, self.rows, length, over)
         self._decode = decode_program(theirs, other.mesh, over, topology)  # planned, and never run
         self._prefill = prefill_program(theirs, other.mesh, over, topology)
         self._topology: Topology | None = topology
         self._settled = False
-        self._nowhere = torch.zeros(self.rows, 2, dtype=torch.int64)  # what decodes next there
+        self._nowhere = torch.zeros(self.rows, 2, dtype=torch.int64)  # that mesh decodes nothing
         self._here: MeshSession | None = None
         self._there: MeshSession | None = None
         self._free: deque[int] = deque(range(self.rows))
         self._under_way: deque[_Prefilled] = deque()
-        self._sent: dict[TextRequest, Future] = {}  # transfers that nobody has looked at
+        self._sent: dict[TextRequest, Future] = {}  # transfers that were not checked yet
         self._programs: OrderedDict[tuple[int, ...], Handle] = OrderedDict()
 
     # -- plans ------------------------------------------------------------------------------------
 
     def plan(self, arguments: tuple[Tensor, ...]) -> Plan:
-        """Of prefill, as its mesh has it."""
+        """The plan of prefill on its mesh."""
         with ONE_AT_A_TIME, evaluating(self.other.module):
             self._settle()
             return self._prefill.plan(self.other, self.own, self._nowhere, *arguments)
@@ -135,7 +136,7 @@ class Apart:
     def transfer_plan(
         self, length: int, slot: int, ranks: Mapping[Mesh, Sequence[int]] | None = None
     ) -> SyncPlan:
-        """From the first row; the caches that decode are settled."""
+        """The transfer from the first row; the decoding caches are settled."""
         with ONE_AT_A_TIME, evaluating(self.other.module):
             self._settle()
         if launched() is None:
@@ -155,11 +156,11 @@ class Apart:
 
     @property
     def requests(self) -> list[TextRequest]:
-        """Those that have no slot yet, and are not done."""
+        """Requests that have no slot yet, and are not done."""
         return [at.request for at in self._under_way if not at.request.done]
 
     def enter(self) -> None:
-        """A launch begins, or begins anew."""
+        """Begin in a new launch."""
         here, there = self._sessions()
         if here is not self._here or there is not self._there:
             self._programs.clear()
@@ -168,14 +169,14 @@ class Apart:
         self.own.initial.holders.clear()
 
     def begin_again(self) -> None:
-        """The caches are gone; who was under way waits again."""
+        """After a loss of the caches: the generator queues the requests again."""
         assert self._there is not None
         self._under_way.clear()
         self.clear()
         put_anew(self._there, self.own)
 
     def clear(self) -> None:
-        """Nobody is under way."""
+        """Drop all requests."""
         if self._here is not None and not self._here.closed:
             self._here.resident(self.own).unsaved = False
         for at in self._under_way:
@@ -192,9 +193,9 @@ class Apart:
         live: DTensor,
         arguments: Arguments,
     ) -> None:
-        """Prefills for who waits, as far as there are rows, and seats who can be.
+        """Prefill waiting requests, as far as there are rows, and give slots to prefilled ones.
 
-        ``live``: int64[rows, 2] on the mesh that decodes; its rows of those who are seated are
+        ``live``: int64[rows, 2] on the decoding mesh; its rows of requests that get slots are
         changed in place.
         """
         self._sent = {request: run for request, run in self._sent.items() if not request.done}
@@ -207,12 +208,12 @@ class Apart:
                 with ONE_AT_A_TIME, evaluating(self.other.module):
                     self._begin(request, self._free[0], arguments)
             except BaseException:
-                waiting.appendleft(request)  # so that a recovery knows of it
+                waiting.appendleft(request)  # so that a recovery prefills it again
                 raise
             self._free.popleft()
 
     def check(self, request: TextRequest) -> None:
-        """Raises where its transfer has failed; waits for that."""
+        """Wait for the request's transfer; raises its failure."""
         run = self._sent.pop(request, None)
         if run is not None:
             self._checked(run)
@@ -228,7 +229,7 @@ class Apart:
         self._under_way.append(_Prefilled(request, row, made["token"], made["logprob"]))
 
     def _seat(self, seats: list[TextRequest | None], live: DTensor) -> bool:
-        """Whom there are slots for, if no prefill runs; whether none does."""
+        """Give slots to prefilled requests, if no prefill runs; returns whether none does."""
         if not self._under_way:
             return True
         last = self._under_way[-1]
@@ -249,8 +250,8 @@ class Apart:
         return True
 
     def _settle(self) -> None:
-        """The caches lie as decode would have them there, so that the one program of prefill is
-        that of a generator on its mesh."""
+        """Place the caches as a decode there would, so that the program of prefill is that of a
+        generator on its mesh."""
         if not self._settled:
             settle_caches(self.own, self._decode.plan(self.other, self.own, self._nowhere))
             self._settled = True
@@ -307,7 +308,7 @@ class Apart:
             for label, moved in plan.transfers.items()
         }
         state = {inner_name(there, target[name].label): name for name in ("request", "knobs")}
-        sampling = _with_row(target["request"], slot)  # where `live` is, too
+        sampling = _with_row(target["request"], slot)  # on the ranks of `live`, too
         tables = {rank: RowTables(state, {"live": "now"}) for rank in sampling.ranks}
         program = row_program(
             plan, cluster.size, cluster.device, names, length=length, tables=tables
@@ -328,7 +329,7 @@ class Apart:
     ) -> SyncPlan:
         values: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         for label, own in source.items():
-            if len(own.spec.shape) == 4:  # and not what goes with the call
+            if len(own.spec.shape) == 4:  # not an argument of the call
                 here, there = _with_row(own, row), _with_row(target[label], slot)
                 values[label] = _region(here, length), _region(there, length)
         num = f"{length} position{'s' * (length != 1)}"
@@ -360,14 +361,14 @@ class Apart:
 
 
 def _region(cache: StoredTensor, length: int) -> StoredTensor:
-    """Of a row of caches [rows, heads, positions, dim], its first positions: [1, heads, length,
+    """The first positions of a row of caches [rows, heads, positions, dim]: [1, heads, length,
     dim]."""
     spec = cache.spec
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Shard) and placement.dim == 2:
             raise PlanningError(
-                f"caches are kept as {spec}: {axis} splits their positions, and what is sent of "
-                f"them are those that are live.\n"
+                f"caches are kept as {spec}: {axis} splits their positions, and only their first "
+                f"positions are sent.\n"
                 f"fix: placements of the model by which {axis} splits heads, or nothing"
             )
     rowless = tuple(
@@ -379,21 +380,21 @@ def _region(cache: StoredTensor, length: int) -> StoredTensor:
 
 
 def _with_row(cache: StoredTensor, row: int) -> StoredTensor:
-    """On those of its ranks alone that have this row."""
+    """The row's cache on only those of its ranks that have this row."""
     return cache.on(r for r in cache.at if any(lo <= row < hi for lo, hi in cache.where(r)[0]))
 
 
 def _ended(x: DTensor) -> bool:
-    """Whether the run that makes it has, or has failed."""
+    """Whether the run that makes it has ended, or has failed."""
     returned = x.value().returned
     return returned is None or returned.run.done()
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------
 
 
 def check_length(length: object, slot: object, most: int, slots: int) -> None:
-    """Of what `Generator.transfer_plan` is asked."""
+    """Check the arguments of `Generator.transfer_plan`."""
     check_number("t", length, least=1, whole=True, fix="gen.transfer_plan(13)")
     check_number("slot", slot, least=0, whole=True, fix="gen.transfer_plan(13, slot=0)")
     assert isinstance(length, int) and isinstance(slot, int)

@@ -175,7 +175,7 @@ def _huggingface(module: Any, length: int) -> Forward:
 
     causal_models = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if module.config.is_encoder_decoder:
-        why = "it is an encoder and a decoder, and what the encoder gives is no cache of slots"
+        why = "it is an encoder and a decoder, and the encoder's output is no cache of slots"
         raise refused(why, "a decoder alone, as LlamaForCausalLM")
     if causal_models.isdisjoint(kind.__name__ for kind in type(module).__mro__):
         why = "it is none of transformers' models for causal language modelling"

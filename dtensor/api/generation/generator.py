@@ -1,4 +1,4 @@
-"""`generator`: texts from a parallelized model, a token of every slot at a time.
+"""`generator`: texts from a parallelized model, one token of every slot at a time.
 
     model = dt.parallelize(LlamaForCausalLM(config), dt.Mesh(tp=2), placements)
     gen = generator(model, slots=8, length=256)
@@ -6,20 +6,19 @@
     for event in gen.stream(prompts): ...              # as tokens come
     request = gen.submit(prompt); gen.step()           # continuous batching by the caller
 
-Two programs take the model as it is on the ranks, and a module of the generator's own that has the
-caches alone: *prefill* (``prefill_batch`` prompts, padded to a bucket, into slots) and *decode*
-(one token of every slot). What the next decode needs (``live``: each slot's last token and its
-position) is a result of the one before. The controller reads tokens to see who has stopped, up to
-``ahead`` runs late: what a slot has made after its stop is dropped, and the slot waits.
+Two programs use the model on the ranks, and a module of the generator that has only the KV caches:
+*prefill* (``prefill_batch`` prompts, padded to a bucket, into slots) and *decode* (one token of
+every slot). The inputs of the next decode (``live``: each slot's last token and its position) are a
+result of the one before. The controller reads tokens to detect finished texts, up to ``ahead`` runs
+late: tokens of a slot after its end are dropped, and the slot stays free until then.
 
-The caches lie as the model does: slots over every axis that splits no weight, heads as the planner
-splits them with the attention's projections, each layer's on the stage of its attention.
+The caches are placed like the model: slots over every axis that splits no weight, heads as the
+planner splits them with the attention's projections, each layer's on the stage of its attention.
 
-Invariants: what a request gets is a function of its prompt, its options and its seed, to the bit in
-the same program: not of its slot, its company, its time or ``ahead``. Nothing is captured for
-another option, prompt or number of requests within a bucket.
-Not here: what caches are (caches.py), how models are called (forwards.py), how a token is drawn
-(sharding/ops/sampling.py).
+Invariants: the tokens of a request are a function of its prompt, its options and its seed, to the
+bit in the same program. They do not depend on its slot, on other requests, on time or on ``ahead``.
+Another option, prompt or number of requests within a bucket needs no new capture. Not here: the
+caches (caches.py), calls of models (forwards.py), the draw of a token (sharding/ops/sampling.py).
 """
 
 from __future__ import annotations
@@ -73,17 +72,17 @@ from dtensor.sharding.spec.mesh import Mesh
 
 SMALLEST_BUCKET = 16
 VECTOR = 2
-"""Slots of a rank come in so many: torch computes the last elements of silu and others in another
-way, where they do not fill vectors of 64, so that a text had other bits in the last slot than
-in the others. With an even number that is so for widths that are no multiple of 32 alone."""
+"""The slots of a rank are a multiple of this. Torch computes the last elements of silu and other
+ops in another way, where they do not fill vectors of 64, so a text would have other bits in the
+last slot. With an even number of slots this happens only for widths that are no multiple of 32."""
 WHOLE = 16
 """Positions that fill a CPU's vectors, four of 16 numbers, where widths are multiples of 4."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One that was asked for: the requests that it makes a token of, with the row of each.
-    ``whole``: it makes one of every row, else of these in their order."""
+    """A run in flight: the requests that get a token from it, with the row of each. ``whole``: it
+    makes a token for every row, else for these requests in their order."""
 
     of: tuple[tuple[int, TextRequest], ...]
     token: DTensor
@@ -92,8 +91,9 @@ class _Run:
 
 
 class Generator:
-    """What `generator` returns. ``gen(prompts, max_new_tokens=...)`` gives a text for each prompt,
-    in their order: ``.tokens``, the new ones, ``.logprobs``, and ``.reason``, why it ended."""
+    """The result of `generator`. ``gen(prompts, max_new_tokens=...)`` returns a text for each
+    prompt, in their order: ``.tokens``, the new ones, ``.logprobs``, and ``.reason``, why it
+    ended."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Generator:
         pieces = 1
         for axis in self.rows_over:
             pieces *= model.mesh.axis_size(axis)
-        own = -(-slots // pieces)  # of a rank; slots that nobody gets fill up
+        own = -(-slots // pieces)  # slots of a rank; spare ones pad it
         self.rows: int = pieces * (own if own == 1 else -(-own // VECTOR) * VECTOR)
         self.caches: ParallelModule = caches_of(model, forward, self.rows, length, self.rows_over)
         self._decode = decode_program(forward, model.mesh, self.rows_over, topology)
@@ -135,15 +135,15 @@ class Generator:
         self._switches = self._now_switches()
         self._settled = False
         self._one = RLock()  # taken before ONE_AT_A_TIME
-        self._asked = Counter("generate")  # requests, for seeds that nobody states
+        self._asked = Counter("generate")  # counts requests without a stated seed
         self._numbers = 0
         self._session: MeshSession | None = None
-        self._recovered = 0  # as of the session's cluster, when the caches were put
+        self._recovered = 0  # the cluster's `recovered` when the caches were put
         self._live: DTensor | None = None
         self._seats: list[TextRequest | None] = [None] * slots
         self._waiting: deque[TextRequest] = deque()
         self._flying: deque[_Run] = deque()
-        self._events: list[Event] = []  # of what was submitted
+        self._events: list[Event] = []  # of submitted requests
 
     def __repr__(self) -> str:
         apart = "" if self._apart is None else f", prompts on {self._apart.other.mesh}"
@@ -155,8 +155,8 @@ class Generator:
     # -- plans ------------------------------------------------------------------------------------
 
     def plan(self, which: str, bucket: int | None = None) -> Plan:
-        """The plan of ``which``: "decode", or "prefill" with a bucket, the largest by default.
-        Nothing is launched."""
+        """The plan of ``which``: "decode", or "prefill" with a bucket, by default the largest. It
+        launches nothing."""
         check_word("which", which, ("prefill", "decode"))
         self._check_placed()
         with ONE_AT_A_TIME, evaluating(self.model.module):
@@ -173,8 +173,8 @@ class Generator:
             return self._prefill.plan(self.model, self.caches, live, *self._filled(asked))
 
     def plans(self, bucket: int, graphs: dict[object, Graph]) -> tuple[Plan, Plan]:
-        """Of decode and of prefill. ``graphs``, empty at first, has what generators of one model
-        and length share: planned for many meshes, a program is captured once."""
+        """The plans of decode and of prefill. ``graphs``, empty at first, is shared by generators
+        of one model and length: a program that is planned for many meshes is captured once."""
         programs = {
             ("decode", self.rows): self._decode,
             ("prefill", self.rows, self._width(bucket), self.prefill_batch): self._prefill,
@@ -191,12 +191,12 @@ class Generator:
     def transfer_plan(
         self, t: int, slot: int = 0, *, ranks: Mapping[Mesh, Sequence[int]] | None = None
     ) -> SyncPlan:
-        """What is sent of a prompt of ``t`` tokens from the mesh of ``prefill=`` to a slot: the
-        pieces of each layer's keys and values, bytes of each pair of ranks, messages, the price.
-        Nothing is launched.
+        """The messages that carry a prompt of ``t`` tokens from the mesh of ``prefill=`` to a slot:
+        the pieces of each layer's keys and values, bytes of each pair of ranks, messages, the
+        price. It launches nothing.
 
         Args:
-            ranks: outside a launch, those of the meshes, as in ``dt.launch(..., ranks=ranks)``;
+            ranks: outside a launch, the ranks of the meshes, as in ``dt.launch(..., ranks=ranks)``;
                 by default those of prefill are the first.
         """
         if self._apart is None:
@@ -208,7 +208,7 @@ class Generator:
         return self._apart.transfer_plan(t, slot, ranks)
 
     def summary(self) -> Summary:
-        """Bytes of the cache on each rank, and what a token costs in communication."""
+        """Bytes of the cache on each rank, and the communication of a token."""
         decode = self.plan("decode")
         return summary_of(repr(self), decode, self.slots, self.rows, self.length, self.buckets)
 
@@ -217,12 +217,12 @@ class Generator:
         return self.model.switches + prefill
 
     def _check_placed(self) -> None:
-        """That the model is placed, and keeps keys and values, as when the caches and programs were
-        made for it."""
+        """PlanningError unless the model's placement and its layers with caches are those for which
+        the caches and programs were made."""
         if self._switches != self._now_switches():
             raise PlanningError(
                 f"{type(self.model.module).__name__} was switched to {self.model.mesh} since this "
-                f"generator was made, whose caches lie as the model lay before.\n"
+                f"generator was made; its caches have the old placement.\n"
                 f"fix: gen = dt.generator(model, slots={self.slots}, length={self.length}), anew"
             )
         self.model.look()
@@ -231,7 +231,7 @@ class Generator:
             if forward_of(self.model.module, self.length) != forward:
                 raise PlanningError(
                     f"{type(self.model.module).__name__} has other layers than when this generator "
-                    f"was made, and its caches are of those.\n"
+                    f"was made, and its caches are for those.\n"
                     f"fix: gen = dt.generator(model, slots={self.slots}, length={self.length}), "
                     f"anew"
                 )
@@ -264,8 +264,8 @@ class Generator:
     def stream(
         self, prompts: Sequence[Any] | Tensor, max_new_tokens: Any = None, **options: Any
     ) -> Iterator[Event]:
-        """The same as it comes, of ``prompts``, ``max_new_tokens`` and ``options`` as in a call: an
-        event for each token. Leaving the loop early drops the rest."""
+        """The same, one event for each token as it comes; ``prompts``, ``max_new_tokens`` and
+        ``options`` as in a call. Leaving the loop early drops the rest."""
         events: list[Event] = []
         requests = self._requests(prompts, max_new_tokens, options, events)
         return self._streamed(requests, events)
@@ -296,7 +296,7 @@ class Generator:
     # -- one at a time ----------------------------------------------------------------------------
 
     def submit(self, prompt: Any, max_new_tokens: int | None = None, **options: Any) -> TextRequest:
-        """A request of ``prompt`` that waits for a free slot; `step` brings its tokens.
+        """A request of ``prompt`` that waits for a free slot; `step` returns its tokens.
         ``max_new_tokens`` and ``options`` are as in a call, for one."""
         (request,) = self._requests([prompt], max_new_tokens, options, self._events)
         request.number = self._numbers
@@ -305,8 +305,8 @@ class Generator:
         return request
 
     def step(self) -> list[Event]:
-        """Lets requests into free slots, makes one token of every slot that has a request, and
-        gives what was read: events of requests that were submitted, up to ``ahead`` runs late."""
+        """Admit requests to free slots, make one token for every slot that has a request, and
+        return events of submitted requests, up to ``ahead`` runs late."""
         if not self.idle:
             self._advance()
         events, self._events[:] = list(self._events), []
@@ -314,7 +314,7 @@ class Generator:
 
     @property
     def idle(self) -> bool:
-        """Whether no request waits, and none is on its way."""
+        """Whether no request waits, and none is in flight."""
         apart = self._apart is not None and self._apart.requests
         return not (self._waiting or self._flying or any(self._seats) or apart)
 
@@ -322,7 +322,7 @@ class Generator:
         """The request gets no more tokens; its slot is free."""
         if not request.done:
             request.reason = "dropped"
-            with suppress(ValueError):  # it waits no more
+            with suppress(ValueError):  # it no longer waits
                 self._waiting.remove(request)
         for row, seated in enumerate(self._seats):
             if seated is request:
@@ -364,7 +364,7 @@ class Generator:
         return key_of(int(seed), "generate", str(place))  # type: ignore[call-overload]
 
     def _most(self, prompt: tuple[int, ...], limit: object) -> int:
-        """New tokens that a request may have. PlanningError where it does not fit."""
+        """The most new tokens of a request. PlanningError where it does not fit."""
         num = len(prompt)
         if num > self.buckets[-1] or num >= self.length:
             largest = min(self.buckets[-1], self.length - 1)
@@ -391,10 +391,10 @@ class Generator:
     # -- runs -------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Prefills who can sit, decodes for all who sit, and reads what is older than ``ahead``.
+        """Prefill admitted requests, decode all slots, and read results older than ``ahead``.
 
-        One thread at a time; each run is asked for with the lock of all calls, and read without it:
-        others go on meanwhile.
+        One thread at a time. Each run is submitted under the lock of all calls, and read without
+        it, so other calls continue meanwhile.
         """
         if is_capturing():
             raise PlanningError(
@@ -434,8 +434,8 @@ class Generator:
                 raise
 
     def _begin_again(self) -> None:
-        """A rank was replaced, and its caches are gone: who was on the way is prefilled again, and
-        decodes again what it has. Tokens do not depend on the slot or on when they are made."""
+        """A rank was replaced, and its caches are gone: prefill requests in flight again, and
+        decode their tokens again. Tokens do not depend on the slot or on the time."""
         assert self._session is not None
         self._recovered = self._session.cluster.recovered
         flying = [request for run in self._flying for _, request in run.of]
@@ -452,8 +452,8 @@ class Generator:
         put_anew(self._session, self.caches)
 
     def _admit(self) -> bool:
-        """Those who came first sit, as many as there are free slots; those of one bucket enter
-        together."""
+        """Give free slots to waiting requests, first come first served; requests of one bucket
+        enter together."""
         if self._apart is not None:
             assert self._live is not None
             self._apart.admit(self._waiting, self._seats, self._live, self._arguments)
@@ -477,18 +477,19 @@ class Generator:
         return next(size for size in self.buckets if size >= len(request.prompt))
 
     def _arguments(self, request: TextRequest, row: int) -> tuple[Tensor, ...]:
-        """Of a prefill of one prompt, after ``live``."""
+        """The arguments of a prefill of one prompt, after ``live``."""
         width = self._width(self._bucket(request))
         return _asking(request.prompt, row, width, request.seed, request.sampling)
 
     def _width(self, bucket: int) -> int:
-        """Of a prefill. Torch computes silu and others of the last elements of a tensor in another
-        way, where they do not fill its vectors: not so the last one's of several prompts."""
+        """The width of a prefill. Torch computes the last elements of silu and other ops in another
+        way, where they do not fill its vectors; with several prompts that would affect only the
+        last one."""
         return bucket if self.prefill_batch == 1 else -(-bucket // WHOLE) * WHOLE
 
     def _filled(self, asked: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The arguments of one prefill, always of one shape: the first fills up what is free, and
-        writes again what it writes."""
+        """The arguments of one prefill, always of one shape: copies of the first prompt pad the
+        batch, and write the same values again."""
         asked = asked + asked[:1] * (self.prefill_batch - len(asked))
         return tuple(torch.cat(column) for column in zip(*asked, strict=True))
 
@@ -501,7 +502,7 @@ class Generator:
     ) -> None:
         assert self._session is not None
         self._live = made["live"]
-        # of no worth once the launch has ended: no warning that they were not gathered
+        # worthless once the launch has ended: no warning that they were not gathered
         self._session.resident(self.caches).unsaved = False
         self._flying.append(_Run(of, made["token"], made["logprob"], whole))
         for row, request in of:
@@ -511,7 +512,7 @@ class Generator:
 
     def _read(self, ahead: int) -> None:
         while len(self._flying) > ahead:
-            run = self._flying[0]  # until it is read, so that a recovery knows whose it is
+            run = self._flying[0]  # until it is read, so that a recovery knows its requests
             if all(request.done for _, request in run.of):
                 self._flying.popleft()
                 continue
@@ -521,7 +522,7 @@ class Generator:
             assert self._session is not None
             tokens, logprobs = run.token.full_tensor().tolist(), run.logprob.full_tensor().tolist()
             if self._session.cluster.recovered != self._recovered:
-                return  # it may have been made of what was lost
+                return  # it may depend on lost values
             self._flying.popleft()
             for number, (row, request) in enumerate(run.of):
                 at = row if run.whole else number
@@ -530,7 +531,7 @@ class Generator:
                     self._seats[row] = None
 
     def _enter(self) -> None:
-        """The session that runs now; caches begin anew on another one."""
+        """Use the running session; on a new one, caches begin anew."""
         if self._apart is not None:
             self._apart.check_launched()
         session = session_for(self.model.mesh)
@@ -543,17 +544,17 @@ class Generator:
             self._apart.enter()
         self._session = session
         self._recovered = session.cluster.recovered
-        self.caches.initial.holders.clear()  # zeros again: what was there ended with its launch
+        self.caches.initial.holders.clear()  # zeros again: the old caches ended with their launch
         spec = live_spec(self.model, self.rows, self.rows_over)
         self._live = placed(torch.zeros(spec.shape, dtype=spec.dtype), spec, session)
         if begun:
             raise RuntimeError(
-                f"the launch in which {len(begun)} requests were on their way has ended, and their "
+                f"the launch in which {len(begun)} requests were in flight has ended, and their "
                 f"caches with it.\nfix: submit them again"
             )
 
     def _clear(self) -> None:
-        """After a failure nobody sits or waits, and nothing is under way."""
+        """After a failure: no request has a slot or waits, and no run is in flight."""
         known = [*self._waiting, *self._seats, *(r for run in self._flying for _, r in run.of)]
         for request in known:
             if request is not None and not request.done:
@@ -581,23 +582,25 @@ def generator(
     prefill_batch: int = 1,
     topology: Topology | None = None,
 ) -> Generator:
-    """Texts from a parallelized model: of transformers as it is, or with ``forward(tokens, cache,
-    pos)`` (docs/generation.md).
+    """Texts from a parallelized model: one of transformers, unchanged, or one with
+    ``forward(tokens, cache, pos)`` (docs/generation.md).
 
     Args:
-        slots: requests that are under way at once.
-        length: positions of each, the prompt's and the new tokens'.
+        slots: requests that generate at once.
+        length: positions of a slot, for the prompt and the new tokens.
         buckets: lengths that prompts are padded to, one captured program each; by default powers
             of two from 16, and ``length``.
-        temperature, top_k, top_p: of requests that state none. 0: greedy; 0: all; 1: all.
+        temperature, top_k, top_p: defaults of requests. 0: greedy; 0: all; 1: all.
         eos: the token or tokens that end a text; "model": those of a Hugging Face model's
-            generation_config, none of another's.
-        ahead: runs that may be under way when a result is read.
-        prefill: the same model on another mesh of the launch, where prompts are taken in: a replica
-            of it or of its policy, or the policy. What is live of its caches is sent to the slot.
-        prefill_batch: prompts of one bucket that enter together, in one run. It is always of so
-            many, for other shapes have other bits: many prompts get cheaper, one alone dearer.
-        topology: what the planner prices with.
+            generation_config; other models have none.
+        ahead: runs that may be in flight when a result is read.
+        prefill: the same model on another mesh of the launch, where prompts are prefilled: a
+            replica of it or of its policy, or the policy. The used part of its caches is sent to
+            the slot.
+        prefill_batch: prompts of one bucket that are prefilled together, in one run. The batch
+            always has this size, for other shapes have other bits: many prompts get cheaper, one
+            alone dearer.
+        topology: the planner's prices.
 
     Raises PlanningError for a model whose cache is more than keys and values, by name.
     """
@@ -616,8 +619,8 @@ def generator(
         )
     if prefill is not None and prefill_batch > 1:
         raise PlanningError(
-            f"prefill_batch={prefill_batch} with prefill=: on a mesh of its own a prompt is taken "
-            f"in by itself.\nfix: leave prefill_batch out"
+            f"prefill_batch={prefill_batch} with prefill=: on its own mesh a prompt is prefilled "
+            f"alone.\nfix: leave prefill_batch out"
         )
     sizes = _buckets(buckets, length)
     return Generator(model, slots, length, sizes, how, eos, ahead, prefill, prefill_batch, topology)

@@ -1,14 +1,14 @@
-"""The two programs of a generator, and a module of its own that has the caches.
+"""The two programs of a generator, and its module of KV caches.
 
     decode(model, kv_cache, live)                                        live: int64[rows, 2]
     prefill(model, kv_cache, live, tokens, where, request, knobs)        tokens: int64[b, bucket]
         -> {"live": int64[rows, 2], "token": int64[rows or b], "logprob": float[rows or b]}
 
-``live`` is each slot's last token and its position: what the next run needs, and no more. The
-caches lie as the model does: slots over every axis that splits no weight, heads as the planner
-splits them with the attention's projections, each layer's on the stage of its attention.
+``live`` is each slot's last token and its position: the only input of the next run. The caches are
+placed like the model: slots over every axis that splits no weight, heads as the planner splits them
+with the attention's projections, each layer's on the stage of its attention.
 
-Not here: who asks for which run (generator.py).
+Not here: the submission of runs (generator.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtensor.sharding.spec.placements import Placement, Replicate, Row
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 CACHES = "kv_cache."
-"""What the names of the caches begin with in the programs."""
+"""The prefix of the caches' names in the programs."""
 
 Split = Mapping[str, Placement]  # by axis
 
@@ -43,14 +43,14 @@ Split = Mapping[str, Placement]  # by axis
 def decode_program(
     forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
 ) -> CompiledFunction:
-    """One token of every slot. ``topology``: what is planned with."""
+    """One token of every slot. ``topology``: the planner's prices."""
 
     def decode(model: nn.Module, kv_cache: Slots, live: Tensor) -> dict[str, Tensor]:
         cache = Decoding(kv_cache, live[:, 1:])
         at = live[:, 1] + 1
         logits = forward(model, live[:, :1], cache, torch.zeros(1, dtype=torch.int64))
         token, logprob = _next(logits, at, kv_cache.request, kv_cache.knobs)
-        # a slot that nobody reads goes no further than there is room
+        # an unused slot does not advance beyond its last position
         after = torch.stack([token, at.clamp(max=kv_cache.length - 1)], 1)
         return {"live": after, "token": token, "logprob": logprob}
 
@@ -61,8 +61,9 @@ def decode_program(
 def prefill_program(
     forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
 ) -> CompiledFunction:
-    """Prompts into slots, and their first tokens. ``where``: int64[b, 2], the row and the length
-    of each; ``request`` and ``knobs``: [b, 2], as in `Slots`. Who is there twice is there once."""
+    """Prefill: prompts into slots, and their first tokens. ``where``: int64[b, 2], the row and the
+    length of each; ``request`` and ``knobs``: [b, 2], as in `Slots`. A repeated prompt has the
+    effect of one."""
 
     def prefill(
         model: nn.Module,
@@ -90,7 +91,7 @@ def _next(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[T
 
 
 def live_spec(model: ParallelModule, rows: int, over: Split) -> TensorSpec:
-    """Of ``live``: with stages it lies on the last one, where the programs make it."""
+    """The spec of ``live``: with stages it is on the last one, where the programs make it."""
     mesh, stages = model.mesh, model.stage_plan
     spec = make_spec((rows, 2), torch.int64, mesh, over)
     if stages.axis is None or mesh.axis_size(stages.axis) == 1:
@@ -130,22 +131,22 @@ def caches_of(
 
 
 def settle_caches(caches: ParallelModule, decode: Plan) -> None:
-    """All programs have the caches as decode, which runs most, wants them."""
+    """Settle the caches' placements for all programs by decode, which runs most."""
     found = chosen_by(decode).items()
     own = {n.removeprefix(CACHES): p for n, p in found if n.startswith(CACHES)}
     caches.settle(own, decode.stage_ranks, caches.stage_plan)
 
 
 def put_anew(session: MeshSession, caches: ParallelModule) -> None:
-    """What ranks have of these counts no longer: each makes its zeros again."""
+    """The caches' values on ranks are no longer valid: each rank makes zeros again."""
     resident = session.resident(caches)
     resident.forget(list(resident.stored))
     caches.initial.holders.clear()
 
 
 def _stages_of_caches(plan: StagePlan, forward: Forward) -> StagePlan:
-    """Each layer's cache is where the weights of the module are that keeps it; what the sampling
-    reads is on the last stage. A stage may have none."""
+    """Each layer's cache is on the stages of its module's weights; the inputs of sampling are on
+    the last stage. A stage may have none."""
     if plan.axis is None:
         return plan
     if plan.waiting:
@@ -169,7 +170,7 @@ def _stages_of_caches(plan: StagePlan, forward: Forward) -> StagePlan:
 
 
 def _stages_around(module: str, plan: StagePlan) -> list[int]:
-    """Of the weights inside, or around a module that has none."""
+    """The stages of the weights inside, or around a module that has none."""
     while True:
         inside = [s for n, s in plan.held.items() if n.startswith(f"{module}." if module else "")]
         if inside or not module:

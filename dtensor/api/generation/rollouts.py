@@ -1,4 +1,4 @@
-"""`rollouts`: batches of texts that a replica generates and an actor scores, while others train.
+"""`rollouts`: batches of texts that a replica generates and an actor scores, during training.
 
     actor = dt.replica(policy, play, placements)
     judge = daft.spawn(Counting)                       # score(prompt, tokens) -> float
@@ -6,17 +6,17 @@
         step(batch.tokens, batch.logprobs, ...)        # trains the policy
         dt.sync(policy, actor)                         # the actor's next version
 
-Each prompt is generated ``samples`` times, with random numbers of their own, which are rows of one
-batch, one below the other. Nothing here waits but for the batch that is asked for: while a batch is
-trained on and scored, requests of later batches are submitted, as many as ``staleness`` admits
-(staleness.py has the bound and its proof), and generation goes on whenever the next batch is asked
-for.
+Each prompt is generated ``samples`` times, with different random numbers; the samples are
+successive rows of one batch. The loop waits only for the requested batch: while a batch is trained
+on and scored, requests of later batches are submitted, as many as ``staleness`` admits
+(staleness.py has the bound and its proof), and generation continues whenever the next batch is
+requested.
 
 Versions are those of `dt.sync`, by token: a text during which the weights were synced has tokens of
-both. With staleness 0 batches come in the order of the prompts, and are to the bit those of a loop
-that generates, scores, trains and syncs in turn.
+both versions. With staleness 0 batches come in the order of the prompts, and equal, to the bit,
+those of a loop that generates, scores, trains and syncs in turn.
 
-Not here: what is done with a batch; the slots (generation/generator.py).
+Not here: the use of a batch; the slots (generation/generator.py).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from dtensor.daft import Future
 from dtensor.errors import PlanningError, check_callable, check_number
 
 POLL_S = 0.0005
-"""How often it is looked whether a score is there, where nothing else is to be done."""
+"""How often scores are polled while there is no other work."""
 
 TOGETHER = 8
-"""Prompts of one prefill, of the generator that is made here: whole batches begin at once."""
+"""Prompts of one prefill, for a generator that is made here: whole batches begin at once."""
 
 Reward = Callable[[list[int], list[int]], Any]
 
@@ -50,10 +50,10 @@ Reward = Callable[[list[int], list[int]], Any]
 class Rollouts:
     """A batch of B texts, padded at the right to T positions, the generator's length.
 
-    ``tokens``: int64[B, T], prompt and what was generated; ``generated``: bool[B, T], True at the
+    ``tokens``: int64[B, T], prompt and generated tokens; ``generated``: bool[B, T], True at the
     latter; ``logprobs``: float32[B, T], of each generated token when it was drawn, under
-    softmax(logits / temperature), 0 elsewhere; ``versions``: int64[B, T], of the weights that it
-    was drawn with, -1 elsewhere; ``rewards``: float32[B]; ``prompts``: int64[B], the number of each
+    softmax(logits / temperature), 0 elsewhere; ``versions``: int64[B, T], of the weights with which
+    it was drawn, -1 elsewhere; ``rewards``: float32[B]; ``prompts``: int64[B], the number of each
     text's prompt, the same for its samples; ``version``: the actor's when the batch was made.
     """
 
@@ -67,7 +67,7 @@ class Rollouts:
 
     @property
     def staleness(self) -> int:
-        """How many versions the oldest token is behind the newest weights."""
+        """The number of versions by which the oldest token is behind the newest weights."""
         drawn = self.versions[self.generated]
         return self.version - int(drawn.min()) if len(drawn) else 0
 
@@ -81,7 +81,7 @@ class Rollouts:
 
 @dataclass(slots=True)
 class _Text:
-    """One text on its way, of the prompt ``group``; ``score``: what the reward gave, a number or a
+    """One text in flight, of the prompt ``group``; ``score``: the reward's result, a number or a
     future of one; ``reward``: the number."""
 
     number: int
@@ -93,7 +93,7 @@ class _Text:
 
 @dataclass(slots=True)
 class _Loop:
-    """What goes on between two batches."""
+    """The work between two batches."""
 
     made_by: Generator
     prompts: Iterator[Sequence[int] | Tensor]
@@ -111,7 +111,7 @@ class _Loop:
     scoring: list[_Text] = field(default_factory=list["_Text"])
 
     def batch(self) -> Rollouts | None:
-        """The next one; None after the last."""
+        """The next batch; None after the last."""
         while True:
             self._submit()
             groups = self.ledger.take(ended=self.ended)
@@ -136,7 +136,7 @@ class _Loop:
             self._collect()
 
     def _has_more(self) -> bool:
-        """Whether there is another prompt, which has to wait."""
+        """Whether there is another prompt, which is then held."""
         first = next(self.prompts, None)
         self.ended = first is None
         if first is not None:
@@ -164,7 +164,7 @@ class _Loop:
             self.generating += self.groups[group]
 
     def _score(self) -> None:
-        """Texts that have ended go to the reward."""
+        """Pass ended texts to the reward."""
         ended = [text for text in self.generating if text.request.done]
         self.generating = [text for text in self.generating if not text.request.done]
         for text in ended:
@@ -172,7 +172,7 @@ class _Loop:
         self.scoring += ended
 
     def _collect(self) -> None:
-        """Scores that have come; a prompt whose texts all have theirs is complete."""
+        """Collect scores; a prompt is complete when all its texts have theirs."""
         there = [text for text in self.scoring if _is_there(text)]
         self.scoring = [text for text in self.scoring if text not in there]
         for text in there:
@@ -220,25 +220,25 @@ def rollouts(
     slots: int | None = None,
     length: int | None = None,
 ) -> Iterator[Rollouts]:
-    """Batches of generated and scored texts, until the prompts end; for ever, if they do not.
+    """Batches of generated and scored texts, until the prompts end, if they do.
 
     Args:
-        actor: a replica, whose version `dt.sync` raises; or a `dt.generator` of one, with options
-            of its own.
-        prompts: lists of tokens or 1-D integer tensors; taken one after the other.
-        reward: of a prompt and the new tokens, two lists of ints; a number, or a future of one: a
-            method of an actor of `daft.spawn`, say. It is called once for each text.
+        actor: a replica, whose version `dt.sync` raises; or a `dt.generator` of one, with its own
+            options.
+        prompts: lists of tokens or 1-D integer tensors, in order.
+        reward: of a prompt and the new tokens, two lists of ints; returns a number, or a future of
+            one, such as a method of an actor of `daft.spawn`. It is called once for each text.
         batch_size: B, the texts of a batch; the last one may have fewer.
         max_new_tokens: of each text.
         samples: texts of each prompt; they divide a batch.
-        staleness: k. A text is in one of the k + 1 batches after the version that it began with.
-        temperature, top_k, top_p, eos: as of `dt.generator`.
-        seed: of the first text; that of text n is seed + n.
+        staleness: k. A text is in one of the k + 1 batches after the version with which it began.
+        temperature, top_k, top_p, eos: as for `dt.generator`.
+        seed: of the first text; text n has seed + n.
         slots, length: of the generator that is made for a replica; by default a slot for each text
             of a batch, and the smallest power of two that has 256 positions or twice the new ones.
 
-    Raises PlanningError for what does not fit; RuntimeError where a batch is asked for that only a
-    sync could admit; and what the reward raises.
+    Raises PlanningError for invalid arguments; RuntimeError for a batch that only a sync could
+    admit; and errors of the reward.
     """
     check_number("batch_size", batch_size, least=1, whole=True, fix="batch_size=32")
     check_number("samples", samples, least=1, whole=True, fix="samples=8")
@@ -264,7 +264,7 @@ def rollouts(
         made_by = _generator(actor, batch_size, slots, length, max_new_tokens)
     if made_by.model.source is None:
         raise PlanningError(
-            "the actor is a model with values of its own, which no dt.sync changes.\n"
+            "the actor is a model with its own values, which no dt.sync changes.\n"
             "fix: actor = dt.replica(policy, mesh, placements)"
         )
     loop = _Loop(
@@ -305,7 +305,7 @@ def _is_there(text: _Text) -> bool:
 
 
 def _number(text: _Text) -> float:
-    """The text's score; raises what the reward has raised."""
+    """The text's score; raises the reward's error."""
     given: Any = text.score.get() if isinstance(text.score, Future) else text.score
     try:
         return float(given)

@@ -1,4 +1,4 @@
-"""`launch`: the ranks of meshes are started, and end with a block; between two steps, `run.switch`.
+"""`launch`: starts the ranks of meshes, which end with a block; `run.switch` between two steps.
 
     with launch(Mesh(dp=4), backend="ray") as run:      # default: in-process
         step(x, y)
@@ -9,11 +9,11 @@
     run.start()
     run.close()
 
-What it is given is checked before anything starts. Leaving the block by an exception brings home
-what can be, and notes on it what cannot. One launch runs at a time, and each starts once. While
-the one that was made last waits to be started, a step is an error: it would run in this process.
+Arguments are checked before anything starts. Leaving the block by an exception brings home the
+values that can come, and notes the others on it. One launch runs at a time, and each starts once.
+While the last launch is made and not started, a step is an error: it would run in this process.
 
-Not here: what is on the ranks (session.py), what a switch does (switch.py).
+Not here: values on the ranks (session.py), the work of a switch (switch.py).
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _ANEW = "run = dt.launch(...), and start that one"
 
 
 class LaunchSession(MeshSession):
-    """What `launch` gives: the session of its first mesh, and what is done between two steps. It
-    prints as its meshes and, where they are on several machines, who is where.
+    """The result of `launch`: the session of its first mesh, with `switch` for use between two
+    steps. It prints its meshes and, where they are on several machines, the ranks of each.
 
-    What a `MeshSession` has is there from `start` on.
+    The attributes of a `MeshSession` exist from `start` on.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LaunchSession(MeshSession):
         self._entered = False
         remember(self, self.source)
 
-    if not TYPE_CHECKING:  # for a checker all of them are there
+    if not TYPE_CHECKING:  # for a type checker all attributes exist
 
         def __getattr__(self, name: str) -> Any:
             if name in ("launch", "cluster", "_ranks") and self._state in _NO_RANKS:
@@ -105,10 +105,10 @@ class LaunchSession(MeshSession):
     # -- its begin and its end --------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Start the ranks: what runs from here to `close` runs there. The launch itself.
+        """Start the ranks: programs from here to `close` run there. Returns the launch itself.
 
-        Where it runs already, nothing happens. One whose start has failed may be started again.
-        Raises PlanningError where another launch runs, and where this one has ended.
+        If it runs already, it does nothing. A launch whose start has failed may be started again.
+        Raises PlanningError if another launch runs, or this one has ended.
         """
         with standing_in():
             with ONE_AT_A_TIME:
@@ -119,7 +119,7 @@ class LaunchSession(MeshSession):
                     raise self._refused(f"{was}, and none starts again", _ANEW)
                 _check_none_runs()
                 _starting.append(self)
-            try:  # without the lock: others go on meanwhile
+            try:  # without the lock: other calls continue meanwhile
                 with waits_may_act():
                     running = self._start_ranks()
                 (first, own), *others = self._places.items()
@@ -139,10 +139,10 @@ class LaunchSession(MeshSession):
         return self
 
     def close(self) -> None:
-        """Wait for what is under way, bring the values home and end the ranks, as leaving the
-        `with` block does. Raises a failure that nobody has read.
+        """Wait for calls in flight, bring the values home and end the ranks, as leaving the `with`
+        block does. Raises a failure that was not read.
 
-        Once it has ended, nothing happens; where it was never started, it is given up.
+        If it has ended, it does nothing; if it was never started, it cannot be started any more.
         """
         with standing_in():
             if not self._ends():
@@ -163,7 +163,7 @@ class LaunchSession(MeshSession):
         try:
             return self.start()
         except BaseException:
-            self.close()  # nobody has it: what was raised is all that there is of it
+            self.close()  # no name refers to it: only the error is left
             raise
 
     def __exit__(
@@ -180,8 +180,7 @@ class LaunchSession(MeshSession):
                 self._leave_by(error)
 
     def end_with_process(self) -> None:
-        """As `close`, but that what became of saves is for the process's end to say
-        (async_save.py)."""
+        """As `close`, but the process's end reports the failures of saves (async_save.py)."""
         with standing_in():
             if self._ends():
                 try:
@@ -196,7 +195,7 @@ class LaunchSession(MeshSession):
         return PlanningError(f"the launch {why}.\n{lines}fix: {fix}")
 
     def _ends(self) -> bool:
-        """From here on it has ended, or is given up; whether it ran."""
+        """Mark it as ended, or given up; returns whether it ran."""
         with ONE_AT_A_TIME:
             before = self._state
             self._state = "ended" if before in ("running", "ended") else "given up"
@@ -205,11 +204,11 @@ class LaunchSession(MeshSession):
         return before == "running"
 
     def _leave_by(self, error: BaseException) -> None:
-        """The error has notes of what is lost with the launch."""
+        """Add notes to the error about values that are lost with the launch."""
         note_unread(error, self.launch.saves)
         try:
             self._leave()
-        except (DaftError, PlanningError) as lost:  # which reading the weights says, too
+        except (DaftError, PlanningError) as lost:  # reading the weights raises it, too
             error.add_note(f"and not all weights came home: {lost}")
 
     def _leave(self) -> None:
@@ -239,12 +238,12 @@ class LaunchSession(MeshSession):
         ranks: Sequence[int] | None = None,
         topology: Topology | None = None,
     ) -> SyncPlan:
-        """What ``switch`` would send, with the same arguments: each value's pieces, the bytes of
-        each pair of ranks, the messages, the price. It waits for what is under way, too; nothing is
+        """The transfers of ``switch`` with the same arguments: each value's pieces, the bytes of
+        each pair of ranks, the messages, the price. It waits for calls in flight, too; nothing is
         moved, and nothing changes.
 
         Args:
-            topology: what the price is of.
+            topology: the hardware of the price.
         """
         given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
         how = Wanted(placements or {}, given, inputs, schedule, ranks, topology)
@@ -266,20 +265,21 @@ class LaunchSession(MeshSession):
         schedule: Schedule | None = None,
         ranks: Sequence[int] | None = None,
     ) -> SyncPlan:
-        """Between two steps: the model, its optimizer and the steps over them go on under ``mesh``
-        and ``placements``. What was moved.
+        """Between two steps: move the model, its optimizer and the steps over them to ``mesh`` and
+        ``placements``. Returns the transfers.
 
-        It waits for what is under way; a failure there that nobody has read raises here. Raises
-        PlanningError as `parallelize`, `train_step` and a step's first call do, and then nothing
-        has changed; daft's errors where moving fails, and then the model is where it was.
+        It waits for calls in flight; an unread failure of one raises here. Raises PlanningError
+        like `parallelize`, `train_step` and a step's first call, and then nothing has changed;
+        daft's errors if moving fails, and then the model has not moved.
 
         Args:
-            optimizer: that of the model, whose state moves; a list, where it has several; None,
-                where none has taken a step.
-            mesh, placements, stages, zero, recompute, misaligned: as of `parallelize`; what is left
-                out is as there, and not as it was.
-            inputs, schedule: of the steps that go on, where the present ones do not suit the mesh.
-            ranks: the numbers that the launch has for the mesh's ranks, if it is a new one there.
+            optimizer: the model's optimizer, whose state moves; a list, if it has several; None, if
+                none has taken a step.
+            mesh, placements, stages, zero, recompute, misaligned: as for `parallelize`; omitted
+                ones
+                have its defaults, not their earlier values.
+            inputs, schedule: of later steps, where the present ones do not suit the mesh.
+            ranks: the launch's numbers of the mesh's ranks, if the mesh is new there.
         """
         given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
         how = Wanted(placements or {}, given, inputs, schedule, ranks, None)
@@ -290,7 +290,7 @@ class LaunchSession(MeshSession):
 
 
 _starting: list[LaunchSession] = []
-"""The launch that starts, if one does."""
+"""The launch that is starting, if there is one."""
 
 
 def launch(
@@ -310,65 +310,66 @@ def launch(
     max_restarts: int = 100,
     warm: bool = True,
 ) -> LaunchSession:
-    """The ranks of one or several meshes, for a `with` block: what runs inside it runs there.
-    ``run.start()`` and ``run.close()`` do the same without a block, as over cells of a notebook.
+    """The ranks of one or several meshes, for a `with` block: programs inside it run on them.
+    ``run.start()`` and ``run.close()`` do the same without a block, for example over cells of a
+    notebook.
 
     Several meshes are on ranks of one cluster, in order: the first has ranks 0, 1, ..., the next
-    those after. Equal meshes are one: ``Mesh(tp=2, name="play")`` is another than ``Mesh(tp=2)``.
-    Models and DTensors are of one mesh each; `transfer` brings values from one to another. A call
-    that raises fails its own run, and the other meshes go on; where a rank is lost, the values of
-    all meshes of the launch are, and the error names the rank by both numbers.
+    those after. Equal meshes are one: ``Mesh(tp=2, name="play")`` differs from ``Mesh(tp=2)``.
+    Models and DTensors are on one mesh each; `transfer` moves values from one to another. A call
+    that raises fails only its own run; with a lost rank, the values of all meshes of the launch are
+    lost, and the error names the rank by both numbers.
 
     `daft.spawn` inside the block makes actors of the same launch, beside the ranks: on Ray with the
-    same Ray and deadlines. They end with it; what failed in one and nobody has read raises then.
+    same Ray and deadlines. They end with it, which raises their unread failures.
 
-    At its end the values of models and the state of their optimizers come home, in place: what the
-    controller's module and optimizer have is current again. Models on the meta device stay away.
+    At its end the values of models and the state of their optimizers come home, in place: the
+    controller's module and optimizer are current again. Models on the meta device stay remote.
 
-    Gives the session of the first mesh, of which nothing is started yet. A step is an error while
-    the launch that was made last waits for that; ``run.close()``, or another launch, gives it up.
-    A launch starts once; one that runs still when the process ends is closed then.
+    Returns the session of the first mesh; nothing is started yet. A step is an error while the last
+    launch is not started; ``run.close()``, or another launch, discards it. A launch starts once; if
+    it still runs when the process ends, it is closed then.
 
     Args:
-        meshes: after them backend and device may stand, as in ``launch(mesh, "ray")``.
+        meshes: backend and device may follow them, as in ``launch(mesh, "ray")``.
         ranks: mesh to numbers of ranks of the launch, in the mesh's order; meshes may share ranks:
-            ``launch(train, play, ranks={play: (0, 1)})``. A mesh that is not named gets ranks of
-            its own, after those of the meshes before it.
+            ``launch(train, play, ranks={play: (0, 1)})``. A mesh that is not named gets new ranks,
+            after those of the meshes before it.
         backend: "inprocess": all ranks in this process, deterministic; "ray": an actor per rank,
             or per ``ranks_per_actor`` of them.
         device: "cpu" or "cuda". On "cuda", "inprocess" puts all ranks on this GPU; "ray" gives
-            each actor a GPU of its own, and refuses to start where it has fewer that are free.
+            each actor its own GPU, and refuses to start if too few are free.
         address: of a Ray cluster to join; otherwise one is started here, and stopped at the end.
-            Where it spans machines, ranks are on all of them, in blocks in the mesh's order: those
+            If it spans machines, ranks are on all of them, in blocks in the mesh's order: those
             along the last axis are on one (docs/scale_out.md).
         deadline_s: seconds after which a rank that makes no progress counts as failed.
-        call_deadline_s: seconds that one computation of a rank may take, for which a warning is
-            given after `deadline_s`.
-        ranks_per_actor: how many consecutive ranks of the launch, of whichever meshes, share an
-            actor: a process on Ray, which computes for one of them at a time and is lost with all
-            of them, and on "cuda" a GPU. By default 1; in-process all share this process anyway.
-            A mesh's ranks are all on one GPU with ``ranks_per_actor=mesh.size``; else, on GPUs, a
+        call_deadline_s: seconds that one computation of a rank may take; after `deadline_s` it
+            causes a warning.
+        ranks_per_actor: how many consecutive ranks of the launch, of any mesh, share an actor: a
+            process on Ray, which computes for one of them at a time and is lost with all of them,
+            and on "cuda" a GPU. By default 1; in-process all share this process anyway. A mesh's
+            ranks are all on one GPU with ``ranks_per_actor=mesh.size``; else, on GPUs, a
             collective's ranks must be on one actor, or each on its own.
         mode: "compiled": one call per actor and step; "interpreted": one instruction at a time.
-        bring_home: False leaves what changed behind, unless `gather_state_dict` has written it;
-            reading it is a RuntimeError from then on, until `load_state_dict`.
-        local: "inductor": chains of elementwise ops, norms and sums are compiled by torch's
-            compiler, on CPUs; a first call takes seconds longer. The same bits in all backends and
-            modes, those of "generated" to a tolerance.
-        spares: processes that wait to take a lost rank's place, besides those of the ranks; with
-            some, ``snapshot_every=1`` unless it is stated.
-        snapshot_every: runs on all ranks after which each keeps a copy of what they wrote, in
+        bring_home: False does not bring changed values home; reading them is a RuntimeError from
+            then on, until `load_state_dict`, unless `gather_state_dict` has written them.
+        local: "inductor": torch's compiler compiles chains of elementwise ops, norms and sums, on
+            CPUs; a first call takes seconds longer. All backends and modes have the same bits, and
+            agree with "generated" to a tolerance.
+        spares: processes that wait to replace a lost rank, besides those of the ranks; with
+            some, ``snapshot_every=1`` by default.
+        snapshot_every: runs on all ranks after which each keeps a copy of the values it wrote, in
             memory that outlives its process. On Ray a rank that is lost, stopped or silent is then
-            replaced, by a spare or a new process, and the runs since are done again: a warning, and
-            no error (docs/recovery.md). By default nothing is kept.
+            replaced, by a spare or a new process, and the runs since are repeated: a warning, and
+            no error (docs/recovery.md). By default no copies are kept.
         max_restarts: how many ranks may be replaced before the loss of one is an error.
         warm: a Ray that is started here starts while this process goes on; the first call that
             needs ranks waits. It stays for a minute after the launch, so that the next one of this
             process finds it; at the latest it ends with the process. False: it ends with the
             launch, and so does one that has stayed.
 
-    Raises PlanningError for arguments that do not do and while another launch runs. Its start
-    raises ValueError where Ray has too few GPUs; its end daft's errors: a failed rank, with its
+    Raises PlanningError for invalid arguments and while another launch runs. Its start raises
+    ValueError if Ray has too few GPUs; its end raises daft's errors: a failed rank, with its
     instruction and the model's source line.
     """
     if ranks is None and len(meshes) == 1 and isinstance(mesh := meshes[0], Mesh):
@@ -383,7 +384,7 @@ def launch(
         places = dict.fromkeys(stated) if alone else stated_ranks
     check_word("backend", backend, get_args(Backend))
     check_word("mode", mode, ("compiled", "interpreted"))
-    # "meta" computes nothing: it shows what a step makes, and where
+    # "meta" computes nothing: it shows a step's results, and their places
     if not isinstance(device, str) or not re.fullmatch(r"cpu|meta|cuda(:\d+)?", device):
         raise PlanningError(f'device={device!r}: it is "cpu" or "cuda"')
     check_number("deadline_s", deadline_s, above=0, fix="deadline_s=60.0")
@@ -449,28 +450,30 @@ def _check_none_runs() -> None:
     if first is not None:
         assert isinstance(first, LaunchSession), "an implicit one is none"
         raise PlanningError(
-            f"a launch is running already, and one runs at a time.\n"
+            f"a launch is running already, and only one can run at a time.\n"
             f"{lines_text(running=first.source, another=source_here())}"
-            f"fix: run.close(), where run is what the first one gave; or leave its `with` block"
+            f"fix: run.close(), where run is the first launch; or leave its `with` block"
         )
 
 
 def _end_last(controller: int) -> None:
-    """The process ends, and nobody has closed its launch. A failure is printed."""
+    """Close a launch that is still open when the process ends, and print its failure."""
     run = launched()
-    if os.getpid() == controller and isinstance(run, LaunchSession):  # and not a fork of it
+    if os.getpid() == controller and isinstance(run, LaunchSession):  # and not in a fork
         try:
             run.end_with_process()
         except BaseException:
             lines = lines_text(launch=run.source)
-            words = "dtensor: a launch that was never closed has failed, and nobody has read that."
+            words = (
+                "dtensor: a launch that was never closed has failed, and its error was not read."
+            )
             print(f"{words}\n{lines}{traceback.format_exc()}", end="", file=sys.stderr)
             not_zero()
 
 
 def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]:
-    """Ranks that send each other most, which should be inside a machine: of each mesh those along
-    its last axis, for each place along the others. Axes of size 1 are none."""
+    """Ranks that send each other most, which should be inside a machine: for each mesh those along
+    its last axis, for each place along the others. Axes of size 1 do not count."""
     found: list[Sequence[int]] = []
     for mesh, own in places.items():
         ranks = range(mesh.size) if own is None else own
@@ -480,7 +483,7 @@ def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]
 
 
 def _check_current(index: int) -> None:
-    """PlanningError where that is not this process's current GPU, on which kernels are launched."""
+    """PlanningError unless it is this process's current GPU, on which kernels are launched."""
     count, current = torch.cuda.device_count(), torch.cuda.current_device()
     if index >= count:
         raise PlanningError(
@@ -494,7 +497,7 @@ def _check_current(index: int) -> None:
 
 
 def _check_inductor(device: str) -> None:
-    """PlanningError where torch's compiler has no C++ compiler, and on other devices than CPUs."""
+    """PlanningError if torch's compiler has no C++ compiler, and on other devices than CPUs."""
     if device != "cpu":
         raise PlanningError(
             f'local="inductor" with device="{device}": it compiles for CPUs alone.\n'

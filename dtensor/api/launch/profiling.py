@@ -70,7 +70,7 @@ def _profiled(
         steps.append(timed)
         plain.append(_plain(session, step, read))
     planned = plans.latest
-    assert planned is not None, "what ran was planned"
+    assert planned is not None, "a run has a plan"
     measured = Measured(
         program=noted.handle.program,
         lists=noted.handle.report.lists,

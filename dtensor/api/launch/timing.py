@@ -1,9 +1,9 @@
-"""How long a step takes: simulated on a mesh that need not exist, traced, and what to price with.
+"""The time of a step: simulated on a mesh that need not exist, or traced; and measured prices.
 
     print(simulate(step, tokens, targets))      # a step on a virtual clock
     print(trace(step, tokens, targets))         # one real step, with the times of its instructions
     train_step(..., topology=calibrate())       # the `Topology` of a cluster, measured on it
-    with trace() as recording: ...              # all that runs: recording.timeline()
+    with trace() as recording: ...              # all runs: recording.timeline()
 
 Not here: the clock, traces and measurements themselves (runtime/simulate).
 """
@@ -38,13 +38,13 @@ def simulate(
 ) -> Trace:
     """The predicted timeline of one call of ``step`` on such a batch; nothing is launched.
 
-    The program that the actors would run is run against a virtual clock: ops last by the roofline,
-    messages by the alpha-beta model of ``topology`` (default: that of the step). Ranks that do
-    the same are simulated once, so the mesh may have thousands.
+    The actors' program is run against a virtual clock: ops last by the roofline, messages by the
+    alpha-beta model of ``topology`` (by default the step's). Equal ranks are simulated once, so the
+    mesh may have thousands.
 
     Args:
-        batch: tensors (meta too) or specs, as for `plan`; a `Topology` may stand last. Without
-            a batch: that of the last plan or call of ``step``.
+        batch: tensors (meta too) or specs, as for `plan`; a `Topology` may come last. Without a
+            batch: that of the last plan or call of ``step``.
 
     ``kwargs`` are the call's, too. Returns a `Trace`: ``seconds``, ``bubble``, peak memory by rank,
     ``save("trace.json")``. Raises PlanningError as `plan` does.
@@ -56,12 +56,12 @@ def simulate(
     if step.plans.latest is None or batch or kwargs:
         step.plan(*batch, **kwargs)
     planned = step.plans.latest
-    assert planned is not None, "what was planned is the latest"
+    assert planned is not None, "the latest plan exists"
     return simulated(planned.plan, planned.grid, topology)
 
 
 class TraceRecording:
-    """What `trace()` gives: a context manager, within which the runs of the launch are timed."""
+    """The result of `trace()`: a context manager, within which the runs of the launch are timed."""
 
     def __init__(self) -> None:
         self._begin = 0.0
@@ -75,7 +75,7 @@ class TraceRecording:
         launch = session and session.launch
         if launch is None or launch.cluster.recording is not None or self._launch is not None:
             raise PlanningError(
-                "trace() without a step records what runs in a launch, once at a time.\n"
+                "trace() without a step records the runs in a launch, one recording at a time.\n"
                 "fix: with dt.launch(mesh): with dt.trace() as recording: ..."
             )
         self._launch, self._begin = launch, time.monotonic()
@@ -89,14 +89,14 @@ class TraceRecording:
             self._launch.settle()
             end = time.monotonic()
             self._timeline = timeline_of(self._ran, self._begin, end, self._notes)
-        self._ran = []  # and what the runs gave
+        self._ran = []  # and the results of the runs
 
     def note(self, row: str, name: str, begin: float, end: float) -> None:
-        """What something besides the ranks did; by the clock of `time.monotonic`, in seconds."""
+        """Record an activity besides the ranks'; times of `time.monotonic`, in seconds."""
         self._notes.append(Note(row=row, name=name, begin=begin, end=end))
 
     def timeline(self) -> Timeline:
-        """What ran and was not undone. RuntimeError within the block, and where that failed."""
+        """The runs that were not undone. RuntimeError within the block, and if that failed."""
         if self._timeline is None:
             raise RuntimeError("there is no timeline before the `with` block has ended well")
         return self._timeline
@@ -110,19 +110,19 @@ def trace(
     step: TrainStep | CompiledFunction | None = None, *batch: Any, **kwargs: Any
 ) -> Trace | TraceRecording:
     """Run one call of ``step`` on ``batch`` and ``kwargs``, and return its measured timeline, of
-    every rank. Raises what the call raises.
+    every rank. Raises the errors of the call.
 
-    Without arguments: a `TraceRecording` of all that runs on the ranks of the launch, whatever
-    started it, for loops of several programs and meshes:
+    Without arguments: a `TraceRecording` of all runs on the ranks of the launch, from any program,
+    for loops of several programs and meshes:
 
         with dt.trace() as recording:
             ...
         recording.timeline().save("timeline.json")
 
-    A training step is taken: state moves on. The names of spans are those of `simulate`; the first,
-    "call", is what the controller's call takes beside the ranks' instructions. Times are of the
-    host's monotonic clock, so of ranks on several hosts they are offset to one another. In
-    one process all ranks share a thread: there each waits while others compute.
+    A training step is taken: state changes. The names of spans are those of `simulate`; the first,
+    "call", is the time of the controller's call besides the ranks' instructions. Times are of the
+    host's monotonic clock, so of ranks on several hosts they are offset to one another. In one
+    process all ranks share a thread: there each waits while others compute.
     """
     if step is None and not batch and not kwargs:
         return TraceRecording()
@@ -135,7 +135,7 @@ def trace(
     with session.noting("timed"):
         made = step(*batch, **kwargs)
     if isinstance(made, Loss):
-        made.tensor()  # raises what it failed of, so that the next step does not
+        made.tensor()  # raises its failure, so that the next step does not
     noted, session.noted = session.noted, None
     assert noted is not None
     outputs = noted.future.get()
@@ -145,7 +145,7 @@ def trace(
 def _check_step(verb: str, step: object) -> None:
     if not isinstance(step, TrainStep | CompiledFunction):
         raise PlanningError(
-            f"{verb} takes what dt.train_step or dt.compile returns, not "
+            f"{verb} takes a result of dt.train_step or dt.compile, not "
             f"{type(step).__name__}.\nfix: dt.{verb}(step, *batch)"
         )
 
@@ -160,22 +160,22 @@ def calibrate(
     ranks_per_actor: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Topology:
-    """Measure what the ranks of ``mesh`` do in a second; about a second itself.
+    """Measure the FLOP and bytes per second of the ranks of ``mesh``; it takes about a second.
 
     Inside a `launch` its cluster is measured, and ``mesh`` is one of its own, by default the first.
     Outside, ``backend``, ``device``, ``address``, ``deadline_s`` and ``ranks_per_actor`` are those
     of `launch`, by default in this process; with no mesh, one rank.
 
     Args:
-        dtype: of the tensors that are multiplied, gone through and sent.
+        dtype: of the tensors that are multiplied, read and sent.
 
     Returns a `Topology` with a latency and a bandwidth for each axis of more than one rank; its
-    repr can be pasted into a file. ``memory_bytes`` is not measured. Raises daft's errors, as a run
-    does, where a rank fails or makes no progress for ``deadline_s``.
+    repr can be pasted into a file. ``memory_bytes`` is not measured. Raises daft's errors, like a
+    run, if a rank fails or makes no progress for ``deadline_s``.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise PlanningError(
-            f"calibrate(dtype={dtype}): matrices of {dtype} are not what a model multiplies.\n"
+            f"calibrate(dtype={dtype}): models do not multiply matrices of {dtype}.\n"
             f"fix: dt.calibrate(dtype=torch.bfloat16), or torch.float32"
         )
     if mesh is not None and not isinstance(mesh, Mesh):
@@ -200,7 +200,7 @@ def calibrate(
     stated = [f"{name}={value!r}" for name, value in given.items() if value is not None]
     if stated:
         raise PlanningError(
-            f"calibrate({', '.join(stated)}) inside a launch: what is measured is the launch's "
+            f"calibrate({', '.join(stated)}) inside a launch: it measures the launch's "
             f"cluster.\nfix: dt.calibrate(), or call it outside the launch"
         )
     session = session_for(mesh or running.mesh)

@@ -1,19 +1,19 @@
-"""Which parameters and buffers a module has now: each is told by its object, not by its name.
+"""The labels of a module's parameters and buffers: each belongs to an object, not to its name.
 
     labels = Labels(net)
     seen = labels.see()
     seen.labels["down.weight"]            # "down.weight": an object's first name, which it keeps
     net.down = nn.Linear(64, 16)
-    seen.stands()                         # False: other objects stand in the module, or elsewhere
-    labels.see().labels["down.weight"]    # "down.weight#2": no label is given twice
+    seen.stands()                         # False: the module has other objects, or other names
+    labels.see().labels["down.weight"]    # "down.weight#2": no label is used twice
 
-What belongs to a parameter goes by its label: its shards on the ranks, its placement, its
-optimizer's state. Its name is where the module has it now: programs, plans and files use that. So a
-parameter that is moved takes all of it along, another in its place begins with nothing, and one
-that is gone has all of it if it returns.
+The facts of a parameter are stored by its label: its shards on the ranks, its placement, its
+optimizer's state. Its name is its present place in the module: programs, plans and files use that.
+So a parameter that moves in the module keeps them, another in its place begins with none, and a
+removed one has them again if it returns.
 
-Not here: what a module's change means for placements and stages (parallel.py), and for values that
-are on ranks (home.py).
+Not here: the effect of a module's change on placements and stages (parallel.py), and on values on
+ranks (home.py).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dtensor.frontend.graph import named_tensors
 
 _MOST_SEEN = 64
-"""How many different sights have their numbers known: a module may go back and forth."""
+"""Number of different `SeenModule`s whose numbers are kept: a module may change back and forth."""
 
 _held = attrgetter("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenModule:
-    """What stands in a module. ``labels``: by each name; ``names``: by label, the first name;
+    """The contents of a module. ``labels``: by each name; ``names``: by label, the first name;
     ``tensors``: by label; ``number``: the same for the same objects under the same names."""
 
     labels: Mapping[str, str]
@@ -47,35 +47,35 @@ class SeenModule:
     held: _Held = field(repr=False)
 
     def stands(self) -> bool:
-        """Whether the module is as it was seen."""
+        """Whether the module is unchanged."""
         return self.held.stands()
 
     def name(self, label: str) -> str:
-        """Where the module has it, or had it first."""
+        """Its name in the module, or its first name."""
         return self.names.get(label, label)
 
 
 class Labels:
-    """The labels of a module's tensors, of all that ever stood in it."""
+    """The labels of a module's tensors, of all that were ever in it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._labels: Any = WeakIdKeyDictionary()  # tensor -> label
-        self._given: dict[str, int] = {}  # name -> how many labels were made of it
+        self._given: dict[str, int] = {}  # name -> number of labels made from it
         self._numbers: dict[tuple[tuple[str, str], ...], int] = {}
         self._last = 0
 
     def of(self, tensor: Tensor) -> str | None:
-        """That of a tensor that stands in the module, or did."""
+        """The label of a tensor that is in the module, or was."""
         return self._labels.get(tensor)
 
     @property
     def known(self) -> frozenset[str]:
-        """Those of objects that are there still, in the module or not."""
+        """The labels of objects that still exist, in the module or not."""
         return frozenset(self._labels.values())
 
     def see(self) -> SeenModule:
-        """What stands in the module now; objects that are new are given labels."""
+        """The module's present contents; new objects get labels."""
         held = _Held(self.module)
         tensors = named_tensors(self.module)
         labels = {name: self._label(name, tensor) for name, tensor in tensors.items()}
@@ -109,7 +109,7 @@ class Labels:
 
 
 class _Held:
-    """What each module of one holds, compared at every step: by identity, in C."""
+    """The contents of each module of one, compared at every step: by identity, in C."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())

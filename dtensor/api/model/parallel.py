@@ -3,7 +3,7 @@
     model = parallelize(GPT(config), Mesh(tp=2), {"*.mlp.up.weight": dict(tp=Row()), ...})
     model.module                       # the original; its parameters keep their identity
 
-The wrapper holds no tensors of its own. Where a program runs, the cluster holds shards, made of the
+The wrapper holds no tensors. Where a program runs, the cluster holds shards, made from the
 controller's values at first use. Reading the module's tensors fetches them (home.py).
 
 ``zero=`` is checked here:
@@ -11,8 +11,8 @@ controller's values at first use. Reading the module's tensors fetches them (hom
     zero_of({"dp": 3}, mesh, None)                  # ("dp", 3)
     zero_of({"dp": 3}, Mesh(dp=1), None)            # None: one rank has nothing to split over
 
-Not here: what it means (sharding/plan/passes), placements (model/stating/placing.py), stages
-(model/stating/stages.py), ``recompute=`` (model/stating/recomputed.py).
+Not here: the meaning of ``zero=`` (sharding/plan/passes), placements (model/stating/placing.py),
+stages (model/stating/stages.py), ``recompute=`` (model/stating/recomputed.py).
 """
 
 from __future__ import annotations
@@ -40,27 +40,25 @@ from dtensor.sharding.spec.placements import REPLICATE, Placement
 
 
 class ParallelModule(AsModule):
-    """What `parallelize` returns: a module, the mesh it lives on, and what was stated of its
-    parameters. It goes into `train_step`, and is an argument of compiled functions.
+    """The result of `parallelize`: a module, its mesh, and the stated placements of its parameters.
+    It goes into `train_step`, and is an argument of compiled functions.
 
-    ``module`` is the one that was given, unchanged, with the same parameters; ``mesh`` is its mesh,
+    ``module`` is the user's module, unchanged, with the same parameters; ``mesh`` is its mesh,
     ``placements`` has an entry for each parameter and buffer, ``zero`` is the axis over which state
     is stored split, and the level, or None. Other attributes are the module's, read and set:
     ``model.scale = 2.0`` sets ``model.module.scale``.
     """
 
-    # Of the others, ``stage_plan``: which stage holds which;
-    # ``seen``: what stood in the module at the last look, and ``labels`` what its tensors are
-    # told by, also those that stand in it no more;
-    # ``settled``: by label, what programs that ran chose for parameters that nothing was stated of,
-    # and ``settlement`` how often that grew;
-    # ``loads``: how often `load_state_dict` gave values to what is on the meta device;
-    # ``source``: of a replica (replica.py), whose values it takes, ``version``: how often it has;
-    # ``switches``: how often a switch placed it anew (mesh_history.py);
-    # ``steps``: the number of the next training step, which random numbers depend on;
-    # ``initial``: what the parameters on the meta device start from;
-    # ``misaligned``: what becomes of pins that do not line up with a program;
-    # ``recompute``: globs over names of modules whose forward runs again in the backward.
+    # Of the others, ``stage_plan``: the parameters of each stage; ``seen``: the module's contents
+    # at the last look, and ``labels`` the labels of its tensors, also of those that have left it;
+    # ``settled``: by label, the placements that programs chose for unstated parameters, and
+    # ``settlement`` how often that grew; ``loads``: how often `load_state_dict` gave values to
+    # tensors on the meta device; ``source``: the policy of a replica (replica.py), ``version``: how
+    # often the replica took its values; ``switches``: how often a switch placed the model anew
+    # (mesh_history.py); ``steps``: the number of the next training step, on which random numbers
+    # depend; ``initial``: the initial values of parameters on the meta device; ``misaligned``: the
+    # treatment of pins that do not line up with a program; ``recompute``: globs over names of
+    # modules whose forward runs again in the backward.
 
     def __init__(
         self,
@@ -96,16 +94,16 @@ class ParallelModule(AsModule):
 
     @property
     def stages(self) -> dict[str, list[list[str]] | Auto]:
-        """The axis and the patterns of each stage, as `parallelize` takes them: {} without stages,
-        those that "auto" chose once a program has run; `plan.stages` says what a plan chooses."""
+        """The axis and the patterns of each stage, as `parallelize` takes them: {} without stages;
+        with "auto", the chosen ones once a program has run. `plan.stages` has those of a plan."""
         return self.stage_plan.stated()
 
     def look(self) -> None:
-        """Take note of what stands in the module now. What was stated of a parameter follows the
-        object; one that is new is placed by its name.
+        """Take note of the module's present contents. A stated placement follows its parameter; a
+        new parameter is placed by its name.
 
-        PlanningError for a new one that is in no stage, or cannot have what is stated of it; then
-        nothing was noted.
+        PlanningError for a new one that is in no stage, or does not fit the placement stated for
+        it; then nothing was noted.
         """
         if self.seen.stands():
             return
@@ -131,8 +129,8 @@ class ParallelModule(AsModule):
         self.settled = {n: own for n, own in self.settled.items() if n in self.labels.known}
 
     def claim_homes(self, ranks: tuple[int, ...]) -> None:
-        """The rank of each stage, as the schedule of a training step has it, for all programs of
-        the model. Raises where one that ran has put values elsewhere."""
+        """Fix the rank of each stage, by the schedule of a training step, for all programs of the
+        model. Raises if a program that ran has put values on other ranks."""
         before = self.homes
         if ranks == before:
             return
@@ -150,8 +148,8 @@ class ParallelModule(AsModule):
         stage_ranks: tuple[int, ...],
         stages: StagePlan,
     ) -> None:
-        """What the first program that runs chose holds for all later ones: its stages, and the
-        placements of parameters, by label, that nothing was stated of."""
+        """Fix the choices of the first program that runs for all later ones: its stages, and the
+        placements of unstated parameters, by label."""
         if self.stage_plan.waiting:
             self.stage_plan = stages
         self.stage_plan = replace(self.stage_plan, ranks=stage_ranks)
@@ -166,7 +164,7 @@ class ParallelModule(AsModule):
         stage_ranks: tuple[int, ...],
         stages: StagePlan,
     ) -> bool:
-        """Whether a plan has all as programs that ran have settled it."""
+        """Whether a plan agrees with the settled choices."""
         if not self.settled:
             return True
         same_stages = self.stage_plan.patterns == stages.patterns
@@ -177,21 +175,21 @@ class ParallelModule(AsModule):
 
     @property
     def homes(self) -> tuple[int, ...]:
-        """By stage, its rank of the stages' axis."""
+        """By stage, its rank on the stages' axis."""
         stages = self.stage_plan
         num = self.mesh.axis_size(stages.axis) if stages.axis else 1
         return stages.ranks or dealt(stages.num_stages, num)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The module's own, for an optimizer."""
+        """The module's parameters, for an optimizer."""
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's own, with their names."""
+        """The module's parameters, with their names."""
         return self.module.named_parameters()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The module's, as torch has it: current, also inside a launch."""
+        """The module's state dict, as in torch: current, also inside a launch."""
         if self.source is not None:
             raise RuntimeError(
                 f"the values of a replica are on {self.mesh} alone, its module has none.\n"
@@ -206,7 +204,7 @@ class ParallelModule(AsModule):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # as it is read, so that the next step computes with what was set
+        # like reads, so that the next step uses the new value
         own = self.__dict__
         if name in own or "module" not in own or hasattr(type(self), name):
             super().__setattr__(name, value)
@@ -228,8 +226,8 @@ class ParallelModule(AsModule):
 
 @dataclass(frozen=True, slots=True)
 class _StatedOf:
-    """What was stated of parameters and buffers, and the stages that hold them, by label: of those
-    too that are gone."""
+    """The stated placements of parameters and buffers, and their stages, by label; also of those
+    that have left the module."""
 
     placed: Mapping[str, ParameterPlacement]
     held: Mapping[str, tuple[int, ...]]
@@ -241,7 +239,7 @@ class _StatedOf:
         return _StatedOf({**self.placed, **placed}, {**self.held, **here})
 
     def of(self, known: Set[str]) -> _StatedOf:
-        """Without those that nobody has any more."""
+        """Without labels that are no longer known."""
         placed = {label: own for label, own in self.placed.items() if label in known}
         return _StatedOf(placed, {label: own for label, own in self.held.items() if label in known})
 
@@ -266,22 +264,23 @@ def parallelize(
 
     Args:
         placements: glob -> axis -> placement. ``*`` crosses dots, ``{0..11}`` and ``{a,b}`` are
-            alternatives; the first match wins. What no glob matches, the planner places. With
+            alternatives; the first match wins. The planner places the others. With
             ColumnParallel or RowParallel the glob is over names of modules.
         stages: one axis and its list of stages, each a list of globs: pipeline stages. Or "auto"
             for the axis (without an axis: pp): the plan chooses one stage for each rank, or as
-            many as `Auto` states, so that the slowest is fast. ``plan.stages`` has them;
-            what the first program that runs has chosen holds, and ``model.stages`` has it then.
-        init: for a module on the meta device, whose parameters each rank then makes for itself:
-            "reset" (each part's own reset_parameters), a function of the model that is called
-            after those, or a function without arguments that builds the model once more.
+            many as `Auto` states, so that the slowest is fast. ``plan.stages`` has them; the choice
+            of the first program that runs is final, and ``model.stages`` has it then.
+        init: for a module on the meta device: how each rank makes its own parameters:
+            "reset" (each part's own reset_parameters), a function of the model, called after those,
+            or a function without arguments that builds the model once more.
         zero: one axis and a level: over it are stored split at 1 the optimizer's state, at 2 the
             gradients too, at 3 the parameters too, which are gathered before use and then freed.
         recompute: globs over names of modules whose activations are not kept for the backward but
             computed again; `train_step` takes it too.
-        misaligned: what becomes of a placement that does not line up with what a program does to
-            the dim (352 rows over 4 ranks, used as 22 heads of 16): "error" refuses it, with one
-            that does; "gather" stores the parameter, its gradient and the optimizer's state so,
+        misaligned: the treatment of a placement that does not line up with a program's use of the
+            dim (352 rows over 4 ranks, used as 22 heads of 16): "error" refuses it, and names one
+            that does; "gather" stores the parameter, its gradient and the optimizer's state with
+            it,
             gathers it before use, and computes as if it were Replicate().
 
     Raises:
@@ -291,7 +290,7 @@ def parallelize(
     if isinstance(module, ParallelModule):
         raise PlanningError("the module is parallelized already; pass the original, model.module")
     fix = "dt.parallelize(GPT(config), mesh, {...})"
-    check_kind("what parallelize takes", module, nn.Module, "an nn.Module", fix)
+    check_kind("the first argument of parallelize", module, nn.Module, "an nn.Module", fix)
     check_mesh(mesh)
     plan = stage_of(module, mesh, stages)
     placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
@@ -313,7 +312,7 @@ def check_parallel(verb: str, model: object) -> None:
 
 
 def not_the_models(parameter: torch.Tensor) -> PlanningError:
-    """For what an optimizer holds, and never stood in the module."""
+    """The error for an optimizer's parameter that was never in the module."""
     return PlanningError(
         f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not one of the "
         f"model's; fix: build it over model.parameters()"
@@ -337,7 +336,7 @@ def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
 def zero_of(
     zero: Mapping[str, int] | None, mesh: Mesh, stage_axis: str | None
 ) -> tuple[str, int] | None:
-    """The axis and the level. PlanningError for what is neither."""
+    """The axis and the level. PlanningError for an invalid value."""
     if zero is not None and not isinstance(zero, Mapping):
         raise PlanningError(f'zero={zero!r} is not a mapping; fix: zero={{"dp": 3}}')
     if not zero:

@@ -1,4 +1,4 @@
-"""`replica`, `sync_plan`, `sync`: a model's values on a second mesh, brought there when asked.
+"""`replica`, `sync_plan`, `sync`: a model's values on a second mesh, sent there by a call.
 
     train, play = dt.Mesh(dp=2, name="train"), dt.Mesh(tp=2, name="play")
     policy = dt.parallelize(net, train, {}, zero={"dp": 3})
@@ -9,19 +9,20 @@
         dt.sync(policy, actor)                   # 1: the actor has the values after that step
         logits = dt.compile(lambda model, x: model(x), play)(actor, x)
 
-A replica is a `ParallelModule` over the same definition with no values: its module is a copy of
-the policy's whose parameters and buffers are on the meta device, tied where those are, with a mode
-of its own (``actor.eval()``). Its values live on the ranks of its mesh and come by `sync` alone.
+A replica is a `ParallelModule` over the same definition without values: its module is a copy of the
+policy's with parameters and buffers on the meta device, tied like the policy's, and with its own
+mode (``actor.eval()``). Its values are on the ranks of its mesh, and only `sync` changes them.
 
-A sync is one verified program (runtime/transfer/between_meshes.py) from the shards that the
-policy's ranks keep, whatever their stages, placements or ZeRO, to those that the actor's ranks are
-to keep. It is submitted like a step, and has its place in their order: it takes the values after
-all steps that were called before it, what is called after it sees them, and no program ever sees
-some of before and some of after. Nothing passes the controller but the call.
+A sync is one verified program (runtime/transfer/between_meshes.py) from the shards on the policy's
+ranks, under any stages, placements or ZeRO, to the shards of the actor's ranks. It is submitted
+like a step, and has its place in their order: it sends the values after all steps called before it,
+later calls see them, and no program ever sees a mix of old and new. Only the call passes the
+controller.
 
-How each side keeps a value, before a program has said: default_home.py.
+The default home of a value on each side, before any program: default_home.py.
 
-Not here: generating with a replica, several of which may be of one policy; a replica of a replica.
+Not here: generation with a replica, several of which may belong to one policy; a replica of a
+replica.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from dtensor.sharding.spec.stored import StoredTensor
 _Stored = Mapping[str, StoredTensor]
 
 MOST_UNREAD = 2
-"""Syncs of an actor that may be under way; the next waits for the oldest."""
+"""Most syncs of an actor in flight; the next waits for the oldest."""
 
 
 def replica(
@@ -63,19 +64,19 @@ def replica(
     *,
     stages: Stages | None = None,
 ) -> ParallelModule:
-    """The policy's module on another mesh, without values until `sync` brings them.
+    """The policy's module on another mesh, without values until the first `sync`.
 
     Args:
-        placements, stages: as of `parallelize`, for ``mesh``; stages are stated, not "auto".
+        placements, stages: as for `parallelize`, for ``mesh``; stages are stated, not "auto".
 
-    It goes where a parallelized module goes, but into `train_step` as what is trained. Raises
+    It can be used like a parallelized module, except as the trained model of `train_step`. Raises
     PlanningError as `parallelize` does, for a replica of a replica, and for the policy's own mesh.
     """
     check_parallel("replica", policy)
     check_mesh(mesh)
     if policy.source is not None:
         raise PlanningError(
-            "what is to be replicated is a replica itself, and has no values of its own.\n"
+            "the first argument is a replica itself, and has no values of its own.\n"
             "fix: dt.replica(policy, mesh, placements), with the module that is trained"
         )
     if mesh == policy.mesh:
@@ -89,7 +90,7 @@ def replica(
     if actor.stage_plan.waiting:
         raise PlanningError(
             f"stages={stages!r}: a program chooses them when it first runs, and a replica's values "
-            f"have to be somewhere before.\n"
+            f"need a home before.\n"
             f"fix: state them; the plan of a function of dt.parallelize(module, mesh, "
             f"stages={stages!r}) shows what it would choose"
         )
@@ -105,13 +106,13 @@ def sync_plan(
     ranks: Mapping[Mesh, Sequence[int]] | None = None,
     topology: Topology | None = None,
 ) -> SyncPlan:
-    """What `sync` would send: each value's pieces, the bytes of each pair of ranks, the messages,
-    and the price. Nothing is launched.
+    """The transfers of a `sync`: each value's pieces, the bytes of each pair of ranks, the
+    messages, and the price. It launches nothing.
 
     Args:
-        policy, actor: as of `sync`, whose PlanningError it raises.
+        policy, actor: as for `sync`, whose PlanningError it raises.
         ranks: outside a launch, those of the meshes, as in ``dt.launch(train, play, ranks=ranks)``.
-        topology: what the price is of.
+        topology: the hardware of the price.
     """
     _check_pair(policy, actor)
     check_topology(topology)
@@ -144,14 +145,15 @@ def _plan_of(
 
 
 def sync(policy: ParallelModule, actor: ParallelModule) -> int:
-    """Give the actor the policy's values; the actor's version afterwards, 1 for the first sync.
+    """Send the policy's values to the actor; returns the actor's version afterwards, 1 for the
+    first.
 
-    It is submitted and not waited for. The policy's values are those after the steps called before;
-    what was written into the module since is sent, as before a step. A sync that fails leaves the
-    actor's values as they were, and raises here or, where it was not over then, at the next one.
+    It is submitted and not waited for. The values are those after all steps called before; writes
+    into the module since then are sent too, as before a step. A sync that fails leaves the actor's
+    values unchanged, and raises here or, if it fails later, at the next one.
 
-    Raises PlanningError outside a launch of both meshes, for what is no replica of the policy, and
-    where the two modules no longer have the same parameters and buffers.
+    Raises PlanningError outside a launch of both meshes, for an actor that is no replica of the
+    policy, and if the two modules no longer have the same parameters and buffers.
     """
     _check_pair(policy, actor)
     if launched() is None:
@@ -170,12 +172,12 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
                 link.run()
                 actor.version += 1
                 return actor.version
-        link.read(oldest)  # without the lock: others go on meanwhile
+        link.read(oldest)  # without the lock: other calls continue meanwhile
 
 
 class _Pair:
-    """A policy and an actor in a launch: the plan between them, made anew where one of them is
-    stored otherwise than it was made for."""
+    """A policy and an actor in a launch: the plan between them, made anew when the homes of one of
+    them have changed."""
 
     def __init__(
         self, here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
@@ -199,7 +201,7 @@ class _Pair:
         return there.loaded[key]
 
     def oldest(self) -> Moving | None:
-        """What has to be read before another one runs."""
+        """The move that must be read before another one runs."""
         has = self.unread and (self.unread[0].run.done() or len(self.unread) >= MOST_UNREAD)
         return self.unread[0] if has else None
 
@@ -218,7 +220,7 @@ class _Pair:
             self.plan,
             {name: (target.owner, labels[name]) for name in self.plan.transfers},
             key=("sync", id(self.policy), id(self.actor)),
-            note="it was a sync, which changed nothing: the actor has what it had.",
+            note="it was a sync, which changed nothing: the actor is unchanged.",
             undone=self._let_go,
         )
         if self.there.at_once:
@@ -230,7 +232,8 @@ class _Pair:
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
     def _let_go(self) -> None:
-        """What the ranks of the actor do not have after all, nobody has."""
+        """Forget values that the actor's ranks lack after a failed sync: no other place has
+        them."""
         holders = self.actor.initial.holders
         for label in [n for n in self.actor.seen.tensors if n not in self.target.stored]:
             if holders.get(label) is self.target:
@@ -269,7 +272,7 @@ def _planned(
 
 
 def _by_name(model: ParallelModule, stored: _Stored) -> _Stored:
-    """What two modules have alike is their names."""
+    """Values by name, which the two modules share."""
     return {model.seen.names[label]: own for label, own in stored.items()}
 
 
@@ -288,13 +291,13 @@ def _definition(module: nn.Module) -> nn.Module:
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
         raise PlanningError(
-            f"{type(module).__name__} cannot be copied, and a replica has a module of its own: "
+            f"{type(module).__name__} cannot be copied, and a replica needs a copy: "
             f"{error}.\n"
-            f"fix: keep what copy.deepcopy refuses out of it: locks, files, computed tensors"
+            f"fix: remove attributes that copy.deepcopy refuses: locks, files, computed tensors"
         ) from error
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------
 
 
 def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
@@ -322,7 +325,7 @@ def _check_pair(policy: ParallelModule, actor: ParallelModule) -> None:
 
 
 def _check_same(here: _Stored, there: _Stored) -> None:
-    """That both modules still have the same parameters and buffers."""
+    """PlanningError unless both modules still have the same parameters and buffers."""
     for mine, other, whose in ((here, there, "policy"), (there, here, "actor")):
         missing = sorted(mine.keys() - other.keys())
         if missing:

@@ -1,4 +1,4 @@
-"""`run.switch`: between two steps, a model goes on under another mesh and other placements.
+"""`run.switch`: between two steps, a model moves to another mesh and other placements.
 
     with dt.launch(dt.Mesh(dp=4)) as run:
         step(x, y)
@@ -6,24 +6,24 @@
         run.switch(model, opt, dt.Mesh(dp=2), {})               # f32[64@dp,16]: [16,16] to [32,16]
         step(x, y)                                              # the same step, on two ranks
 
-The parameters, the buffers and the optimizer's state that are on ranks go to where the other mesh
-keeps them, from rank to rank, as one verified program (runtime/transfer/between_meshes.py): what a
-rank is to have and has, stays there. The model, the optimizer, the steps and the compiled functions
-are the same objects; steps and calls keep their numbers, and so their random numbers.
+The parameters, the buffers and the optimizer's state on ranks move to their homes on the other
+mesh, from rank to rank, as one verified program (runtime/transfer/between_meshes.py): a piece that
+its rank already has stays there. The model, the optimizer, the steps and the compiled functions are
+the same objects; steps and calls keep their numbers, and so their random numbers.
 
-What is kept where afterwards is what the step that ran last is planned to keep there: it is planned
-anew first, with the graph that it has, so what cannot be planned is an error before anything moves.
-A value that no such step uses is kept as stated, as before any program (default_home.py).
+The new homes are those of the last step's plan on the other mesh. That step is planned anew first,
+with its present graph, so a planning error is raised before anything moves. A value that no such
+step uses gets its stated home, as before any program (default_home.py).
 
-The other mesh gets ranks of the launch: those that it has there, if it is one of its meshes; else
-those of the mesh that is left, in order, then free ones, then new ones, by which the launch grows.
-Ranks that a switch leaves keep nothing of the model, and are free.
+The other mesh gets ranks of the launch: its own, if it is one of the launch's meshes; else those of
+the old mesh, in order, then free ones, then new ones, by which the launch grows. Ranks that a
+switch leaves keep no values of the model, and are free.
 
-Invariants: what is under way ends first; all ranks agree that all have all before the new values
-count, so a switch that fails leaves everything as it was. The values are the same bits.
+Invariants: calls in flight end first; all ranks agree that all have all before the new values are
+valid, so a switch that fails changes nothing. The values are the same bits.
 
-Not here: values that were never put on ranks, which go there as ever, when a program needs them;
-DTensors, which stay on their mesh; generators, which are made anew.
+Not here: values that were never put on ranks, which go there when a program first needs them;
+DTensors, which stay on their mesh; generators, which must be made anew.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """``given``: what `parallelize` takes besides."""
+    """``given``: the other arguments, those of `parallelize`."""
 
     placements: Mapping[str, StatedRoles]
     given: Mapping[str, Any]
@@ -83,7 +83,7 @@ class Wanted:
 def switch_of(
     launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: Wanted
 ) -> _Switch:
-    """What is to be done. PlanningError where it cannot be."""
+    """The switch. PlanningError if it is impossible."""
     _check_running(launch)
     check_parallel("switch", model)
     check_mesh(mesh)
@@ -119,7 +119,7 @@ def switch_of(
 
 @dataclass(frozen=True, slots=True)
 class _PlannedStep:
-    """A step that goes on, its plan with ``other`` in the model's place, and its options then."""
+    """A step of the model, its plan with ``other`` in the model's place, and its options then."""
 
     step: TrainStep
     other: ParallelModule
@@ -148,14 +148,14 @@ class _PlannedStep:
             planned = plan_call(call, other.mesh, "loss", stated, last.plan.name)
         except PlanningError as error:
             error.add_note(
-                f"the step of {last.plan.name}, which goes on, cannot be planned so; inputs= and "
-                f"schedule= of run.switch replace what it states."
+                f"the step of {last.plan.name} cannot be planned on the new mesh; inputs= and "
+                f"schedule= of run.switch replace its own."
             )
             raise
         return _PlannedStep(step, other, planned, options)
 
     def homes(self, prefix: str, numbers: Sequence[int]) -> dict[str, StoredTensor]:
-        """By label, where it has the parameters and buffers of the module."""
+        """By label, the homes of the module's parameters and buffers in the plan."""
         plan = self.planned.plan
         items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
         read = next(r for part, r in self.planned.models.by_part(items) if part is self.other)
@@ -171,7 +171,7 @@ class _PlannedStep:
         return updated_by(numbers, self.planned.plan, groups, keys, optimizer, labels, rule)
 
     def settle(self) -> None:
-        """``other`` is as the plan has chosen, as by a program that ran."""
+        """Settle the plan's choices in ``other``, as a run does."""
         planned = self.planned
         stages = planned.stages if len(planned.models.parts) == 1 else self.other.stage_plan
         for part, chosen in planned.models.by_part(chosen_by(planned.plan)):
@@ -179,7 +179,7 @@ class _PlannedStep:
                 part.settle(chosen, planned.plan.stage_ranks, stages)
 
     def go_on(self) -> None:
-        """The step is of the model as it is placed now."""
+        """Use the step with the model's new placement."""
         step, other, before = self.step, self.other, self.step.last
         assert before is not None
         parts = {p: step.model if m is other else m for p, m in self.planned.models.parts.items()}
@@ -193,15 +193,15 @@ class _PlannedStep:
 
 
 def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) -> BoundCall:
-    """Such a call of ``other`` in the place of ``model``, with plain tensors."""
+    """The same call with ``other`` in the place of ``model``, and with plain tensors."""
     leaves = (other if leaf is model else shape_of_leaf(leaf) for leaf in call.leaves)
     return replace(call, leaves=tuple(leaves))
 
 
 @dataclass(frozen=True, slots=True)
 class _MovedState:
-    """An optimizer's state that is on ranks: by parameter and key how it is to be kept; ``left``:
-    what no step that goes on updates."""
+    """An optimizer's state on ranks: by parameter and key its new home; ``left``: the entries that
+    no planned step updates."""
 
     home: OptimizerHome
     now: Mapping[tuple[str, str], StoredTensor]
@@ -211,7 +211,7 @@ class _MovedState:
     def of(
         home: OptimizerHome, steps: Sequence[_PlannedStep], numbers: Sequence[int]
     ) -> _MovedState:
-        if not home.current:  # somebody has looked, and may have written: it is put anew
+        if not home.current:  # the user has read it, and may have written: it is put anew
             return _MovedState(home, {}, ())
         updated: dict[tuple[str, str], StoredTensor] = {}
         for one in steps:
@@ -226,7 +226,7 @@ class _MovedState:
 
 
 class _Switch:
-    """``other``: the same module, placed as it is to be; ``numbers``: of its mesh's ranks."""
+    """``other``: the same module with its new placement; ``numbers``: of its mesh's ranks."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class _Switch:
         self.now: dict[str, StoredTensor] = {}
         self.states: list[_MovedState] = []
         self.moves: dict[str, tuple[StoredTensor, StoredTensor]] = {}
-        """By what a plan calls it, each value that is on ranks, as it is stored and is to be."""
+        """By its name in the plan, each value on ranks, with its old and its new home."""
         self.into: dict[str, tuple[Owner[Any], Any]] = {}
         if resident is not None:
             stated = kept(other, numbers, None)
@@ -306,7 +306,7 @@ class _Switch:
         self.here.left.add(id(self.model))
 
     def _move(self, there: MeshSession) -> None:
-        """The values go to the ranks that are to have them, beside the old ones."""
+        """Move the values to their new ranks; the old ones stay until then."""
         moves = {called: self.into[called] for called, (a, b) in self.moves.items() if a != b}
         if moves:
             moving = self.launch.store.move(
@@ -318,10 +318,10 @@ class _Switch:
             try:
                 moving.check()
             finally:
-                self.launch.store.undo(moving)  # as by a signal; one that ended is known no more
+                self.launch.store.undo(moving)  # after a signal; no effect if it has ended
 
     def _forget(self, there: MeshSession) -> None:
-        """What of the model is where it no longer is to be: values, and programs over it."""
+        """Drop the model's values outside their new homes, and programs over them."""
         here, store = self.here, self.launch.store
         for program in programs_of(here).of_model(self.model):
             program.unload()
@@ -338,7 +338,8 @@ class _Switch:
 
 
 def _gathered(state: _MovedState) -> Entries:
-    """What is left of a state, with what no program has used: whole, for the next that does."""
+    """The state that no planned step updates, with the entries that no program has used: whole, for
+    the next step that uses it."""
     home = state.home
     if not home.current:
         return {}
@@ -350,23 +351,23 @@ def _gathered(state: _MovedState) -> Entries:
 
 
 def _settle_state(state: _MovedState, rest: Entries, there: MeshSession) -> None:
-    """The state is there now; the next step puts what it lacks."""
+    """The moved state is in place; the next step puts the missing entries."""
     home = state.home
     home.updated, home.placed, home.rest = frozenset(), None, rest
     there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
 
 
 def _check_here(resident: Resident, stated: Mapping[str, StoredTensor]) -> None:
-    """PlanningError for what has no memory here, and stands in the module no more."""
+    """PlanningError for a tensor without memory here that has left the module."""
     for label in resident.stored.keys() - stated.keys():
         raise PlanningError(
-            f"{label} is on the meta device and stands in the module no more, so no placement is "
-            f"stated of it, and its value on the ranks would be lost.\n"
+            f"{label} is on the meta device and has left the module, so no placement is "
+            f"stated for it, and its value on the ranks would be lost.\n"
             f"fix: put it back into the module before the switch, or gather it before it is removed"
         )
 
 
-# -- the steps that go on --------------------------------------------------------------------------
+# -- the planned steps --------------------------------------------------------------------------
 
 
 def _planned_steps(
@@ -376,7 +377,7 @@ def _planned_steps(
     optimizers: Sequence[torch.optim.Optimizer],
     how: Wanted,
 ) -> list[_PlannedStep]:
-    """Of each optimizer's last step; ``other`` is settled by them."""
+    """The last step of each optimizer; their plans settle ``other``."""
     found: list[_PlannedStep] = []
     for optimizer in optimizers:
         step = resident.trained_by.get(id(optimizer)) if resident is not None else None
@@ -387,7 +388,7 @@ def _planned_steps(
     for name, given in (("inputs", how.inputs), ("schedule", how.schedule)):
         if given is not None and not found:
             raise PlanningError(
-                f"{name}= is of the steps that go on, and none has run with this model and "
+                f"{name}= changes the model's later steps, and none has run with this model and "
                 f"optimizer.\n"
                 f"fix: leave it out, and dt.train_step(model, loss_fn, optimizer, {name}=...) "
                 f"afterwards"
@@ -415,7 +416,7 @@ def _optimizers(
         if not any(home.optimizer is one for one in listed):
             kind = type(home.optimizer).__name__
             raise PlanningError(
-                f"the ranks have the state of another optimizer of this model than is passed, "
+                f"the ranks have the state of another optimizer of this model than passed, "
                 f"{kind}, which would be left behind.\n"
                 f"fix: run.switch(model, opt, mesh, placements) with that {kind}, or a list of all"
             )
@@ -426,7 +427,7 @@ def _optimizers(
 
 
 def _is_left(session: MeshSession, model: ParallelModule) -> bool:
-    """Whether its ranks are free for the model: it was there, or whoever was there has left."""
+    """Whether its ranks are free for the model: it was there, or the models there have left."""
     return id(model) in session.left or (bool(session.left) and not session.residents)
 
 
@@ -437,7 +438,7 @@ def _ranks_of(
     mesh: Mesh,
     stated: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    """The numbers of the mesh's ranks; those that the launch does not have yet are new ones."""
+    """The numbers of the mesh's ranks; numbers beyond the launch's are new ranks."""
     size = launch.cluster.size
     check_kind("ranks", stated, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
     known = launch.sessions.get(mesh)
@@ -468,7 +469,7 @@ def _ranks_of(
 
 
 def _grow(launch: Launch, size: int) -> None:
-    """The cluster gets so many ranks; each mesh keeps those that it has."""
+    """Grow the cluster to ``size`` ranks; each mesh keeps its ranks."""
     whole = launch.cluster
     whole.grow(size)
     for mesh, session in launch.sessions.items():

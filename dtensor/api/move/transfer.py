@@ -113,7 +113,7 @@ def _target(
     x: DTensor, mesh: Mesh, ranks: Sequence[int] | None, placements: dict[str, Placement]
 ) -> tuple[MeshSession, TensorSpec]:
     """The session and the spec that the value gets."""
-    check_kind("what is transferred", x, DTensor, "a DTensor", "dt.distribute(x, mesh)")
+    check_kind("the first argument of transfer", x, DTensor, "a DTensor", "dt.distribute(x, mesh)")
     check_kind("ranks", ranks, list | tuple | range | None, "a list of ranks", "ranks=(0, 1)")
     x.session.check()
     check_placements(mesh, placements)

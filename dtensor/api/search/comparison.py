@@ -1,4 +1,4 @@
-"""`compare`: what a training step costs under several strategies, before a cluster is rented.
+"""`compare`: the cost of a training step under several strategies, before a cluster is rented.
 
     found = compare(model, loss_fn, {
         "tp4": (Mesh(tp=4), MEGATRON),
@@ -9,17 +9,17 @@
 
 The program is captured once and planned once for each strategy; nothing is launched or computed,
 the model may be on the meta device and stays as it is. A strategy without a plan keeps its row,
-which says why. Numbers are of one rank: where stages differ, of the one that has most of them.
+with the reason. Numbers are for one rank: if stages differ, for the one with the most.
 
-The table shows what decides first, then bytes by axis and phase, then memory:
+The table shows the decisive figures first, then bytes by axis and phase, then memory:
 
     strategy    mesh         step        bubble   collectives   sent       memory
     tp4         mesh(tp=4)   1.21 ms *   0%       24            48.0 MiB   1.2 GiB *
     dp4         no plan: result 0 is neither a sum nor a mean over the rows of the batch.
 
 ``*`` marks the least of a column; in the first block the least of the strategies that fit, if any
-does. ``!`` marks memory above what a rank's device has. A column in which all are alike has no
-mark. Bytes are binary (MiB). Not here: how a price is made (sharding/plan/cost).
+does. ``!`` marks memory above that of a rank's device. A column of equal values has no mark. Bytes
+are binary (MiB). Not here: prices (sharding/plan/cost).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One strategy and its plan, or the PlanningError that it has none for."""
+    """One strategy and its plan, or the PlanningError for which it has none."""
 
     name: str
     mesh: Mesh
@@ -68,35 +68,35 @@ class Compared:
 
     @property
     def error(self) -> PlanningError | None:
-        """Why it has no plan; None where it has one."""
+        """The reason why it has no plan; None if it has one."""
         return self.found if isinstance(self.found, PlanningError) else None
 
     @property
     def plan(self) -> Plan:
-        """Raises the strategy's PlanningError where it has no plan."""
+        """The plan. Raises the strategy's PlanningError if it has none."""
         if isinstance(self.found, PlanningError):
             raise self.found
         return self.found
 
     @property
     def bytes(self) -> dict[tuple[str, str], int]:
-        """(axis, phase) to the bytes that a rank sends in a step; of the stage that sends most."""
+        """(axis, phase) to the bytes that a rank sends in a step, for the stage that sends most."""
         sent = self.plan.totals.most_sent(lambda key: (key[0], str(key[1])))
         return {key: most.bytes_sent for key, most in sent.items()}
 
     @property
     def bytes_sent(self) -> int:
-        """By the rank that sends most in a step, over all axes and phases."""
+        """Bytes of the rank that sends most in a step, over all axes and phases."""
         return self.plan.totals.bytes_sent
 
     @property
     def num_collectives(self) -> int:
-        """That a rank starts in a step, transfers included."""
+        """Collectives that a rank starts in a step, transfers included."""
         return self.plan.totals.num_collectives
 
     @property
     def memory(self) -> Memory:
-        """Of the fullest rank: the stages that it hosts, added up."""
+        """The memory of the fullest rank: the sum of its stages."""
         return self.plan.totals.memory
 
     @property
@@ -106,18 +106,18 @@ class Compared:
 
     @property
     def seconds(self) -> float:
-        """Predicted, of one step."""
+        """Predicted seconds of one step."""
         return self.plan.cost.seconds
 
     @property
     def bubble(self) -> float:
-        """Of a pipeline, the fraction of its ranks' time in which they wait for other stages."""
+        """The fraction of the time of a pipeline's ranks spent waiting for other stages."""
         return self.plan.cost.bubble
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
-    """What `compare` returns; its str is the table. ``comparison["tp4"]`` is a row."""
+    """The result of `compare`; its str is the table. ``comparison["tp4"]`` is a row."""
 
     name: str
     optimizer: str
@@ -155,18 +155,19 @@ def compare(
     optimizer: MakeOptimizer | torch.optim.Optimizer = torch.optim.AdamW,
     **kwargs: Any,
 ) -> Comparison:
-    """What a step of ``loss_fn(model, *batch, **kwargs)`` costs under each of ``strategies``.
+    """The cost of a step of ``loss_fn(model, *batch, **kwargs)`` under each of ``strategies``.
 
     Args:
         strategies: name to (mesh, placements), to (mesh, placements, options), or to a dict of
             these; options are keywords of `parallelize` and `train_step` (``stages``, ``zero``,
             ``inputs``, ``schedule``, ``topology``, ...).
         batch: tensors (meta too), `spec`s, or a torch.Size for float32 of it; shapes are global.
-        topology: what is priced with, and the memory of a rank; a strategy may state its own.
+        topology: the hardware of the prices, and the memory of a rank; a strategy may state its
+            own.
         optimizer: a class, or a function of the parameters, or an optimizer over them.
 
-    Raises PlanningError for a program that cannot be captured, and for a strategy that is not one.
-    One that is but has no plan is a row with its error.
+    Raises PlanningError for a program that cannot be captured, and for an invalid strategy. A valid
+    one without a plan is a row with its error.
     """
     fix = "dt.compare(GPT(config), loss_fn, {...}, *batch)"
     check_model("compare", model, fix)
@@ -190,7 +191,7 @@ def compare_captured(
     topology: Topology | None,
     optimizer: torch.optim.Optimizer,
 ) -> Comparison:
-    """`compare` of a step that is captured."""
+    """`compare` for a captured step."""
     stated = [_stated(name, strategy) for name, strategy in strategies.items()]
     step = CapturedStep(
         model=model, loss_fn=loss_fn, optimizer=optimizer, graph=graph, args=batch, kwargs={}
@@ -209,16 +210,16 @@ def _compared(
 
 
 def check_model(who: str, model: object, fix: str) -> None:
-    """PlanningError for what is no module, or is placed already."""
+    """PlanningError unless it is a module that is not placed yet."""
     if isinstance(model, ParallelModule):
         raise PlanningError(
             f"{who} places the model anew for each strategy, and this one is parallelized.\n"
             "fix: pass the original, model.module"
         )
-    check_kind(f"what {who} takes", model, nn.Module, "an nn.Module", fix)
+    check_kind(f"the first argument of {who}", model, nn.Module, "an nn.Module", fix)
 
 
-# -- what all strategies share ---------------------------------------------------------------------
+# -- the captured step ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +242,8 @@ class CapturedStep:
         kwargs: Mapping[str, Any],
         optimizer: MakeOptimizer | torch.optim.Optimizer,
     ) -> CapturedStep:
-        """PlanningError for a program that cannot be captured, and for no optimizer."""
+        """Capture a step. PlanningError for a program that cannot be captured, and without an
+        optimizer."""
         over = optimizer
         if not isinstance(over, torch.optim.Optimizer):
             check_callable("optimizer", over, "torch.optim.AdamW, or an optimizer")
@@ -263,7 +265,7 @@ class CapturedStep:
         return getattr(self.loss_fn, "__name__", "step").strip("<>")
 
     def planned(self, name: str, strategy: Strategy, topology: Topology) -> Compared:
-        """Under a strategy. PlanningError for what is none."""
+        """The step's row under a strategy. PlanningError for an invalid one."""
         return _row(self, _stated(name, strategy), topology)
 
 
@@ -272,7 +274,7 @@ class CapturedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stated:
-    """A strategy with its options by the function that they are for."""
+    """A strategy with its options by function."""
 
     name: str
     mesh: Mesh
@@ -305,7 +307,7 @@ def _stated(name: str, strategy: object) -> _Stated:
             f"dict(inputs=dict(dp=dt.Row())))"
         )
     known = {"parallelize": _keywords(parallelize), "train_step": _keywords(train_step)}
-    known["parallelize"].remove("recompute")  # either takes it, and not both
+    known["parallelize"].remove("recompute")  # either function takes it, but not both
     for key in options:
         if not any(key in names for names in known.values()):
             every = [option for names in known.values() for option in names]
@@ -320,7 +322,7 @@ def _stated(name: str, strategy: object) -> _Stated:
         name=name,
         mesh=mesh,
         placements=placements,
-        # what parameters start from is no part of a plan, and recording it takes time
+        # initial values are no part of a plan, and recording them takes time
         parallelize={k: options[k] for k in known["parallelize"] if k in options and k != "init"},
         # an option that both take is stated to one of them
         train_step={
@@ -332,7 +334,7 @@ def _stated(name: str, strategy: object) -> _Stated:
 
 
 def _argument(leaf: Any) -> Any:
-    """A batch's leaf as every mesh can take it: what states no placement has no mesh of its own."""
+    """A batch's leaf in a form for every mesh: an argument without a placement has no mesh."""
     match leaf:
         case torch.Size():
             return torch.empty(leaf, device="meta")
@@ -408,7 +410,7 @@ _MEMORY = (
 
 
 def _decides(rows: Sequence[Compared], planned: Sequence[Compared]) -> list[list[str]]:
-    """One line for each strategy; of one without a plan, why."""
+    """One line for each strategy; for one without a plan, the reason."""
     block = _block("strategy", _DECIDING, planned, [r for r in planned if r.fits] or planned)
     texts = {row.name: cells for row, cells in zip(planned, block[1:], strict=True)}
     found = [[block[0][0], "mesh", *block[0][1:]]]
@@ -421,7 +423,7 @@ def _decides(rows: Sequence[Compared], planned: Sequence[Compared]) -> list[list
 
 
 def _sent(planned: Sequence[Compared]) -> list[list[str]]:
-    """A line for each strategy and axis; axes are no rivals, so nothing is marked."""
+    """A line for each strategy and axis; axes do not compete, so nothing is marked."""
     found = [["sent per rank and step", "axis", *(f"{phase}  " for phase in _PHASES)]]
     for row in planned:
         name = row.name
@@ -454,7 +456,7 @@ def _block(
 
 
 def _aligned(rows: Sequence[Sequence[str]], first: int) -> list[str]:
-    """Numbers to the right; a row that is shorter than the head runs on to the end."""
+    """Numbers to the right; the last cell of a short row extends to the end."""
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [first, *(max(len(row[i]) for row in full) for i in range(1, len(rows[0])))]
     left = 2 if rows[0][1] in ("mesh", "axis") else 1

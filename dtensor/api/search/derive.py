@@ -1,23 +1,23 @@
-"""Tensor-parallel placements from a forward program: which weights pair, and at what boundaries.
+"""Tensor-parallel placements from a forward program: pairs of weights, and their boundaries.
 
     derive(flow, size=2)   # (Choice("up.weight", Shard(0), "column: ..."), ...)
 
-For each weight the split of its output dim is followed (`_follow`: the planner's closure, of the
+For each weight it follows the split of its output dim (`_follow`: the planner's closure, of the
 forward alone) at the boundaries that the program itself accepts: whole heads where a view makes
 heads of the dim, whole groups where queries share keys, the parts of a split where projections are
 fused. A split is *blocked* by an op that needs the dim whole, or that sums over it where no weight
-and no loss does; it is *crooked* where a view or a split cuts the dim at other places. It is taken
-where it gets through elementwise ops and attention to weights that contract it, or as a vocabulary
-to the loss. So column and row pairs, gates, fused and grouped projections come out; no class is
-named. A low-rank adapter, ``W x + B A x`` with fewer features between than at both ends, opens no
-split of its own: W is placed as without it, and the split of W reaches B where it is a column's, A
-where it is a row's.
+and no loss does; it is *crooked* where a view or a split cuts the dim at other places. It is chosen
+if it gets through elementwise ops and attention to weights that contract it, or as a vocabulary to
+the loss. So column and row pairs, gates, fused and grouped projections come out; no class is named.
+A low-rank adapter, ``W x + B A x`` with fewer features between than at both ends, opens no split of
+its own: W is placed as without it, and the split of W reaches B where it is a column's, A where it
+is a row's.
 
-Invariants: what is chosen was followed through the whole forward program over axes of 7, 5, 3 and 2
+Invariants: a chosen split was followed through the whole forward program over axes of 7, 5, 3 and 2
 ranks, or over ``size`` where no boundaries suit all of these, and met no op that needs the dim
-whole; with its backward given, it lines up with that too, as the planner asks of a pin. Splits that
-reach less are taken first: a hidden dim before a residual stream.
-Not here: names by pattern, text (api/search/placements.py).
+whole; with a backward given, it lines up with that too, as the planner requires of a pin. Splits
+that reach less are chosen first: a hidden dim before a residual stream. Not here: names by pattern,
+text (api/search/placements.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from dtensor.sharding.spec.placements import (
 )
 
 _SIZES = (7, 5, 3, 2)  # axes that a split must line up over: over one it may by accident
-# a cut, the axes to try it over, whether they stand for axes of any size
+# a cut, the axes to try it over, whether they represent axes of any size
 _Candidate = tuple[Shard, tuple[int, ...], bool]
 _Blocks = int | tuple[int, ...]
 _MAX_JOINED = 16  # products that one sum joins: a weight and its adapters
@@ -66,8 +66,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Obstacle:
-    """The op that a split does not get through, and what it does with the dim: "cannot split" or
-    "sums over"."""
+    """The op that blocks a split, and its use of the dim: "cannot split" or "sums over"."""
 
     op: Op
     why: str
@@ -76,12 +75,12 @@ class _Obstacle:
 @dataclass(slots=True)
 class _Followed:
     """``shards``: every value that is split, along one dim each; ``summed``: the weights that
-    contract the split; ``ops``: the names of the ops on its way; both in the order met."""
+    contract the split; ``ops``: the names of the ops on its path; both in the order met."""
 
     shards: dict[str, Shard] = field(default_factory=dict[str, Shard])
     summed: dict[str, None] = field(default_factory=dict[str, None])
     ops: dict[str, None] = field(default_factory=dict[str, None])
-    ends: bool = False  # in a loss, or in what the program returns
+    ends: bool = False  # in a loss, or in a result of the program
     obstacle: _Obstacle | None = None
     crooked: bool = False
 
@@ -98,7 +97,7 @@ class _Split:
     shard: Shard
     units: int
     followed: _Followed
-    any_size: bool  # it lines up over axes of any size, not only over the one that was asked for
+    any_size: bool  # it lines up over axes of any size, not only over ``size``
 
     @property
     def in_attention(self) -> bool:
@@ -108,8 +107,8 @@ class _Split:
 def derive(flow: Dataflow, size: int | None, step: Dataflow | None = None) -> tuple[Choice, ...]:
     """One choice for each parameter with at least two dims, in the program's order.
 
-    ``step``: the same program with its backward, which may cut a dim at other places: of a join of
-    several parts each gradient is cut out by itself.
+    ``step``: the same program with its backward, which may cut a dim at other places: from a join
+    of several parts each gradient is cut out separately.
     """
     derivation = _Derivation.of(flow, size)
     derivation.choose()
@@ -128,15 +127,15 @@ class _Derivation:
     weights: Mapping[tuple[str, int], str]  # (op, operand) to the parameter that it contracts
     chosen: dict[str, Choice] = field(default_factory=dict[str, Choice])
     whole: dict[str, str] = field(default_factory=dict[str, str])
-    # what was chosen together, and the axes that it lines up over
+    # labels chosen together, and the axes over which they line up
     taken: list[tuple[list[str], tuple[int, ...]]] = field(
         default_factory=list[tuple[list[str], tuple[int, ...]]]
     )
-    # of alike layers, by name without numbers: the boundaries found, the reasons for none
+    # of equal layers, by name without numbers: the boundaries found, the reasons for none
     boundaries: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
     refused: dict[str, str] = field(default_factory=dict[str, str])
     blocks: dict[int, list[_Blocks]] = field(default_factory=dict[int, list[_Blocks]])
-    adapters: set[str] = field(default_factory=set[str])  # reasons of other weights leave them out
+    adapters: set[str] = field(default_factory=set[str])  # other weights' reasons omit them
 
     @staticmethod
     def of(flow: Dataflow, size: int | None) -> _Derivation:
@@ -174,7 +173,8 @@ class _Derivation:
                 self._look_up(value)
 
     def drop_crooked(self, step: Dataflow) -> None:
-        """Leaves whole what does not line up with the backward, over the axes it was tried over."""
+        """Leave whole the weights that do not line up with the backward, over the axes of their
+        trial."""
         rules = rules_of(step)
         names = {item.label: item.name for item in step.inputs if item.kind == "parameter"}
         for values, sizes in self.taken:
@@ -203,7 +203,7 @@ class _Derivation:
     def _label(self, value: str) -> str:
         return next(item.label for item in self.flow.inputs if item.name == value)
 
-    # -- columns, and the rows that contract what they split -----------------------------------
+    # -- columns, and the rows that contract their split -----------------------------------
 
     def _product(self, value: str) -> Contraction | None:
         return next((c for c in self.contractions[value] if not c.lookup), None)
@@ -229,14 +229,14 @@ class _Derivation:
                 value=value, shard=shard, units=units, followed=followed, any_size=any_size
             )
         if obstacle is None:
-            self.whole[value] = "no boundary of its output dim lines up with what is done to it"
+            self.whole[value] = "no boundary of its output dim lines up with the ops on it"
         else:
             line = f" ({obstacle.op.source})" if obstacle.op.source else ""
             self.whole[value] = f"{obstacle.op.call.name} {obstacle.why} its output dim{line}"
         self.refused[alike] = self.whole[value]
         return None
 
-    # -- adapters: what lies beside a weight ----------------------------------------------------
+    # -- adapters beside a weight ----------------------------------------------------
 
     def _adapted(self, split: _Split) -> str | None:
         """The label of the weight W that the split weight A and its one row B adapt, in
@@ -263,7 +263,7 @@ class _Derivation:
         return None
 
     def _ends(self, product: Contraction) -> tuple[int, int]:
-        """How many features a product takes and gives."""
+        """The numbers of input and output features of a product."""
         shape = self.flow.metas[product.value].shape
         return shape[product.contracted_dim], shape[product.output_dim]
 
@@ -282,8 +282,8 @@ class _Derivation:
         return value
 
     def _joined(self, op: Op) -> list[Op]:
-        """The products of weights that are added to what comes of this one, at the first op that
-        takes another value beside it."""
+        """The products of weights that are added to the result of this one, at the first op that
+        takes another value too."""
         while len(uses := self.flow.consumers.get(op.results[0] or "", ())) == 1:
             came, (op, _) = op, uses[0]
             others = [n for n in self._inputs(op) if n not in came.results]
@@ -312,7 +312,7 @@ class _Derivation:
 
     def _follow(self, value: str, shard: Shard, num: int) -> _Followed:
         """The split of a parameter over an axis of ``num`` ranks, up to the first obstacle: the
-        many trials of a derivation are to be cheap."""
+        many trials of a derivation must be cheap."""
         found = _Followed()
         returned = {o.value for o in self.flow.outputs if o.kind == "result"}
         queue = deque([(value, shard)])
@@ -330,7 +330,7 @@ class _Derivation:
                 if strategy == CROOKED:
                     found.crooked = True
                 elif strategy is None:
-                    # What depends on no argument (a mask) is made whole; each rank takes its part.
+                    # A value without arguments (a mask) is made whole; each rank takes its part.
                     if tensor < len(op.operands) or value in self.batch:
                         found.obstacle = found.obstacle or _Obstacle(op, "cannot split")
                 elif self._sums_unasked(op, strategy, found):
@@ -341,7 +341,7 @@ class _Derivation:
         return found
 
     def _sums_unasked(self, op: Op, strategy: Strategy, found: _Followed) -> bool:
-        """Whether there is a pending sum that neither a weight nor a loss gives."""
+        """Whether there is a pending sum of neither a weight nor a loss."""
         if not any(isinstance(p, Partial) for p in strategy.results):
             return False
         if self.rules[op.name].of_loss:
@@ -357,8 +357,8 @@ class _Derivation:
         return not summed
 
     def _candidates(self, value: str, dim: int, alike: str) -> Iterator[_Candidate]:
-        """Cuts of the dim and the axes to try them over: first what a layer like this one has,
-        then for axes of any size, then for the one that was asked for; finest first."""
+        """Cuts of the dim and the axes of their trials: first the cut of an equal layer, then cuts
+        for axes of any size, then for ``size`` alone; finest first."""
         size = self.flow.metas[value].shape[dim]
         if alike in self.boundaries and _fits(self.boundaries[alike][0], dim, size):
             yield self.boundaries[alike]
@@ -381,7 +381,7 @@ class _Derivation:
         if split.value in self.chosen:
             return
         if not rows and not self._is_vocabulary(split):
-            self.whole[split.value] = "no weight contracts what its output dim would split"
+            self.whole[split.value] = "no weight contracts the split of its output dim"
             return
         taken = next((v for v in reached if v in self.chosen), None)
         if taken is not None:
@@ -398,14 +398,14 @@ class _Derivation:
             else:
                 names = self._names(columns)
                 several = "split" if len(names) > 1 else "splits"
-                why = f"row: it contracts what {_list(names, self._label(value))} {several}"
+                why = f"row: it contracts the dim that {_list(names, self._label(value))} {several}"
             self.chosen[value] = Choice(self._label(value), self._placement(split, value), why)
             self.whole.pop(value, None)
         any_size = split.any_size and self.size is None
         self.taken.append((reached, _SIZES if any_size else (self.size or _SIZES[-1],)))
 
     def _placement(self, split: _Split, value: str) -> Shard:
-        """How the split lies on a weight that it reaches, with its boundaries stated."""
+        """The placement of the split on a weight that it reaches, with its boundaries stated."""
         found = split.followed.shards[value]
         shape = self.flow.metas[value].shape
         if value == split.value:
@@ -445,7 +445,7 @@ class _Derivation:
         return f"column{beside}: elementwise ops lead to {to}{fused}"
 
     def _names(self, values: list[str]) -> list[str]:
-        """As a reason has them: without adapters, where there are others."""
+        """Names for a reason: without adapters, if there are others."""
         named = [v for v in values if v not in self.adapters]
         return [self._label(v) for v in named or values]
 
@@ -489,22 +489,22 @@ class _Derivation:
         )
         given = any(n in self.batch for n in table.op.operands)
         if not given:
-            self.whole[value] = "a table of which no argument says what rows are read"
+            self.whole[value] = "a table whose rows are not chosen by an argument"
         elif rows <= features:
             self.whole[value] = f"a table of only {rows} rows of {features}"
         elif self._follow(value, Shard(table.contracted_dim), self.size or 2).gets_through:
-            why = "vocabulary: rows that are elsewhere give zeros, and one sum joins them"
+            why = "vocabulary: rows of other ranks give zeros, and one sum joins them"
             self.chosen[value] = Choice(self._label(value), Shard(table.contracted_dim), why)
             self.taken.append(([value], (self.size or _SIZES[-1],)))
 
 
 def _fits(shard: Shard, dim: int, size: int) -> bool:
-    """Whether these boundaries can be drawn in a dim of this size: alike names may differ."""
+    """Whether these boundaries fit a dim of this size: equal names may differ in size."""
     return shard.dim == dim and fits(shard, size)
 
 
 def _list(labels: Iterable[str], own: str) -> str:
-    """Names as one calls them beside ``own``: ``q_proj and k_proj`` beside ``attn.v_proj``."""
+    """Short names relative to ``own``: ``q_proj and k_proj`` beside ``attn.v_proj``."""
     here = own.split(".")
     short: list[str] = []
     for label in labels:

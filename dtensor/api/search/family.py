@@ -1,15 +1,15 @@
-"""What all points of one size of tp and one ZeRO level cost, from the plan of one of them.
+"""The costs of all points of one size of tp and one ZeRO level, from the plan of one of them.
 
     family = Family.of(program, tp=4, zero=1)    # plans once, without stages, on mesh(dp=2, tp=4)
     family.estimate(point)                       # Estimate(seconds=..., memory_bytes=...)
 
 The plan's steps are priced again for the point's dp and microbatches (step_prices.py), each is
-given to the units that it is of, as stages="auto" gives them (sharding/plan/stages), the chain of
-units is cut into the point's stages, and the point's schedule is replayed with what its stages
-last. No plan is made. An estimate is near the plan's own figures, most often below (each stage of
-a plan has messages of its own), and no proof: `search` allows for what it has seen them err by.
+assigned to its units as in stages="auto" (sharding/plan/stages), the chain of units is cut into the
+point's stages, and the point's schedule is replayed with the times of its stages. No plan is made.
+An estimate is near the plan's own figures, most often below (each stage of a plan has its own
+messages), and no proof: `search` allows for the errors it has seen.
 
-Not here: which points are then planned (search.py).
+Not here: the choice of points that are planned (search.py).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from dtensor.sharding.redistribute.topology import ring_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 
 KINDS = ("F", "I", "W", "end")
-"""Of what a step is a part: an action of the pipeline, or what is done once a step."""
+"""The kinds of steps: an action of the pipeline, or work done once a step."""
 
 
 _SURE = np.array([0.95, 0.55])
-"""Of what stays and of what comes and goes, the part that plans were seen to need at least."""
+"""The least fraction of permanent and of temporary memory that plans were seen to need."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class Estimate:
 
 @dataclass(slots=True)
 class Family:
-    """Of a plan with recomputation and of the one without: what is needed for estimates."""
+    """The data for estimates, of a plan with recomputation and of one without."""
 
     parts: dict[bool, Costing]
 
     @staticmethod
     def of(program: SearchedProgram, tp: int, zero: int) -> Family:
-        """PlanningError where the family's plan is refused."""
+        """PlanningError if the family's plan is refused."""
         facts = program.facts
         sizes = range(2, facts.num_ranks + 1) if "dp" in facts.axes else ()
         cut = (n for n in sizes if facts.num_ranks % n == 0 and facts.rows % n == 0)
@@ -93,7 +93,8 @@ class Family:
         return self.parts[point.recompute].estimate(point)
 
     def floor(self, point: SearchPoint) -> float:
-        """Seconds below which no estimate of the point is, of this ZeRO level or a higher one."""
+        """A lower bound of the point's estimates in seconds, for this ZeRO level and higher
+        ones."""
         return self.parts[point.recompute].floor(point)
 
 
@@ -128,7 +129,7 @@ class Costing:
     passed: tuple[UnitMessage, ...]
     held: tuple[UnitBytes, ...]
     kept: tuple[UnitBytes, ...]
-    transient: Amount  # bytes that a microbatch needs beside what it keeps
+    transient: Amount  # bytes that a microbatch needs besides its kept values
     barred: tuple[tuple[int, int], ...]
     depth: tuple[int, ...]
     steps: NDArray[np.int64] = field(init=False)
@@ -158,7 +159,7 @@ class Costing:
         shares: list[tuple[int, int, float, float]] = []
         for step, parts in pricing.parts_of_steps():
             every = tuple(sorted({u for of, _ in parts for u in of}))
-            alone = len(parts) == 1  # each stage that has a value of a message has a message
+            alone = len(parts) == 1  # each stage with a value of a message has a message
             for of, part in parts:
                 shares.append((step, groups.setdefault(of, len(groups)), part, float(alone)))
             if not alone:
@@ -196,7 +197,7 @@ class Costing:
         )
 
     def floor(self, point: SearchPoint) -> float:
-        """All work, shared evenly by the stages; of the update, what ZeRO would leave of it."""
+        """All work, shared evenly by the stages; for the update, the part that ZeRO leaves."""
         scale = Scale(point.dp, point.microbatches)
         seconds = sum(self.prices.seconds(scale)) * self.prices.times(scale)
         ids = set(map(id, updates_of(self.plan.steps)))
@@ -230,7 +231,8 @@ class Costing:
         return Estimate(span + max(ends) + self._votes(point), *memory)
 
     def _votes(self, point: SearchPoint) -> float:
-        """Of the commit point, which is no step of a plan: a word is added up over each axis."""
+        """Seconds of the commit point, which is no step of a plan: a word is summed over each
+        axis."""
         return sum(
             self.plan.topology.collective_seconds(
                 "all_reduce", axis, num=num, bytes_sent=ring_bytes("all_reduce", 4, num)
@@ -241,7 +243,7 @@ class Costing:
 
     def _by_group(self, scale: Scale, *, for_cut: bool = False) -> Floats:
         """Seconds by group of units and kind; of actions, for one microbatch. ``for_cut``: a
-        message's start is shared by its values, as stages="auto" has it."""
+        message's start is shared by its values, as in stages="auto"."""
         if (scale, for_cut) not in self.tables:
             grows, starts = self.prices.seconds(scale)
             share = self.part if for_cut else self.starts
@@ -307,10 +309,10 @@ class Costing:
         homes: Sequence[int],
         flying: Sequence[int],
     ) -> tuple[float, float]:
-        """Bytes of the fullest rank, and the least that they are."""
+        """Bytes of the fullest rank, and a lower bound of them."""
         to = self.prices.resized(scale)
         stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
-        ranks = np.zeros((2, max(homes) + 1))  # what stays, and what comes and goes
+        ranks = np.zeros((2, max(homes) + 1))  # permanent, and temporary
         for item in self.held:
             for k in {stage[u] for u in item.units}:
                 ranks[0, homes[k]] += item.held.resized(to).number

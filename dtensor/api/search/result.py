@@ -158,7 +158,7 @@ def _lines(found: SearchResult) -> Iterator[str]:
     yield from _table(rows)
     yield ""
     if found.ties:
-        yield f"tie: within {TIE:.0%} of the best, which is what prices err by"
+        yield f"tie: within {TIE:.0%} of the best, the error of prices"
     yield found.space
     how = f"{found.num_estimated:,} estimated from {found.num_bases} plans, "
     yield (

@@ -4,13 +4,13 @@
     print(found)               # the five best, as a table
     print(found.best.text)     # the best one as a program
 
-The step is captured once. Points of the space (space.py) are looked at in the order of what they
-cost at least; of those that may be good enough that is estimated, from the plans of a few
-(family.py), and the nearest are planned, until all that is left is dearer than the fifth best plan
-by more than estimates were seen to err. What is printed is of plans alone. Nothing is launched or
-computed, the model may be on the meta device.
+The step is captured once. Points of the space (space.py) are visited in the order of a lower bound
+of their cost; the cost of those that may be good enough is estimated, from the plans of a few
+(family.py), and the nearest are planned, until every other point is dearer than the fifth best plan
+by more than the observed error of estimates. Printed figures come from plans alone. Nothing is
+launched or computed, the model may be on the meta device.
 
-Not here: what is printed (result.py), generation (generating.py).
+Not here: the printed result (result.py), generation (generating.py).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from dtensor.sharding.plan.text.words import size_text
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 
 Progress = Callable[[int, int, str], object]
-"""Is told (how many are done, of about how many, what)."""
+"""Called with (number done, approximate total, a description)."""
 
 KEPT = 5
-"""How many strategies a result has."""
+"""Number of strategies in a result."""
 _SLACK: dict[str, float] = {"time": 0.01, "memory": 0.15}
-"""What an estimate is taken to err by, at least."""
+"""The assumed error of an estimate, at least."""
 
 
 def search(
@@ -68,19 +68,19 @@ def search(
     """The best strategies for ``loss_fn(model, *batch, **kwargs)`` on ``num_ranks`` ranks.
 
     Args:
-        batch: as `compare` takes it: tensors (meta too), `spec`s, or a torch.Size.
-        topology: what is priced with.
+        batch: as for `compare`: tensors (meta too), `spec`s, or a torch.Size.
+        topology: the hardware of the prices.
         memory: bytes that a rank may hold; default ``topology.memory_bytes``.
-        objective: "time" of a step, or "memory" of the fullest rank; or "tokens" a second that
-            `generator` makes of the model, with ``loss_fn=None`` and no batch.
+        objective: "time" of a step, or "memory" of the fullest rank; or "tokens" a second of
+            `generator` with the model, with ``loss_fn=None`` and no batch.
         optimizer: a class, or a function of the parameters, or an optimizer over them.
-        progress: is called with how much is done, of about how much, and a word on what.
-        slots, length, prompt: of "tokens" alone: texts at once, positions of each, and how many of
-            these are its prompt's. A slot makes ``n = length - prompt`` tokens of a request, and
-            waits while a prompt is taken in: ``slots * n / (n * decode + slots * prefill)`` tokens
-            a second, with what a run of each program lasts.
+        progress: called with the number done, the approximate total, and a description.
+        slots, length, prompt: for "tokens" alone: texts at once, positions of each, and positions
+            of its prompt. A slot makes ``n = length - prompt`` tokens of a request, and waits
+            during a prefill: ``slots * n / (n * decode + slots * prefill)`` tokens a second, with
+            the seconds of a run of each program.
 
-    Raises PlanningError for a program that cannot be captured, and where no point has a plan that
+    Raises PlanningError for a program that cannot be captured, and if no point has a plan that
     fits, with the nearest one.
     """
     check_model("search", model, "dt.search(GPT(config), loss_fn, 8, *batch)")
@@ -108,8 +108,8 @@ def search(
     for name, value in generation.items():
         if value is not None:
             raise PlanningError(
-                f'{name}={value!r} is of objective="tokens", and this is "{objective}".\n'
-                f"fix: leave {name}= out; what is of loss_fn alone, bind to it with a lambda"
+                f'{name}={value!r} belongs to objective="tokens", and this is "{objective}".\n'
+                f"fix: leave {name}= out; bind arguments of loss_fn with a lambda"
             )
     check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
     assert loss_fn is not None
@@ -143,7 +143,7 @@ def _silent(done: int, total: int, words: str) -> None:
 
 
 def _with_memory(topology: Topology, memory: float | None) -> Topology:
-    """Its figures, with this memory; `stages="auto"` cuts by it."""
+    """The topology with this memory, by which `stages="auto"` cuts."""
     if memory is None:
         return topology
     figures = {f.name: getattr(topology, f.name) for f in fields(Topology) if f.name != "named"}
@@ -233,14 +233,14 @@ class _Training:
         return self.families[tp, zero]
 
     def _floor(self, point: SearchPoint) -> float:
-        """What the point's figure is not below; that of its memory is not known."""
+        """A lower bound of the point's figure; for memory there is none."""
         family = self._family(point.tp, 0)
         if isinstance(family, PlanningError) or self.objective == "memory":
             return 0.0
         return family.floor(point)
 
     def _estimate(self, point: SearchPoint) -> Estimate | None:
-        """None where it is refused."""
+        """The point's estimate; None if it is refused."""
         family = self._family(point.tp, point.zero)
         if isinstance(family, PlanningError):
             self._refuse(family)
@@ -260,7 +260,7 @@ class _Training:
         return estimate.seconds if self.objective == "time" else estimate.memory_bytes
 
     def _plan(self, point: SearchPoint) -> Compared | None:
-        """None where it is refused."""
+        """The point's plan; None if it is refused."""
         self.planned += 1
         row = self.program.planned(point)
         if row.error is not None:
@@ -308,7 +308,7 @@ class _Training:
         return "\n".join([*lines, ")"])
 
     def _nothing(self) -> PlanningError:
-        """Where no point has a plan that fits: the nearest, by its plan."""
+        """The error if no point has a plan that fits; it names the nearest plan."""
         limit, estimates = self.program.topology.memory_bytes, self.estimates
         nearest = sorted(estimates, key=lambda p: (estimates[p].memory_bytes, p))
         rows = [(row.memory.total, p.name) for p in nearest[:KEPT] if (row := self._plan(p))]
@@ -328,7 +328,8 @@ class _Training:
 
 
 def _optimizer_lines(optimizer: MakeOptimizer | torch.optim.Optimizer) -> list[str]:
-    """What makes it; of one that is there, or of a function without a name, its own name stands."""
+    """The line that makes the optimizer; the name of an existing one, or of a function without a
+    name."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return []
     name = getattr(optimizer, "__name__", "")

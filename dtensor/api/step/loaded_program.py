@@ -3,13 +3,13 @@
     program = load(session, planned, Roles(), owner=step)
     program.run(program.feed(call, numbers), names)
 
-Each rank is fed its shards of tensors and the names of DTensors' shards, which stay on the actors;
-what the program reads besides (parameters, buffers, constants) is put there before. On a session
-those of the last used plans of each owner stay, and of an owner that is gone none: others are
-unloaded when one more is loaded, but those of which a run is under way. What recovery may have to
-run again the hosts keep for as long (daft's business).
+Each rank gets its shards of tensors and the names of DTensors' shards, which stay on the actors;
+the program's other inputs (parameters, buffers, constants) are put there before. A session keeps
+the programs of the last used plans of each live owner; others are unloaded when one more is loaded,
+except those with a run in flight. Hosts keep programs that a recovery may run again for as long as
+needed (daft does that).
 
-Not here: what is planned (plan_call.py), what of a model is on a cluster (session.py).
+Not here: the plan (plan_call.py), a model's values on a cluster (session.py).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act
 
 RETURNED_BYTES = 2**16
-"""What of a call's results comes back with its run, so that reading it costs no message: results
-whose shards are so small, of one rank together. The others are fetched when they are read."""
+"""Results that come back with their run, so that reading them costs no message: those with shards
+of at most so many bytes, on one rank together. Others are fetched when they are read."""
 
 
 class LoadedProgram:
-    """A lowered plan on a session, and how its arguments are cut for the ranks.
+    """A lowered plan on a session, and the cuts of its arguments for the ranks.
 
     ``writes``: the parameters and buffers that a run changes, by name; ``written``: the same by the
     module that has them, by label.
@@ -70,7 +70,7 @@ class LoadedProgram:
         self.specs: dict[str, TensorSpec] = {
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
-        with waits_may_act():  # of signals: nothing has changed yet
+        with waits_may_act():  # a signal may act: nothing has changed yet
             self.handle = session.cluster.load(program)
         self.writes: frozenset[str] = _written(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))
@@ -82,11 +82,11 @@ class LoadedProgram:
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
-        self._last: ref[Future] | None = None  # of its runs: what it gave is for who reads it
+        self._last: ref[Future] | None = None  # its last run, if still read
 
     @cached_property
     def results(self) -> dict[str, Layout]:
-        """Of each result of the function, in order, its name in the program and its layout."""
+        """By result of the function, in order, its name in the program and its layout."""
         plan = self.planned.plan
         found = sorted((o for o in plan.outputs if o.kind == "result"), key=lambda o: int(o.of))
         specs = {f"result {o.of}": on_stage(plan, o.spec, o.values[0][0]) for o in found}
@@ -103,7 +103,7 @@ class LoadedProgram:
         return frozenset(found)
 
     def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors, by the labels of the program's constants, or others in their place."""
+        """Put tensors, by the labels of the program's constants, or replacements of them."""
         plan, store = self.planned.plan, self.session.launch.store
         given: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
         for item in plan.inputs:
@@ -115,7 +115,7 @@ class LoadedProgram:
         store.put(self.owner, given)
 
     def put_caught(self) -> None:
-        """Put what the tensors hold now that the program caught, where that is not there yet."""
+        """Put the present values of tensors that the program caught, where the ranks lack them."""
         reads = self.planned.graph.reads
         if reads is None or not reads.caught:
             return
@@ -140,13 +140,13 @@ class LoadedProgram:
 
     @property
     def running(self) -> bool:
-        """Whether a run is under way that somebody may ask for. The ranks end any before they
-        unload it."""
+        """Whether a run is in flight whose future is still referenced. The ranks end any before
+        they unload it."""
         last = None if self._last is None else self._last()
         return last is not None and not last.done()
 
     def unload(self) -> None:
-        """The ranks forget it; its constants are nobody's."""
+        """Unload it on the ranks, and drop its constants."""
         self.session.cluster.unload(self.handle)
         self.session.launch.store.forget(self.owner, self.owner.stored, delete=True)
 
@@ -156,8 +156,8 @@ class LoadedProgram:
         numbers: Mapping[str, object],
         extra: Mapping[str, object] | None = None,
     ) -> list[dict[str, object]]:
-        """What each rank is fed: shards of tensors, handles of DTensors, those of ``numbers`` that
-        the program reads, and ``extra``."""
+        """The inputs of each rank: shards of tensors, handles of DTensors, the ``numbers`` that the
+        program reads, and ``extra``."""
         common: dict[str, object] = {**numbers, **(extra or {})}  # of all ranks
         for name, index in self.planned.arguments.items():
             leaf = call.leaves[index]
@@ -179,7 +179,7 @@ class LoadedProgram:
         return fed
 
     def _stored(self, name: str, x: TensorHandle) -> Stored:
-        """The name of its shards, if they are what the program takes."""
+        """The name of its shards, if they have the spec that the program takes."""
         if x.session is not self.session:
             raise PlanningError(
                 f"{name} belongs to another launch than the one that runs now; "
@@ -218,7 +218,7 @@ class LoadedProgram:
 
 
 class LoadedPrograms:
-    """Those of a session, by owner and plan; the last used ones of each owner are the last."""
+    """The loaded programs of a session, by owner and plan, in the order of their last use."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[ref[Any], _ByPlan]] = {}  # by id of the owner
@@ -233,13 +233,13 @@ class LoadedPrograms:
         known = self._of.get(id(owner))
         if known is None:
             number, gone, of = id(owner), self._ownerless, self._of
-            # its owner may end within any call: then no more than this is done
+            # its owner may end within any call: the finalizer does only this
             lost = ref(owner, lambda _: gone.append(of.pop(number)[1]))
             known = self._of[number] = lost, OrderedDict()
         return known[1]
 
     def of_model(self, model: object) -> Iterator[LoadedProgram]:
-        """Those of plans over this module; they are not known any more."""
+        """The programs of plans over this module; they are removed from the table."""
         for _, plans in list(self._of.values()):
             for key, (planned, programs) in list(plans.items()):
                 if any(part is model for part in planned.models.parts.values()):
@@ -247,7 +247,7 @@ class LoadedPrograms:
                     yield from programs.values()
 
     def evict(self) -> None:
-        """Unload what is not to stay, to make room for one more plan."""
+        """Unload programs that need not stay, to make room for one more plan."""
         for plans in self._ownerless[:]:
             _evict(plans, 0)
             if not plans:
@@ -265,7 +265,7 @@ def _evict(plans: _ByPlan, most: int) -> None:
 
 
 _ByPlan: TypeAlias = OrderedDict[int, tuple[Planned, dict[object, LoadedProgram]]]
-"""By the id of a plan, what was loaded of it, by how it was."""
+"""By the id of a plan, its loaded programs, by the options they were loaded with."""
 
 
 def programs_of(session: MeshSession) -> LoadedPrograms:
@@ -280,8 +280,8 @@ def load(
     *,
     owner: object,
 ) -> LoadedProgram:
-    """Lower, verify and ship a plan once per session; put the constants it needs. ``owner``: what
-    has planned it."""
+    """Lower, verify and ship a plan once per session; put the constants it needs. ``owner``: the
+    object that has planned it."""
     plans = programs_of(session).by_plan(owner)
     _, programs = plans.setdefault(id(planned), (planned, {}))
     plans.move_to_end(id(planned))
@@ -311,7 +311,7 @@ def load(
 
 
 def _lent(x: torch.Tensor) -> torch.Tensor:
-    """What a cluster is given of a whole tensor, which it copies: no more than that, in order."""
+    """The tensor that a cluster copies for a whole tensor: only its elements, in order."""
     x = x.detach()
     ordered = x.is_contiguous() and not x.is_conj() and not x.is_neg()
     alone = ordered and x.untyped_storage().nbytes() == x.nbytes  # all of it would be sent
@@ -325,12 +325,12 @@ def _fused(
     roles: Roles,
     state: Mapping[str, str],
 ) -> Program:
-    """The program with its chains compiled, for what each rank is given."""
+    """The program with its chains compiled, for the inputs of each rank."""
     from dtensor.runtime.lower.inductor import fused
 
     if roles.detect_nan:
         raise PlanningError(
-            'detect_nan looks at each op, and local="inductor" compiles several into one.\n'
+            'detect_nan checks each op, and local="inductor" compiles several into one.\n'
             "fix: leave one of them out"
         )
     plan = planned.plan
@@ -351,7 +351,7 @@ def _fused(
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:
-    """The parameters that an optimizer updates, and what forward changes."""
+    """The parameters that an optimizer updates, and the state that forward changes."""
     known = {i.label for i in planned.plan.inputs if i.kind in ("parameter", "buffer")}
     found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & known
     if training and planned.request.training is not None:

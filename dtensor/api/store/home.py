@@ -1,21 +1,21 @@
-"""What of a model is on a cluster, and what the module's own tensors are meanwhile.
+"""The homes of a model's values: its state on a cluster, and the module's tensors meanwhile.
 
     resident.keep("up.weight", tensor)   # its shards were put: the tensor is lazy from now on
     resident.wrote({"up.weight"})              # a step changed the shards
     tensor.sum()                               # bring: gathered, written in place, plain again
-    resident.settle()                          # before the next step: was it written? then it is
-                                               # forgotten here, and put anew; else it is away again
-    resident.come_home()                       # the launch ends: all of it, in place
+    resident.settle()                          # before the next step: if the tensor was written,
+                                               # it is put anew; else it is evicted again
+    resident.come_home()                       # the launch ends: every value returns, in place
 
-Each value has one home. A tensor that was put is away until somebody touches it; one that was
-touched is compared with what was brought before the next program runs, so no way of writing through
-it is missed. Between touches a step costs one look: whether the tensors were written. One that
-stands in the module no more comes home with its state, and leaves the ranks. An optimizer's state
-is the same: `opt.state` is an `AwayState` while the ranks have it, and what was looked at is put
-anew. All of it goes by labels (labels.py).
+Each value has one home. A tensor that was put is a lazy remote tensor until the user reads it. A
+tensor that was read is compared with a copy of the value that was brought, before the next program
+runs, so a write through it is never missed. A step without reads in between checks one thing:
+whether the tensors were written. A tensor that has left the module comes home with its state, and
+leaves the ranks. An optimizer's state follows the same rules: `opt.state` is an `AwayState` while
+the ranks have it, and entries that were read are put anew. Names here are labels (labels.py).
 
-Tensors on the meta device have no memory to come home to: they stay where they are, and
-`Initial.holder` knows who has them.
+Tensors on the meta device have no memory to come home to: they stay on the ranks, and
+`Initial.holder` knows their holder.
 
 Not here: what is put where (session.py, optimizer_state.py), whole states in and out (state.py).
 """
@@ -62,15 +62,15 @@ _version = attrgetter("_version")
 
 @dataclass(slots=True, repr=False)
 class OptimizerHome:
-    """One torch optimizer, the table's name of the ranks' own, whether these hold masters, and what
-    stands in ``optimizer.state``, first as it was given.
+    """One torch optimizer and its state on the ranks. The fields: its name in the ranks' tables,
+    whether the ranks hold masters, and ``optimizer.state``, first as the user gave it.
 
-    ``parameters``: by label, those of which there is state on the ranks;
-    ``keys``: of the state, by group; ``rule``: what is known of its class; ``ghost``: what advances
-    numbers on the optimizer itself; ``groups``: of labels, and ``trained``: those that the last
-    plan updates; ``owner``: of its values in the store, by parameter and key, of those too that are
-    absent until a first step; ``updated``: those that the last plan updates; ``rest``: entries that
-    no program here has used, perhaps ``on_disk``; ``placed``: the last plan.
+    ``parameters``: the labels of parameters that have state on the ranks; ``keys``: of the state,
+    by group; ``rule``: the rule of its class; ``ghost``: the object that advances numbers on the
+    optimizer itself; ``groups``: of labels, and ``trained``: those that the last plan updates;
+    ``owner``: of its values in the store, by parameter and key, including those that are absent
+    until a first step; ``updated``: those that the last plan updates; ``rest``: entries that no
+    program here has used, perhaps ``on_disk``; ``placed``: the last plan.
     """
 
     optimizer: torch.optim.Optimizer
@@ -97,32 +97,33 @@ class OptimizerHome:
 
     @property
     def current(self) -> bool:
-        """Whether the ranks' state is what the optimizer's is: nobody has looked or replaced it."""
+        """Whether the ranks' state is still the optimizer's: the user has neither read nor replaced
+        it."""
         held: object = self.optimizer.state
         return held is self.state and not self.state.touched
 
     def values(self, *, wait: bool = True) -> dict[tuple[str, str], StoredTensor]:
-        """By parameter and key, what there is of the state on the ranks. A parameter's is there
-        from its first step on. Waits for running steps. What no program has updated is in ``rest``,
+        """The state on the ranks, by parameter and key. A parameter's entries exist from its first
+        step on. Waits for running steps. Entries that no program has updated are in ``rest``,
         whole."""
         for settle in self.resident.settling if wait else ():
             settle()
         return {k: one for k, one in self.owner.stored.items() if self.owner.is_there(k)}
 
     def ended(self, updated: frozenset[tuple[str, str]]) -> None:
-        """A step has ended well that updated these."""
+        """A step that updated these has ended without failure."""
         self.resident.store.written(self.owner, updated)
 
     def take_rule(self, rule: OptimizerRule) -> None:
-        """Its options are of another kind from now on."""
+        """Use another rule from now on: its options have changed."""
         self.rule, ghost = rule, rule.ghost({})
         if ghost is not None and self.ghost is not None:
             ghost.of, ghost.state = self.ghost.of, self.ghost.state
         self.ghost = ghost
 
     def advance(self) -> Callable[[], None]:
-        """A step was called: what it changes of the groups' options, and of the attributes, stands
-        on the optimizer. What undoes that, if the step is undone."""
+        """A step was called: write its changes of the groups' options and of the attributes to the
+        optimizer. Returns the function that reverts them, if the step is undone."""
         if self.ghost is None:
             return _nothing
         from dtensor.runtime.optimizer.elementwise.ghost import advance
@@ -134,7 +135,8 @@ class OptimizerHome:
             self.optimizer.state = self.state.plain()
 
     def let_go(self, labels: Set[str]) -> None:
-        """The state of these comes home, for it is put no more, and leaves the ranks."""
+        """Bring the state of these parameters home, since it is put no more, and delete it on the
+        ranks."""
         left = {which: one for which, one in self.owner.stored.items() if which[0] in labels}
         if self.current:
             for parameter, entries in self.resident.gather_values(self, left).items():
@@ -149,10 +151,10 @@ class OptimizerHome:
 class Resident:
     """A model's state on the ranks of a session's mesh: labels begin with ``prefix``.
 
-    ``own``: label to the module's tensor whose shards were put, those on meta left out;
-    ``owner``: of parameters and buffers in the store, by label; ``gradients``: of those that a step
+    ``own``: label to the module's tensor whose shards were put, without those on meta; ``owner``:
+    of parameters and buffers in the store, by label; ``gradients``: of the gradients that a step
     keeps, by name; ``stale``: labels whose shards are newer than the module's memory; ``touched``:
-    label to a copy of what the user was shown.
+    label to a copy of the value that the user has read.
     """
 
     model: ParallelModule
@@ -162,21 +164,21 @@ class Resident:
     owner: Owner[str] = field(default_factory=Owner[str])
     gradients: Owner[str] = field(default_factory=Owner[str])
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
-    placed: Plan | None = None  # the last that `place` was given: nothing of it is missing
+    placed: Plan | None = None  # the last that `place` was given: all its values are on the ranks
     own: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     stale: set[str] = field(default_factory=set[str])
     touched: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    changed: bool = False  # its values are not those that the model began with
+    changed: bool = False  # its values differ from the initial ones
     unsaved: bool = False  # and were not gathered since
-    looked: int = 0  # the number of what was seen in the module when it was settled
+    looked: int = 0  # the number of `model.seen` when it was settled
     lost: str = ""  # `gone`, once the launch has ended
-    saved: tuple[str, int] = ("", 0)  # the last state that is elsewhere too, and its step
+    saved: tuple[str, int] = ("", 0)  # where the last copy of the state is, and its step
     settling: list[Callable[[], None]] = field(default_factory=list[Any])  # waits for its steps
     trained_by: dict[int, Any] = field(default_factory=dict)  # by id(optimizer), its last step
     _versions: dict[str, int] = field(default_factory=dict[str, int])
     _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`, for speed
     _counts: list[int] = field(default_factory=list[int])
-    _ahead: int = 1  # how many the next touch fetches
+    _ahead: int = 1  # how many tensors the next read fetches
 
     @property
     def mesh(self) -> Mesh:
@@ -192,7 +194,7 @@ class Resident:
 
     @property
     def stored(self) -> Mapping[str, StoredTensor]:
-        """By label, what ranks have."""
+        """The values on the ranks, by label."""
         return self.owner.stored
 
     def name(self, label: str) -> str:
@@ -213,7 +215,7 @@ class Resident:
     # -- the user's side --------------------------------------------------------------------------
 
     def bring(self, tensors: Sequence[Tensor]) -> None:
-        """See `away.Holder`. What is read in order is fetched more and more at a time."""
+        """See `away.Holder`. Reads in order fetch more and more tensors at a time."""
         labels = [label_of(tensor) for tensor in tensors]
         if self.gone:
             name = self.model.seen.name(labels[0])
@@ -227,20 +229,20 @@ class Resident:
                 self.touched[label] = tensor.detach().clone()
 
     def give_up(self, tensor: Tensor) -> None:
-        """See `away.Holder`: what is gone is nobody's any more."""
+        """See `away.Holder`: a lost value no longer belongs to this object."""
 
     def _following(self, label: str) -> list[str]:
-        """Stale labels after this one, as many as a touch fetches, and one bucket at most."""
+        """Stale labels after this one, as many as a read fetches, and one bucket at most."""
         order = list(self.own)
         rest = [n for n in order[order.index(label) + 1 :] if n in self.stale][: self._ahead - 1]
         return list(next(buckets({label: self.stored[label] for label in rest}), {}))
 
     def refresh(self, labels: Iterable[str]) -> None:
-        """Their memory becomes current, in place, a bucket at a time; no touch."""
+        """Update their memory, in place, a bucket at a time; it does not count as a read."""
         known = self.stale & self.own.keys()
         wanted = [label for label in dict.fromkeys(labels) if label in known]
         self._refuse(self._written(wanted))
-        with waits_may_act():  # of signals
+        with waits_may_act():  # signals may act
             self._fetch(wanted)
 
     def _fetch(self, wanted: Sequence[str]) -> None:
@@ -254,7 +256,8 @@ class Resident:
             self._note_versions(bucket)
 
     def settle(self) -> None:
-        """Before a program runs: what may have been written is put anew, or away again."""
+        """Before a program runs: put tensors that the user has written, and evict the others
+        again."""
         if self.touched:
             self._settle_touched()
         if self.looked != self.model.seen.number:
@@ -263,7 +266,7 @@ class Resident:
             written = list(map(_version, self._counted)) != self._counts
         if written:
             self._settle_written()
-        if self.on_meta:  # another may have that now
+        if self.on_meta:  # another mesh may have that now
             holders = self.model.initial.holders
             self.forget([n for n in self.stored if holders.get(n, self) is not self])
 
@@ -272,7 +275,7 @@ class Resident:
         changed: list[str] = []
         for label, shown in touched.items():
             tensor = self.own[label]
-            for holder, _ in by_holder([tensor]):  # another has it now
+            for holder, _ in by_holder([tensor]):  # another mesh has it now
                 holder.bring([tensor])
             if _same(tensor, shown):
                 send_away(tensor, self, label)
@@ -282,8 +285,8 @@ class Resident:
         self.forget(changed)
 
     def _settle_changed(self) -> None:
-        """What stands in the module no more comes home with its state, and leaves the ranks; what
-        has no memory here stays there, for when it returns."""
+        """A tensor that has left the module comes home with its state, and leaves the ranks. One
+        without memory here stays on the ranks, for when it returns."""
         there = self.model.seen.tensors
         gone = [label for label in self.own if label not in there]
         self.refresh(gone)
@@ -298,7 +301,8 @@ class Resident:
         self.looked, self.placed = self.model.seen.number, None
 
     def _settle_written(self) -> None:
-        """Through a view that the user had before; its memory must have been current."""
+        """Put tensors that were written through an older view; their memory must have been
+        current."""
         written = self._written(self.own)
         self._refuse([label for label in written if label in self.stale])
         for label in written:
@@ -307,12 +311,12 @@ class Resident:
         self.forget(written)
 
     def _written(self, labels: Iterable[str]) -> list[str]:
-        """Those that were, since their versions were noted."""
+        """The labels whose tensors were written since their versions were noted."""
         known = self._versions
         return [n for n in labels if n in known and known[n] != _version_of(self.own[n])]
 
     def _refuse(self, written: Sequence[str]) -> None:
-        """Where the memory that was written is old."""
+        """Refuse a write to memory that was stale."""
         if written:
             raise PlanningError(
                 f"{self.model.seen.name(written[0])} was written through a view of it that was "
@@ -322,7 +326,7 @@ class Resident:
             )
 
     def forget(self, labels: Sequence[str], *, delete: bool = False) -> None:
-        """Their shards count no longer; `MeshSession.place` puts the module's values."""
+        """Their shards are no longer valid; `MeshSession.place` puts the module's values."""
         if labels:
             self.store.forget(self.owner, labels, delete=delete)
             for label in labels:
@@ -335,7 +339,7 @@ class Resident:
     # -- the ranks' side --------------------------------------------------------------------------
 
     def keep(self, tensors: dict[str, Tensor]) -> None:
-        """Shards of these were put, and are the value from now on."""
+        """The shards of these tensors were put, and hold their values from now on."""
         for label, tensor in tensors.items():
             self.touched.pop(label, None)
             if self.cluster.device.type == "meta":
@@ -382,7 +386,7 @@ class Resident:
     def gather_values(
         self, home: OptimizerHome, wanted: Mapping[tuple[str, str], StoredTensor]
     ) -> Entries:
-        """Parameter to those of its state entries that are ``wanted`` and there, whole."""
+        """Parameter to those of its state entries that are ``wanted`` and exist, whole."""
         gathered: Entries = {}
         for (label, key), whole in self.store.get(wanted):
             if whole is not None:
@@ -416,9 +420,10 @@ class Resident:
                     self.leave(self._failed(self.cluster.failure))
 
     def come_home(self) -> None:
-        """All that can, in place. A model on meta stays where it is, its optimizer's state too.
+        """Bring every value home that can come, in place. A model on meta stays on the ranks, its
+        optimizer's state too.
 
-        PlanningError, when all is home, where a view was written that is not seen.
+        PlanningError, when all is home, where a view of a stale value was written.
         """
         away = [label for label in self.own if label in self.stale]
         written = self._written(away)
@@ -428,12 +433,12 @@ class Resident:
                 home.come_home()
         self.leave(
             f"is on the meta device: its value was on {self.mesh}, in a launch that has ended.\n"
-            f"fix: {self._remedy('what dt.gather_state_dict(model, opt) gave inside the launch')}"
+            f"fix: {self._remedy('the result of dt.gather_state_dict(model, opt) in the launch')}"
         )
         self._refuse(written)
 
     def leave(self, why: str) -> None:
-        """What is only on the cluster is gone; ``why`` follows its name."""
+        """Values that are only on the cluster are lost; ``why`` is the text after their name."""
         self.lost = why
         for home in self.optimizers.values():
             if home.current and home.state.stale:
@@ -445,24 +450,24 @@ class Resident:
                 bring_back(tensor)
         holders = self.model.initial.holders
         for label in [label for label in holders if holders[label] is self and not self.changed]:
-            del holders[label]  # made anew, they are the same
+            del holders[label]  # a new one is the same
 
     def _failed(self, failure: Exception) -> str:
-        """Why what was on a cluster that failed is gone."""
+        """The text why values on a failed cluster are lost."""
         reason = str(failure).partition("\n")[0]
         return (
             f"is lost: its value was on {self.mesh}, which failed ({reason}).\n"
-            f"fix: {self._remedy('what dt.gather_state_dict gave last')}"
+            f"fix: {self._remedy('the last result of dt.gather_state_dict')}"
         )
 
     def _remedy(self, state: str) -> str:
         return self.model.initial.remedy or f"{LOAD}, with {state}"
 
-    # -- what is looked at before each step -------------------------------------------------------
+    # -- the check before each step -------------------------------------------------------
 
     def _note_versions(self, labels: Iterable[str]) -> None:
         for label in labels:
-            if not self.own[label].is_inference():  # those have none
+            if not self.own[label].is_inference():  # inference tensors have none
                 self._versions[label] = _version_of(self.own[label])
         self._counted = [self.own[label] for label in self._versions]
         self._counts = list(self._versions.values())
@@ -470,7 +475,7 @@ class Resident:
 
 def check_apart(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
     """PlanningError where a tensor that a program changes shares memory with another one: on the
-    ranks each would be changed on its own."""
+    ranks only one of them would change."""
     with as_it_is():
         each = {id(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))}
         spans = sorted(

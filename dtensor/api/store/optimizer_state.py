@@ -5,12 +5,11 @@
     stored.label         # "model 0: optimizer 0: exp_avg of up.weight"
     stored.spec          # f32[64@dp,16]: [16,16] on each of ranks 0, 1, 2, 3
 
-Each value that the plan's update reads has a name there and is cut as the plan says; a `step` is a
-number on all ranks. One that an earlier program has put there, and nobody has looked at since,
-stays. What no update reads is kept whole (`OptimizerHome.rest`), for one that does.
+Each value that the plan's update reads has a name there and is cut by the plan; a `step` is a
+number on all ranks. A value that an earlier program has put there, and that was not read since,
+stays. Values that no update reads are kept whole (`OptimizerHome.rest`), for an update that does.
 
-Not here: how it comes back (home.py), how it is named and updated
-(runtime/optimizer/shard_optimizer.py).
+Not here: its way back (home.py), its names and updates (runtime/optimizer/shard_optimizer.py).
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ def place_optimizer(
     *,
     masters: bool,
 ) -> OptimizerHome:
-    """The values of the state that the plan's update reads go to the ranks' tables, and anew
-    where somebody has looked at it since. A tensor of its parameter's shape is cut as the plan
-    says that the state is stored, numbers are replicated; what there is not yet is absent
-    (shard_optimizer.py). Beside them stands what updates.
+    """Put the values of the state that the plan's update reads into the ranks' tables; again those
+    that the user has read since. A tensor of its parameter's shape is cut by the plan's spec of the
+    state, numbers are replicated; values that do not exist yet are absent (shard_optimizer.py). The
+    updater is put beside them.
 
-    PlanningError where two steps share an optimizer and one of them wants masters; where a
-    state has not what the class reads.
+    PlanningError if two steps share an optimizer and only one of them uses masters, or if a state
+    lacks a value that the class reads.
     """
     resident = session.resident(model)
     home = resident.optimizers.get(id(optimizer))
@@ -69,9 +68,9 @@ def place_optimizer(
         raise PlanningError(
             f"two steps share a {type(optimizer).__name__}: one has "
             f"master_weights={home.masters}, this one master_weights={masters}.\n"
-            f"fix: master_weights={home.masters} here too, or an optimizer of its own"
+            f"fix: master_weights={home.masters} here too, or a separate optimizer"
         )
-    # the parameters first: what the program takes is checked there
+    # the parameters first: the program's inputs are checked there
     session.place(models, plan, stages)
     rule = rule_of(optimizer)
     keys = tuple(map(rule.keys, optimizer.param_groups))
@@ -98,7 +97,7 @@ def place_optimizer(
         resident.optimizers[id(optimizer)] = home
         session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
     else:
-        if home.rule is not rule:  # its options are of another kind than before
+        if home.rule is not rule:  # its options have another kind than before
             home.take_rule(rule)
             session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
         new = {which: updated[which] for which in updated if which not in known}
@@ -113,7 +112,7 @@ def place_optimizer(
 
 
 def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghost | None:
-    """Of states that there are it is told the numbers, and which other entries."""
+    """A ghost for existing states: it gets their numbers, and the keys of other entries."""
     found: dict[str, Mapping[str, Any]] = {
         label: own for p, own in entries.items() if (label := model.labels.of(p)) is not None
     }
@@ -132,7 +131,7 @@ def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghos
 def _put_state(
     session: MeshSession, home: OptimizerHome, new: Mapping[tuple[str, str], StoredTensor]
 ) -> None:
-    """Put values of the state: those that there are out of ``home.rest``, on disk or here."""
+    """Put values of the state: existing ones from ``home.rest``, on disk or here."""
     parameters = home.parameters
     there: defaultdict[str, set[str]] = defaultdict(set)
     for label, key in home.values(wait=False):
@@ -193,13 +192,14 @@ def _check_as_before(
         before = known.get((label, key), now)
         if not alike(before.spec, now.spec):
             raise PlanningError(
-                f"{key} of {label} is stored as {before.spec}, this program wants it stored as "
+                f"{key} of {label} is stored as {before.spec}, this program needs it stored as "
                 f"{now.spec}"
             )
 
 
 def _left(rest: Entries, taken: Set[tuple[torch.Tensor, str]]) -> Entries:
-    """What is not on the ranks; a master of a parameter without one any more is old."""
+    """The entries that are not on the ranks; a master of a parameter that has none any more is
+    dropped."""
     old = {(parameter, MASTER) for parameter, _ in taken}
     found = {
         parameter: {k: v for k, v in entries.items() if (parameter, k) not in taken | old}
@@ -211,8 +211,8 @@ def _left(rest: Entries, taken: Set[tuple[torch.Tensor, str]]) -> Entries:
 def _with_memory(
     entries: Mapping[str, Any], label: str, optimizer: torch.optim.Optimizer
 ) -> Mapping[str, Any]:
-    """A parameter's state; on the meta device it has values only where it is what Adagrad begins
-    with, the same number everywhere."""
+    """A parameter's state; on the meta device it has values only if it is Adagrad's initial state,
+    the same number everywhere."""
     empty = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_meta}
     begins = optimizer.defaults.get("initial_accumulator_value")
     for key, value in empty.items():
@@ -229,7 +229,7 @@ def _with_memory(
 def _check_made(
     home: OptimizerHome, label: str, key: str, there: Set[str], of: torch.Tensor
 ) -> None:
-    """PlanningError where a parameter has a state, and not this value of it: torch finds none."""
+    """PlanningError if a parameter has a state without this value: torch would not find it."""
     if key == MASTER or home.rule.entry(key).late or not there:
         return
     groups = home.optimizer.param_groups
@@ -239,7 +239,7 @@ def _check_made(
     raise PlanningError(
         f"{type(home.optimizer).__name__} reads {key} of {label}, whose state has only "
         f"{', '.join(sorted(there))}.\n"
-        f"fix: the options with which the state was made, or an optimizer of its own"
+        f"fix: the options with which the state was made, or a separate optimizer"
     )
 
 

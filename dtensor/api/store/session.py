@@ -1,18 +1,18 @@
-"""A session: a mesh on ranks of a launched cluster, and what of the controller's state lives there.
+"""A session: a mesh on ranks of a launched cluster, and the state of the controller's models there.
 
     session = session_for(mesh)              # of the running launch, else in-process
     session.place(models, plan, stages)      # f32[64@tp,16] at tp=2: [32,16] to each rank
     session.run(handle, inputs, keep={"output 0": "value 3"})
     session.launch.store.fetch([session.stored("value 3", spec)])
 
-A `Launch` has a session for each mesh that it was started with, and for each that a transfer has
-put values on. Outside a launch there is an implicit in-process one per mesh, but for while a launch
-that was made waits to be started: that would run in this process what was meant for its ranks.
+A `Launch` has a session for each mesh that it was started with, and for each mesh that a transfer
+has put values on. Outside a launch there is an implicit in-process one per mesh. There is none
+while a launch was made and is not started: programs meant for its ranks would run in this process.
 
-A parallelized module becomes resident at first use: the controller's values are cut into shards
-and put on the ranks, and the module's tensors are away (home.py). Leaving a launch brings them
-home in place, by an exception too as long as the ranks live; with ``bring_home=False``, and where
-the cluster has failed, what changed is gone, and reading it is an error.
+A parallelized module becomes resident at first use: the controller's values are cut into shards and
+put on the ranks, and the module's tensors are lazy (home.py). Leaving a launch brings them home in
+place, by an exception too as long as the ranks live. With ``bring_home=False``, and where the
+cluster has failed, changed values are lost, and reading them is an error.
 
 Not here: how a launch begins and ends (launching.py), an optimizer's state (optimizer_state.py).
 """
@@ -72,8 +72,8 @@ LocalKind = Literal["generated", "inductor"]
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A run within `noting`. ``called``, ``returned``: when, by the monotonic clock; ``settling``:
-    the seconds for which the call waited before, for what was asked earlier."""
+    """A run within `noting`. ``called``, ``returned``: times of the monotonic clock; ``settling``:
+    the seconds for which the call first waited for earlier calls."""
 
     handle: Handle
     future: Future
@@ -99,9 +99,9 @@ class MeshSession:
         self.residents: dict[int, Resident] = {}
         self.loaded: dict[object, Any] = {}
         self.garbage: list[StoredTensor] = []
-        self.settling: list[Callable[[], None]] = []  # wait for what is under way
-        self.undone: dict[str, int] = {}  # of what is counted: runs that are known to be
-        self.left: set[int] = set()  # models that a switch took away, by id
+        self.settling: list[Callable[[], None]] = []  # wait for running calls
+        self.undone: dict[str, int] = {}  # undone runs, by the name they count under
+        self.left: set[int] = set()  # ids of models that a switch moved to another mesh
 
     @property
     def closed(self) -> bool:
@@ -109,12 +109,12 @@ class MeshSession:
 
     @property
     def recoveries(self) -> Sequence[Recovered]:
-        """What was lost of the launch's ranks, and replaced, so far; empty in-process."""
+        """The losses of the launch's ranks that were recovered so far; empty in-process."""
         return self.cluster.recoveries
 
     @property
     def local(self) -> LocalKind:
-        """What local code is."""
+        """The kind of local code."""
         return self.launch.local
 
     @property
@@ -123,9 +123,9 @@ class MeshSession:
         return self._ranks
 
     def stored(self, label: str, spec: TensorSpec, at: Sequence[int] | None = None) -> StoredTensor:
-        """A value that is here, or is to be, on these ranks of the mesh; by default on those that
-        the spec says."""
-        if at is None and not spec.on:  # each result of an eager op is such
+        """A value that is, or will be, on these ranks of the mesh; by default on those of the
+        spec."""
+        if at is None and not spec.on:  # so is each result of an eager op
             return StoredTensor(label, spec, self._at, self._ranks)
         return StoredTensor.of(label, spec, holders_of(spec) if at is None else at, self.ranks)
 
@@ -157,7 +157,7 @@ class MeshSession:
         return [found[r][of.output].clone() for r in ranks]
 
     def told(self, error: DaftError) -> DaftError:
-        """The error; where the state is lost with it, it says which was saved last."""
+        """The error; where the state is lost with it, its text names the last saved state."""
         launch = self.launch
         if error is self.cluster.failure and not launch.said_lost:
             launch.said_lost = True
@@ -172,7 +172,7 @@ class MeshSession:
                 back = home.model.steps.present() - step
                 parts.append(f"{where}, of step {step}, {back} before this one")
             error.add_note("; ".join(parts))
-        return error.with_traceback(None)  # of where it was raised before: no news to the user
+        return error.with_traceback(None)  # of an earlier raise, which does not help the user
 
     def forget(self, stored: StoredTensor) -> None:
         """Called when a value is garbage: its shards are dropped with the next put or run."""
@@ -180,13 +180,13 @@ class MeshSession:
             self.garbage.append(stored)
 
     def drop(self) -> None:
-        """What nobody refers to, now."""
+        """Delete unreferenced values, now."""
         garbage = self._garbage()
         if garbage:
             self.cluster.delete([garbage.get(rank, ()) for rank in range(self.mesh.size)])
 
     def _garbage(self) -> dict[int, list[str]]:
-        """What nobody refers to, by rank; whoever asks has it dropped."""
+        """The names of unreferenced values, by rank; the caller must drop them."""
         names: dict[int, list[str]] = {}
         if self.garbage:
             garbage, self.garbage = self.garbage, []
@@ -207,7 +207,7 @@ class MeshSession:
         self.check()
         begin = time.monotonic()
         if self._noting:
-            self.cluster.get([()] * self.mesh.size).get()  # what was asked for before is done
+            self.cluster.get([()] * self.mesh.size).get()  # earlier calls have ended
         called = time.monotonic()
         try:
             future = self.cluster.run(
@@ -232,14 +232,14 @@ class MeshSession:
         return self.cluster.immediate or self.mode == "interpreted"
 
     def counted(self, name: str, counter: Counter, *, takes: bool) -> Counted:
-        """A run that is one of what ``counter`` counts, under a name of this session."""
+        """A run that ``counter`` counts, under a name of this session."""
         counter.present()
         key = f"{name} {counter.resets}"
         return Counted(key, self.undone.get(key, 0), STEP, takes)
 
     def give_back(self, counter: Counter, resets: int, counted: Counted) -> None:
-        """The run, before which the counter had so many resets, was undone: its number is the next
-        one's."""
+        """The run, before which the counter had ``resets`` resets, was undone: the next run takes
+        its number."""
         self.undone[counted.key] = self.undone.get(counted.key, 0) + 1
         counter.give_back(resets)
 
@@ -259,17 +259,17 @@ class MeshSession:
         if found is None:
             found = Resident(model, self.new_prefix(), self, model.loads)
             self.residents[id(model)] = found
-            found.saved = "the controller has what was put there", model.steps.present()
+            found.saved = "the controller has the values that were put there", model.steps.present()
             found.looked = model.seen.number
-        if found.loads != model.loads:  # other values were loaded for what is on meta
+        if found.loads != model.loads:  # other values were loaded for tensors on meta
             found.loads = model.loads
             brought = model.initial.loaded.keys() | model.initial.on_disk
             found.forget([label for label in found.stored if label in brought])
-            found.saved = "the controller has what was loaded", model.steps.present()
+            found.saved = "the controller has the values that were loaded", model.steps.present()
         return found
 
     def new_prefix(self) -> str:
-        """What the labels of one more model's values begin with."""
+        """The prefix of the labels of one more model's values."""
         self.launch.num_models += 1
         return f"model {self.launch.num_models - 1}: "
 
@@ -303,14 +303,14 @@ class MeshSession:
                 resident.wrote(labels, home)
 
     def hold(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
-        """Put what is missing of these, by label."""
+        """Put those of these values that are missing, by label."""
         resident = self.resident(model)
         given: dict[str, tuple[TensorSource, StoredTensor]] = {}
         for label, home in wanted.items():
             known = resident.stored.get(label)
             if known is not None and known.spec != home.spec:
                 raise PlanningError(
-                    f"{model.seen.name(label)} is stored as {known.spec}, this program wants it "
+                    f"{model.seen.name(label)} is stored as {known.spec}, this program needs it "
                     f"stored as {home.spec}"
                 )
             if known is None or not set(home.at) <= set(known.at):
@@ -320,10 +320,10 @@ class MeshSession:
 
 
 class Launch:
-    """A cluster, and a session for each mesh on its ranks; ``mode`` and ``local`` are of all.
+    """A cluster, and a session for each mesh on its ranks; ``mode`` and ``local`` hold for all.
 
-    Meshes may share ranks: each has names of its own there. A rank that is lost takes the values of
-    all meshes along; a call that fails is of its run alone.
+    Meshes may share ranks: each has its own names there. With a lost rank the values of all meshes
+    are lost; a call that fails affects only its run.
     """
 
     def __init__(self, cluster: Cluster, mode: Mode, local: LocalKind = "generated") -> None:
@@ -332,9 +332,9 @@ class Launch:
         self.local: LocalKind = local
         self.sessions: dict[Mesh, MeshSession] = {}
         self.store = TensorStore(self)
-        self.num_models = 0  # that were ever here
-        self.num_programs = 0  # with constants of their own
-        self.saves: list[Any] = []  # `Saved`s (checkpoint.py), for whose end the launch waits
+        self.num_models = 0  # models so far
+        self.num_programs = 0  # programs with their own constants
+        self.saves: list[Any] = []  # `Saved`s (checkpoint.py), the launch waits for their end
         self.closed: bool = False
         self.failure_was_read = False
         self.said_lost = False
@@ -360,7 +360,7 @@ class Launch:
         return [r for session in self.sessions.values() for r in session.residents.values()]
 
     def settle(self, *, saves: bool = True) -> None:
-        """Wait for what is under way; a failure that nobody has read raises here, of a save too."""
+        """Wait for everything in flight; raises a failure that was not read, of a save too."""
         if not self.failure_was_read:
             for session in self.sessions.values():
                 for wait in session.settling:
@@ -375,7 +375,8 @@ class Launch:
             saved.settle()
 
     def close(self, *, bring_home: bool = True) -> None:
-        """What was changed comes home, unless it shall not or cannot; then the ranks end."""
+        """Bring changed values home, unless ``bring_home`` is False or it is impossible; then end
+        the ranks."""
         if self.closed:
             return
         for saved in self.saves:
@@ -394,7 +395,7 @@ class Launch:
         for resident in self.residents:
             try:
                 resident.end(bring_home)
-            except (DaftError, PlanningError) as error:  # of this one
+            except (DaftError, PlanningError) as error:  # of this model
                 failed.append(error)
             except BaseException:  # a second signal: the rest is lost
                 self.cluster.interrupted()
@@ -420,7 +421,7 @@ class Launch:
 def homes_in(
     plan: Plan, read: Mapping[str, PlannedInput], prefix: str, numbers: Sequence[int]
 ) -> dict[str, StoredTensor]:
-    """By label, where a plan has parameters and buffers that it reads."""
+    """By label, the homes of the parameters and buffers that a plan reads."""
     return {
         label: StoredTensor.of(f"{prefix}{label}", on_mesh(plan, i.held), holders(plan, i), numbers)
         for label, i in read.items()
@@ -428,7 +429,7 @@ def homes_in(
 
 
 def _source(model: ParallelModule, label: str, spec: TensorSpec) -> TensorSource:
-    """How a parameter or buffer comes to the ranks; checked as soon as it is here."""
+    """The source of a parameter or buffer for the ranks; checked as soon as its value is here."""
     own, name = model.seen.tensors[label].detach(), model.seen.name(label)
     source = model.initial.source(label)
     if source is not None:
@@ -455,14 +456,14 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
 # -- which session ---------------------------------------------------------------------------------
 
 launches: list[Launch] = []
-"""That which runs, if one does."""
+"""The running session, if there is one."""
 _implicit: dict[Mesh, MeshSession] = {}
 _waiting: list[tuple[weakref.ref[MeshSession], Source | None]] = []
-"""The launch that was made last, with its line, until it is started or given up."""
+"""The launch that was made last, with its line, until it is started or closed."""
 
 
 def remember(made: MeshSession, source: Source | None, *, tried: bool = False) -> None:
-    """It waits to be started, again where that was ``tried``; one that was made before no longer
+    """The launch waits to be started, again where that was ``tried``; an earlier one no longer
     does."""
     _waiting[:] = [(weakref.ref(made, None if tried else _dropped), source)]
 
@@ -473,14 +474,14 @@ def forget(made: MeshSession) -> None:
 
 
 def _dropped(made: weakref.ref[MeshSession]) -> None:
-    """Nobody refers to it any more. Where it still waited, as after ``dt.launch(mesh)`` in a line
-    of its own, a warning: nothing will ever run there."""
+    """Called when the launch is garbage. If it was never started, as after ``dt.launch(mesh)`` in a
+    line of its own, a warning: no program will ever run there."""
     for waiting, source in list(_waiting):
         if waiting is made and not sys.is_finalizing():
             _waiting.clear()
             warnings.warn(
-                f"a launch was made and never started, and nothing refers to it any more: what "
-                f"follows runs without it.\n"
+                f"a launch was made and never started, and nothing refers to it any more: the "
+                f"code after it runs without it.\n"
                 f"{lines_text(launch=source)}"
                 f"fix: with dt.launch(...): ...; or run = dt.launch(...) and run.start()",
                 RuntimeWarning,
@@ -489,20 +490,20 @@ def _dropped(made: weakref.ref[MeshSession]) -> None:
 
 
 def check_started() -> None:
-    """PlanningError where the launch that was made last was never started. One that nobody refers
-    to any more is none."""
+    """PlanningError where the launch that was made last was never started. A launch without
+    references does not count."""
     for made, source in _waiting:
         if made() is not None:
             raise PlanningError(
                 f"a launch was made and never started, and this would run without it.\n"
                 f"{lines_text(launch=source, call=source_here())}"
-                f"fix: `with run:` around the call or run.start() before it, where run is what "
-                f"dt.launch gave; run.close() gives the launch up"
+                f"fix: `with run:` around the call or run.start() before it, where run is the "
+                f"result of dt.launch; run.close() discards the launch"
             )
 
 
 def _lose() -> None:
-    """What ran was ended half-way by a second signal."""
+    """The running session was ended half-way by a second signal."""
     for launch in (*launches, *(session.launch for session in _implicit.values())):
         launch.cluster.interrupted()
 
@@ -511,8 +512,8 @@ when_forced.append(_lose)
 
 
 def session_for(mesh: Mesh) -> MeshSession:
-    """That of the running launch, or the implicit in-process one of the mesh. PlanningError where
-    a launch waits to be started."""
+    """The session of the running launch, or the implicit in-process one of the mesh. PlanningError
+    where a launch waits to be started."""
     with ONE_AT_A_TIME:
         if launches:
             launch = launches[-1]
@@ -531,7 +532,7 @@ def session_for(mesh: Mesh) -> MeshSession:
 
 
 def session_at_hand(mesh: Mesh) -> MeshSession | None:
-    """As `session_for`, where there is one: that of the running launch, or the implicit one."""
+    """As `session_for`, or None where there is no session yet."""
     found = launches[-1].sessions.get(mesh) if launches else None
     return found or _implicit.get(mesh)
 

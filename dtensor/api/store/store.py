@@ -1,4 +1,4 @@
-"""The store of a launch: what its ranks have, by owner and key, and all that changes it.
+"""The store of a launch: the values on its ranks, by owner and key, and all changes of them.
 
     store, owner = launch.store, Owner[str]()
     home = session.stored("model 0: up.weight", spec)       # f32[64@tp,16] on ranks 0, 1
@@ -9,14 +9,14 @@
     store.forget(owner, ["up.weight"], delete=True)
 
 Owners are a model's parameters and buffers, an optimizer's state, a step's gradients, a program's
-constants. An entry says what ranks have after all runs that were submitted; where a move is undone,
-it is put back. A value of an optimizer may be absent until a step makes it: its entry stands, its
-shards are empty. A home that a program has settled holds for what is put anew.
+constants. An entry is the state of ranks after all submitted runs; where a move is undone, the
+entry is restored. A value of an optimizer may be absent until a step makes it: its entry exists,
+its shards are empty. A home that a program has settled also holds for values that are put anew.
 
 Invariants: nothing but the store changes an entry. A move, a load or a put that fails leaves all
-entries as they were. Not here: when values are moved (session.py, replica.py, switch.py), what
-the module's own tensors are meanwhile (home.py); DTensors, whose values are made and dropped
-by thousands, have records and no entries (eager/values.py).
+entries as they were. Not here: when values are moved (session.py, replica.py, switch.py), the
+module's own tensors meanwhile (home.py). DTensors, which are made and dropped by thousands, have
+records and no entries (eager/values.py).
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act
 
 PIECE_BYTES = 2**26
-"""What is put at a time, of all ranks together."""
+"""Bytes that are put at a time, of all ranks together."""
 BUCKET_BYTES = 2**26
-"""What is fetched at a time: the controller holds no more than this twice."""
+"""Bytes that are fetched at a time: the controller holds at most twice as many."""
 MOST_LOADED = 64
-"""Programs of moves that stay loaded: those that ran last."""
+"""Number of programs of moves that stay loaded: the last ones."""
 
 K = TypeVar("K", bound=Hashable)
 Source = Tensor | Callable[[], Tensor] | Recipe | OnDisk | None
-"""Of a value that is put: it, what gives it when its turn comes, or how ranks make or read their
-shards; None: absent until a step makes it."""
+"""The source of a value that is put: the value, a function that makes it in its turn, or how ranks
+make or read their shards; None: absent until a step makes it."""
 
 
 class MeshRanks(Protocol):
@@ -108,7 +108,8 @@ class LaunchRanks(Protocol):
 
 
 class Owner(Generic[K]):
-    """Who has values in the store: by key what is stored, and the homes that programs settled."""
+    """An owner of values in the store: by key the stored tensors, and the homes that programs
+    settled."""
 
     __slots__ = ("_absent", "_settled", "_stored")
 
@@ -126,14 +127,14 @@ class Owner(Generic[K]):
         return MappingProxyType(self._settled)
 
     def is_there(self, key: K) -> bool:
-        """Whether ranks have it, and some step has made it."""
+        """Whether ranks have it, and a step has made it."""
         return key in self._stored and key not in self._absent
 
 
 @dataclass(eq=False, slots=True)
 class Moving:
-    """A move that was submitted. ``before``: of each entry that it replaced, what was there;
-    ``undone``: called where it is put back; ``note``: what an error says then."""
+    """A submitted move. ``before``: the earlier entry of each one that it replaced; ``undone``:
+    called when they are restored; ``note``: the note on an error then."""
 
     store: TensorStore
     run: Future
@@ -144,7 +145,7 @@ class Moving:
     after: dict[tuple[Owner[Any], Any], StoredTensor] = field(repr=False)
 
     def check(self) -> None:
-        """Wait for it. Raises what failed; the entries are then as they were."""
+        """Wait for it. Raises its failure; the entries are then as before it."""
         try:
             self.run.check()
         except DaftError as error:
@@ -156,7 +157,7 @@ class Moving:
 
 
 class TensorStore:
-    """One of each launch."""
+    """The store of a launch."""
 
     def __init__(self, launch: LaunchRanks) -> None:
         self._launch = launch
@@ -164,13 +165,13 @@ class TensorStore:
         self._moving: list[Moving] = []
 
     def _session(self, values: Iterable[StoredTensor]) -> MeshRanks:
-        """Where they are, which is one mesh."""
+        """The session of the values' mesh, of which there is one."""
         return self._launch.sessions[next(iter(values)).spec.mesh]
 
     # -- in ---------------------------------------------------------------------------------------
 
     def put(self, owner: Owner[K], given: Mapping[K, tuple[Source, StoredTensor]]) -> None:
-        """Put values where they are to be, on ranks that lack them."""
+        """Put values into their homes, on ranks that lack them."""
         sent: list[tuple[Tensor | Callable[[], Tensor] | None, StoredTensor]] = []
         made: dict[int, dict[str, tuple[Any, Pieces]]] = {}
         names: dict[str, str] = {}
@@ -191,7 +192,7 @@ class TensorStore:
         if not put:
             return
         session = self._session(put.values())
-        with waits_may_act():  # of signals: what is put and not noted is put anew
+        with waits_may_act():  # a signal may act: values that are put and not noted are put anew
             self._put_each(session, _shards(sent))
         if made:
             self._make(session, made, names)
@@ -200,8 +201,8 @@ class TensorStore:
         owner._absent.update(key for key, (source, _) in given.items() if source is None)
 
     def _put_each(self, session: MeshRanks, values: Iterable[tuple[int, str, Tensor]]) -> None:
-        """Shards of ranks, in pieces: more than one is never on its way, and what makes them may
-        so make them of what the controller has."""
+        """Put shards in pieces, one at a time, since a source may make them from the controller's
+        memory only when its turn comes."""
         piece: list[dict[str, object]] = [{} for _ in range(session.mesh.size)]
         nbytes = 0
         for rank, label, shard in values:
@@ -219,7 +220,7 @@ class TensorStore:
         made: Mapping[int, Mapping[str, tuple[Any, Pieces]]],
         names: Mapping[str, str],
     ) -> None:
-        """The ranks make their own shards, or read them, and keep them under these names."""
+        """Ranks make their own shards, or read them, and keep them under these names."""
         each = [made.get(rank, {}) for rank in range(session.mesh.size)]
         handle = session.cluster.load(init_program(each, session.cluster.device))
         try:
@@ -234,8 +235,9 @@ class TensorStore:
         given: Mapping[K, StoredTensor],
         reading: Callable[[Cluster], Program],
     ) -> None:
-        """Each rank reads its shards of a checkpoint's values, by the program that is ``reading``
-        for the cluster (runtime/checkpoint/saving.py): of all on all ranks, or of none."""
+        """Each rank reads its shards of a checkpoint's values, by the program that ``reading``
+        makes for the cluster (runtime/checkpoint/saving.py). Either all ranks load all values, or
+        none does."""
         session = self._session(given.values())
         cluster = session.cluster
         handle = cluster.load(reading(cluster))
@@ -243,7 +245,7 @@ class TensorStore:
             cluster.run(handle, [{}] * cluster.size).get()
         except DaftError as error:
             if cluster.failure is None:
-                error.add_note("nothing was loaded: the model has what it had.")
+                error.add_note("nothing was loaded: the model is unchanged.")
             raise session.told(error) from error.__cause__
         finally:
             if cluster.failure is None:
@@ -251,11 +253,11 @@ class TensorStore:
         owner._stored.update(given)
 
     def keep(self, owner: Owner[K], made: Mapping[K, StoredTensor]) -> None:
-        """A run that was submitted makes these, and keeps them."""
+        """A submitted run makes these values, and keeps them."""
         owner._stored.update(made)
 
     def written(self, owner: Owner[K], keys: Set[K]) -> None:
-        """A step has ended well that makes these, if they were absent."""
+        """A step that makes these values, if they were absent, has ended without failure."""
         if not owner._absent.isdisjoint(keys):
             owner._absent.difference_update(keys)
 
@@ -292,9 +294,9 @@ class TensorStore:
         fed: Mapping[str, object],
         counted: Counted,
     ) -> Future:
-        """A run in which each rank copies its share of values for a writer: ``copying`` is its
-        program for so many ranks (runtime/checkpoint/saving.py), which stays loaded under ``key``
-        while they are stored so."""
+        """A run in which each rank copies its share of values for a writer: ``copying`` makes its
+        program for a number of ranks (runtime/checkpoint/saving.py), which stays loaded under
+        ``key`` while the values' homes are the same."""
         session = self._session(values.values())
         cluster = session.cluster
         loaded = self._loaded(key, values, cluster, lambda: copying(cluster.size))
@@ -302,7 +304,7 @@ class TensorStore:
         return loaded.last
 
     def forget(self, owner: Owner[K], keys: Iterable[K], *, delete: bool = False) -> None:
-        """These count no longer; ``delete``: they leave the ranks."""
+        """Drop these entries; ``delete``: drop the values on the ranks too."""
         left = [owner._stored.pop(key) for key in [*keys] if key in owner._stored]
         owner._absent.intersection_update(owner._stored)
         if delete and left:
@@ -318,23 +320,24 @@ class TensorStore:
         homes: Mapping[str, StoredTensor],
         plan: Callable[[Mapping[str, tuple[StoredTensor, StoredTensor]]], SyncPlan],
     ) -> None:
-        """A program has its values there. What lies as none had said yet is moved."""
+        """Settle the homes of a program's values. Values in a default home that differs are
+        moved."""
         lying: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         for key in owner._stored.keys() & homes.keys() - owner._settled.keys():
             if owner._stored[key] != homes[key]:
                 lying[key] = owner._stored[key], homes[key]
         if lying:
-            lying = {key: lying[key] for key in homes if key in lying}  # in one order always
+            lying = {key: lying[key] for key in homes if key in lying}  # always in one order
             self.move(plan(lying), {key: (owner, key) for key in lying}).check()
         owner._settled.update(homes)
 
     def settle_anew(self, owner: Owner[K], homes: Mapping[K, StoredTensor]) -> None:
-        """Programs have its values there, and no others."""
+        """These are the settled homes, and no others."""
         owner._settled.clear()
         owner._settled.update(homes)
 
     def unsettle(self, owner: Owner[K], keys: Iterable[K]) -> None:
-        """No home is settled for these any more."""
+        """Drop the settled homes of these."""
         for key in [*keys]:
             owner._settled.pop(key, None)
 
@@ -348,13 +351,14 @@ class TensorStore:
         note: str = "",
         undone: Callable[[], None] = lambda: None,
     ) -> Moving:
-        """Values go from rank to rank; all ranks agree that all have all before new ones count.
+        """Move values from rank to rank; all ranks agree that all have all before new ones are
+        valid.
 
-        What an entry had before leaves the ranks that it is not on any more, when somebody has
-        seen that the move ended well.
+        The earlier values of an entry leave ranks outside its new home once the move is known to
+        have ended without failure.
 
         Args:
-            into: whose each value is to be, by the plan's name of it.
+            into: the owner and key of each value, by the plan's name of it.
             key: the program stays loaded under it, for as long as the plan is the same.
             also: ranks that agree besides.
         """
@@ -384,7 +388,7 @@ class TensorStore:
         return moving
 
     def transfer(self, plan: TransferPlan) -> Future:
-        """A value that is nobody's goes from rank to rank, under a label of its own."""
+        """Move a value without an owner from rank to rank, under its own label."""
         cluster = self._launch.cluster
         key = "transfer", plan.source, plan.target, plan.here.ranks, plan.there.ranks
 
@@ -400,8 +404,8 @@ class TensorStore:
         return loaded.last
 
     def look(self, *, wait: bool = False) -> None:
-        """Put back what moves that have ended have not brought; with ``wait`` those too that are
-        under way. Who reads a move hears why."""
+        """Restore the entries of moves that have ended with a failure; with ``wait``, first wait
+        for moves in flight. `Moving.check` raises the failure."""
         for moving in [*self._moving]:
             if wait or moving.run.done():
                 try:
@@ -412,7 +416,8 @@ class TensorStore:
                     self.ended(moving)
 
     def undo(self, moving: Moving) -> None:
-        """It brought nothing: entries are as before it, but where another one has replaced them."""
+        """Restore the entries from before a failed move, except those that a later move has
+        replaced."""
         if moving not in self._moving:
             return
         later = self._moving[self._moving.index(moving) + 1 :]
@@ -430,7 +435,8 @@ class TensorStore:
         moving.undone()
 
     def ended(self, moving: Moving) -> None:
-        """It ended well: what its entries had before leaves ranks that are not theirs any more."""
+        """A move has ended without failure: drop the earlier values on ranks outside the new
+        homes."""
         if moving not in self._moving:
             return
         self._moving.remove(moving)
@@ -452,7 +458,7 @@ class TensorStore:
     def _loaded(
         self, key: Hashable, of: object, cluster: Cluster, program: Callable[[], Program]
     ) -> _LoadedMove:
-        """The program of a move, a transfer or a save; it stays where it has a key."""
+        """The program of a move, a transfer or a save; it stays loaded if it has a key."""
         known = self._programs.get(key)
         if known is not None and (known.of is of or known.of == of):
             self._programs.move_to_end(key)
@@ -472,7 +478,7 @@ class TensorStore:
 
 @dataclass(slots=True)
 class _LoadedMove:
-    """``of``: what it was made for; ``last``: the last run of it."""
+    """``of``: the plan or values that it was made for; ``last``: its last run."""
 
     of: object
     cluster: Cluster
@@ -490,7 +496,7 @@ def by_rank(values: Iterable[StoredTensor], size: int) -> list[list[str]]:
 
 
 def buckets(values: Mapping[K, StoredTensor]) -> Iterator[dict[K, StoredTensor]]:
-    """Together of BUCKET_BYTES at most, but for a value that is larger alone."""
+    """Groups of BUCKET_BYTES at most, or of one value that is larger."""
     bucket: dict[K, StoredTensor] = {}
     nbytes = 0
     for key, one in values.items():
@@ -504,13 +510,13 @@ def buckets(values: Mapping[K, StoredTensor]) -> Iterator[dict[K, StoredTensor]]
 
 
 def across(cluster: Cluster, program: Program) -> Program:
-    """A program between meshes of a launch: its errors name a rank as each of them does."""
+    """A program between meshes of a launch: its errors name a rank as its mesh does."""
     known_as = tuple(cluster.known_as.get(rank, "") for rank in range(cluster.size))
     return replace(program, known_as=known_as)
 
 
 def inner_name(session: MeshRanks, name: str) -> str:
-    """What the tables of the launch's ranks have under a name of the mesh's."""
+    """The name in the tables of the launch's ranks of a name of the mesh."""
     cluster = session.cluster
     return cluster.inner(name) if isinstance(cluster, Part) else name
 
@@ -518,7 +524,7 @@ def inner_name(session: MeshRanks, name: str) -> str:
 def _shards(
     values: Iterable[tuple[Tensor | Callable[[], Tensor] | None, StoredTensor]],
 ) -> Iterator[tuple[int, str, Tensor]]:
-    """Of values that are here, one after the other."""
+    """The shards of values on the controller, one after the other."""
     nothing = absent("cpu")
     for source, stored in values:
         if not stored.at:

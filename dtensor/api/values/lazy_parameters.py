@@ -1,21 +1,21 @@
-"""Values that are elsewhere: a tensor, or an optimizer's state, whose first touch fetches them.
+"""Lazy remote values: a tensor, or an optimizer's state, whose first read or write fetches them.
 
     send_away(net.weight, holder, "weight")      # the same object; its memory is no longer read
-    net.weight.shape                             # asks nothing
+    net.weight.shape                             # no fetch
     net.weight.sum()                             # holder.bring((net.weight,)), then torch's sum
     type(net.weight)                             # nn.Parameter again
 
-A tensor that is away has another class, and torch asks a class of its own before it does anything
-with such a tensor. What asks for a shape, a dtype or a gradient is answered as it is; anything else
-is a touch, a read or a write or both: the holder brings the value into the tensor's own memory and
-makes it a plain tensor again, and then torch goes on. So views, `.data`, `.numpy()`, deepcopy,
-pickle and fused kernels see present values, and tensors keep their identity.
+A lazy tensor has another class, and torch calls that class before any operation on such a tensor.
+Requests for a shape, a dtype or a gradient are answered without a fetch. Any other operation
+touches the value, as a read, a write or both: the holder fetches the value into the tensor's own
+memory and makes it a plain tensor again, and then the operation runs. So views, `.data`,
+`.numpy()`, deepcopy, pickle and fused kernels see current values, and tensors keep their identity.
 
-A holder whose values are gone raises; then only what writes the whole tensor (`copy_`, as
-`load_state_dict` has it) goes on, without them.
+A holder whose values are lost raises; then only a write of the whole tensor (`copy_`, as in
+`load_state_dict`) works, without them.
 
-What torch reads below that question is not seen: `torch.tensor(p)`, `p` under `torch.func.grad`,
-memory that others share (docs/state.md lists it). Not here: what holds values (home.py).
+Reads of torch below that hook are not seen: `torch.tensor(p)`, `p` under `torch.func.grad`, memory
+that others share (docs/state.md lists them). Not here: the objects that hold values (home.py).
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from dtensor.private_torch import (
 
 
 class Holder(Protocol):
-    """Who has the values."""
+    """The object that holds values."""
 
     @property
     def gone(self) -> str:
-        """Why they are out of reach for good, or ""."""
+        """Why the values are lost for good, or ""."""
         ...
 
     def bring(self, tensors: Sequence[Tensor]) -> None:
-        """The tensors become plain, their memory current. RuntimeError where ``gone``."""
+        """Make the tensors plain, with current memory. RuntimeError if ``gone``."""
         ...
 
     def give_up(self, tensor: Tensor) -> None:
-        """The tensor becomes plain as it is: all of it is about to be written."""
+        """Make the tensor plain without a fetch: all of it is about to be written."""
         ...
 
 
@@ -69,17 +69,17 @@ class Holder(Protocol):
 class _Whereabouts:
     holder: Holder
     label: str
-    kind: type[Tensor]  # the class that the tensor has at home
+    kind: type[Tensor]  # the class of the plain tensor
 
 
 class Away:
-    """What a tensor's class begins with while its value is elsewhere."""
+    """The first base of a tensor's class while its value is remote."""
 
     _whereabouts: _Whereabouts
     _kind: type[Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """`type(p)(data)` makes what it would make at home."""
+        """`type(p)(data)` returns a tensor of the plain class."""
         return cls._kind(*args, **kwargs)
 
     @classmethod
@@ -102,13 +102,13 @@ class Away:
         if not at_hand((args, kwargs)):
             raise RuntimeError(
                 f"{func} reads a parameter whose value is on the ranks, where it cannot be fetched "
-                f"(under torch.compile, say).\n"
+                f"(for example under torch.compile).\n"
                 f"fix: module.state_dict() before, which fetches all until the next step"
             )
         return func(*args, **kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        """Of which torch asks no class; `parametrize.register_parametrization` calls it."""
+        """Torch does not call the hook for it; `parametrize.register_parametrization` calls it."""
         at_hand((self, args, kwargs))
         return Tensor.set_(self, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ class Away:
 
 
 def send_away(tensor: Tensor, holder: Holder, label: str) -> None:
-    """From now on ``holder`` has the value; ``label`` is its name for it."""
+    """Make the tensor lazy: ``holder`` has the value, under the name ``label``."""
     kind = tensor._whereabouts.kind if isinstance(tensor, Away) else type(tensor)
     if not isinstance(tensor, Away):
         tensor.__class__ = _away_kind(kind)
@@ -131,7 +131,7 @@ def send_away(tensor: Tensor, holder: Holder, label: str) -> None:
 
 
 def bring_back(tensor: Tensor) -> None:
-    """The tensor is a plain one again, with what its memory has."""
+    """Make the tensor plain again, with the present contents of its memory."""
     assert isinstance(tensor, Away)
     kind = tensor._whereabouts.kind
     del tensor._whereabouts
@@ -139,7 +139,7 @@ def bring_back(tensor: Tensor) -> None:
 
 
 def holder_of(tensor: Tensor) -> Holder | None:
-    """Who has the value; None where it is at home."""
+    """The holder of the value; None for a plain tensor."""
     return tensor._whereabouts.holder if isinstance(tensor, Away) else None
 
 
@@ -149,7 +149,7 @@ def label_of(tensor: Tensor) -> str:
 
 
 def at_hand(values: Any) -> bool:
-    """Bring home what in a pytree is away; whether there was anything."""
+    """Fetch the lazy tensors in a pytree; returns whether there were any."""
     found = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Away)]
     with ONE_AT_A_TIME:
         for holder, tensors in by_holder(found):
@@ -158,7 +158,7 @@ def at_hand(values: Any) -> bool:
 
 
 def by_holder(tensors: Iterable[Any]) -> list[tuple[Holder, list[Tensor]]]:
-    """The tensors that are away, each once, by who has them."""
+    """The lazy tensors, each once, by their holders."""
     found: dict[int, tuple[Holder, dict[int, Tensor]]] = {}
     for tensor in tensors:
         if isinstance(tensor, Away):
@@ -169,8 +169,8 @@ def by_holder(tensors: Iterable[Any]) -> list[tuple[Holder, list[Tensor]]]:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Within, tensors that are away are read and written as they are, and no mode of torch's (fake
-    tensors, a default device, vmap, jit.trace) changes what is done."""
+    """Within, lazy tensors are read and written without a fetch, and no mode of torch's (fake
+    tensors, a default device, vmap, jit.trace) changes the operations."""
     with ExitStack() as stack:
         tracing = get_tracing_state()
         stack.callback(set_tracing_state, tracing)  # type: ignore[attr-defined]
@@ -183,7 +183,7 @@ def plainly() -> Iterator[None]:
 
 
 def as_it_is() -> Any:
-    """Within, own code asks tensors for shapes and the like without a detour through Python."""
+    """Within, own code reads shapes and the like of tensors without the hook."""
     return DisableTorchFunctionSubclass()
 
 
@@ -201,7 +201,7 @@ def _home(tensor: Any) -> Any:
 def _write_all(
     func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Without the old values, which are gone; as before if torch refuses."""
+    """Write all of the tensor without its lost values; it stays lazy if torch refuses."""
     at_hand((args[1:], kwargs))
     where: _Whereabouts = tensor._whereabouts
     bring_back(tensor)
@@ -215,14 +215,15 @@ def _write_all(
 
 
 def _asked_for_gradient() -> None:
-    """PlanningError where torch's own clipping asks: it would find none, and clip nothing without a
-    word. A warning, once for a line, where anything else asks but torch, whose `zero_grad` does."""
+    """PlanningError if torch's own clipping reads the gradient: it would find none, and silently
+    clip nothing. Other readers outside torch get a warning, once per line; torch's own `zero_grad`
+    gets none."""
     asks: types.FrameType | None = sys._getframe(2)
     name = asks.f_globals.get("__name__", "")
     if not name.startswith("torch."):
         warnings.warn(
             "the parameter's .grad is None: its value is on the ranks, and so was its gradient, "
-            "which the step has used up.\n"
+            "which the step has consumed.\n"
             "fix: step.gradients(*batch), or dt.train_step(..., keep_gradients=True) and "
             "step.gradients()",
             stacklevel=3,
@@ -233,13 +234,14 @@ def _asked_for_gradient() -> None:
         name = asks.f_code.co_name if asks is not None else "clip_grad"
         raise PlanningError(
             f"torch.nn.utils.{name} finds no gradients: they are on the ranks, and the step has "
-            f"used them up\n"
+            f"consumed them\n"
             f"fix: dt.train_step(..., clip_grad_norm=1.0), which clips within the step; "
-            f"step.gradients(*batch) gives them"
+            f"step.gradients(*batch) returns them"
         )
 
 
-# -- what is no touch ------------------------------------------------------------------------------
+# -- operations without a fetch
+# ------------------------------------------------------------------------------
 
 _PROPERTIES = """
     shape dtype device requires_grad is_leaf grad grad_fn ndim layout names output_nr retains_grad
@@ -247,13 +249,14 @@ _PROPERTIES = """
     is_maia is_meta is_mkldnn is_mps is_mtia is_nested is_quantized is_sparse is_sparse_csr
     is_vulkan is_xla is_xpu
 """
-# Not dim and is_floating_point: the last that vmap and jvp ask before they wrap what there is.
+# Not dim and is_floating_point: they are vmap's and jvp's last reads before they wrap the present
+# tensor.
 _METHODS = """
     size ndimension numel nelement stride is_complex is_signed element_size
     __len__ register_hook register_post_accumulate_grad_hook __hash__ requires_grad_ get_device
     is_contiguous storage_offset is_same_size is_conj is_neg is_inference type
 """
-_FOUND = {**vars(TensorBase), **vars(Tensor)}  # what this torch has of them
+_FOUND = {**vars(TensorBase), **vars(Tensor)}  # those that this torch has
 _ASKS_NOTHING = frozenset(
     {
         *(_FOUND[name].__get__ for name in _PROPERTIES.split() if name in _FOUND),
@@ -281,9 +284,9 @@ Entries = dict[Tensor, dict[str, Any]]
 class AwayState(MutableMapping[Tensor, dict[str, Any]]):
     """torch's ``optimizer.state``, parameter to its entries, while the ranks have it.
 
-    ``stale``: the ranks have newer ones than ``entries``; ``on_disk``: or files have, here, until
-    somebody looks; ``touched``: somebody has looked, and may have written; ``gone``: why they are
-    out of reach for good, or "".
+    ``stale``: the ranks have newer entries than ``entries``; ``on_disk``: or files have them, until
+    the first read; ``touched``: the user has read them, and may have written; ``gone``: why they
+    are lost for good, or "".
     """
 
     def __init__(
@@ -297,7 +300,7 @@ class AwayState(MutableMapping[Tensor, dict[str, Any]]):
         self.gone = ""
 
     def refresh(self) -> Entries:
-        """The entries, current, which is no touch. RuntimeError where they are gone."""
+        """The current entries; it does not count as a touch. RuntimeError if they are lost."""
         if self.gone:
             raise RuntimeError(self.gone)
         if self.stale:
@@ -307,16 +310,16 @@ class AwayState(MutableMapping[Tensor, dict[str, Any]]):
         return self.entries
 
     def to_place(self) -> Entries:
-        """The entries for ranks to take: of files, where each is."""
+        """The entries to put on ranks; for those on disk, their places in files."""
         return dict(self.refresh() if self.on_disk is None else self.on_disk)
 
     def changed(self) -> None:
-        """The ranks have others from now on."""
+        """From now on the ranks have newer entries."""
         self.stale = True
         self.entries = {}
 
     def plain(self) -> defaultdict[Tensor, Any]:
-        """As torch has it, current; no touch."""
+        """A current state of torch's class; it does not count as a touch."""
         return defaultdict(dict, self.refresh())
 
     def _looked(self) -> Entries:

@@ -1,4 +1,4 @@
-"""The seed, the numbers of steps and calls, and what a program is fed of them.
+"""The seed, the numbers of steps and calls, and the random numbers' inputs of programs.
 
     dt.manual_seed(7)          # every counter starts again from 0
     step(tokens, targets)      # random ops draw with (key of 7, step 0)
@@ -6,15 +6,15 @@
 
 A random number is a function of (seed, step, op, global element), so a run repeats under any
 placement, mesh and number of microbatches, and a step can be repeated alone. The seed is mixed with
-what the numbers are for (training, a compiled function by its name, a parameter by its name), so
-that none of these shares numbers with another.
+the purpose of the numbers (training, a compiled function by its name, a parameter by its name), so
+that no two purposes share numbers.
 
-The number of a step or call that failed, and was undone, is the next one's: the controller gives it
-back when it hears of that, and the ranks, who know before, take it off meanwhile (`Counted`).
+If a step or call fails and is undone, the next one gets its number: the controller returns it when
+it learns of the failure, and the ranks, which know earlier, subtract it meanwhile (`Counted`).
 
-A checkpoint has the seed and every count (`counts`), and whoever resumes from one goes on with them
-(`restore_counts`), also in counters that are made later. Those of one purpose are told apart by the
-order in which they were made; where there are more than were saved, it begins again.
+A checkpoint has the seed and every count (`counts`), and a resumed run continues with them
+(`restore_counts`), also in counters that are made later. Counters of one purpose are distinguished
+by the order in which they were made; surplus ones begin at 0.
 
 Invariants: torch's own generators are neither read nor advanced; the default seed is 0. A counter
 that was made under an earlier seed starts from 0 under the present one.
@@ -54,13 +54,13 @@ def manual_seed(seed: int) -> None:
 
 
 def initial_seed() -> int:
-    """The seed of all random numbers: 0, or what `manual_seed` set."""
+    """The seed of all random numbers: 0, or the last one of `manual_seed`."""
     return _present.seed
 
 
 @lru_cache(maxsize=1024)
 def key_of(seed: int, *purpose: str) -> int:
-    """A 63-bit key: the seed mixed with what the numbers are for."""
+    """A 63-bit key: the seed mixed with the purpose of the numbers."""
     text = "\x00".join((str(seed), *purpose)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
@@ -68,7 +68,7 @@ def key_of(seed: int, *purpose: str) -> int:
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Counter:
     """Counts steps or calls from 0, from 0 again after `manual_seed`. ``resets``: how often it was
-    set to another number; ``purpose``: what it counts, where `counts` is to have it."""
+    set to another number; ``purpose``: its purpose, if `counts` must include it."""
 
     purpose: str = ""
     count: int = 0
@@ -91,7 +91,7 @@ class Counter:
         return self.count
 
     def advance(self) -> int:
-        """The number of this step; the next one's is one more."""
+        """The number of this step; the next step gets one more."""
         number = self.present()
         self.count = number + 1
         return number
@@ -101,7 +101,7 @@ class Counter:
         self.resets += 1
 
     def give_back(self, resets: int) -> None:
-        """A step was undone that advanced it after so many resets."""
+        """Return the number of an undone step, which advanced it after ``resets`` resets."""
         self.present()
         if resets == self.resets:
             self.count -= 1
@@ -109,12 +109,12 @@ class Counter:
 
 _counters: dict[str, WeakValueDictionary[int, Counter]] = {}  # by number, in this order
 _serial = itertools.count()
-_resumed: dict[str, deque[int]] = {}  # what counters that are made later go on with
+_resumed: dict[str, deque[int]] = {}  # start values of counters that are made later
 
 
 def counts() -> dict[str, list[int]]:
-    """By purpose, the counts of all counters that there are, in the order in which they were made;
-    then those of a resumed run's that it has not made again."""
+    """By purpose, the counts of all existing counters, in the order in which they were made; then
+    counts of a resumed run whose counters were not made again."""
     found: dict[str, list[int]] = {}
     for purpose in sorted(_counters.keys() | _resumed.keys()):
         numbers = [counter.present() for counter in _living(purpose)]
@@ -124,7 +124,7 @@ def counts() -> dict[str, list[int]]:
 
 
 def restore_counts(seed: int, saved: Mapping[str, Sequence[int]]) -> None:
-    """Go on with a seed and what `counts` gave; other counters stay as they are."""
+    """Continue with a seed and a result of `counts`; other counters are unchanged."""
     _present.seed = seed
     _resumed.clear()
     _resumed.update((purpose, deque(numbers)) for purpose, numbers in saved.items())
@@ -138,5 +138,5 @@ def _living(purpose: str) -> list[Counter]:
 
 
 def numbers_fed(step: int, *purpose: str) -> dict[str, object]:
-    """What a program with random ops is fed, by the names of its Slots."""
+    """The inputs of a program with random ops, by the names of its Slots."""
     return {SEED: key_of(_present.seed, *purpose), STEP: step}

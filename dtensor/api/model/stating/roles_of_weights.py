@@ -63,7 +63,7 @@ def owners_of(
             raise PlanningError(
                 f'"{pattern}" states a role of {path}, which has no weight with two dims.\n'
                 f"  {path}: {listing([str(named) for named in own])}\n"
-                f"fix: narrow the pattern; what normalises is placed by the planner"
+                f"fix: narrow the pattern; the planner places norms"
             )
         found.update({named.name: StatedModule(path, mesh) for named in weights})
     if not found:
