@@ -1,13 +1,13 @@
-"""The command line: `dtensor COMMAND`, or `python -m dtensor COMMAND`; each in a file of its own in
+"""The command line: `dtensor COMMAND`, or `python -m dtensor COMMAND`; each is a file in
 `commands/`.
 
-    dtensor plan gpt2 --mesh tp=2       # what a training step would send and hold
-    dtensor status                      # what the ranks of your launches on this machine do
+    dtensor plan gpt2 --mesh tp=2       # the messages and the memory of a training step
+    dtensor status                      # the state of the ranks of your launches on this machine
     dtensor --help
 
-A command adds its parser, and a function that takes the parsed options and gives the exit status:
-0, done; 1, it found something wrong; 2, it was asked for something that is not, which a sentence on
-stderr says; 130, interrupted. Who closes our output early (`| head`) has read enough.
+A command adds its parser, and a function from the parsed options to the exit status: 0, done; 1, it
+found something wrong; 2, an invalid request, which a sentence on stderr explains; 130, interrupted.
+A reader that closes our output early (`| head`) is no error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status; SystemExit with 2 for what is no command or option."""
+    """The exit status; SystemExit with 2 for an unknown command or option."""
     try:
         try:
             return _run(_parsed(argv))
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python would flush once more at its end, and say that it could not.
+        # Python would flush once more at its end, and report the failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -55,8 +55,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog=_prog(),
         description="dtensor: write a model once, for one device, and place it anywhere.",
-        epilog="exit status: 0, done; 1, found something wrong; 2, asked for something that is "
-        "not; 130, interrupted. `COMMAND --help` says more.",
+        epilog="exit status: 0, done; 1, found something wrong; 2, an invalid request; "
+        "130, interrupted. `COMMAND --help` says more.",
         formatter_class=Help,
     )
     parsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")

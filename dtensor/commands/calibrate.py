@@ -29,7 +29,7 @@ from dtensor.commands.simulate import write
 EPILOG = """\
 In one process ranks take turns: each is measured alone. On Ray all are measured at once.
 
-exit status: 0, done; 1, a rank failed; 2, asked for something that is not."""
+exit status: 0, done; 1, a rank failed; 2, an invalid request."""
 
 
 def add_to(parsers: Any) -> None:
@@ -37,8 +37,8 @@ def add_to(parsers: Any) -> None:
         parsers,
         "calibrate",
         "measures the hardware here, for --topology of the other commands",
-        "Measures what ranks compute, and send along each axis, in a second; takes about a second "
-        "besides what it takes to start them.",
+        "Measures FLOP and bytes per second of ranks and of each axis; takes about a second "
+        "besides the start of the ranks.",
         EPILOG,
     )
     add_mesh(parser)

@@ -1,4 +1,4 @@
-"""`dtensor doctor`: whether dtensor can run here, and what to do where it cannot.
+"""`dtensor doctor`: checks whether dtensor can run here, and says how to fix it where it cannot.
 
     $ dtensor doctor
     ok       python        3.11.7                        supported: >=3.11
@@ -6,13 +6,13 @@
     warning  triton        not installed                 pip install 'dtensor[kernels]': ...
     ...
 
-A line for each: *ok*; *warning*, which costs something and stops nothing; *wrong*, with what to do.
-Supported versions are those of the package's own metadata. The self-test trains for three steps on
-two ranks in this process, on its GPU if it has one, and on Ray, and compares the losses with one
-rank's.
+A line for each check: *ok*; *warning*, which costs something and stops nothing; *wrong*, with a
+fix. Supported versions are those of the package's own metadata. The self-test trains for three
+steps on two ranks in this process, on its GPU if it has one, and on Ray, and compares the losses
+with one rank's.
 
-Exit status 1 where a line is wrong. It changes nothing but what a launch makes for itself, and
-takes down; a Ray that it joined is left as it is.
+Exit status 1 if a line is wrong. It changes only what a launch makes for itself and removes; a Ray
+that it joined keeps running.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from dtensor.commands.parser import add_command
 from dtensor.commands.progress import AtWork
 
 State = Literal["ok", "warning", "wrong"]
-EPILOG = "exit status: 0, nothing is wrong; 1, something is; 2, asked for something that is not."
+EPILOG = "exit status: 0, nothing is wrong; 1, something is; 2, an invalid request."
 EXTRAS = {
     "ray": ("dtensor[ray]", "ranks in processes of their own, backend='ray'"),
     "triton": ("dtensor[kernels]", "fused kernels on a GPU"),
     "transformers": ("transformers>=5,<6", "models by their type, as `dtensor plan gpt2`"),
 }
-"""What works without them: the pip requirement, and what they are for."""
+"""Optional packages: the pip requirement, and their use."""
 LITTLE_MEMORY = 2 * 2**30
 LITTLE_SHARED = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A line. ``note``: what to do where it is not ok, else what it is compared with."""
+    """A line of the table. ``note``: the fix if it is not ok, else the value it is compared
+    with."""
 
     state: State
     name: str
@@ -61,11 +62,13 @@ def add_to(parsers: Any) -> None:
         parsers,
         "doctor",
         "whether dtensor can run here: versions, cores, GPUs, Ray, ports, a self-test",
-        "Looks at what is installed and what there is, and trains a tiny model for three steps on "
-        "two ranks, in this process and on Ray. Each line that is not ok says what to do.",
+        "Checks installed packages and the machine, and trains a tiny model for three steps on "
+        "two ranks, in this process and on Ray. Each line that is not ok has a fix.",
         EPILOG,
     )
-    parser.add_argument("--no-ray", action="store_true", help="leave out what starts or joins Ray")
+    parser.add_argument(
+        "--no-ray", action="store_true", help="leave out the checks that start or join Ray"
+    )
     add_json(parser, "a JSON list, an object for each line")
     parser.set_defaults(run=run)
 
@@ -73,8 +76,8 @@ def add_to(parsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     found: list[Check] = []
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
-        ("looks at versions", versions),
-        ("looks at the machine", machine),
+        ("checks versions", versions),
+        ("checks the machine", machine),
         ("trains on two ranks in this process", in_process),
         ("trains on two ranks on the GPU", on_gpu),
     ]
@@ -102,7 +105,8 @@ def run(options: argparse.Namespace) -> int:
     return int(wrong > 0)
 
 
-# -- what is installed -----------------------------------------------------------------------------
+# -- installed packages
+# -----------------------------------------------------------------------------
 
 
 def versions() -> Iterator[Check]:
@@ -134,7 +138,8 @@ def versions() -> Iterator[Check]:
 
 
 def requirements() -> dict[str, str]:
-    """What dtensor needs, then `EXTRAS`, each with its range, as the package's metadata has it."""
+    """The requirements of dtensor, then `EXTRAS`, each with its range, from the package's
+    metadata."""
     found: dict[str, str] = {}
     for line in metadata.requires("dtensor") or ():
         parts = re.fullmatch(r"([\w.-]+)(?:\[.*?\])?([^;\[]*)(;.*)?", line)
@@ -146,7 +151,7 @@ def requirements() -> dict[str, str]:
 
 
 def within(version: str, bounds: str) -> bool:
-    """Whether a version is within ``>=2.11,<2.14``; of 2.13.0+cpu the numbers count."""
+    """Whether a version is within ``>=2.11,<2.14``; only the numbers of 2.13.0+cpu count."""
     own = _numbers(version)
     for bound in filter(None, bounds.split(",")):
         parts = re.fullmatch(r"\s*(>=|<=|<|>|==|~=|!=)\s*([\d.]+)\S*\s*", bound)
@@ -166,7 +171,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split("."))) if found else ()
 
 
-# -- what there is ---------------------------------------------------------------------------------
+# -- the machine ---------------------------------------------------------------------------------
 
 
 def machine() -> Iterator[Check]:
@@ -255,7 +260,7 @@ def _own_folder() -> Check:
 
 
 def _ports() -> Check:
-    """That something can listen on loopback, and be reached there."""
+    """Whether a process can listen on loopback, and be reached there."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
@@ -266,7 +271,8 @@ def _ports() -> Check:
     return Check("ok", "ports", "loopback can be bound and reached", "")
 
 
-# -- what runs -------------------------------------------------------------------------------------
+# -- self-tests
+# -------------------------------------------------------------------------------------
 
 
 def in_process() -> Iterator[Check]:
@@ -315,7 +321,7 @@ def on_gpu() -> Iterator[Check]:
 
 
 def on_ray() -> Iterator[Check]:
-    """Whether Ray can be reached or started, and trains as this process does."""
+    """Whether Ray can be reached or started, and trains like this process."""
     import importlib.util
 
     if importlib.util.find_spec("ray") is None:
@@ -357,7 +363,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "wrong": "red"}
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """``plain``: lines as they come, for what is no terminal."""
+    """``plain``: print lines as they come, for output that is no terminal."""
 
     plain: bool
 
@@ -378,7 +384,7 @@ class _Table:
 
 
 def _literal(text: str) -> str:
-    """As it is: rich takes words in brackets for styles."""
+    """Escape brackets: rich takes words in brackets for styles."""
     from rich.markup import escape
 
     return escape(text)

@@ -27,7 +27,7 @@ def add_to(parsers: Any) -> None:
         "explore",
         "plans as a page for a browser, several side by side",
         "Writes an HTML file that opens from disk: modules, steps, each collective with why it is "
-        "there, shards by rank, memory and timeline. Of several strategies, how they differ.",
+        "there, shards by rank, memory and timeline. Several strategies are compared.",
         MODEL_EPILOG,
     )
     add_workload(parser)

@@ -125,7 +125,7 @@ def model_of(
     except Exception as error:
         raise PlanningError(
             f"{what}: {first} cannot be made of this configuration: {_plain(error)}.\n"
-            f"fix: check what is set of it"
+            f"fix: check the fields that --set changes"
         ) from error
     finally:
         torch.set_default_dtype(before)
@@ -231,7 +231,9 @@ def _made(auto: Any, kind: str, data: Mapping[str, Any], what: str) -> Any:
     try:
         return cls.from_dict(dict(data))
     except Exception as error:  # of many classes, and of the hub's own kinds
-        raise PlanningError(f"{what}: {_plain(error)}.\nfix: check what is set of it") from error
+        raise PlanningError(
+            f"{what}: {_plain(error)}.\nfix: check the fields that --set changes"
+        ) from error
 
 
 def _known(config: Any, name: str) -> str:

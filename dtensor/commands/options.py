@@ -1,11 +1,11 @@
-"""Options that several commands share, read from text, and what is said of those that are wrong.
+"""Options that several commands share, parsed from text, and the errors about wrong ones.
 
     mesh_of_text("tp=2,pp=2")            # Mesh(tp=2, pp=2)
     schedule_of("1f1b", 8)               # OneFOneB(microbatches=8)
     topology_of("h100", ("dp",), mesh)   # dp between hosts, the other axes within one
 
-Invariants: what cannot be read is a PlanningError, or the like of argparse, in one sentence with a
-fix. Nothing is captured or planned here.
+Invariants: text that cannot be parsed is a PlanningError, or argparse's error, in one sentence with
+a fix. Nothing is captured or planned here.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SCHEDULES: Mapping[str, Any] = {
     "dualpipev": DualPipeV,
 }
 SEVERAL_STAGES = ("interleaved", "loopedbfs", "zbv", "dualpipev")
-"""Those that put more than one stage on a rank."""
+"""Schedules that put more than one stage on a rank."""
 TOPOLOGIES = ("h100", "a100", "laptop")
 _DTYPES = ("f32", "bf16", "f16", "f64")
 _UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -62,15 +62,15 @@ returns (model, loss_fn, *batch), or a dict with model, loss_fn, batch, and if y
 stages, inputs, optimizer. Models are made on the meta device: they need no memory. Nothing is
 downloaded.
 
-exit status: 0, done; 1, found something wrong; 2, asked for something that is not."""
+exit status: 0, done; 1, found something wrong; 2, an invalid request."""
 
 
-# -- what commands take ----------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------
 
 
 def add_workload(parser: CommandParser) -> None:
     """The model and its batch."""
-    parser.add_argument("model", metavar="MODEL", help="what is trained, see below")
+    parser.add_argument("model", metavar="MODEL", help="the model to train, see below")
     group = parser.add_argument_group("the model and its batch")
     group.add_argument(
         "--batch", type=whole_option, metavar="N", help="rows of the whole batch (default: 8)"
@@ -95,7 +95,7 @@ def add_workload(parser: CommandParser) -> None:
     group.add_argument(
         "--head",
         metavar="HEAD",
-        help="what of Hugging Face's: causal-lm, masked-lm, ... (default: what the type is for)",
+        help="the head of Hugging Face's: causal-lm, masked-lm, ... (default: the type's own)",
     )
     group.add_argument(
         "--optimizer", default=None, metavar="NAME", help="of torch.optim (default: AdamW)"
@@ -157,7 +157,7 @@ def add_strategy(parser: CommandParser, *, several: bool = False) -> None:
 
 
 def add_hardware(parser: CommandParser) -> None:
-    group = parser.add_argument_group("what it is priced with")
+    group = parser.add_argument_group("prices")
     group.add_argument(
         "--topology",
         metavar="WHICH",
@@ -175,7 +175,7 @@ def add_hardware(parser: CommandParser) -> None:
 
 
 def add_mesh(parser: CommandParser) -> None:
-    """Of a command without a model."""
+    """The option --mesh of a command without a model."""
     parser.add_argument(
         "--mesh",
         type=_mesh,
@@ -212,13 +212,13 @@ def add_json(parser: CommandParser, what: str = "one JSON object in place of tex
 
 
 def mesh_of_text(text: str) -> Mesh:
-    """PlanningError for what is no ``axis=size,...``."""
+    """PlanningError unless the text is ``axis=size,...``."""
     axes: list[tuple[str, int]] = []
     for part in filter(None, re.split(r"[,\s]+", text.strip())):
         found = re.fullmatch(r"([A-Za-z_]\w*)\s*[=:]?\s*(\d+)", part)
         if found is None or "=" not in part:
             fix = f"{found[1]}={found[2]}" if found else "tp=2,pp=2"
-            raise PlanningError(f"{part!r} is no axis with its size.\nfix: {fix}")
+            raise PlanningError(f"expected AXIS=SIZE, got {part!r}.\nfix: {fix}")
         axes.append((found[1], int(found[2])))
     names = [name for name, _ in axes]
     for name in names:
@@ -226,12 +226,12 @@ def mesh_of_text(text: str) -> Mesh:
             raise PlanningError(f"the axis {name!r} is stated twice in {text!r}; fix: once")
     if not axes:
         raise PlanningError(f"{text!r} states no axis.\nfix: tp=2,pp=2, or tp=1 for one rank")
-    Mesh(**dict(axes))  # what it refuses, such as a reserved name
+    Mesh(**dict(axes))  # it refuses other errors, such as a reserved name
     return mesh_of(tuple(axes))
 
 
 def mesh_text(mesh: Mesh) -> str:
-    """``tp=2,pp=2``, as it is stated."""
+    """``tp=2,pp=2``, the form of the option."""
     return ",".join(f"{axis}={size}" for axis, size in mesh.shape.items())
 
 
@@ -252,7 +252,7 @@ def schedule_of(name: str, microbatches: int) -> Schedule:
 
 
 def topology_of(which: str | None, across: str, memory: float | None, mesh: Mesh) -> Topology:
-    """By name (None: h100), or from a file. PlanningError for neither."""
+    """A topology by name (None: h100), or from a file. PlanningError for neither."""
     between = [axis for axis in re.split(r"[,\s]+", across) if axis]
     which = which or "h100"
     path = Path(which)
@@ -302,7 +302,7 @@ def check_axes(axes: Sequence[str], meshes: Sequence[Mesh], option: str) -> None
 
 
 def read_topology(path: Path) -> Topology:
-    """What `write_topology` wrote. PlanningError for what is none."""
+    """Read a file of `write_topology`. PlanningError for another file."""
     try:
         data = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -323,7 +323,7 @@ def read_topology(path: Path) -> Topology:
 
 
 def topology_data(topology: Topology) -> dict[str, Any]:
-    """What a topology states, as JSON has it."""
+    """The fields of a topology, for JSON."""
     found: dict[str, Any] = {}
     for figure in fields(Topology):
         value = getattr(topology, figure.name)
@@ -333,7 +333,7 @@ def topology_data(topology: Topology) -> dict[str, Any]:
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """PlanningError for what torch.optim does not have."""
+    """PlanningError for a name that torch.optim does not have."""
     known = [
         each
         for each, value in vars(torch.optim).items()
@@ -349,7 +349,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     )
 
 
-# -- of argparse, which says a ValueError's kind alone ---------------------------------------------
+# -- for argparse, which shows only the kind of a ValueError
+# ---------------------------------------------
 
 
 def _mesh(text: str) -> Mesh:
@@ -386,7 +387,7 @@ def dtype_option(text: str) -> torch.dtype:
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """A name and a value as Python or JSON writes it, or else a text."""
+    """A name and a value in Python's or JSON's form, or else a text."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=VALUE.\nfix: num_hidden_layers=4")

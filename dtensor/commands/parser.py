@@ -61,7 +61,7 @@ class CommandParser(argparse.ArgumentParser):
             names = found[1].split(", ")
             if "MODEL" not in names and all(name in _MISSING for name in names):
                 return f"{', '.join(names)} is missing.\nfix: {self._completed(names)}"
-            fixes = [_MISSING.get(name, f"{self.prog} --help says what it is") for name in names]
+            fixes = [_MISSING.get(name, f"see {self.prog} --help") for name in names]
             return f"{', '.join(names)} is missing.\nfix: {', '.join(dict.fromkeys(fixes))}"
         return message
 

@@ -158,7 +158,7 @@ class Placed:
             return {"pp": dt.Auto(num_stages=int(which))}
         raise PlanningError(
             f"--stages {which} is neither auto nor a number of stages.\n"
-            f"fix: --stages {2 * ranks}, or stages= in what module.py:function returns"
+            f"fix: --stages {2 * ranks}, or stages= in the result of module.py:function"
         )
 
     def _schedule(self, mesh: Mesh, name: str | None, staged: bool) -> Schedule | None:
@@ -209,7 +209,7 @@ def check_meshes(meshes: Sequence[Mesh]) -> None:
                 continue
             near = nearest(axis, AXES)
             raise PlanningError(
-                f"--mesh: nothing says what the axis {axis!r} splits: dp splits the batch, tp the "
+                f"--mesh: the axis {axis!r} has no known use: dp splits the batch, tp the "
                 f"weights, pp the layers.\n"
                 f"fix: {near[0] if near else 'tp'}={size}, or --placements file.py:NAME, which may "
                 f"name any axis"

@@ -29,17 +29,17 @@ def add_to(parsers: Any) -> None:
         parsers,
         "plan",
         "every placement and collective of a training step, with bytes, memory and seconds",
-        "Plans a training step on a mesh that need not exist: what is split, sent and held, and "
-        "how long it takes by the prices of some hardware.",
+        "Plans a training step on a mesh that need not exist: splits, messages and memory, and "
+        "the time of a step on some hardware.",
         MODEL_EPILOG,
     )
     add_workload(parser)
     add_strategy(parser)
     add_hardware(parser)
-    group = parser.add_argument_group("what is shown")
+    group = parser.add_argument_group("output")
     which = group.add_mutually_exclusive_group()
     which.add_argument("--full", action="store_true", help="each layer, and not alike ones once")
-    which.add_argument("--summary", action="store_true", help="what matters, in 25 lines")
+    which.add_argument("--summary", action="store_true", help="a summary in 25 lines")
     which.add_argument("--explain", metavar="NAME", help="why a value or parameter is as it is")
     which.add_argument("--show-placements", action="store_true", help="as Python, with reasons")
     add_json(which)  # pyright: ignore[reportArgumentType] - it adds an argument as a parser does

@@ -44,7 +44,7 @@ def add_to(parsers: Any) -> None:
     add_strategy(parser)
     add_hardware(parser)
     add_backend(parser)
-    group = parser.add_argument_group("what is run")
+    group = parser.add_argument_group("the run")
     group.add_argument("--steps", type=whole_option, default=5, metavar="N", help="(default: 5)")
     group.add_argument("--lr", type=float, metavar="X", help="of the optimizer (default: its own)")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="(default: 0)")

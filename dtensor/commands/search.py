@@ -50,7 +50,7 @@ def add_to(parsers: Any) -> None:
         MODEL_EPILOG,
     )
     add_workload(parser)
-    group = parser.add_argument_group("what is searched for")
+    group = parser.add_argument_group("the search")
     group.add_argument(
         "--ranks", type=whole_option, required=True, metavar="N", help="of each mesh"
     )
@@ -74,7 +74,7 @@ def add_to(parsers: Any) -> None:
         help="of tokens: how many of a text are its prompt (default: half of --length)",
     )
     add_hardware(parser)
-    group = parser.add_argument_group("what is shown")
+    group = parser.add_argument_group("output")
     group.add_argument("--code", type=whole_option, metavar="N", help="the Nth one, as a program")
     group.add_argument(
         "-o", "--output", metavar="FILE.html", help="write a page of those found, side by side"

@@ -42,14 +42,14 @@ def add_to(parsers: Any) -> None:
         parsers,
         "simulate",
         "when each rank would compute, send and wait: a picture, a table, a trace",
-        "Runs the program of a training step on a virtual clock: a picture of what each rank does "
-        "when, how long each kind of work takes, and on request a trace for Perfetto.",
+        "Runs the program of a training step on a virtual clock: a picture of each rank's actions, "
+        "the time of each kind of work, and on request a trace for Perfetto.",
         MODEL_EPILOG,
     )
     add_workload(parser)
     add_strategy(parser)
     add_hardware(parser)
-    group = parser.add_argument_group("what is shown")
+    group = parser.add_argument_group("output")
     group.add_argument("--trace", metavar="FILE.json", help="write it for Perfetto and Chrome")
     group.add_argument("--svg", metavar="FILE.svg", help="write the picture of notebooks")
     add_json(parser)

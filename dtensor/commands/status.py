@@ -32,9 +32,9 @@ def add_to(parsers: Any) -> None:
     parser = add_command(
         parsers,
         "status",
-        "what the ranks of your launches on this machine do, and who hangs",
-        "What each rank of your launches on this machine does: its instruction, for whom it waits, "
-        "since when, your line, and the one rank that others wait for.",
+        "the state of the ranks of your launches on this machine, and the rank that hangs",
+        "The state of each rank of your launches on this machine: its instruction, the ranks it "
+        "waits for, since when, your line, and the one rank that others wait for.",
         EPILOG,
     )
     parser.add_argument(

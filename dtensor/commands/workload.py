@@ -133,7 +133,7 @@ def _of_function(options: argparse.Namespace, *, meta: bool) -> Workload:
     for name in ("batch", "length", "dtype", "head"):
         if getattr(options, name) is not None:
             raise PlanningError(
-                f"--{name}: what {what} returns has its own; it is of models by configuration.\n"
+                f"--{name}: the result of {what} has its own; it is for models by configuration.\n"
                 f"fix: leave it out, or --set NAME=VALUE for an argument of the function"
             )
     value = named_value(what, "a function that returns (model, loss_fn, *batch)")
