@@ -1,12 +1,12 @@
-"""What every layer agrees on about collectives: who gives what to whom, and what that takes in a
-ring. The planner prices with it, the verifier and the transports of daft take it for what they do.
+"""Facts about collectives that every layer shares: their members' inputs and outputs, and their
+cost in a ring. The planner's prices and daft's verifier and transports use them.
 
     COLLECTIVES["all_reduce"].bytes_sent(2**20, 4)      # of four values of 1 MiB: 1.5 MiB
-    COLLECTIVES["all_to_all"].given(("a", "b"), 1)      # ("b",): what member 1 gets of these inputs
+    COLLECTIVES["all_to_all"].given(("a", "b"), 1)      # ("b",): member 1's part of these inputs
 
 Invariants: a kind is an entry here; a group's order is that of its members, of inputs and outputs
-for each of them, and of the fold. It imports nothing. Not here: what moves between placements are
-(sharding/redistribute/moves.py), and what a rank does before and after (runtime/lower/moves.py).
+for each of them, and of the fold. It imports nothing. Not here: moves between placements
+(sharding/redistribute/moves.py), and a rank's work before and after (runtime/lower/moves.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveKind:
-    """``steps``: messages one after the other, among so many members; ``bytes_sent``: by each of so
-    many, each of which gives so many bytes.
+    """``steps``: successive messages, among `num` members; ``bytes_sent``: by each of `num`
+    members, for inputs of `nbytes`.
 
-    ``reduces``: what a member gets is the fold of what all give it; else all of that, as it is.
-    ``divided``: a member gives an input to each; else all its inputs to everyone, so that all get
-    the same. ``bucket``: any number of inputs. ``rooted``: the first member alone gives.
+    ``reduces``: a member gets the fold of all inputs; else all of them, unchanged. ``divided``: a
+    member gives a different input to each; else all its inputs to all members, so that all get the
+    same. ``bucket``: any number of inputs. ``rooted``: only the first member has inputs.
     """
 
     steps: Callable[[int], int]
@@ -42,12 +42,12 @@ class CollectiveKind:
         return num_inputs == (size if self.divided else at == 0 if self.rooted else 1)
 
     def given(self, inputs: Sequence[T], to: int) -> Sequence[T]:
-        """Which of a member's inputs go to member ``to``."""
+        """The inputs of a member that are for member ``to``."""
         return inputs[to : to + 1] if self.divided else inputs
 
     def got(self, inputs: Sequence[T], outputs: Sequence[T], at: int, of: int) -> Sequence[T]:
-        """What member ``at`` gets of member ``of``, each piece as the like of it that ``at`` has
-        declared: what it gives itself, where that is folded with it."""
+        """The pieces that member ``at`` gets from member ``of``, each as the buffer that ``at`` has
+        declared for it: its own input, if that is folded with the piece."""
         if self.reduces:
             return self.given(inputs, at)
         if self.rooted:
@@ -83,4 +83,4 @@ COLLECTIVES: dict[str, CollectiveKind] = {
         rooted=True,
     ),
 }
-"""By name."""
+"""Kinds of collectives by name."""

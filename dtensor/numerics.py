@@ -1,13 +1,13 @@
-"""What every layer agrees on about numbers: the names of dtypes, and the one order of reduction.
+"""Facts about numbers that every layer shares: the names of dtypes, and the one order of reduction.
 
     dtype_name(torch.bfloat16)                   # "bf16"
     fold([a0, a1, a2], "sum")                    # ((a0 + a1) + a2), in rank order
-    fold([a0, a1], "softmax")                    # [n, 3]: what a softmax over both parts divides by
+    fold([a0, a1], "softmax")                    # [n, 3]: the divisor of a softmax over both parts
     register_reduction(Reduction(name="xor", fold=torch.bitwise_xor, identity=torch.zeros_like))
 
 Invariants: a reduction is a left fold in the order given, whole or in pieces (cut at multiples of
 `Reduction.unit`), so every backend gives the same bits; floats narrower than 32 bits are summed in
-float32. A name stands for one reduction as long as the process lives. It imports torch alone.
+float32. A name means one reduction as long as the process lives. It imports torch alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 ReduceOp = str
-"""The name of a `Reduction`, which placements, rules, programs and texts have."""
+"""The name of a `Reduction` in placements, rules, programs and texts."""
 
 DTYPES: dict[str, torch.dtype] = {
     "f64": torch.float64,
@@ -59,8 +59,8 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what a kernel keeps statistics of such values: float32, of float64 and complex128
-    float64."""
+    """The dtype in which a kernel keeps statistics of such values: float32, for float64 and
+    complex128 float64."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
@@ -69,18 +69,18 @@ class Reduction:
     """A way in which parts combine.
 
     Args:
-        name: a word, by which placements, rules and programs have it.
-        fold: one step, of what is folded so far and the next part: tensors of one shape and dtype,
-            of which it changes none. It acts on each element alone, and is given any shape.
-        identity: of a tensor, one like it that changes no fold. None where a value folded with
-            itself is that value (a maximum), so that all ranks may hold it.
+        name: a word, its name in placements, rules and programs.
+        fold: one step, from the fold so far and the next part: tensors of one shape and dtype,
+            which it does not change. It acts on each element alone, and takes any shape.
+        identity: for a tensor, one like it that changes no fold. None if a value folded with itself
+            is that value (a maximum), so that all ranks may hold it.
         unit: so many elements of the last dim, which has this size, are folded together, and no
-            placement splits them; ``fold`` is then given rows, ``[n, unit]``.
-        dtypes: those that it takes; () for all.
+            placement splits them; ``fold`` then takes rows, ``[n, unit]``.
+        dtypes: the dtypes that it takes; () for all.
         widens: floats narrower than 32 bits are folded in float32, and rounded once.
-        numbers: one step of two numbers of Python's; None: it folds tensors alone.
-        parts: so many random parts whose fold is a tensor, for `dt.testing`; None: the tensor, and
-            what changes nothing.
+        numbers: one step of two Python numbers; None: it folds tensors alone.
+        parts: so many random parts whose fold is a tensor, for `dt.testing`; None: the tensor and
+            identities.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Reduction:
             )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        """One of dtensor's goes to another process by its name."""
+        """One of dtensor's reductions is pickled by its name."""
         if self.name in BUILT_IN:
             return _named, (self.name,)
         return object.__reduce_ex__(self, protocol)
@@ -111,17 +111,17 @@ class Reduction:
 
     @property
     def wants(self) -> str:
-        """What it takes, as messages have it: ``f32[...,3] or f64[...,3]``."""
+        """The tensors that it takes, for messages: ``f32[...,3] or f64[...,3]``."""
         sizes = "[...]" if self.unit == 1 else f"[...,{self.unit}]"
         return " or ".join(f"{dtype_name(d)}{sizes}" for d in self.dtypes) or f"any dtype {sizes}"
 
     def of(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """The left fold ((a0 + a1) + a2) + ...: same bits wherever it is done, whole or in pieces,
+        """The left fold ((a0 + a1) + a2) + ...: the same bits at any place, whole or in pieces,
         flat ones too.
 
         One that widens accumulates floats narrower than 32 bits in float32 and rounds once, at the
-        end; or never, where the result is to be of ``dtype`` float32. A fold of float32 is rounded
-        once where it is to be narrower.
+        end; or never, if the result has ``dtype`` float32. A fold of float32 with a narrower result
+        is rounded once.
         """
         first = parts[0]
         made = first.dtype if dtype is None else dtype
@@ -143,12 +143,12 @@ class Reduction:
 
 
 REDUCTIONS: dict[str, Reduction] = {}
-"""By name."""
+"""The reductions by name."""
 
 
 def register_reduction(reduction: Reduction) -> Reduction:
-    """From now on placements, rules and programs may name it; ValueError where another has its
-    name. It goes to the actors with the programs that name it."""
+    """Register it, so that placements, rules and programs may name it; ValueError if another has
+    its name. It is sent to the actors with the programs that name it."""
     if REDUCTIONS.setdefault(reduction.name, reduction) != reduction:
         raise ValueError(
             f"There is a reduction {reduction.name!r} already, which programs may have planned "
@@ -167,13 +167,14 @@ def fold(parts: Sequence[Tensor], op: ReduceOp, dtype: torch.dtype | None = None
 
 
 def rest_of(x: Tensor, op: ReduceOp) -> Tensor:
-    """What ranks after the first hold of a pending value of which that one holds all."""
+    """The local value on ranks after the first, for a pending value that the first holds whole: the
+    reduction's identity."""
     identity = REDUCTIONS[op].identity
     return x if identity is None else identity(x)
 
 
 def reductions_listed() -> str:
-    """``"sum", "max", "min" or "softmax"``, and what users registered."""
+    """``"sum", "max", "min" or "softmax"``, and the names that users registered."""
     *others, last = (f'"{name}"' for name in REDUCTIONS)
     return f"{', '.join(others)} or {last}"
 
@@ -193,7 +194,7 @@ def _parts_of_sum(x: Tensor, num: int, generator: torch.Generator) -> list[Tenso
 
 
 def _parts_of_extreme(sign: int, x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
-    """One rank has each element, the others what is below it, or above."""
+    """One rank has each element, the others smaller values, or larger ones."""
     owner = torch.randint(0, num, x.shape, generator=generator)
     further = (x + sign * _noise(x, generator).abs() for _ in range(num))
     return [torch.where(owner == i, x, other) for i, other in enumerate(further)]
@@ -204,7 +205,7 @@ def _fold_softmax(total: Tensor, part: Tensor) -> Tensor:
     m0, s0, t0 = total.unbind(1)
     m1, s1, t1 = part.unbind(1)
     top = torch.maximum(m0, m1)
-    # Where a part has the maximum its sum stays as it is: exact, and no inf - inf.
+    # The sum of the part with the maximum is unchanged: exact, and no inf - inf.
     s0 = torch.where(m0 == top, s0, s0 * (m0 - top).exp())
     s1 = torch.where(m1 == top, s1, s1 * (m1 - top).exp())
     return torch.stack((top, s0 + s1, t0 + t1), 1)
@@ -215,7 +216,7 @@ def _no_row(x: Tensor) -> Tensor:
 
 
 def _parts_of_softmax(x: Tensor, num: int, generator: torch.Generator) -> list[Tensor]:
-    """Each part has a maximum of its own, one of them that of x, and a share of the sums."""
+    """Each part has its own maximum, one of them that of x, and a share of the sums."""
     top, total, picked = x.unbind(-1)
     owner = torch.randint(0, num, top.shape, generator=generator)
     shares = torch.rand((num, *top.shape), dtype=x.dtype, generator=generator) + 0.1
@@ -253,4 +254,4 @@ for _own in (
 ):
     register_reduction(_own)
 BUILT_IN = frozenset(REDUCTIONS)
-"""Those that every process has."""
+"""The reductions that every process has."""

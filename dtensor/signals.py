@@ -1,27 +1,27 @@
-"""While state changes, what a signal's handler raises waits for a place where nothing is lost.
+"""While state changes, signal handlers are deferred to a place where no state is lost.
 
-    with standing_in():            # in the main thread: no handler of the program's runs in here
+    with standing_in():            # in the main thread: no handler of the program runs in here
         for instruction in program:
-            act()                  # but here: what has come is handled, and may raise
+            act()                  # but here: pending signals are handled, and may raise
             instruction()
-    # what has come since is handled here
+    # signals that came since are handled here
 
-Within, ours stands in for every Python handler, and notes the signal. `act` calls the program's own
-for what is noted; so does the end of the outermost block. Who cannot let an exception pass keeps it
-(`keep`): the end of that block raises it. Under `held_back` nothing acts before its end. In
-`as_set`, where nothing can be lost, handlers are called where signals come.
+Within, our handler replaces every Python handler, and notes the signal. `act` calls the program's
+handlers for noted signals; so does the end of the outermost block. Code that must not let an
+exception pass keeps it (`keep`): the end of that block raises it. Under `held_back` no handler runs
+before its end. In `as_set`, where no state can be lost, handlers run when signals come.
 
-A handler that `act` calls, within a block, is cut off where it calls something of ours: it runs
+A handler that `act` calls, within a block, is cut off where it calls a function of ours: it runs
 again, from its beginning, at the end of the block, where all calls work.
 
-A signal that has waited for `SAY_AFTER_S` is said to be held back. A second one after that is
-handled where it comes: if that raises, what was under way is half done, and `when_forced` are
-called as the exception leaves the outermost block.
+After `SAY_AFTER_S` of waiting, a message says that a signal is held back. A second signal after
+that is handled when it comes: if its handler raises, the current change is half done, and
+`when_forced` are called as the exception leaves the outermost block.
 
-Invariants: a signal is handled by the handler that stands then; where it comes twice before that,
-once. Ours that an exception leaves standing behind a block calls the program's. Other threads than
-the main one have no part in this: Python runs handlers in the main thread alone. What may be waited
-for within a block is a `Lock`, for in a plain one no signal would act.
+Invariants: a signal is handled by the handler that is installed then; if it comes twice before
+that, it is handled once. If an exception leaves our handler installed after a block, it calls the
+program's. Threads other than the main one are not affected: Python runs handlers only in the main
+thread. Within a block only a `Lock` may be waited for, for in a plain one no signal would act.
 """
 
 from __future__ import annotations
@@ -40,35 +40,36 @@ from typing import Any
 
 SAY_AFTER_S = 1.0
 LOOK_S = 0.05
-"""How often a thread that waits for a lock looks."""
+"""How often a thread that waits for a lock polls."""
 
 # Without the conversions of `signal` to enums, which take ten times as long.
 _c: Any = importlib.import_module("_signal")
 _NUMBERS = [int(s) for s in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}]
 
 noted: list[int] = []
-"""Signals that have come, and wait. Empty, as a rule: look here before `act`."""
+"""Pending signals. Usually empty: check it before `act`."""
 when_forced: list[Callable[[], None]] = []
-"""Called when a second signal has ended half-way what changes state."""
+"""Called when a second signal has interrupted a change of state half-way."""
 
 _main = threading.main_thread().ident
-_depth = 0  # of blocks
-_holding = 0  # of `held_back`
-_waiting = 0  # of `waits_may_act`
-_handlers: dict[int, Any] = {}  # for which ours stands, or has stood
-_seen: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all, and those of Python
-_after: list[int] = []  # whose handlers call something of ours
+_depth = 0  # number of open blocks
+_holding = 0  # number of open `held_back`
+_waiting = 0  # number of open `waits_may_act`
+_handlers: dict[int, Any] = {}  # that our handler replaces, or has replaced
+_seen: tuple[tuple[Any, ...], list[tuple[int, Any]]] = (), []  # all, and the Python ones
+_after: list[int] = []  # whose handlers call a function of ours
 _kept: list[BaseException] = []
 _plain = False  # in `as_set`
-_raised = False  # so did a handler there
+_raised = False  # a handler raised there
 _acting = False
 _cut = False
-_waits: dict[int, list[bool]] = {}  # those in `noted` and `_after`; whether each was said to
+_waits: dict[int, list[bool]] = {}  # signals in `noted` and `_after`; whether a message said so
 _forced = False
 
 
 class CutOff(BaseException):
-    """Ends a handler that calls something of ours within a block; it runs again at its end."""
+    """Ends a handler that calls a function of ours within a block; it runs again at the block's
+    end."""
 
 
 def _forked() -> None:
@@ -115,7 +116,7 @@ def standing_in() -> StandingIn:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """A block in which nothing acts."""
+    """A block in which no handler runs."""
     global _holding
     if threading.get_ident() != _main:
         yield
@@ -130,7 +131,7 @@ def held_back() -> Iterator[None]:
 
 @contextmanager
 def waits_may_act() -> Iterator[None]:
-    """A block in which `wait` acts: what it waits for may be given up."""
+    """A block in which `wait` acts: its result may be abandoned."""
     global _waiting
     if threading.get_ident() != _main:
         yield
@@ -145,8 +146,8 @@ def waits_may_act() -> Iterator[None]:
 
 @contextmanager
 def as_set() -> Iterator[None]:
-    """A part of a block in which nothing can be lost: handlers are called where signals come, as
-    without us, until one raises; what comes while that is on its way waits."""
+    """A part of a block in which no state can be lost: handlers run when signals come, as without
+    this module, until one raises; signals during that exception wait."""
     global _depth, _plain, _raised
     if threading.get_ident() != _main or not _depth or _holding or _acting:
         yield
@@ -165,7 +166,7 @@ def as_set() -> Iterator[None]:
 
 
 def act() -> None:
-    """What is noted is handled here, which may raise; nothing under `held_back`."""
+    """Handle pending signals here, which may raise; does nothing under `held_back`."""
     global _acting, _cut
     if not noted or _holding or _acting or threading.get_ident() != _main:
         return
@@ -187,24 +188,25 @@ def act() -> None:
 
 
 def wait() -> None:
-    """As `act`, where results are waited for that may be given up."""
+    """As `act`, in a wait for results that may be abandoned."""
     if noted and _waiting:
         act()
 
 
 def is_said() -> bool:
-    """Whether one that waits was said to be held back: the next one acts where it comes."""
+    """Whether a message said that a signal is held back: the next one acts when it comes."""
     return any(waits[0] for waits in _waits.values())
 
 
 def keep(error: BaseException) -> None:
-    """The end of the outermost block raises it: `act` did, where what runs has to end well."""
+    """Let the end of the outermost block raise it: `act` raised it where the current work must
+    finish."""
     _kept.append(error)
 
 
 class Lock:
     """A lock that a thread may take again, and a block. While a thread waits for it, signals act
-    where nothing else has begun. ``turn`` tells whether another thread has had it since."""
+    unless other work has begun. ``turn`` tells whether another thread has had it since."""
 
     def __init__(self) -> None:
         self.turn: int = 0
@@ -256,7 +258,7 @@ class Lock:
             _BLOCK.__exit__()
 
 
-# -- how ours stands in ----------------------------------------------------------------------------
+# -- replacing handlers ----------------------------------------------------------------------------
 
 
 def _stand_in() -> None:
@@ -266,7 +268,7 @@ def _stand_in() -> None:
         own = [(n, h) for n, h in zip(_NUMBERS, standing, strict=True) if callable(h)]
         _seen = standing, own
     for number, handler in _seen[1]:
-        if handler is not _note:  # left standing
+        if handler is not _note:  # still installed
             _handlers[number] = handler
             _c.signal(number, _note)
 
@@ -278,7 +280,7 @@ def _put_back() -> None:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Stands in for handlers."""
+    """Our handler, in place of the program's."""
     global _forced, _raised
     if not _depth and not _raised:
         if not _plain:
@@ -297,11 +299,11 @@ def _note(number: int, frame: FrameType | None) -> None:
     elif number not in _waits:
         noted.append(number)
         _waits[number] = waits = [False]
-        _thread.start_new_thread(_say_late, (number, waits))  # takes no lock, which this may be in
+        _thread.start_new_thread(_say_late, (number, waits))  # takes no lock: we may hold it
 
 
 def _call(number: int) -> None:
-    """The program's handler, where it still has one."""
+    """Call the program's handler, if it still has one."""
     _waits.pop(number, None)
     handler = _c.getsignal(number)
     handler = _handlers[number] if handler is _note else handler
@@ -310,7 +312,7 @@ def _call(number: int) -> None:
 
 
 def _handle() -> None:
-    """What is noted, and what was cut off; also what comes after one that raises."""
+    """Handle noted signals, and handlers that were cut off; the next ones too if one raises."""
     waiting = _after or noted
     if waiting:
         try:
@@ -320,7 +322,7 @@ def _handle() -> None:
 
 
 def _end() -> None:
-    """Of the outermost block."""
+    """The end of the outermost block."""
     global _forced
     try:
         _handle()
@@ -334,7 +336,7 @@ def _end() -> None:
             try:
                 raise error
             finally:
-                error.__context__ = context  # not what it has ended
+                error.__context__ = context  # not the exception that it has ended
 
 
 def _say_late(number: int, waits: list[bool]) -> None:
@@ -342,7 +344,7 @@ def _say_late(number: int, waits: list[bool]) -> None:
     if _waits.get(number) is waits:
         print(
             f"{signal.Signals(number).name} is held back: it acts as soon as nothing can be lost "
-            f"by it. A second one acts at once, and what the launch's ranks have is lost.",
+            f"by it. A second one acts at once, and the values on the launch's ranks are lost.",
             file=sys.stderr,
             flush=True,
         )

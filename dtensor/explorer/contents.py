@@ -1,4 +1,4 @@
-"""What a page shows of one plan, as data that JSON can hold.
+"""The contents of a page about one plan, as data for JSON.
 
     contents(plan)["head"]["seconds"]     # of a step
     contents(plan)["steps"][0]            # {"n": "permute", "c": "permute(up_weight, [1, 0])", ...}
@@ -6,14 +6,13 @@
 A step has: section ``g``, kind ``k`` (op, view, move, comm, end), names ``n``, call ``c``, numbers
 of its types ``t``, cost in words ``w``, FLOP ``f``, seconds ``z`` of computing and ``y`` of
 communicating each time, source ``o`` (a number of "sources"), module ``m`` (of "modules"), ``r``
-the run of layers it is shown for (of "runs"), ``e`` why it is so; of a collective ``v`` what it is,
-``a`` its axes, ``b`` bytes each time, ``q`` what is moved from and to, ``p`` the pins that opened
-it, ``l`` those it meets, ``j`` what else was stated, ``h`` the hints and whether they remove it,
-``d`` why what it reads is as it is.
-What is alike stands once: lines and types are numbered.
+the run of layers it is shown for (of "runs"), ``e`` its reason. A collective also has ``v`` its
+kind, ``a`` its axes, ``b`` bytes each time, ``q`` the specs it moves from and to, ``p`` the pins
+that opened it, ``l`` those it meets, ``j`` other causes, ``h`` the hints and whether they remove
+it, ``d`` the reason for its operand's placement. Equal lines and types are stored once, by number.
 
-Invariants: steps are those of the printed plan, of which a layer stands for those that are alike;
-seconds and bytes are those of plan.cost and plan.collectives. Not here: how any of it looks.
+Invariants: steps are those of the printed plan, in which one layer represents equal ones; seconds
+and bytes are those of plan.cost and plan.collectives. Not here: the look of the page.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from dtensor.sharding.spec.placements import Partial, Placement, Shard, index_se
 from dtensor.sharding.spec.spec import TensorSpec
 
 _MOST_INTERVALS = 24
-"""Of what one rank holds of a dim; a page draws no more."""
+"""Most intervals of a dim on one rank that a page draws."""
 
 
 def contents(plan: Plan) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def contents(plan: Plan) -> dict[str, Any]:
 
 
 class _Numbered:
-    """What is stated by number: each once, in the order of first use."""
+    """Items by number: each once, in the order of first use."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
@@ -250,7 +249,7 @@ class _Contents:
             self.tree.charge(node, compute=compute, communication=0, flops=0, sent=0)
 
     def _module(self, step: Step, stage: int) -> str:
-        """The module that a step is shown under: its own, or that of what it moves."""
+        """The module under which a step is shown: its own, or the module of the value it moves."""
         match step:
             case Compute(op=op):
                 return op.module
@@ -267,7 +266,8 @@ class _Contents:
                 return ""
 
     def _module_of(self, name: str, step: Step) -> str:
-        """Of the op that makes the value, else of the input, else of the op that reads it."""
+        """The module of the op that makes the value, else of the input, else of the op that reads
+        it."""
         made: Step | None = step
         for _ in range(8):
             made = self.makers.get(name)
@@ -286,7 +286,7 @@ class _Contents:
     # -- inputs ----------------------------------------------------------------------------------
 
     def _inputs(self) -> Iterator[dict[str, Any]]:
-        """Those that differ in the numbers of layers that are alike once."""
+        """The inputs; those of equal layers, which differ in the layer's number, once."""
         groups: dict[tuple[object, ...], list[PlannedInput]] = {}
         for item in self.plan.inputs:
             path, _, own = item.label.rpartition(".")
@@ -332,13 +332,13 @@ class _Contents:
             "flops": max(work.flops for work in totals.ranks),
             "sent": totals.bytes_sent,
             "collectives": totals.num_collectives,
-            # [axis, kind, how many, bytes, seconds] of the rank that sends most of it
+            # [axis, kind, how many, bytes, seconds] of the rank that sends most
             "by_kind": [[*key, *astuple(sent)] for key, sent in by_kind.items()],
             "num_steps": len(plan.steps),
         }
 
     def _axis(self, axis: str) -> dict[str, Any]:
-        """What an axis splits, and which pins opened it."""
+        """The splits of an axis, and the pins that opened them."""
         plan = self.plan
         groups: dict[tuple[str, int, int, tuple[str, ...]], tuple[list[str], list[str]]] = {}
         for item in dict(plan.opened).get(axis, ()):
@@ -408,7 +408,7 @@ def _hint(hint: Hint) -> dict[str, Any]:
 
 
 def _spec(spec: TensorSpec) -> dict[str, Any]:
-    """Its text, shape, and by axis what each coordinate holds."""
+    """Its text, shape, and by axis the part of each coordinate."""
     mesh = spec.mesh
     found: dict[str, Any] = {"t": str(spec), "s": list(spec.shape), "z": spec.dtype.itemsize}
     placed = {

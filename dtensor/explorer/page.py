@@ -65,7 +65,7 @@ def checked_path(path: str | os.PathLike[str]) -> Path:
 def page(plans: Mapping[str, Plan]) -> str:
     """The text of the file."""
     fix = 'save_pages("plans.html", {"tp4": plan, "dp2tp2": other})'
-    check_kind("what is saved", plans, Mapping, "a dict of name to plan", fix)
+    check_kind("the first argument of save_pages", plans, Mapping, "a dict of name to plan", fix)
     if not plans:
         raise PlanningError(f"there is no plan to save.\nfix: {fix}")
     for name, plan in plans.items():

@@ -1,12 +1,12 @@
-"""Why a value lies as it does, which pins opened a collective, and what would remove it.
+"""The reasons for a value's placement, the pins that opened a collective, and hints to remove it.
 
     reasons = Reasons(plan)
     reasons.why("mm_1_reduced")       # the lines of plan.explain, without the first
-    reasons.pins(step)                # ("*.up.weight",): of what the collective's axis splits
-    reasons.met(step)                 # ("*.down.weight",): of parameters beside what it moves
+    reasons.pins(step)                # ("*.up.weight",): those that opened the collective's axis
+    reasons.met(step)                 # ("*.down.weight",): of parameters beside the moved value
     reasons.hints(step)               # numbers of plan.hints about those pins
 
-Invariant: what would remove a collective is only what `plan.hints` has planned and priced. Not
+Invariant: only hints that `plan.hints` has planned and priced claim to remove a collective. Not
 here: the words, which are those of plan/text/explain.py.
 """
 
@@ -24,22 +24,23 @@ from dtensor.sharding.plan.steps import (
 from dtensor.sharding.plan.text.words import collapse
 
 _DEEPEST = 12
-"""How many ops back a pin is looked for from what a collective reads."""
+"""How many ops back from a collective's operand a pin is searched."""
 
 
 class Reasons:
-    """Of one plan; see the module."""
+    """The reasons of one plan; see the module."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.index = plan.index
 
     def why(self, name: str) -> str:
-        """What plan.explain says of a value after its type."""
+        """The text of plan.explain for a value, without its type."""
         return "\n".join(self.index.reasons(name))
 
     def cause(self, step: Step) -> str:
-        """Of a conversion: why what it reads lies as it does on the conversion's axis."""
+        """The reason, for a conversion, why its operand has its placement on the conversion's
+        axis."""
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ""
         operand, start = step.operands[0], f"on {step.axis}: "
@@ -49,7 +50,7 @@ class Reasons:
         return f"{operand} {lines[0]}" if lines else ""
 
     def pins(self, step: Step) -> tuple[str, ...]:
-        """What the user wrote that opened what the step's axis splits; () where there is none."""
+        """The names of the pins that opened the split of the step's axis; () if there are none."""
         match step:
             case Redistribute() if not step.in_place and not step.tied:
                 found = [by for name in step.operands[:4] for by in self._openers(step.axis, name)]
@@ -73,7 +74,7 @@ class Reasons:
         return tuple(dict.fromkeys(filter(None, found)))
 
     def states(self, step: Step) -> str:
-        """What the user stated, other than a pin, because of which a collective is there."""
+        """The user's statement, other than a pin, that causes a collective."""
         match step:
             case Redistribute() if step.bucket:
                 axis, level = self.plan.zero or ("", 0)
@@ -96,7 +97,7 @@ class Reasons:
         return list(dict.fromkeys((*removing, *about)))
 
     def end(self, step: Step) -> str:
-        """Of what makes no value that explain could be asked of."""
+        """The reason for a step without a result that explain could name."""
         match step:
             case Norm():
                 return (
