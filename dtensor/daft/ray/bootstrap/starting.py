@@ -41,6 +41,14 @@ RETRY_S = 0.2
 ATTEMPT_S = 41.0
 """What each of Ray's attempts takes to join one that answers, but not as Ray does (Ray 2.60)."""
 
+_PATIENT = {
+    # 15 by default, with which a rank stands still beside two busy processes
+    "RAY_worker_niceness": "0",
+    # 60 by default; a driver whose Ray's first workers come later waits for ever (Ray 2.60)
+    "RAY_worker_register_timeout_seconds": "600",
+}
+"""Settings of a Ray that starts here, unless the user has others: the machine may be busy."""
+
 _ray: Any = ray  # Ray's stubs leave most of its types unknown
 _own_sessions: set[str] = set()  # Rays started here, whose workers inherit the environment
 
@@ -61,9 +69,7 @@ def start_ray(address: str | None, deadline_s: float = 60.0) -> bool:
     # A failure is raised as the root cause, once: Ray would also log each future nobody read.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
-        # By itself Ray's niceness is 15, with which a rank stands still beside two busy processes.
-        inherited = {"RAY_worker_niceness": "0", **os.environ}
-        inherited |= worker_environment() | _own_token()
+        inherited = {**_PATIENT, **os.environ, **worker_environment(), **_own_token()}
         # Ray that is interrupted while it starts believes that it has not, and the next start of it
         # aborts the process.
         with environment(inherited), _on_loopback(), held_back():
