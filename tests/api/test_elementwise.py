@@ -377,6 +377,29 @@ def test_accelerates_wrapper_is_taken_off(tmp_path: Path) -> None:
     check_same(plain, wrapped.optimizer)
 
 
+def test_accelerates_accumulation_is_refused() -> None:
+    """Its wrapper would not step; ours would, at each micro-step."""
+    accelerate = pytest.importorskip("accelerate")
+    module = net()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    try:
+        wrapped = accelerator.prepare(torch.optim.AdamW(module.parameters(), lr=0.01))
+        model = dt.parallelize(module, *PLACED["tp2"][:2])
+        step = dt.train_step(model, loss_fn, wrapped)
+        before = [p.detach().clone() for p in module.parameters()]
+        (x,) = batches(1)
+        with dt.launch(model.mesh):
+            with accelerator.accumulate(module):
+                assert not accelerator.sync_gradients
+                with pytest.raises(dt.PlanningError, match="accumulating.*\n.*microbatches=4"):
+                    step(x)
+            assert all(map(torch.equal, before, module.parameters()))
+            with accelerator.accumulate(module):  # the second of two, at which it steps
+                assert float(step(x)) > 0
+    finally:
+        accelerate.state.GradientState._reset_state()  # one for the process
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_session")
 def test_on_ray_the_class_goes_along() -> None:

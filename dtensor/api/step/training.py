@@ -267,6 +267,7 @@ class TrainStep:
         self._running: deque[Loss] = deque()
         self._latest: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
+        self.accelerated: Any = None  # accelerate's wrapper of the optimizer
         line = source_here()
         self._line = None if line is None else f"{line}: {line.text}"
 
@@ -378,6 +379,10 @@ class TrainStep:
         if self._session is not None and self._session.closed:
             self._running.clear()  # its launch raised what was not read when it ended
         self._raise_unread()
+        if self.accelerated is not None:
+            from dtensor.api.step.accumulation import refuse_accumulation
+
+            refuse_accumulation(self.accelerated)
         call = self._call(batch, kwargs)
         with ONE_AT_A_TIME:
             planned, turn = self._plan(call), ONE_AT_A_TIME.turn
@@ -657,7 +662,7 @@ def train_step(
     fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
     check_callable("loss_fn", loss_fn, fix)
     check_kind("elementwise", elementwise, bool, "True or False", "elementwise=True")
-    optimizer = torchs_own(optimizer)
+    given, optimizer = optimizer, torchs_own(optimizer)
     if elementwise:
         state_elementwise(optimizer)
     check_optimizer(optimizer)
@@ -696,6 +701,7 @@ def train_step(
         detect_nan=checked_detect(detect_nan) if detect_nan else False,
     )
     step = TrainStep(model, loss_fn, optimizer, options)
+    step.accelerated = given if given is not optimizer else None
     model.claim_homes(step.grid.home())
     return step
 
