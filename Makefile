@@ -9,10 +9,13 @@
 # chaos: hundreds of launches that end in every way, none of which may leave anything behind; with
 #   ARGS="--recover 200 --named 30 --disk 40 --seed 0" faults on purpose: ranks killed, stopped, cut
 #   off, delayed, raising; full disks, torn checkpoints, killed controllers; and their table;
+# integrations: loops of Trainer, SFTTrainer, accelerate, Lightning and lm-eval, in an environment of
+#   their own with pinned versions, and their table; pip takes torch from where `make setup` does;
 # kernels: all cases of the kernels in Triton's interpreter, and their machine code.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+INTEGRATIONS ?= build/integrations_env
 # Worker processes for the tests; 0 runs them one after the other in this process.
 JOBS ?= 2
 DEMO ?= --placements tp2pp2 --backend ray --compare
@@ -21,7 +24,7 @@ export OMP_NUM_THREADS := 1
 # Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test quick sweep lint docs check certify opinfo versions hf chaos kernels format
+.PHONY: setup demo test quick sweep lint docs check certify opinfo versions hf integrations chaos kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -64,6 +67,14 @@ versions: setup
 
 hf: setup
 	$(BIN)/python -m tests.huggingface_sweep --jobs $(JOBS)
+
+integrations: $(INTEGRATIONS)/.stamp
+	PYTHONPATH=. $(INTEGRATIONS)/bin/python -m tests.integrations $(ARGS)
+
+$(INTEGRATIONS)/.stamp: pyproject.toml tests/integrations/requirements.txt
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet -e . -r tests/integrations/requirements.txt
+	touch $@
 
 opinfo: setup
 	$(BIN)/python -m tests.opinfo --jobs $(JOBS)

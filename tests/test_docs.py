@@ -34,6 +34,7 @@ NOT_RUN = {
     "docs/coming_from/torchrun.md": 1,
     "docs/examples.md": 3,
     "docs/howto/hang.md": 1,
+    "docs/howto/other_trainers.md": 6,
     "docs/index.md": 1,
     "docs/scale_out.md": 2,
     "docs/start.md": 1,

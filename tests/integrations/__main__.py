@@ -107,9 +107,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
             if row["wrong"]:
                 result = f"WRONG: {row['wrong']}"
             elif row["raised"]:
-                result, numbers = f"does not work. {row['raised']}", ["", ""]
+                result, numbers = "does not work: " + row["raised"], ["", ""]
             else:
-                result = f"works, on the {row['where']}"
+                result = "right, on the " + row["where"]
             cells = [package, version(package), row["case"], result.replace("|", "\\|"), *numbers]
             lines.append(f"| {' | '.join(cells)} | {row['seconds']:.1f} |")
     return "\n".join([*lines, ""])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
@@ -128,14 +129,21 @@ def by_ranks(backend: str = "inprocess", **options: Any) -> Trained:
 
 
 def resumed() -> Outcome:
-    """Lightning's checkpoint after three steps, and three more of another module."""
+    """Lightning's checkpoint after three steps, and three more of another module; the loader begins
+    anew, in both."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    path = folder("checkpoints")
-    saves = ModelCheckpoint(dirpath=path, filename="{step}", every_n_train_steps=3)
-    before = by_ranks(max_steps=3, enable_checkpointing=True, callbacks=[saves]).losses[:3]
-    after = by_ranks(resume=str(path / "step=3.ckpt"))
-    return compared(by_torch(), Trained([*before, *after.losses], after.weights))
+    def twice(name: str, run: Callable[..., Trained]) -> Trained:
+        path = folder(name)
+        saves = ModelCheckpoint(dirpath=path, filename="{step}", every_n_train_steps=3)
+        before = run(max_steps=3, enable_checkpointing=True, callbacks=[saves])
+        after = run(resume=str(path / "step=3.ckpt"))
+        return Trained([*before.losses[:3], *after.losses], after.weights)
+
+    def plain(**options: Any) -> Trained:
+        return fitted(Plain(), gradient_clip_val=1.0, **options)
+
+    return compared(twice("plain_checkpoints", plain), twice("checkpoints", by_ranks))
 
 
 def automatic() -> Outcome:

@@ -43,9 +43,11 @@ class ParallelTrainer(Trainer):
         self.parallel = model
         self.predict = dt.compile(predict, model.mesh)
         self.options = {}  # of dt.train_step: inputs=, schedule=, master_weights=
+        self.stepped = None  # the optimizer of self.step
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        if self.state.global_step == 0 or not hasattr(self, "step"):
+        if self.stepped is not self.optimizer:
+            self.stepped = self.optimizer
             norm = self.args.max_grad_norm or None
             self.step = dt.train_step(
                 self.parallel, loss_fn, self.optimizer, clip_grad_norm=norm, **self.options
