@@ -88,11 +88,11 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     lines = [
         "# Loops of others",
         "",
-        "Written by `make integrations` (`python -m tests.integrations`); not to be edited by hand.",
+        "Written by `make integrations` (`python -m tests.integrations`).",
         "",
         f"torch {version('torch')}, Ray {version('ray')}, two ranks on the CPU, in-process unless",
         "a row says Ray; a Llama of 2 layers, 32 wide, made of a configuration. A difference is",
-        "the largest from the same loop with the same seeds on plain torch: of losses (with norms of",
+        "the largest from the same loop with the same seeds on plain torch: of losses (and norms of",
         "gradients and learning rates where the loop logs them; log-likelihoods), and of weights",
         "after six steps of AdamW. Seconds are of the case, with both loops and the captures.",
         "What to write is in [other trainers](../../docs/howto/other_trainers.md).",
