@@ -5,12 +5,13 @@
         with ran.paused(): torch.mm(a, b)      # what torch runs inside an op costs nothing
 
 Python's own profiler sees every call at a few tens of nanoseconds; what runs while it is paused is
-not seen. Where another profiler runs (two cannot) nothing is recorded, and `codes` is None: then
-all functions that can be reached count as run.
+not seen. From Python 3.12 on it sees other threads too, and ours takes its place
+(thread_profile.py). Where another profiler runs (two cannot) nothing is recorded, and `codes` is
+None: then all functions that can be reached count as run.
 
 What that code calls and is not code that counts itself, as functions of C and of Python's own
-modules, is noted by its name (`RanCode.calls`); `known.py` says what that means. After a pause the
-profiler has forgotten who was running: then a call has no caller.
+modules, is noted by its name (`RanCode.calls`); `known.py` says what that means. After a pause
+Python's profiler has forgotten who was running: then a call has no caller.
 
 Not here: what that code reads (walk.py).
 """
@@ -28,6 +29,7 @@ from functools import cache
 from types import CodeType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from dtensor.frontend.reads.thread_profile import ThreadProfile
 from dtensor.frontend.reads.walk import RanCode, counts
 from dtensor.frontend.source import module_of_file
 
@@ -38,7 +40,8 @@ _now = threading.local()
 
 class CodeRecorder:
     def __init__(self) -> None:
-        self._profile: cProfile.Profile | None = cProfile.Profile()
+        per_thread = cProfile.Profile if sys.version_info < (3, 12) else ThreadProfile
+        self._profile: cProfile.Profile | ThreadProfile | None = per_thread()
         self._running = False
 
     def __enter__(self) -> CodeRecorder:
