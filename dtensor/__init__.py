@@ -12,5 +12,10 @@ Public names are those of __init__.pyi, each imported at its first use; all othe
 
 import lazy_loader
 
+from dtensor.torch_bound import warn_of_torch
+
+warn_of_torch()
+del warn_of_torch
+
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

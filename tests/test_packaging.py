@@ -16,9 +16,11 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 import dtensor
+from dtensor import torch_bound
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -44,6 +46,41 @@ def test_what_is_imported_is_stated() -> None:
     stated = names([*PROJECT["dependencies"], *extras["ray"], *extras["kernels"]])
     assert found - stated <= OF_THE_USER
     assert stated <= found, "stated, and not imported"
+
+
+def test_the_bound_on_torch_is_the_stated_one() -> None:
+    (stated,) = (text for text in PROJECT["dependencies"] if text.startswith("torch"))
+    low, high = (".".join(map(str, bound)) for bound in (torch_bound.LOWEST, torch_bound.BELOW))
+    assert stated == f"torch>={low},<{high}"
+
+
+@pytest.mark.parametrize("version", ["2.10.3", "2.14.0", "2.14.1+cpu", "3.0.0a0+git1"])
+def test_a_torch_beyond_the_bound(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    words = re.escape(f"torch {version} is not supported") + ".*\nfix: pip install 'torch>=.*<.*'"
+    with pytest.warns(UserWarning, match=words):
+        torch_bound.warn_of_torch()
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.13.2.dev1", "unknown"])
+def test_a_torch_within_the_bound(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    torch_bound.warn_of_torch()  # warnings are errors
+
+
+@pytest.mark.parametrize("first", ["", "import torch; "])
+def test_importing_dtensor_beside_such_a_torch(first: str, tmp_path: Path) -> None:
+    """The warning names the user's line, whether torch is imported or not."""
+    other = tmp_path / "torch"
+    other.mkdir()
+    (other / "__init__.py").write_text("from torch.version import __version__\n")
+    (other / "version.py").write_text("__version__ = '2.99.0+cu130'\n")
+    user = tmp_path / "user.py"
+    user.write_text(f"import sys; {first}import dtensor; print('torch' in sys.modules)\n")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
+    done = subprocess.run([sys.executable, user], env=env, capture_output=True, text=True)
+    assert done.stdout == f"{bool(first)}\n"
+    assert f"{user}:1: UserWarning: torch 2.99.0+cu130 is not supported" in done.stderr
 
 
 def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
