@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 
 import tests.plans  # noqa: F401 - so that its capture can be replaced
 from tests.captures import shared_capture
+from tests.extras import absent, missing
 from tests.hosts import handed_on
 
 # As in an actor, and as `make test` has it: with more threads some kernels sum in another order.
@@ -67,6 +69,31 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    if item.get_closest_marker("ray") is not None and find_spec("ray") is None:
+        pytest.skip(missing("ray"))
+    with _skipped_without_its_extra():
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    with _skipped_without_its_extra():
+        yield
+
+
+@contextmanager
+def _skipped_without_its_extra() -> Iterator[None]:
+    """A test that imports a package of an extra is skipped where it is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if why := absent(error):
+            pytest.skip(why)
+        raise
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same numbers, whichever ran before it."""
@@ -95,7 +122,7 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture(scope="session")
 def warm_workers() -> Iterator[None]:
     """Ray's workers are forks of a process that has imported torch, as in a launch."""
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.fork_server import forked_workers
     from dtensor.daft.ray.bootstrap.starting import end_ray
 
@@ -108,7 +135,7 @@ def warm_workers() -> Iterator[None]:
 def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[None]:
     """A Ray that launches join and must not end; the tests of a run share it, and its hosts, but
     for those that count what a launch leaves behind."""
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.starting import start_ray
 
     start_ray(None)

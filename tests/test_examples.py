@@ -17,6 +17,7 @@ import torch
 import dtensor as dt
 from dtensor import daft
 from tests.api.training import assert_losses_close
+from tests.extras import missing
 
 HERE = Path(__file__).parent.parent / "examples" / "parallelisms"
 EXAMPLES = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "model")
@@ -52,7 +53,7 @@ def test_its_losses_are_those_of_one_device(name: str) -> None:
 
 @pytest.mark.slow
 def test_huggingface() -> None:
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", reason=missing("transformers"))
     found = run("huggingface")
     losses: list[float] = found["losses"]
     torch.manual_seed(0)
@@ -114,8 +115,8 @@ def test_pretraining_goes_on_from_its_checkpoints(
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.slow
 def test_adapters_are_tuned_saved_and_merged(beside: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers", reason=missing("transformers"))
+    pytest.importorskip("peft", reason=missing("peft"))
     example = runpy.run_path(str(beside / "finetune_lora.py"))
     example["finetune"].__globals__["PROJECTIONS"][:] = ["q_proj", "o_proj", "down_proj"]
     task = example["make"]("inprocess", 2, layers=1)

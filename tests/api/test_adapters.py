@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+
+from tests.extras import missing
+
+pytest.importorskip("peft", reason=missing("peft"))
+pytest.importorskip("transformers", reason=missing("transformers"))
+
+from peft import LoraConfig, get_peft_model
 
 import dtensor as dt
 from tests.huggingface import batch, loss_fn

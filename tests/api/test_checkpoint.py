@@ -21,6 +21,7 @@ from dtensor.runtime.checkpoint import Checkpoint, CheckpointError, saving
 from dtensor.sharding.spec.stored import StoredTensor
 from tests.api import tied
 from tests.api.tied import batch, loss_fn
+from tests.extras import missing
 
 pytestmark = pytest.mark.slow
 
@@ -357,7 +358,7 @@ def test_saves_after_each_other_link_what_is_the_same_and_keep_the_newest(tmp_pa
 
 
 def config(**changed: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     sizes = dict(vocab_size=37, hidden_size=16, intermediate_size=22, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
     return transformers.LlamaConfig(**sizes, **heads, **changed)
@@ -367,7 +368,7 @@ def config(**changed: Any) -> Any:
 def test_hugging_face_reads_what_ranks_wrote_and_the_other_way_round(
     tied: bool, tmp_path: Path
 ) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     module = transformers.LlamaForCausalLM(config(tie_word_embeddings=tied))
     mesh = dt.Mesh(tp=2)
     tokens = torch.arange(12).view(2, 6)

@@ -13,10 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from einops import einsum, pack, rearrange, reduce, repeat, unpack
-from einops.layers.torch import EinMix, Rearrange
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+
+from tests.extras import missing
+
+pytest.importorskip("einops", reason=missing("einops"))
+
+from einops import einsum, pack, rearrange, reduce, repeat, unpack
+from einops.layers.torch import EinMix, Rearrange
 
 import dtensor as dt
 from tests.api.eager import MESHES, gradients, placements, same

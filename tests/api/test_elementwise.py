@@ -16,6 +16,7 @@ from dtensor.daft import TaskError
 from dtensor.runtime.optimizer import shard_optimizer
 from tests import optimizers as own
 from tests.api.test_recovery import lose
+from tests.extras import missing
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -356,7 +357,7 @@ def test_bf16_with_masters_and_without(kind: str) -> None:
 
 
 def test_accelerates_wrapper_is_taken_off(tmp_path: Path) -> None:
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate", reason=missing("accelerate"))
     module = net()
     accelerator = accelerate.Accelerator(cpu=True)
     wrapped = accelerator.prepare(torch.optim.AdamW(module.parameters(), lr=0.01))
@@ -379,7 +380,7 @@ def test_accelerates_wrapper_is_taken_off(tmp_path: Path) -> None:
 
 def test_accelerates_accumulation_is_refused() -> None:
     """Its wrapper would not step; ours would, at each micro-step."""
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = pytest.importorskip("accelerate", reason=missing("accelerate"))
     module = net()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     try:

@@ -13,8 +13,9 @@ import torch
 
 import dtensor as dt
 from dtensor.sharding.local.groups import grouped_mm, grouped_mm_backward
+from tests.extras import missing
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason=missing("transformers"))
 
 from tests.huggingface_sweep.judge import RATE, loss_fn, trainable
 from tests.huggingface_sweep.record import Record

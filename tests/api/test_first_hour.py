@@ -20,6 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import dtensor as dt
 from dtensor.__main__ import main
+from tests.extras import missing
 
 TP2 = dt.Mesh(tp=2)
 PAIR = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
@@ -145,7 +146,9 @@ def test_mappings() -> None:
 
 @pytest.mark.slow  # importing transformers takes seconds
 def test_a_batch_encoding() -> None:
-    made = pytest.importorskip("transformers.tokenization_utils_base").BatchEncoding
+    made = pytest.importorskip(
+        "transformers.tokenization_utils_base", reason=missing("transformers")
+    ).BatchEncoding
     step = train(_of_batch)
     expected = float(step(made({"x": X, "y": Y})))
     assert expected == float(train()(**made({"x": X, "y": Y})))

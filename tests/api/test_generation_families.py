@@ -18,9 +18,12 @@ import torch
 import dtensor as dt
 from dtensor.errors import PlanningError
 from tests.api.generation import by_transformers
+from tests.extras import missing
 from tests.huggingface_sweep.shrink import HOW, small
 
-modeling_auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+modeling_auto = pytest.importorskip(
+    "transformers.models.auto.modeling_auto", reason=missing("transformers")
+)
 LENGTH, NUM = 32, 12
 
 

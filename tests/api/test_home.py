@@ -25,6 +25,7 @@ import dtensor as dt
 from dtensor.api.store.session import session_for
 from dtensor.api.values.lazy_parameters import Away
 from dtensor.daft import CommunicationError, Failure
+from tests.extras import missing
 
 pytestmark = pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")
 
@@ -838,7 +839,7 @@ def test_a_model_on_meta_stays_where_it_is() -> None:
 
 @pytest.mark.slow
 def test_a_model_of_transformers_saves_and_generates(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     config = transformers.GPT2Config(
         vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0,
         embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=0, eos_token_id=0,

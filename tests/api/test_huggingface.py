@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from tests.api.training import assert_same_bits
+from tests.extras import missing
 from tests.plans import kinds
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason=missing("transformers"))
 
 from tests.huggingface import MODELS, STAGES, batch, build, derived, loss_fn, reference
 

@@ -35,6 +35,7 @@ from torch import Tensor
 import dtensor as dt
 from dtensor.kernel_flags import kernel_flags, obey
 from tests.api.test_python_state import MESH, STEPS, Config, Made, batch, cross_entropy, net
+from tests.extras import missing
 
 WAYS: dict[str, tuple[Callable[[], Made], str | None]] = {}
 Change = Callable[[int], object]
@@ -557,7 +558,7 @@ def test_there_are_at_least_thirty_seven_ways() -> None:
 
 def test_a_program_that_logs_beside_ray_reads_nothing() -> None:
     """Ray puts a function into Python's logging that asks the clock."""
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason=missing("ray"))
     from ray._private import log
 
     before = logging.getLogRecordFactory()

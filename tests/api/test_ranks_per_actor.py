@@ -12,6 +12,7 @@ from dtensor.daft import DaftError
 from dtensor.errors import PlanningError
 from tests.api.test_recovery import CASES, batch, lose, same, training, undisturbed
 from tests.api.test_several_meshes import PLAY, TRAIN, together
+from tests.extras import missing
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, True, "2"])
@@ -27,7 +28,7 @@ def test_in_process_it_changes_nothing() -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_fewer_gpus_than_ranks_are_refused_unless_it_is_said() -> None:
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.starting import end_ray
 
     mesh = dt.Mesh(dp=2, tp=2)

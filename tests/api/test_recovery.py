@@ -18,8 +18,9 @@ from tests.api.generation import placed
 from tests.chaos.disturbance import drawn, steps_for
 from tests.chaos.programs import CASES, SCENARIOS, batch, training
 from tests.chaos.recover import disturbed, same, undisturbed
+from tests.extras import missing
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 
 FAULTS = {
     "tp2": ("SIGKILL", "exception", "SIGSTOP", "delay"),

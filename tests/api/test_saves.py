@@ -20,6 +20,7 @@ import dtensor as dt
 from dtensor.api.checkpoint.exit_status import STATUS
 from dtensor.runtime.checkpoint import Checkpoint, CheckpointError, saving
 from tests.api.tied import Net
+from tests.extras import missing
 
 ENDS: dict[str, int] = {
     "outside, dcp": 1,
@@ -240,7 +241,7 @@ def test_a_save_into_a_folder_that_fails_leaves_what_was_there(held: Any, tmp_pa
 
 @pytest.mark.slow
 def test_from_pretrained_may_stand_on_the_next_line(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     sizes = dict(vocab_size=37, hidden_size=16, intermediate_size=22, num_hidden_layers=1)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
     module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))

@@ -8,6 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.extras import missing
+
+pytest.importorskip("transformers", reason=missing("transformers"))
+
 from tests.api.search_brute import NETWORKS, Case, judge, residual, square
 
 

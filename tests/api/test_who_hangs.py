@@ -17,9 +17,10 @@ import dtensor as dt
 from dtensor import daft
 from dtensor.daft.diagnosis import diagnosis
 from tests.chaos.actors import Layer, Pressed
+from tests.extras import missing
 from tests.who_hangs.trials import How, Trial, Trials, asked_elsewhere, named_elsewhere, training
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 
 
 PATIENCE_S = 600.0

@@ -22,6 +22,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.extras import missing
+
+pytest.importorskip("transformers", reason=missing("transformers"))
+
 import dtensor.sharding.rules
 from dtensor.api.rule import op_overloads
 from dtensor.sharding.ops import attention as attention

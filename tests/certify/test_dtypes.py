@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tests.extras import missing
+
+pytest.importorskip("transformers", reason=missing("transformers"))
+
 from dtensor.api.rule import op_overloads
 from dtensor.sharding.rules.dtypes import Half, accepts, beside_indices
 from dtensor.sharding.rules.tables.dtypes import DTYPES

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("ray")
+from tests.extras import missing
+
+pytest.importorskip("ray", reason=missing("ray"))
 
 from dtensor.daft.ray.bootstrap.user_folder import elsewhere, shared
 from dtensor.daft.ray.ranks import replicas as copies

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from tests.chaos.watch import running
+from tests.extras import missing
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 

@@ -25,6 +25,7 @@ from dtensor.daft.ray.transports.joining import MAX_GROUPS, check_groups, check_
 from dtensor.daft.ray.transports.nccl import NcclWire, join_nccl
 from dtensor.daft.run.worker import HostRun, Worker
 from tests.daft.programs import Collectives, parts_of, pipeline, program, same_bits
+from tests.extras import missing
 
 CPU = torch.device("cpu")
 PATIENCE_S = 600.0
@@ -269,7 +270,7 @@ def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
 
 @pytest.mark.ray
 def test_too_few_gpus_are_an_error_at_launch() -> None:
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.machines import ranks_per_gpu
     from dtensor.daft.ray.bootstrap.starting import end_ray
 

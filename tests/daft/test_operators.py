@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
 from tests.daft.programs import function, program
+from tests.extras import missing
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 from dtensor.daft.ray.ranks.operators import Known, Needed, OpOrigin, is_registered
 
 ONE = "(Tensor x) -> Tensor"

@@ -38,8 +38,9 @@ from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft.programs import Collectives, function, pipeline, precisions, program, same_bits
 from tests.daft.test_several_programs import run_alternately, submit_from_threads
+from tests.extras import missing
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 pytestmark = pytest.mark.ray
 
 NEVER_S = 3600.0

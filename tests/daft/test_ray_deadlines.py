@@ -30,8 +30,9 @@ from dtensor.daft import (
 )
 from tests.chaos.actors import wait_for_file
 from tests.daft.programs import program
+from tests.extras import missing
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.ray.diagnosis import watch

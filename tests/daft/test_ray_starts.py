@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("ray")
+from tests.extras import missing
+
+pytest.importorskip("ray", reason=missing("ray"))
 
 from dtensor.daft.ray.bootstrap import private_ray, starting
 

@@ -13,8 +13,9 @@ import torch
 from dtensor import daft
 from tests.chaos.watch import running
 from tests.daft.actor_classes import Model, same
+from tests.extras import missing
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 pytestmark = pytest.mark.ray
 
 X = torch.arange(8.0).reshape(2, 4) / 10

@@ -32,8 +32,9 @@ from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.ray.recovery.recovery import Recovering
 from tests.chaos.watch import running
 from tests.daft.programs import function, pipeline, precisions, program
+from tests.extras import missing
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 pytestmark = pytest.mark.ray
 
 SUM = (Buffer((4,), torch.float32),)

@@ -21,7 +21,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-pytest.importorskip("ray")
+from tests.extras import missing
+
+pytest.importorskip("ray", reason=missing("ray"))
 
 from dtensor.daft.errors import HostError
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.daft.task_programs import compared
+from tests.extras import missing
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason=missing("ray"))
 pytestmark = pytest.mark.ray
 
 

@@ -14,6 +14,7 @@ import torch
 
 from dtensor import daft
 from tests.daft.actor_classes import Feeder, Model, Unborn, same
+from tests.extras import missing
 
 X = torch.arange(8.0).reshape(2, 4) / 10
 BACKENDS = ["inprocess", pytest.param("ray", marks=pytest.mark.ray)]
@@ -22,7 +23,7 @@ BACKENDS = ["inprocess", pytest.param("ray", marks=pytest.mark.ray)]
 @pytest.fixture(params=BACKENDS)
 def session(request: pytest.FixtureRequest) -> Iterator[daft.Session]:
     if request.param == "ray":
-        pytest.importorskip("ray")
+        pytest.importorskip("ray", reason=missing("ray"))
         request.getfixturevalue("ray_session")
     made = daft.launch(request.param, deadline_s=120.0)
     yield made

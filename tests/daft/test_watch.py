@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-pytest.importorskip("ray")
+from tests.extras import missing
+
+pytest.importorskip("ray", reason=missing("ray"))
 
 from dtensor.daft import Buffer, Call, Collective, Program, Wait
 from dtensor.daft.diagnosis.lines import Lines

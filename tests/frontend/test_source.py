@@ -16,9 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from tests.extras import missing
+
+pytest.importorskip("einops", reason=missing("einops"))
+pytest.importorskip("transformers", reason=missing("transformers"))
+
 from einops import rearrange
 from einops.layers.torch import EinMix, Rearrange
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import dtensor as dt

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
+from tests.extras import missing
+
+pytest.importorskip("transformers", reason=missing("transformers"))
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

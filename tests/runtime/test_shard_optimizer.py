@@ -28,6 +28,7 @@ from dtensor.runtime.optimizer.shard_optimizer import (
     keys_of,
 )
 from tests.api.training import assert_same_bits
+from tests.extras import missing
 
 O = torch.optim  # noqa: E741
 BF16 = torch.bfloat16
@@ -457,7 +458,7 @@ def test_which_updates_have_a_kernel_of_torchs() -> None:
 @pytest.mark.slow
 def test_the_kernel_for_gpus_has_the_same_bits() -> None:
     """In Triton's interpreter, in a process of its own."""
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", reason=missing("triton"))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IN_TRITON],
         capture_output=True,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from tests.extras import missing
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON, mean_square, plan_model
 
@@ -314,7 +315,7 @@ def test_numbers_that_do_not_go_up_alike() -> None:
 
 @pytest.mark.slow
 def test_a_llama_of_32_layers() -> None:
-    hf = pytest.importorskip("transformers")
+    hf = pytest.importorskip("transformers", reason=missing("transformers"))
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=160, num_hidden_layers=32, num_attention_heads=8,
         num_key_value_heads=4, vocab_size=96, pad_token_id=None,

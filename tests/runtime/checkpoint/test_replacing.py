@@ -28,11 +28,12 @@ from dtensor.runtime.checkpoint import (
     write_hf_part,
 )
 from dtensor.runtime.checkpoint.safetensors import INDEX, SINGLE
+from tests.extras import missing
 from tests.runtime.checkpoint.saving import save, state
 from tests.runtime.checkpoint.test_damage import in_child
 from tests.runtime.checkpoint.test_safetensors import pieces
 
-load_file = pytest.importorskip("safetensors.torch").load_file
+load_file = pytest.importorskip("safetensors.torch", reason=missing("safetensors")).load_file
 
 # A child of fork() that only writes files and is killed.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

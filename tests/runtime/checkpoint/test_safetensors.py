@@ -21,13 +21,14 @@ from dtensor.runtime.checkpoint import (
     write_hf_part,
 )
 from dtensor.runtime.checkpoint.safetensors import runs
+from tests.extras import missing
 from tests.runtime.checkpoint.saving import block, save, state
 
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config = transformers.LlamaConfig(
@@ -97,7 +98,7 @@ def test_transformers_reads_it(tmp_path: Path, dim: int, shard_bytes: int):
 
 @pytest.mark.slow
 def test_safetensors_own_reader_reads_it(tmp_path: Path):
-    load_file = pytest.importorskip("safetensors.torch").load_file
+    load_file = pytest.importorskip("safetensors.torch", reason=missing("safetensors")).load_file
     values = {
         f"{i}": torch.randn(5, 3, 2).mul(50).to(dtype)
         for i, dtype in enumerate(
