@@ -4,7 +4,7 @@
 # docs: the pages as a site, docs/_build/html/index.html, where any warning is an error;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
-# versions: capture, rules and Ray with each torch that is supported, and their table;
+# versions: capture, rules and Ray with each torch and each Python that is supported, and their table;
 # hf: every family of models of transformers over two ranks, and its table;
 # chaos: hundreds of launches that end in every way, none of which may leave anything behind; with
 #   ARGS="--recover 200 --named 30 --disk 40 --seed 0" faults on purpose: ranks killed, stopped, cut

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 import dtensor
 from dtensor import torch_bound
+from tests import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -81,6 +82,18 @@ def test_importing_dtensor_beside_such_a_torch(first: str, tmp_path: Path) -> No
     done = subprocess.run([sys.executable, user], env=env, capture_output=True, text=True)
     assert done.stdout == f"{bool(first)}\n"
     assert f"{user}:1: UserWarning: torch 2.99.0+cu130 is not supported" in done.stderr
+
+
+def test_classifiers_name_the_pythons_that_passed() -> None:
+    """The default one, and those that passed all parts in the table of docs/notes/versions.md."""
+    written = versions.TABLE.read_text().split(versions.BEGIN)[1].split(versions.END)[0]
+    passed = {versions.PYTHONS[0]}
+    for row in versions.parse(written):
+        cells = [row.cells.get(part, "") for part in versions.PARTS]
+        if all(re.fullmatch(r"\d+ passed, 0 failed", cell) for cell in cells):
+            passed.add(row.pair[0])
+    start = "Programming Language :: Python :: "
+    assert {c.removeprefix(start) for c in PROJECT["classifiers"] if c.startswith(start)} == passed
 
 
 def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
