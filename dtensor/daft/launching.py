@@ -238,7 +238,7 @@ def _check_ray() -> None:
 
 def _begin_ray(address: str | None, warm: bool) -> None:
     """It starts while this process imports what uses it: half a second each."""
-    from dtensor.daft.ray.bootstrap.local_ray import begin
+    from dtensor.daft.ray.channel.local_ray import begin
 
     begin(address, warm)
 

@@ -19,7 +19,7 @@ import numpy
 import torch
 
 from dtensor import daft
-from dtensor.daft.ray.bootstrap import local_ray
+from dtensor.daft.ray.channel import local_ray
 
 RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "SPT_NOENV", "__RAYLET", "TPU_")
 """What of the environment Ray sets for each worker."""

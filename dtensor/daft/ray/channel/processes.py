@@ -26,7 +26,6 @@ from typing import Protocol
 
 from dtensor.daft.errors import ClusterClosed
 from dtensor.daft.ray.bootstrap.launch_folder import LaunchFolder
-from dtensor.daft.ray.bootstrap.local_ray import LocalRay, is_possible, release, use
 from dtensor.daft.ray.bootstrap.machines import (
     LOOPBACK,
     Machine,
@@ -39,6 +38,7 @@ from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
 from dtensor.daft.ray.channel.host_actor import packed
+from dtensor.daft.ray.channel.local_ray import LocalRay, is_possible, release, use
 from dtensor.daft.ray.channel.messages import Invitation
 from dtensor.daft.ray.channel.run_channel import RunChannel
 

@@ -24,9 +24,10 @@ define no op of a program, though its ops call them; the choice of programs to l
 (frontend/reads/reads.py).
 """
 
-# Torch leaves the types of its operators open, cloudpickle all of its own. pyright:
-# reportUnknownMemberType=false, reportUnknownArgumentType=false pyright:
-# reportUnknownVariableType=false, reportPrivateUsage=false pyright: reportUnknownLambdaType=false
+# Torch leaves the types of its operators open, cloudpickle all of its own.
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false, reportPrivateUsage=false
+# pyright: reportUnknownLambdaType=false
 
 from __future__ import annotations
 

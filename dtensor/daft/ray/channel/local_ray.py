@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from dtensor.daft.ray.bootstrap import fork_server
-from dtensor.daft.ray.bootstrap.local_ray_process import MESSAGE
 from dtensor.daft.ray.bootstrap.worker_environment import worker_environment
+from dtensor.daft.ray.channel.local_ray_process import MESSAGE
 from dtensor.signals import Lock, held_back
 
 IDLE_S = 60.0
@@ -92,7 +92,7 @@ class LocalRay:
             with its:
                 for each in (self._sock, its):
                     each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
-                module = "dtensor.daft.ray.bootstrap.local_ray_process"
+                module = "dtensor.daft.ray.channel.local_ray_process"
                 given = [str(its.fileno()), str(os.getpid()), str(idle_s)]
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, *given],

@@ -1,6 +1,6 @@
 """The process that has this machine's Ray: it starts Ray, then hosts in it, as a controller says.
 
-    python -P -m dtensor.daft.ray.bootstrap.local_ray_process 5 4242 60     # local_ray.py does this
+    python -P -m dtensor.daft.ray.channel.local_ray_process 5 4242 60     # local_ray.py does this
 
 The first argument is the descriptor of a socket, the second the process that is obeyed, the third
 for how many seconds the Ray stays when no launch uses it; 0: its workers are not forked either.
