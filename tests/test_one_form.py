@@ -4,13 +4,13 @@ apart again; a record has few fields."""
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "dtensor"
-FILES = {str(f.relative_to(PACKAGE)): ast.parse(f.read_text()) for f in PACKAGE.rglob("*.py")}
 
 APART = set("partition rpartition split rsplit splitlines startswith endswith".split())  # noqa: SIM905
 APART |= {"removeprefix", "removesuffix"}
@@ -22,6 +22,11 @@ WORDS = {
 """What a file imports that has to do with either."""
 OWN = {"label": {"daft/ir/label.py"}, "code": {"daft/ir/program.py", "daft/ir/code.py"}}
 """Where its text is made, and read back."""
+
+
+@functools.cache  # nor at import: every worker imports every file
+def parsed() -> dict[str, ast.Module]:
+    return {str(f.relative_to(PACKAGE)): ast.parse(f.read_text()) for f in PACKAGE.rglob("*.py")}
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -89,7 +94,7 @@ def taken_apart(tree: ast.Module, of: str) -> Iterator[str]:
 def test_no_text_is_taken_apart_that_was_a_record(of: str) -> None:
     looked_at = {
         file: tree
-        for file, tree in FILES.items()
+        for file, tree in parsed().items()
         if imported(tree) & WORDS[of] and file not in OWN[of]
     }
     assert len(looked_at) > 5
@@ -136,7 +141,7 @@ def num_fields(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def test_records_have_few_fields() -> None:
-    found = [pair for tree in FILES.values() for pair in num_fields(tree)]
+    found = [pair for tree in parsed().values() for pair in num_fields(tree)]
     assert len(found) > 100
     assert {name: n for name, n in found if n > MORE.get(name, FEW)} == {}
     text = "@dataclass(frozen=True)\nclass A:\n" + "".join(f"    x{n}: int\n" for n in range(16))

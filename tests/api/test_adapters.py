@@ -4,7 +4,7 @@ the weights, and training them gives the numbers of plain torch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -19,6 +19,9 @@ from peft import LoraConfig, get_peft_model
 
 import dtensor as dt
 from tests.huggingface import batch, loss_fn
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 # peft still reads an attribute that transformers has renamed
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -40,10 +43,13 @@ def qwen() -> nn.Module:
 
 
 def config(targets: list[str], **options: Any) -> LoraConfig:
+    from peft import LoraConfig  # here: it takes seconds to import
+
     return LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False, **options)
 
 
 def peft(targets: list[str], **options: Any) -> nn.Module:
+
     torch.manual_seed(1)
     return get_peft_model(qwen(), config(targets, **options))  # type: ignore[arg-type]
 

@@ -21,11 +21,9 @@ from torch import Tensor, nn
 from tests.extras import missing
 
 pytest.importorskip("einops", reason=missing("einops"))
-pytest.importorskip("transformers", reason=missing("transformers"))
 
 from einops import rearrange
 from einops.layers.torch import EinMix, Rearrange
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import dtensor as dt
 from dtensor.frontend.capture.capture import capture
@@ -247,6 +245,9 @@ def test_what_has_no_other_line_has_the_librarys(library: ModuleType) -> None:
 
 @pytest.mark.slow
 def test_hugging_face_models_keep_their_lines() -> None:
+    pytest.importorskip("transformers", reason=missing("transformers"))
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None,

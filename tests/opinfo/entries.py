@@ -17,22 +17,25 @@ Invariants: the same torch gives the same samples and placements in the same ord
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from torch.testing._internal import common_methods_invocations as database
-from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 from torch.utils import _pytree as pytree
 
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo, SampleInput
+
+DATABASE = "torch.testing._internal.common_methods_invocations"
 MESH = Mesh(x=4)
 EVEN = {"L": 24, "M": 12, "S": 4, "XS": 2}
 UNEVEN = {"L": 23, "M": 11, "S": 5, "XS": 3}
@@ -64,7 +67,7 @@ def sizes(wanted: dict[str, int]) -> Iterator[None]:
     modules = [
         m
         for name, m in sorted(sys.modules.items())
-        if name == database.__name__ or name.startswith("torch.testing._internal.opinfo.")
+        if name == DATABASE or name.startswith("torch.testing._internal.opinfo.")
     ]
     saved = [
         (m, key, vars(m)[key])
@@ -82,7 +85,7 @@ def sizes(wanted: dict[str, int]) -> Iterator[None]:
 
 
 def entries() -> list[OpInfo]:
-    return list(database.op_db)
+    return list(importlib.import_module(DATABASE).op_db)  # not above: it takes seconds
 
 
 def name_of(entry: OpInfo) -> str:

@@ -19,11 +19,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from torch.testing._internal.opinfo.core import OpInfo
 
 from dtensor.frontend.capture import decompose
 from dtensor.sharding.plan.plan import Plan
@@ -48,6 +47,9 @@ from tests.opinfo.entries import (
 )
 from tests.opinfo.record import Record
 from tests.opinfo.words import OutOfTime, add_once, first_line, limited, placements_text
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo
 
 PER_OP, PER_SAMPLE, SAMPLES, PENDING = 48, 12, 8, 4
 SECONDS = 240

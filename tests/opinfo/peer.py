@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, placement_types
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils import _pytree as pytree
 
 from dtensor.sharding.spec import placements as ours
@@ -41,6 +40,9 @@ from tests.opinfo.judge import (
     shares,
 )
 from tests.opinfo.record import Record
+
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo
 
 
 def judge(entry: OpInfo) -> Record:

@@ -5,14 +5,14 @@ The whole is `make opinfo`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch.testing._internal.distributed._tensor.common_dtensor import DTensorConverter
-from torch.testing._internal.opinfo.core import OpInfo
 
 from dtensor.sharding.rules import pattern, registry
 from dtensor.sharding.spec.placements import REPLICATE, Shard
@@ -23,7 +23,14 @@ from tests.opinfo.judge import judge, ran_split, shares
 from tests.opinfo.record import Record
 from tests.opinfo.table import crashed, numbers, summary
 
-ENTRIES = {name_of(entry): entry for entry in entries()}
+if TYPE_CHECKING:
+    from torch.testing._internal.opinfo.core import OpInfo
+
+
+@functools.cache
+def entry(name: str) -> OpInfo:
+    (found,) = (e for e in entries() if name_of(e) == name)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +66,7 @@ SAMPLED = (
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SAMPLED)
 def test_entry(kind: str, name: str) -> None:
-    record = judge(ENTRIES[name], kind)
+    record = judge(entry(name), kind)
     assert not record.wrong, record.wrong
     assert record.passes, record.errors
     assert record.forward["right"] >= 4
@@ -76,7 +83,7 @@ def test_entry(kind: str, name: str) -> None:
     ],
 )
 def test_not_counted(name: str, reason: str) -> None:
-    record = judge(ENTRIES[name], "even")
+    record = judge(entry(name), "even")
     assert (record.verdict, record.note) == ("not counted", reason)
 
 
@@ -84,7 +91,7 @@ def test_not_counted(name: str, reason: str) -> None:
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of a part of a dim do not know of the parts before it."""
     monkeypatch.setitem(registry._BUILDERS, "aten.cumsum.default", pattern("... -> ..."))
-    record = judge(ENTRIES["cumsum"], "even")
+    record = judge(entry("cumsum"), "even")
     assert record.verdict == "wrong"
     assert all("(S" in line for line in record.wrong)
 
@@ -94,7 +101,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward of a mean that divides by the number of local elements."""
     wrong = pattern(", ..., ... -> ...", linear=((0,),))
     monkeypatch.setitem(registry._BUILDERS, "aten.mse_loss_backward.default", wrong)
-    record = judge(ENTRIES["nn.functional.mse_loss"], "even")
+    record = judge(entry("nn.functional.mse_loss"), "even")
     assert record.verdict == "wrong"
     assert set(record.forward) == {"right"}
     assert record.gradient["wrong"] > 0
@@ -103,7 +110,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_missing_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._BUILDERS, "aten.mm.default")
-    record = judge(ENTRIES["mm"], "even")
+    record = judge(entry("mm"), "even")
     assert record.verdict == "refused"
     assert "aten.mm.default" in record.errors[0]
 
@@ -116,6 +123,8 @@ class FourRanks:
 
 
 def test_placements_are_those_of_dtensor() -> None:
+    from torch.testing._internal.distributed._tensor.common_dtensor import DTensorConverter
+
     leaves = (torch.randn(8, 4), torch.randn(4, 1, 6), torch.ones(8, dtype=torch.bool))
     converter = DTensorConverter(FourRanks(), leaves, {})  # type: ignore[arg-type]
     theirs = {
@@ -154,8 +163,8 @@ def test_split_means_that_an_op_ran_on_a_part() -> None:
 
 
 def test_samples_are_the_same_each_time() -> None:
-    entry: OpInfo = ENTRIES["addmm"]
-    first, second = (samples(drawn(entry, {}), entry, 3) for _ in range(2))
+    addmm = entry("addmm")
+    first, second = (samples(drawn(addmm, {}), addmm, 3) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert a.text == b.text
         assert all(torch.equal(x, y) for x, y in zip(a.leaves, b.leaves, strict=True))
@@ -163,7 +172,7 @@ def test_samples_are_the_same_each_time() -> None:
 
 @pytest.mark.slow
 def test_records_survive_json() -> None:
-    record = judge(ENTRIES["mul"], "even")
+    record = judge(entry("mul"), "even")
     again = Record.from_json(json.loads(json.dumps(record.as_json())))
     assert again == record
     figures = numbers([record, crashed("dead"), Record(name="random", note="random")])
