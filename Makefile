@@ -1,5 +1,7 @@
 # setup: a virtual environment with everything;  demo: train a small GPT on four actors;
-# test: the tests;  quick: those of them that are fast, to run before each commit;
+# test: the tests;  quick: those of them that are fast, to run before each commit; with ARGS=--cpu
+#   they print the seconds of a core that each test, fixture and file took;
+# plain: the tests without the three replacements that make them cheap (CONTRIBUTING.md): hours;
 # sweep: the cases that the tests only sample;
 # docs: the pages as a site, docs/_build/html/index.html, where any warning is an error;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
@@ -24,7 +26,7 @@ export OMP_NUM_THREADS := 1
 # Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test quick sweep lint docs check certify opinfo versions hf integrations chaos kernels format
+.PHONY: setup demo test quick plain sweep lint docs check certify opinfo versions hf integrations chaos kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -42,6 +44,9 @@ test: setup
 
 quick: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not ray and not gpu and not sweep" $(ARGS)
+
+plain: setup
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --plain $(ARGS)
 
 sweep: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist load -m sweep $(ARGS)

@@ -18,6 +18,7 @@ import torch
 
 import tests.plans  # noqa: F401 - so that its capture can be replaced
 from tests.captures import shared_capture
+from tests.cpu import Seconds
 from tests.extras import absent, missing
 from tests.hosts import handed_on
 
@@ -30,6 +31,20 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # A shell starts its background jobs with Ctrl-C ignored, and what they start has it so, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cpu", action="store_true", help="print the seconds of a core of each test")
+    parser.addoption(
+        "--plain",
+        action="store_true",
+        help="capture every time, start Ray's workers as Ray does and each launch's hosts anew",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("cpu"):
+        config.pluginmanager.register(Seconds())
 
 
 LONG_S = {"test_copies.py": 45.0, "test_two_hosts.py": 35.0, "test_placing.py": 12.0}
@@ -109,6 +124,8 @@ def no_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that plan the same model share its graph; tests/frontend tests the capture itself."""
+    if request.config.getoption("plain"):
+        return
     own = request.path.name.startswith("test_python_state")
     if "frontend" not in request.path.parts and not own:
         for user in (
@@ -120,13 +137,13 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="session")
-def warm_workers() -> Iterator[None]:
+def warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ray's workers are forks of a process that has imported torch, as in a launch."""
     pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.fork_server import forked_workers
     from dtensor.daft.ray.bootstrap.starting import end_ray
 
-    with forked_workers():
+    with nullcontext() if request.config.getoption("plain") else forked_workers():
         yield
         end_ray()
 
@@ -139,10 +156,8 @@ def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[
     from dtensor.daft.ray.bootstrap.starting import start_ray
 
     start_ray(None)
-    with (
-        hosts_may_stand_still(),
-        nullcontext() if request.path.name == "test_chaos.py" else handed_on(),
-    ):
+    anew = request.config.getoption("plain") or request.path.name == "test_chaos.py"
+    with hosts_may_stand_still(), nullcontext() if anew else handed_on():
         yield
     assert ray.is_initialized()
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.dataflow.units import Units, units_of
-from tests.captures import shared_capture
 from tests.models import GPT, batch, loss_fn
 
 TIED = {"embed.weight": ("embed.weight", "head.weight")}
 
 
 def units(model: nn.Module, *given: Tensor, aliases: dict[str, tuple[str, ...]]) -> Units:
-    graph = shared_capture(loss_fn, (model, *given), grads="loss")
+    graph = capture(loss_fn, (model, *given), grads="loss")
     return units_of(dataflow(graph), aliases)
 
 

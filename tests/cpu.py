@@ -1,0 +1,125 @@
+"""Seconds of a core that tests take, by test, fixture and file: `make quick ARGS=--cpu`.
+
+     42.1 in all: 11.0 to import files, 5.2 to set up, 24.9 to call, 1.0 to tear down
+      3.17 call    tests/api/test_train.py::test_adam
+      2.54 import  tests/opinfo/test_opinfo.py
+      1.20 setup   ray_session
+
+A test's seconds are those of the process that runs it and of all processes below it, Ray's too; a
+process that Ray leaves without a parent counts for as long as it has one. A module that several
+files import counts for the first of them. Seconds of a core, unlike those of the clock, can be
+compared where other processes run.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LONGEST = 50
+TICKS = os.sysconf("SC_CLK_TCK")
+KINDS = {"import": "to import files", "setup": "to set up", "call": "to call"}
+KINDS["teardown"] = "to tear down"
+
+Row = tuple[str, str]  # kind, and test, fixture or file
+
+
+class Seconds:
+    """A plugin of each process that runs tests, and of the one that prints."""
+
+    def __init__(self) -> None:
+        self.rows: Counter[Row] = Counter()
+        self.fixtures: Counter[Row] = Counter()
+
+    @contextmanager
+    def counted(self, kind: str, name: str) -> Iterator[None]:
+        before = seconds()
+        try:
+            yield
+        finally:
+            self.rows[kind, name] += seconds() - before
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
+        if not isinstance(collector, pytest.Module):
+            return (yield)
+        with self.counted("import", collector.nodeid):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Any:
+        with self.counted("setup", item.nodeid):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Any:
+        with self.counted("call", item.nodeid):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Any:
+        with self.counted("teardown", item.nodeid):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Any:
+        before = seconds()
+        try:
+            return (yield)
+        finally:
+            self.fixtures["fixture", fixturedef.argname] += seconds() - before
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:
+            output["cpu"] = [[*row, s] for row, s in (self.rows + self.fixtures).items()]
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """``node``: a worker of xdist, that has ended."""
+        for kind, name, s in getattr(node, "workeroutput", {}).get("cpu", ()):
+            (self.fixtures if kind == "fixture" else self.rows)[kind, name] += s
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        sums: Counter[str] = Counter()
+        files: Counter[Row] = Counter()
+        for (kind, name), s in self.rows.items():
+            sums[kind] += s
+            files["file", name.partition("::")[0]] += s
+        parts = ", ".join(f"{sums[kind]:.1f} {what}" for kind, what in KINDS.items())
+        terminalreporter.section("seconds of a core")
+        terminalreporter.line(f"{sums.total():10.1f} in all: {parts}")
+        for rows in (self.rows, self.fixtures, files):
+            for (kind, name), s in rows.most_common(LONGEST):
+                terminalreporter.line(f"{s:10.2f} {kind:8} {name}")
+
+
+def seconds() -> float:
+    """Of a core: of this process, those below it, and those of them that have ended."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    below = sum(_ticks(pid) for pid in _children("self"))
+    return time.process_time() + ended.ru_utime + ended.ru_stime + below / TICKS
+
+
+def _ticks(pid: str) -> int:
+    """Of a process, of what it has waited for, and of those below it."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, words[11:15])) + sum(map(_ticks, _children(pid)))
+    except OSError:  # it has ended meanwhile
+        return 0
+
+
+def _children(pid: str) -> list[str]:
+    """None elsewhere than on Linux."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [child for task in tasks for child in task.read_text().split()]
