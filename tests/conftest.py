@@ -78,10 +78,28 @@ def _seconds(item: pytest.Item) -> float:
     return LONG_S.get(item.path.name, 3.0 if "ray" in marks else 1.0)
 
 
+def pytest_collection() -> None:
+    """Nearly all that is imported stays: the collector has nothing to do meanwhile."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
-    """What was imported stays: the collector need not look through it again for each test."""
-    gc.collect()
-    gc.freeze()
+    gc.enable()
+
+
+FROZEN = pytest.StashKey[tuple[Path, int]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What was imported or captured before a file's tests stays: the collector need not look
+    through it again. Each step that fails asks it to look through all the rest; so where a test
+    imports much (torch's compiler, at the first capture), that is left out from then on, too."""
+    now = item.path, len(sys.modules) // 200
+    if item.config.stash.get(FROZEN, None) != now:
+        item.config.stash[FROZEN] = now
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
