@@ -3,7 +3,6 @@ package builds the same wheel, and what the package imports is stated as what it
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
@@ -15,6 +14,7 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+import grimp
 import pytest
 import torch
 from packaging.requirements import Requirement
@@ -35,13 +35,8 @@ def names(requirements: list[str]) -> set[str]:
 
 @pytest.mark.slow
 def test_what_is_imported_is_stated() -> None:
-    found: set[str] = set()
-    for file in (ROOT / "dtensor").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                found |= {alias.name.split(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-                found.add(node.module.split(".")[0])
+    graph = grimp.build_graph("dtensor", include_external_packages=True)
+    found = {module.partition(".")[0] for module in graph.modules}
     found -= {*sys.stdlib_module_names, "dtensor"}
     extras = PROJECT["optional-dependencies"]
     stated = names([*PROJECT["dependencies"], *extras["ray"], *extras["kernels"]])
