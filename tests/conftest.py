@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import math
 import os
 import signal
@@ -12,6 +14,7 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -130,7 +133,10 @@ def _skipped_without_its_extra() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same numbers, whichever ran before it."""
-    torch.manual_seed(0)
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # which formats the stack, for a CUDA that never comes
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -146,12 +152,15 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return
     own = request.path.name.startswith("test_python_state")
     if "frontend" not in request.path.parts and not own:
-        for user in (
-            "dtensor.api.search.placements",
-            "dtensor.api.step.plan_call",
-            "tests.plans",
-        ):
-            monkeypatch.setattr(f"{user}.capture", shared_capture)
+        for user in capturing():
+            monkeypatch.setattr(user, "capture", shared_capture)
+
+
+@functools.cache
+def capturing() -> list[ModuleType]:
+    """The modules whose captures are shared."""
+    names = "dtensor.api.search.placements", "dtensor.api.step.plan_call", "tests.plans"
+    return [importlib.import_module(name) for name in names]
 
 
 @pytest.fixture(scope="session")
