@@ -87,12 +87,7 @@ class Move:
     @property
     def bytes_sent(self) -> int:
         """Bytes that the rank which sends most sends."""
-        sends = MOVES[self.kind].sends
-        if sends is None:
-            return 0
-        if _alike_on_all_ranks(self):
-            return sends(self, dict.fromkeys(self.src.mesh.axes, 0))
-        return max(sends(self, at) for at in _ranks_that_differ(self))
+        return _bytes_sent(self)
 
     def seconds(self, topology: Topology) -> float:
         num = self.src.mesh.axis_size(self.axis)
@@ -103,6 +98,16 @@ class Move:
         return topology.collective_seconds(
             self.kind, self.axis, num=num, bytes_sent=self.bytes_sent
         )
+
+
+@lru_cache(maxsize=1 << 13)  # searches between other ends come by the same shardings
+def _bytes_sent(move: Move) -> int:
+    sends = MOVES[move.kind].sends
+    if sends is None:
+        return 0
+    if _alike_on_all_ranks(move):
+        return sends(move, dict.fromkeys(move.src.mesh.axes, 0))
+    return max(sends(move, at) for at in _ranks_that_differ(move))
 
 
 def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
@@ -224,6 +229,7 @@ def _choices(src: Placement, dst: Placement) -> tuple[Placement, ...]:
     return tuple(dict.fromkeys((src, dst, REPLICATE))) if src != dst else (src,)
 
 
+@lru_cache(maxsize=1 << 13)
 def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
     current = here.placement(axis)
     if option == current:
@@ -263,11 +269,14 @@ def _sent_by_reduction(move: Move, here: Mapping[str, int]) -> int:
 
 def _sent_by_exchange(move: Move, here: Mapping[str, int]) -> int:
     """Bytes of the blocks that change ranks."""
+    cut = _dims(move)
     held = kept = 1
     for dim in range(len(move.src.shape)):
         intervals = move.src.intervals(dim, here)
         held *= length(intervals)
-        kept *= length(intersect(intervals, move.dst.intervals(dim, here)))
+        if dim in cut:
+            intervals = intersect(intervals, move.dst.intervals(dim, here))
+        kept *= length(intervals)
     return (held - kept) * move.src.dtype.itemsize
 
 
@@ -324,17 +333,19 @@ def _unevenness(spec: TensorSpec) -> float:
     return spec.max_local_nbytes * parts / spec.nbytes if spec.nbytes else 1.0
 
 
+def _dims(move: Move) -> set[int]:
+    """The dims that the move's axis cuts, before or after it."""
+    ends = move.src.placement(move.axis), move.dst.placement(move.axis)
+    return {p.dim for p in ends if isinstance(p, Shard)}
+
+
 def _ranks_that_differ(move: Move) -> Iterator[dict[str, int]]:
     """Coordinates on the axes that cut a dim which the move's axis cuts, before or after it.
 
     Along the other axes coordinate 0 has the largest shard, and so sends the most.
     """
     mesh = move.src.mesh
-    dims = {
-        p.dim
-        for p in (move.src.placement(move.axis), move.dst.placement(move.axis))
-        if isinstance(p, Shard)
-    }
+    dims = _dims(move)
     axes = [
         axis
         for axis, placement in move.src.sharding.items()
