@@ -36,9 +36,9 @@ def sources() -> Iterator[tuple[str, str]]:
 
 def assignments(name: str, text: str) -> list[str]:
     """Where a file that is not the store's touches the store's table."""
-    if name.startswith(STORE):
-        return []
     table = {"_stored", "_settled", "_absent"}
+    if name.startswith(STORE) or not any(entry in text for entry in table):
+        return []
     nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))
     return [
         f"{name}:{node.lineno}: {ast.unparse(node)}"
@@ -51,7 +51,7 @@ def assignments(name: str, text: str) -> list[str]:
 def records(name: str, text: str) -> list[str]:
     """Where a file has another form of what a `StoredTensor` says: a class that has a spec and
     the ranks that hold it, or a tuple of the two."""
-    if name == RECORD:
+    if name == RECORD or "TensorSpec" not in text:
         return []
     found: list[str] = []
     for node in ast.walk(ast.parse(text)):
