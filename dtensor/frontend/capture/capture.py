@@ -22,9 +22,10 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
@@ -71,6 +72,9 @@ from dtensor.frontend.source import (
 from dtensor.private_torch import FakeTensorMode
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.signals import as_set
+
+if TYPE_CHECKING:
+    from dtensor.frontend.capture.functions import AppliedFunctions
 
 
 def capture(
@@ -174,8 +178,6 @@ class _Capture:
     def __init__(self, call: FlatCall, grads: Grads, *, each_call: bool = False) -> None:
         # Not at the top: it loads torch's compiler, and with it triton where that is installed.
         load_compiler()
-        from dtensor.frontend.capture.to_graph import to_graph
-
         self.call = call
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         before = Before(walk(call.roots))
@@ -183,22 +185,11 @@ class _Capture:
         self.changes: list[Change] = root.seen.changes
         self.moved: list[str] = []
         try:
-            with (
-                capturing(),
-                torch.enable_grad(),
-                patched(below=CallAsModule.forward) as functions,
-                faked(call, grads, mode) as tensors,
-                as_set(),  # of signals
-            ):
-                forward = _export(root, tensors)
+            with in_capture() as functions, faked(call, grads, mode) as tensors:
+                forward = export_call(root, tensors)
                 for met in functions:
                     met.restore(forward)
-                met = canonicalise(forward, itertools.count())
-                check_forward(forward, grads != "none")
-                with whole_layers():
-                    joint = _differentiate(forward, tensors, mode)
-                    self.graph = to_graph(root, joint, forward, mode)
-                self.graph = _with(self.graph, met, call) if met else self.graph
+                self.graph = graph_of(root, forward, tensors, mode)
         except BaseException:
             undo(self.changes)
             raise
@@ -237,7 +228,36 @@ def _with(graph: Graph, met: list[Any], call: FlatCall) -> Graph:
     return replace(graph, recognised=told(met, call.prefixes))
 
 
-def _export(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
+@contextmanager
+def in_capture() -> Iterator[list[AppliedFunctions]]:
+    """Within, this thread captures; yields the custom Functions that were met."""
+    with (
+        capturing(),
+        torch.enable_grad(),
+        patched(below=CallAsModule.forward) as functions,
+        as_set(),  # of signals
+    ):
+        yield functions
+
+
+def graph_of(
+    root: CallAsModule,
+    forward: fx.GraphModule,
+    tensors: tuple[torch.Tensor, ...],
+    mode: FakeTensorMode,
+) -> Graph:
+    """The graph of an exported forward, which it rewrites; within `in_capture` and `faked`."""
+    from dtensor.frontend.capture.to_graph import to_graph  # loads torch's compiler, as above
+
+    met = canonicalise(forward, itertools.count())
+    check_forward(forward, root.grads != "none")
+    with whole_layers():
+        joint = _differentiate(forward, tensors, mode)
+        graph = to_graph(root, joint, forward, mode)
+    return _with(graph, met, root.call) if met else graph
+
+
+def export_call(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     try:
         with preserve_node_meta():  # the numbers of checkpoints
             exported = torch.export.export(root, tensors, strict=False)

@@ -319,15 +319,16 @@ def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
                     assert a.dtype == b.dtype, f"{node.format_node()}: {a}, {b}"
                 node.meta["val"] = new
             if node.op != "output":
-                layouts[node] = _layout(node.meta["val"])
+                layouts[node] = layout_of(node.meta["val"])
 
 
-def _layout(val: Any) -> Hashable:
+def layout_of(val: Any) -> Hashable:
+    """What a call depends on of a fake tensor."""
     match val:
         case torch.Tensor():
             return (val.shape, val.stride(), val.dtype, val.is_conj(), val.is_neg())
         case tuple() | list():
-            return tuple(map(_layout, val))
+            return tuple(map(layout_of, val))
         case _:
             return val
 

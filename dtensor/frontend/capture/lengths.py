@@ -1,0 +1,535 @@
+"""One export for many lengths: a forward graph with symbols for dims, cut down to sizes later.
+
+    found = export_for_lengths(fn, args, kwargs, grads="loss", main=model, dims={(0, 1): 0})
+    found.graph(fn, args, kwargs)     # as `capture` of these arguments, or None: capture it
+
+Only the user's Python runs with symbols, once, under torch's export. For each later call its guards
+are evaluated, all of them; the exported graph is then written anew with numbers for its symbols,
+and rewritten, differentiated and described as that of any capture. So all that follows the export
+sees a static graph, and no size is symbolic there.
+
+A program whose Python turns a length into anything but another symbolic number, or a condition,
+which is a guard, is refused (`NotForLengths`), and so is one that changes anything: it is captured
+for each length. Seen are int, index, float, hash, text, format, `isinstance`, missing attributes
+and `type` in the user's code; and of torch any symbol that was given a value.
+
+Invariants: an export that fails leaves the user's objects as they were. Not here: which calls are
+tried (api/step/lengths.py).
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import operator
+import os
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from dtensor.frontend.alone import ONE_AT_A_TIME, is_capturing
+from dtensor.frontend.capture.call_as_module import (
+    CallAsModule,
+    FlatCall,
+    Grads,
+    faked,
+    flat_call,
+    refuse_hooks,
+)
+from dtensor.frontend.capture.capture import export_call, graph_of, in_capture
+from dtensor.frontend.capture.layers import attribute_of
+from dtensor.frontend.capture.patches import load_compiler, surrounding
+from dtensor.frontend.capture.replaced import here_alone, replaced
+from dtensor.frontend.graph import Const, Graph, OutTree
+from dtensor.frontend.reads.effects import Before, undo
+from dtensor.frontend.reads.reads import Reads, custom_ops
+from dtensor.frontend.reads.walk import RanCode, walk
+from dtensor.private_torch import FakeTensorMode, HigherOrderOperator, OpOverload
+from dtensor.sharding.gc_pause import collector_paused
+
+Dims = Mapping[tuple[int, int], int]
+"""Of a tensor argument and a dim, which of the lengths that is."""
+
+_REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_ASSERTS = ("_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size")
+
+
+class NotForLengths(Exception):
+    """The program depends on a length in a way that no guard holds."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ForLengths:
+    """An exported forward graph with symbols. ``symbols``: where the number of each comes from: an
+    argument, whether of its shape or strides, and the dim; ``layouts``: what is fixed of each
+    argument; ``guards``: conditions on the symbols; ``reads``: what its Python read."""
+
+    module: fx.GraphModule
+    symbols: tuple[tuple[sympy.Symbol, tuple[int, str, int]], ...]
+    dims: Dims
+    guards: tuple[Any, ...]
+    out_tree: OutTree
+    ran: RanCode | None
+    reads: Reads
+    grads: Grads
+
+    def graph(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        main: nn.Module | None,
+    ) -> Graph | None:
+        """The graph of such a call; None where a guard does not hold, or what the program read has
+        changed."""
+        if self.reads.difference() is not None:
+            return None
+        with ONE_AT_A_TIME, collector_paused():
+            call = flat_call(fn, args, kwargs, main)
+            values = self._values(call.tensors)
+            if values is None:
+                return None
+            graph = self._cut_down(call)
+            constants = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
+            reads = Reads(call.roots, self.ran, constants, custom_ops(graph.fx))
+            return replace(graph, reads=reads)
+
+    def _values(self, tensors: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int] | None:
+        values: dict[sympy.Symbol, int] = {}
+        for symbol, (index, kind, dim) in self.symbols:
+            x = tensors[index]
+            size = x.shape[dim] if kind == "size" else x.stride()[dim]
+            if size < 2 or values.setdefault(symbol, size) != size:
+                return None
+        numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+        holds = all(guard.xreplace(numbers) == sympy.true for guard in self.guards)
+        return values if holds else None
+
+    def _cut_down(self, call: FlatCall) -> Graph:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        root = CallAsModule(call, self.grads, Before(walk(())), surrounding())
+        root.seen.out_tree = self.out_tree
+        with in_capture(), faked(call, self.grads, mode) as tensors:
+            forward = _Cut(root, mode).module(self.module, tensors)
+            return graph_of(root, forward, tensors, mode)
+
+
+def export_for_lengths(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    grads: Grads,
+    main: nn.Module | None,
+    dims: Dims,
+) -> ForLengths:
+    """Runs the call's Python with symbols for these dims.
+
+    Raises NotForLengths, or whatever the program raises then.
+    """
+    with ONE_AT_A_TIME, collector_paused():
+        return _exported(flat_call(fn, args, kwargs, main), grads, dims)
+
+
+def _exported(call: FlatCall, grads: Grads, dims: Dims) -> ForLengths:
+    refuse_hooks(call, grads)
+    load_compiler()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    before = Before(walk(call.roots))
+    root = CallAsModule(call, grads, before, surrounding())
+    symbols = _Symbols(dims)
+    watch = _Watch()
+    moved: list[str] = []
+    try:
+        with in_capture() as functions, faked(call, grads, mode) as tensors:
+            with symbols.given(), watch:
+                forward = export_call(root, tensors)
+            if functions:
+                raise NotForLengths("it has an autograd Function of its own")
+    except BaseException:
+        undo(root.seen.changes)
+        raise
+    finally:
+        if (wrote := root.seen.wrote) is not None:
+            before.forget_cached(wrote)
+            moved = before.moved(wrote)
+            before.put_back(wrote)
+    if root.seen.changes or moved:
+        undo(root.seen.changes)
+        raise NotForLengths("it changes what it finds")
+    if watch.seen:
+        raise NotForLengths(watch.seen[0])
+    ran = root.recorder.codes()
+    if ran is not None:  # guards run sympy, which the program does not
+        kept = {i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_OTHERS)}
+        ran = RanCode(kept, ran.calls)
+    if ran is None or (asks := _asks_for_type(ran)):
+        raise NotForLengths(f"{asks} asks for a type" if ran else "its Python was not seen")
+    if any(isinstance(leaf, _SYMBOLIC) for leaf in root.seen.out_tree.leaves):
+        raise NotForLengths("it returns a length")
+    found = symbols.guards()
+    return ForLengths(
+        module=forward,
+        symbols=tuple(symbols.places),
+        dims=dims,
+        guards=found,
+        out_tree=root.seen.out_tree,
+        ran=ran,
+        reads=Reads(call.roots, ran),
+        grads=grads,
+    )
+
+
+# -- symbols ---------------------------------------------------------------------------------------
+
+
+class _Symbols:
+    """Gives the export arguments with symbols; strides that do not follow from the shape are
+    symbols of their own."""
+
+    def __init__(self, dims: Dims) -> None:
+        self.dims = dims
+        self.env: Any = None
+        self.places: list[tuple[sympy.Symbol, tuple[int, str, int]]] = []
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        from torch.export import _trace
+
+        plain: Any = vars(_trace)["make_fake_inputs"]
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            mode, fakes, *rest = plain(*args, **kwargs)
+            self.env = mode.shape_env
+            return (mode, self._with_symbols(mode, fakes), *rest)
+
+        def no_guards(*_args: Any, **_kwargs: Any) -> None:
+            pass  # `guards` has them all
+
+        names = (("make_fake_inputs", make), ("produce_guards_and_solve_constraints", no_guards))
+        with replaced([(_trace, n, here_alone(f, vars(_trace)[n])) for n, f in names]):
+            yield
+
+    def _with_symbols(self, mode: Any, fakes: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+        lengths: dict[int, Any] = {}
+        made: list[Any] = []
+        for index, fake in enumerate(fakes):
+            shape: list[Any] = list(fake.shape)
+            for dim, size in enumerate(fake.shape):
+                if (number := self.dims.get((index, dim))) is not None:
+                    if number not in lengths:
+                        lengths[number] = self._symbol(f"length_{number}", size)
+                    shape[dim] = lengths[number]
+                    self.places.append((lengths[number].node.expr, (index, "size", dim)))
+            strides: list[Any] = list(fake.stride())
+            if fake.is_contiguous():
+                for dim in reversed(range(len(shape) - 1)):
+                    strides[dim] = strides[dim + 1] * shape[dim + 1]
+            else:
+                for dim, stride in enumerate(fake.stride()):
+                    if stride > 1:
+                        strides[dim] = self._symbol(f"stride_{index}_{dim}", stride)
+                        self.places.append((strides[dim].node.expr, (index, "stride", dim)))
+            with mode:
+                new = torch.empty_strided(shape, strides, dtype=fake.dtype, device=fake.device)
+            made.append(new.requires_grad_(fake.requires_grad))
+        return tuple(made)
+
+    def _symbol(self, name: str, hint: int) -> Any:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(name)
+        symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
+        return self.env.create_symintnode(symbol, hint=hint, source=source)
+
+    def guards(self) -> tuple[Any, ...]:
+        """All conditions under which the export holds. Raises NotForLengths."""
+        env = self.env
+        own = {symbol for symbol, _ in self.places}
+        if any(not x.free_symbols for x in env.replacements.values()):
+            raise NotForLengths("it needs one length")
+        if env.deferred_runtime_asserts:
+            raise NotForLengths("it asserts what is not known")
+        found = tuple(guard.expr for guard in env.guards)
+        if any(guard.free_symbols - own for guard in found):
+            raise NotForLengths("it has symbols of its own")
+        return found
+
+
+# -- what Python does with a length ----------------------------------------------------------------
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_SYMPY = os.path.dirname(sympy.__file__) + os.sep
+_MPMATH = os.path.join(os.path.dirname(os.path.dirname(sympy.__file__)), "mpmath") + os.sep
+_OTHERS = (_SYMPY, _MPMATH)
+_INSIDES = (_TORCH, _OURS, *_OTHERS, "<")
+
+
+def _by_user() -> bool:
+    """Whether the nearest code that is of no library of these asks."""
+    frame = sys._getframe(2)
+    while frame is not None and os.path.basename(frame.f_code.co_filename) == "abc.py":
+        frame = frame.f_back
+    return frame is not None and not frame.f_code.co_filename.startswith(_INSIDES)
+
+
+class _Watch:
+    """Within, notes what turns a symbolic number into something that has no guard."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __enter__(self) -> None:
+        from torch.fx.experimental.sym_node import SymNode
+
+        changes: list[tuple[Any, str, Any]] = []
+        for cls in _SYMBOLIC:
+            for name in ("__repr__", "__hash__"):
+                plain = getattr(cls, name)
+                changes.append((cls, name, here_alone(self._noted(name, plain), plain)))
+            changes.append((cls, "__format__", self._noted("__format__", cls.__format__)))
+            changes.append((cls, "__reduce_ex__", self._noted("__reduce_ex__", cls.__reduce_ex__)))
+            changes.append((cls, "__getattr__", self._missing()))
+        for name in ("guard_int", "guard_float", "int_"):
+            plain = getattr(SymNode, name)
+            changes.append((SymNode, name, here_alone(self._turned(name, plain), plain)))
+        changes.append((builtins, "isinstance", self._isinstance(isinstance)))
+        self._changed = replaced(changes)
+        self._changed.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._changed.__exit__(*exc)
+
+    def _noted(self, name: str, plain: Any) -> Any:
+        def noted(value: Any, *args: Any) -> Any:
+            if is_capturing() and (name != "__hash__" or _by_user()):
+                self.seen.append(f"a length has {name}")
+            return plain(value, *args)
+
+        return noted
+
+    def _turned(self, name: str, plain: Any) -> Any:
+        def turned(node: Any, *args: Any) -> Any:
+            if node.expr.free_symbols:
+                self.seen.append(f"a length is made a number ({name})")
+            return plain(node, *args)
+
+        return turned
+
+    def _missing(self) -> Any:
+        watch = self
+
+        def missing(_value: Any, name: str) -> Any:
+            asked = not name.startswith("__torch") and is_capturing()  # which torch's C looks up
+            if asked and _by_user():
+                watch.seen.append(f"a length is asked for {name}")
+            raise AttributeError(name)
+
+        return missing
+
+    def _isinstance(self, plain: Any) -> Any:
+        seen, symbolic = self.seen, frozenset(_SYMBOLIC)
+
+        def is_instance(value: Any, kind: Any, /) -> bool:
+            if type(value) in symbolic and is_capturing() and _by_user():
+                seen.append("the type of a length is asked for")
+            return plain(value, kind)
+
+        return is_instance
+
+
+def _asks_for_type(ran: RanCode) -> str | None:
+    """A function of the user's that uses `type` or matches classes, which answer otherwise for a
+    symbol, and cannot be watched."""
+    for code in ran.codes.values():
+        for step in dis.get_instructions(code):
+            named = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
+            if named or step.opname == "MATCH_CLASS":
+                return code.co_qualname
+    return None
+
+
+# -- cut down to numbers ---------------------------------------------------------------------------
+
+
+class _Cut:
+    """Writes an exported graph with symbols anew, with the numbers of these arguments."""
+
+    def __init__(self, root: CallAsModule, mode: FakeTensorMode) -> None:
+        self.root, self.mode = root, mode
+        self.known: dict[Hashable, Any] = {}  # the calls of repeated layers are run once
+
+    def module(self, plain: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
+        made = _held_as(plain, self.root)
+        with self.mode, torch.no_grad():
+            made.graph, _ = self._graph(plain, made, tuple(map(self._like, tensors)))
+        return made
+
+    def _like(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+    def _graph(
+        self, plain: fx.GraphModule, made: fx.GraphModule, given: tuple[Any, ...]
+    ) -> tuple[fx.Graph, Any]:
+        """The graph, and the values of what it returns."""
+        graph = fx.Graph()
+        env: dict[fx.Node, Any] = {}  # a node, or a number
+        vals: dict[fx.Node, Any] = {}
+        waiting = iter(given)
+        out: Any = None
+        for old in plain.graph.nodes:
+            if old.op == "placeholder":
+                value = next(waiting)
+                if isinstance(value, (bool, int, float)):
+                    env[old] = value
+                    continue
+                new = graph.placeholder(str(old.target))
+                vals[new] = value
+            elif old.op == "get_attr":
+                new = graph.get_attr(str(old.target))
+                held = attribute_of(made, new)
+                vals[new] = held
+                if isinstance(held, torch.Tensor):
+                    own = isinstance(held, (torch.nn.Parameter,)) or self._is_fake(held)
+                    vals[new] = self._like(held) if own else self.mode.from_tensor(held)
+            elif old.op == "output":
+                out = fx.map_arg(old.args[0], env.__getitem__)
+                if any(not isinstance(x, fx.Node) for x in _flat(out)):
+                    raise NotForLengths("a region gives a length")
+                new = graph.output(out)
+                new.meta = dict(old.meta)
+                out = fx.map_arg(out, vals.__getitem__)
+                continue
+            else:
+                new = self._call(graph, old, made, plain, env, vals)
+                if not isinstance(new, fx.Node):
+                    env[old] = new
+                    continue
+            env[old] = new
+            new.meta = {k: v for k, v in old.meta.items() if k not in _OF_VALUES}
+            if "val" in old.meta:
+                new.meta["val"] = vals[new]
+        return graph, out
+
+    def _is_fake(self, x: torch.Tensor) -> bool:
+        from dtensor.private_torch import FakeTensor
+
+        return isinstance(x, FakeTensor)
+
+    def _call(
+        self,
+        graph: fx.Graph,
+        old: fx.Node,
+        made: fx.GraphModule,
+        plain: fx.GraphModule,
+        env: dict[fx.Node, Any],
+        vals: dict[fx.Node, Any],
+    ) -> Any:
+        target: Any = old.target
+        args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__)
+
+        def value(x: Any) -> Any:
+            return vals[x] if isinstance(x, fx.Node) else x
+
+        name = getattr(target, "__name__", str(target)).partition(".")[0]
+        if isinstance(target, OpOverload) and name in _ASSERTS:
+            if name == "_assert_scalar" and args[0] is not True:
+                raise NotForLengths("an assertion does not hold")
+            return None
+        if isinstance(old.meta.get("val"), _SYMBOLIC):
+            number = target(*fx.map_arg(args, value), **fx.map_arg(kwargs, value))
+            if not isinstance(number, (bool, int, float)):
+                raise NotForLengths(f"{target} gives no number")
+            return number
+        if isinstance(target, HigherOrderOperator):
+            return self._region(graph, old, made, plain, args, vals)
+        new = graph.create_node("call_function", target, args, kwargs)
+        vals[new] = self._run(target, args, kwargs, vals)
+        return new
+
+    def _region(
+        self,
+        graph: fx.Graph,
+        old: fx.Node,
+        made: fx.GraphModule,
+        plain: fx.GraphModule,
+        args: Any,
+        vals: dict[fx.Node, Any],
+    ) -> fx.Node:
+        """A region of no_grad or autocast: its graph is cut down as well."""
+        at = [i for i, x in enumerate(args) if isinstance(x, fx.Node) and x.op == "get_attr"]
+        graphs = [i for i in at if isinstance(vals[args[i]], fx.GraphModule)]
+        if old.target.__name__ not in _REGIONS or len(graphs) != 1:  # type: ignore[union-attr]
+            raise NotForLengths(f"it has {old.target}")
+        first = graphs[0]
+        child = vals[args[first]]
+        inner = attribute_of(plain, args[first])
+        given = tuple(vals[x] if isinstance(x, fx.Node) else x for x in args[first + 1 :])
+        child.graph, out = self._graph(inner, child, given)
+        kept = tuple(x for x in args[first + 1 :] if isinstance(x, fx.Node))
+        new = graph.create_node("call_function", old.target, (*args[: first + 1], *kept), {})
+        vals[new] = out
+        return new
+
+    def _run(self, target: Any, args: Any, kwargs: Any, vals: dict[fx.Node, Any]) -> Any:
+        def value(x: fx.Node) -> Any:
+            return vals[x]
+
+        def run() -> Any:
+            out = target(*fx.map_arg(args, value), **fx.map_arg(kwargs, value))
+            return tuple(out) if isinstance(out, list) else out
+
+        changes = isinstance(target, OpOverload) and target._schema.is_mutable
+        if target is operator.getitem or changes:
+            return run()
+        from dtensor.frontend.capture.layers import exact
+        from dtensor.frontend.capture.to_graph import layout_of
+
+        nodes: list[fx.Node] = []
+        fx.map_arg((args, kwargs), lambda n: nodes.append(n))
+        layouts = {n: layout_of(vals[n]) for n in nodes}
+        key = (target, exact(args, layouts), exact(kwargs, layouts))
+        if key not in self.known:
+            self.known[key] = run()
+        return self.known[key]
+
+
+_OF_VALUES = ("val", "tensor_meta", "unbacked_bindings", "example_value")
+
+
+def _flat(value: Any) -> list[Any]:
+    return [y for x in value for y in _flat(x)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _held_as(plain: fx.GraphModule, root: nn.Module) -> fx.GraphModule:
+    """An empty graph's module that holds what ``plain`` does, in its order, with the root's
+    parameters and buffers."""
+    made = fx.GraphModule(nn.Module(), fx.Graph())
+    _fill(made, plain, "", root)
+    return made
+
+
+def _fill(made: nn.Module, plain: nn.Module, path: str, root: nn.Module) -> None:
+    for name in plain._parameters:
+        made.register_parameter(name, root.get_parameter(f"{path}{name}"))
+    for name in plain._buffers:
+        made.register_buffer(name, root.get_buffer(f"{path}{name}"))
+    for name, value in vars(plain).items():
+        if isinstance(value, torch.Tensor):
+            object.__setattr__(made, name, value)
+    for name, child in plain._modules.items():
+        if isinstance(child, fx.GraphModule):
+            made.add_module(name, _held_as(child, root))
+        elif child is not None:
+            inner = nn.Module()
+            made.add_module(name, inner)
+            _fill(inner, child, f"{path}{name}.", root)
