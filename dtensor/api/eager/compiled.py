@@ -78,7 +78,7 @@ class CompiledFunction:
         self.fn = fn
         self.mesh = mesh
         self.out = out
-        self.plans: PlanCache = PlanCache()
+        self.plans: PlanCache = PlanCache("none")
         self.calls: Counter = Counter(f"compile {self._name}")
         self.graph: Graph | None = None  # for one who has it, in place of a capture
         self._roles = Roles(detect_nan=detect_nan)
@@ -166,7 +166,7 @@ class CompiledFunction:
 
         if self._options.each_call:
             return self.plans.of_graph(call.graph("none", each_call=True), call.key(), make)
-        return self.plans.get(call, None, make)
+        return self.plans.get(call, None, make, captures=self.graph is None)
 
     @property
     def _name(self) -> str:

@@ -26,6 +26,7 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from dtensor.api.model.models import Models
 from dtensor.api.model.parallel import ParallelModule
@@ -38,6 +39,7 @@ from dtensor.api.model.stating.placing import (
 )
 from dtensor.api.model.stating.recomputed import recomputed_modules
 from dtensor.api.model.stating.stages import StagePlan, stage_at, with_parts
+from dtensor.api.step.lengths import Lengths
 from dtensor.api.step.open_arguments import opened
 from dtensor.api.store.handle import TensorHandle, contiguous_layout
 from dtensor.api.store.session import MeshSession
@@ -140,11 +142,17 @@ class BoundCall:
         leaves = (x.spec if isinstance(x, TensorHandle) else shape_of_leaf(x) for x in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
-    def graph(self, grads: Grads, *, each_call: bool = False) -> Graph:
+    def captured(
+        self,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], nn.Module | None]:
+        """What is captured: a function, its arguments by position and by name, the main module."""
         leaves = [for_capture(leaf) for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         fn = self.fn.module if isinstance(self.fn, ParallelModule) else self.fn
-        main = next((model.module for model in self.modules()), None)
+        return fn, args, kwargs, next((model.module for model in self.modules()), None)
+
+    def graph(self, grads: Grads, *, each_call: bool = False) -> Graph:
+        fn, args, kwargs, main = self.captured()
         return capture(fn, args, kwargs, grads=grads, each_call=each_call, main=main)
 
 
@@ -218,17 +226,19 @@ class PlanCache:
     """Plans of one function by what they depend on; ``latest``: what was asked for last.
 
     One that disagrees with what the model's programs have settled since is made anew. A value that
-    changes from call to call is captured at each: a warning says so. The `MOST_PLANS` that were
-    used last stay: a call that needs another is captured again.
+    changes from call to call is captured at each: a warning says so. Calls that differ in lengths
+    alone may share one export (lengths.py). The `MOST_PLANS` that were used last stay: a call that
+    needs another is captured again. ``grads``: what a capture differentiates.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grads: Grads) -> None:
         self.latest: Planned | None = None
         self._plans: dict[object, list[Planned]] = {}  # by key, the last used first
         self._used: OrderedDict[int, object] = OrderedDict()  # by id, its key; the last used last
         self._asked: object = None  # the key of the latest
         self._settled: dict[int, int] = {}  # by id of a plan, the state of the model it agrees with
         self._changed: dict[str, list[float]] = {}  # what changed -> the seconds that this has cost
+        self._lengths = Lengths(grads)
 
     def __len__(self) -> int:
         return sum(map(len, self._plans.values()))
@@ -253,10 +263,16 @@ class PlanCache:
         return found[0]
 
     def get(
-        self, call: BoundCall, others: object, make: Callable[[Graph | None], Planned]
+        self,
+        call: BoundCall,
+        others: object,
+        make: Callable[[Graph | None], Planned],
+        *,
+        captures: bool = True,
     ) -> Planned:
         """The plan of a call; ``others``: what it depends on besides. ``make`` is given the graph,
-        where a model was switched since the call was captured, which changes nothing of that."""
+        where a model was switched since the call was captured, which changes nothing of that, or
+        where it follows from that of other lengths; else it captures, or has one (``captures``)."""
         asked = call.key()
         known = self._plans.get((asked, others), [])
         if known and known[0].same() and self._agrees(known[0]):
@@ -267,10 +283,28 @@ class PlanCache:
         if found is None:
             graph = next((p.graph for p in known if _switched(p) and p.same()), None)
             changed = changed or _changed_number(self._asked, asked, call)
-            found = self._made(changed, lambda: make(graph))
+            if captures and graph is None and changed is None and not known:
+                found = self._of_lengths(call, (asked, others), make)
+            else:
+                found = self._made(changed, lambda: make(graph))
             known = [planned for planned in known if self._agrees(planned)]
         self._keep((asked, others), [found, *(p for p in known if p is not found)])
         self.latest, self._asked = found, asked
+        return found
+
+    def _of_lengths(
+        self, call: BoundCall, key: object, make: Callable[[Graph | None], Planned]
+    ) -> Planned:
+        """That of a call of which nothing is known, but perhaps of other lengths."""
+        graph = self._lengths.graph(call, key)
+        if graph is not None:
+            try:
+                return self._made(None, lambda: make(graph))
+            except Exception:
+                pass  # it is captured: an error that is not of this graph comes again
+        began = time.perf_counter()
+        found = self._made(None, lambda: make(None))
+        self._lengths.was_captured(call, key, found.graph, time.perf_counter() - began)
         return found
 
     def _keep(self, key: object, plans: list[Planned]) -> None:

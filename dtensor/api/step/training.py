@@ -257,7 +257,7 @@ class TrainStep:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.options = options
-        self.plans: PlanCache = PlanCache()
+        self.plans: PlanCache = PlanCache("loss")
         self._grid = model.switches, grid_of(options.schedule, model)
         self._groups = _GroupNames(model, optimizer)
         with ONE_AT_A_TIME:
@@ -345,7 +345,7 @@ class TrainStep:
             if self.options.planning.each_call:
                 others = groups, call.arrangement
                 return self.plans.of_graph(call.graph("loss", each_call=True), others, make)
-            return self.plans.get(call, groups, make)
+            return self.plans.get(call, groups, make, captures=graph is None)
 
     def planned_with(self, stated: StepOptions, grid: Grid, graph: Graph | None) -> Options:
         """What a plan of it depends on besides the call."""

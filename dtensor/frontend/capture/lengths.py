@@ -1,17 +1,18 @@
 """One export for many lengths: a forward graph with symbols for dims, cut down to sizes later.
 
     found = export_for_lengths(fn, args, kwargs, grads="loss", main=model, dims={(0, 1): 0})
-    found.graph(fn, args, kwargs)     # as `capture` of these arguments, or None: capture it
+    found.graph(fn, args, kwargs, model)    # as `capture` of these arguments
 
 Only the user's Python runs with symbols, once, under torch's export. For each later call its guards
 are evaluated, all of them; the exported graph is then written anew with numbers for its symbols,
 and rewritten, differentiated and described as that of any capture. So all that follows the export
 sees a static graph, and no size is symbolic there.
 
-A program whose Python turns a length into anything but another symbolic number, or a condition,
-which is a guard, is refused (`NotForLengths`), and so is one that changes anything: it is captured
-for each length. Seen are int, index, float, hash, text, format, `isinstance`, missing attributes
-and `type` in the user's code; and of torch any symbol that was given a value.
+A program whose Python turns a length into anything but another whole number, or a condition, which
+is a guard, is refused (`NotForLengths`), and so is one that changes anything: it is captured for
+each length. Seen are int, index, float, hash, text, format, `isinstance`, missing attributes and
+`type` in the user's code; and of torch any symbol that was given a value. Comparisons by the user's
+code give True or False at once.
 
 Invariants: an export that fails leaves the user's objects as they were. Not here: which calls are
 tried (api/step/lengths.py).
@@ -50,7 +51,8 @@ from dtensor.frontend.graph import Const, Graph, OutTree
 from dtensor.frontend.reads.effects import Before, undo
 from dtensor.frontend.reads.reads import Reads, custom_ops
 from dtensor.frontend.reads.walk import RanCode, walk
-from dtensor.private_torch import FakeTensorMode, HigherOrderOperator, OpOverload
+from dtensor.frontend.source import source_here
+from dtensor.private_torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
 from dtensor.sharding.gc_pause import collector_paused
 
 Dims = Mapping[tuple[int, int], int]
@@ -69,15 +71,17 @@ class NotForLengths(Exception):
 class ForLengths:
     """An exported forward graph with symbols. ``symbols``: where the number of each comes from: an
     argument, whether of its shape or strides, and the dim; ``layouts``: what is fixed of each
-    argument; ``guards``: conditions on the symbols; ``reads``: what its Python read."""
+    argument; ``guards``: conditions on the symbols; ``reads``: what its Python read, with the
+    tensors that it caught, which are ``constants`` of the module."""
 
     module: fx.GraphModule
     symbols: tuple[tuple[sympy.Symbol, tuple[int, str, int]], ...]
     dims: Dims
+    layouts: tuple[Hashable, ...]
     guards: tuple[Any, ...]
     out_tree: OutTree
-    ran: RanCode | None
     reads: Reads
+    constants: tuple[torch.Tensor, ...]
     grads: Grads
 
     def graph(
@@ -86,39 +90,65 @@ class ForLengths:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         main: nn.Module | None,
-    ) -> Graph | None:
-        """The graph of such a call; None where a guard does not hold, or what the program read has
-        changed."""
-        if self.reads.difference() is not None:
-            return None
-        with ONE_AT_A_TIME, collector_paused():
-            call = flat_call(fn, args, kwargs, main)
-            values = self._values(call.tensors)
-            if values is None:
-                return None
-            graph = self._cut_down(call)
-            constants = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
-            reads = Reads(call.roots, self.ran, constants, custom_ops(graph.fx))
-            return replace(graph, reads=reads)
+    ) -> Graph:
+        """The graph of such a call.
 
-    def _values(self, tensors: Sequence[torch.Tensor]) -> dict[sympy.Symbol, int] | None:
+        Raises NotForLengths where a guard does not hold, or what the program read has changed.
+        """
+        with ONE_AT_A_TIME, collector_paused():
+            if (changed := self.reads.difference()) is not None:
+                raise NotForLengths(changed)
+            call = flat_call(fn, args, kwargs, main)
+            constants = self._constants()
+            self._check(call.tensors)
+            graph = self._cut_down(call, constants)
+            found = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
+            return replace(graph, reads=self.reads.of(found, custom_ops(graph.fx)))
+
+    def _check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """That the export is right for such arguments."""
+        layouts = tuple(_layout(x, i, self.dims) for i, x in enumerate(tensors))
+        if layouts != self.layouts:
+            raise NotForLengths("an argument has another shape, or lies otherwise in memory")
         values: dict[sympy.Symbol, int] = {}
         for symbol, (index, kind, dim) in self.symbols:
             x = tensors[index]
             size = x.shape[dim] if kind == "size" else x.stride()[dim]
-            if size < 2 or values.setdefault(symbol, size) != size:
-                return None
+            if size < 2:
+                raise NotForLengths("a length is 0 or 1")
+            if values.setdefault(symbol, size) != size:
+                raise NotForLengths("two lengths were the same before")
         numbers = {symbol: sympy.Integer(value) for symbol, value in values.items()}
-        holds = all(guard.xreplace(numbers) == sympy.true for guard in self.guards)
-        return values if holds else None
+        if any(guard.xreplace(numbers) != sympy.true for guard in self.guards):
+            raise NotForLengths("it branches on a length")
 
-    def _cut_down(self, call: FlatCall) -> Graph:
+    def _constants(self) -> dict[int, torch.Tensor]:
+        """By id of a constant of the module, the tensor that the program would catch now."""
+        found: dict[int, torch.Tensor] = {}
+        for value, caught in zip(self.constants, self.reads.caught, strict=True):
+            now = value if caught.place is None else caught.tensor.detach()
+            layouts = [(x.shape, x.stride(), x.dtype, x.device) for x in (value, now)]
+            if layouts[0] != layouts[1]:
+                raise NotForLengths("a tensor that it caught lies otherwise in memory")
+            found[id(value)] = now
+        return found
+
+    def _cut_down(self, call: FlatCall, constants: Mapping[int, torch.Tensor]) -> Graph:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         root = CallAsModule(call, self.grads, Before(walk(())), surrounding())
         root.seen.out_tree = self.out_tree
         with in_capture(), faked(call, self.grads, mode) as tensors:
-            forward = _Cut(root, mode).module(self.module, tensors)
+            forward = _Cut(root, mode, constants).module(self.module, tensors)
             return graph_of(root, forward, tensors, mode)
+
+
+def _layout(x: torch.Tensor, index: int, dims: Dims) -> Hashable:
+    """What is the same of an argument in all calls: None stands for a number that may differ."""
+    if all(i != index for i, _ in dims):
+        return tuple(x.shape), x.stride(), x.dtype, x.requires_grad, x.is_conj(), x.is_neg()
+    shape = tuple(None if (index, dim) in dims else size for dim, size in enumerate(x.shape))
+    strides = None if x.is_contiguous() else tuple(s if s < 2 else None for s in x.stride())
+    return shape, strides, x.dtype, x.requires_grad, x.is_conj(), x.is_neg()
 
 
 def export_for_lengths(
@@ -153,8 +183,10 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims) -> ForLengths:
                 forward = export_call(root, tensors)
             if functions:
                 raise NotForLengths("it has an autograd Function of its own")
-    except BaseException:
+    except BaseException as error:
         undo(root.seen.changes)
+        if watch.seen and isinstance(error, Exception):
+            raise NotForLengths(watch.seen[0]) from error
         raise
     finally:
         if (wrote := root.seen.wrote) is not None:
@@ -175,16 +207,28 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims) -> ForLengths:
     if any(isinstance(leaf, _SYMBOLIC) for leaf in root.seen.out_tree.leaves):
         raise NotForLengths("it returns a length")
     found = symbols.guards()
+    constants = tuple({id(x): x for x in _constants_of(forward, root)}.values())
     return ForLengths(
         module=forward,
         symbols=tuple(symbols.places),
         dims=dims,
+        layouts=tuple(_layout(x, i, dims) for i, x in enumerate(call.tensors)),
         guards=found,
         out_tree=root.seen.out_tree,
-        ran=ran,
-        reads=Reads(call.roots, ran),
+        reads=Reads(call.roots, ran, [(str(i), x) for i, x in enumerate(constants)]),
+        constants=constants,
         grads=grads,
     )
+
+
+def _constants_of(plain: nn.Module, root: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors that an exported module holds and the call's modules do not."""
+    own = {id(x) for x in (*root.parameters(), *root.buffers())}
+    for module in plain.modules():
+        for value in (*vars(module).values(), *module._buffers.values()):
+            fake = isinstance(value, (FakeTensor, nn.Parameter))
+            if isinstance(value, torch.Tensor) and not fake and id(value) not in own:
+                yield value
 
 
 # -- symbols ---------------------------------------------------------------------------------------
@@ -221,6 +265,9 @@ class _Symbols:
         lengths: dict[int, Any] = {}
         made: list[Any] = []
         for index, fake in enumerate(fakes):
+            if all(i != index for i, _ in self.dims):
+                made.append(fake)
+                continue
             shape: list[Any] = list(fake.shape)
             for dim, size in enumerate(fake.shape):
                 if (number := self.dims.get((index, dim))) is not None:
@@ -271,13 +318,15 @@ _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep
 _MPMATH = os.path.join(os.path.dirname(os.path.dirname(sympy.__file__)), "mpmath") + os.sep
 _OTHERS = (_SYMPY, _MPMATH)
-_INSIDES = (_TORCH, _OURS, *_OTHERS, "<")
+_INSIDES = (_TORCH, _OURS, *_OTHERS, "<frozen", "<eval_with_key>")
+_BETWEEN = ("abc.py", "functools.py", "capture/lengths.py", "capture/replaced.py")
+"""Who asks in the name of another."""
 
 
 def _by_user() -> bool:
     """Whether the nearest code that is of no library of these asks."""
-    frame = sys._getframe(2)
-    while frame is not None and os.path.basename(frame.f_code.co_filename) == "abc.py":
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_INSIDES)
 
@@ -302,6 +351,16 @@ class _Watch:
         for name in ("guard_int", "guard_float", "int_"):
             plain = getattr(SymNode, name)
             changes.append((SymNode, name, here_alone(self._turned(name, plain), plain)))
+        for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+            plain = getattr(torch.SymInt, name)
+            changes.append((torch.SymInt, name, here_alone(_at_once(plain), plain)))
+        for cls in (torch.SymInt, torch.SymFloat):
+            for name in _ARITHMETIC:
+                plain = getattr(cls, name)
+                changes.append((cls, name, here_alone(self._computed(plain), plain)))
+        plain = torch.SymInt.__round__
+        noted = here_alone(self._noted("__round__", plain), plain)
+        changes.append((torch.SymInt, "__round__", noted))
         changes.append((builtins, "isinstance", self._isinstance(isinstance)))
         self._changed = replaced(changes)
         self._changed.__enter__()
@@ -309,18 +368,33 @@ class _Watch:
     def __exit__(self, *exc: Any) -> None:
         self._changed.__exit__(*exc)
 
+    def note(self, what: str) -> None:
+        line = source_here()
+        self.seen.append(what if line is None else f"{what} ({line}: {line.text})")
+
     def _noted(self, name: str, plain: Any) -> Any:
         def noted(value: Any, *args: Any) -> Any:
             if is_capturing() and (name != "__hash__" or _by_user()):
-                self.seen.append(f"a length has {name}")
+                self.note(_NOTED[name])
             return plain(value, *args)
 
         return noted
 
+    def _computed(self, plain: Any) -> Any:
+        """Sympy may compute with floats in another order."""
+
+        def computed(value: Any, *args: Any) -> Any:
+            found = plain(value, *args)
+            if isinstance(found, torch.SymFloat) and _by_user():
+                self.note("a length becomes a float")
+            return found
+
+        return computed
+
     def _turned(self, name: str, plain: Any) -> Any:
         def turned(node: Any, *args: Any) -> Any:
             if node.expr.free_symbols:
-                self.seen.append(f"a length is made a number ({name})")
+                self.note("a length is made a plain number")
             return plain(node, *args)
 
         return turned
@@ -331,20 +405,41 @@ class _Watch:
         def missing(_value: Any, name: str) -> Any:
             asked = not name.startswith("__torch") and is_capturing()  # which torch's C looks up
             if asked and _by_user():
-                watch.seen.append(f"a length is asked for {name}")
+                watch.note(f"a length is asked for its {name}")
             raise AttributeError(name)
 
         return missing
 
     def _isinstance(self, plain: Any) -> Any:
-        seen, symbolic = self.seen, frozenset(_SYMBOLIC)
+        watch, symbolic = self, frozenset(_SYMBOLIC)
 
         def is_instance(value: Any, kind: Any, /) -> bool:
             if type(value) in symbolic and is_capturing() and _by_user():
-                seen.append("the type of a length is asked for")
+                watch.note("a length is asked for its type")
             return plain(value, kind)
 
         return is_instance
+
+
+_NOTED = {
+    "__repr__": "a length is turned into text",
+    "__format__": "a length is turned into text",
+    "__hash__": "a length is looked up",
+    "__reduce_ex__": "a length is copied",
+    "__round__": "a length is rounded",
+}
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
+_ARITHMETIC = tuple(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r"))
+
+
+def _at_once(plain: Any) -> Any:
+    """A comparison that the user's code makes is True or False, and a guard."""
+
+    def compare(value: Any, other: Any) -> Any:
+        found = plain(value, other)
+        return bool(found) if isinstance(found, torch.SymBool) and _by_user() else found
+
+    return compare
 
 
 def _asks_for_type(ran: RanCode) -> str | None:
@@ -364,12 +459,14 @@ def _asks_for_type(ran: RanCode) -> str | None:
 class _Cut:
     """Writes an exported graph with symbols anew, with the numbers of these arguments."""
 
-    def __init__(self, root: CallAsModule, mode: FakeTensorMode) -> None:
-        self.root, self.mode = root, mode
+    def __init__(
+        self, root: CallAsModule, mode: FakeTensorMode, constants: Mapping[int, torch.Tensor]
+    ) -> None:
+        self.root, self.mode, self.constants = root, mode, constants
         self.known: dict[Hashable, Any] = {}  # the calls of repeated layers are run once
 
     def module(self, plain: fx.GraphModule, tensors: Sequence[torch.Tensor]) -> fx.GraphModule:
-        made = _held_as(plain, self.root)
+        made = _held_as(plain, self.root, self.constants)
         with self.mode, torch.no_grad():
             made.graph, _ = self._graph(plain, made, tuple(map(self._like, tensors)))
         return made
@@ -399,7 +496,7 @@ class _Cut:
                 held = attribute_of(made, new)
                 vals[new] = held
                 if isinstance(held, torch.Tensor):
-                    own = isinstance(held, (torch.nn.Parameter,)) or self._is_fake(held)
+                    own = isinstance(held, (nn.Parameter, FakeTensor))
                     vals[new] = self._like(held) if own else self.mode.from_tensor(held)
             elif old.op == "output":
                 out = fx.map_arg(old.args[0], env.__getitem__)
@@ -419,11 +516,6 @@ class _Cut:
             if "val" in old.meta:
                 new.meta["val"] = vals[new]
         return graph, out
-
-    def _is_fake(self, x: torch.Tensor) -> bool:
-        from dtensor.private_torch import FakeTensor
-
-        return isinstance(x, FakeTensor)
 
     def _call(
         self,
@@ -510,26 +602,34 @@ def _flat(value: Any) -> list[Any]:
     return [y for x in value for y in _flat(x)] if isinstance(value, (list, tuple)) else [value]
 
 
-def _held_as(plain: fx.GraphModule, root: nn.Module) -> fx.GraphModule:
+def _held_as(
+    plain: fx.GraphModule, root: nn.Module, constants: Mapping[int, torch.Tensor]
+) -> fx.GraphModule:
     """An empty graph's module that holds what ``plain`` does, in its order, with the root's
-    parameters and buffers."""
+    parameters and buffers, and these constants."""
     made = fx.GraphModule(nn.Module(), fx.Graph())
-    _fill(made, plain, "", root)
+    _fill(made, plain, "", root, constants)
     return made
 
 
-def _fill(made: nn.Module, plain: nn.Module, path: str, root: nn.Module) -> None:
+def _fill(
+    made: nn.Module,
+    plain: nn.Module,
+    path: str,
+    root: nn.Module,
+    constants: Mapping[int, torch.Tensor],
+) -> None:
     for name in plain._parameters:
         made.register_parameter(name, root.get_parameter(f"{path}{name}"))
     for name in plain._buffers:
         made.register_buffer(name, root.get_buffer(f"{path}{name}"))
     for name, value in vars(plain).items():
         if isinstance(value, torch.Tensor):
-            object.__setattr__(made, name, value)
+            object.__setattr__(made, name, constants[id(value)])
     for name, child in plain._modules.items():
         if isinstance(child, fx.GraphModule):
-            made.add_module(name, _held_as(child, root))
+            made.add_module(name, _held_as(child, root, constants))
         elif child is not None:
             inner = nn.Module()
             made.add_module(name, inner)
-            _fill(inner, child, f"{path}{name}.", root)
+            _fill(inner, child, f"{path}{name}.", root, constants)

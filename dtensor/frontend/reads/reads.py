@@ -102,12 +102,14 @@ class Reads:
         ran: RanCode | None,
         constants: Sequence[Any] = (),
         ops: Mapping[str, Definition] = NO_OPS,
+        *,
+        searched: bool = False,
     ) -> None:
         self.roots: Roots = roots
         self.ran = ran
         self.ops = ops
         self.caught: list[Caught] = []
-        self._searched = False  # through all that there is, which takes a while
+        self._searched = searched  # through all that there is, which takes a while
         found = self._walk()
         tensors = _tensors(found)
         places = {_storage(tensor): place for place, tensor in enumerate(tensors)}
@@ -117,6 +119,10 @@ class Reads:
             stamp = (value._version, value.data_ptr())
             self.caught.append(Caught(name, place, tensor, value.clone(), stamp))
         self._take(found)
+
+    def of(self, constants: Sequence[Any], ops: Mapping[str, Definition]) -> Reads:
+        """Of another graph of the same program, at the same time."""
+        return Reads(self.roots, self.ran, constants, ops, searched=True)
 
     def _walk(self) -> Reached:
         found = walk(self.roots, self.ran, search=not self._searched)

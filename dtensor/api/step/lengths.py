@@ -1,0 +1,271 @@
+"""Calls that differ in lengths alone: when one export for all of them is tried, and when trusted.
+
+    step(tokens)   # [8 512]: captured
+    step(tokens)   # [8 768]: its Python runs once more, with a symbol for 512 and 768
+    step(tokens)   # [8 640]: the graph of that export with 640 in it; no Python of the user's runs
+
+A program here is a function with arguments that are alike but for sizes of dims of plain tensors.
+Its first capture is kept. The next call whose sizes differ, none of them 0 or 1, has
+`export_for_lengths` run once; sizes that are equal in both calls share a symbol. Where another dim
+differs later (a shorter last batch), it is tried a second time with that one too, and no more.
+
+An export is trusted where the graph that it gives for the first call equals the one that was
+captured of it, down to each node's line and strides (`difference`). Whatever fails, is refused or
+has changed since (what the program read, a branch on a length) is captured as without it, and no
+error is raised here that a capture would not raise. The third such capture warns, once a program.
+
+Not here: what is refused (frontend/capture/lengths.py); which plans are kept (plan_call.py).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from dtensor.frontend.capture.call_as_module import leaf_names
+from dtensor.frontend.graph import Const, Graph
+from dtensor.frontend.source import caller_level
+from dtensor.private_torch import pytree
+
+if TYPE_CHECKING:
+    from dtensor.api.step.plan_call import BoundCall
+    from dtensor.frontend.capture.lengths import ForLengths
+
+Dim = tuple[int, int]
+"""The number of a leaf of the call, and a dim of it."""
+Sizes = Mapping[Dim, int]
+"""Of all dims of the plain tensors."""
+
+MOST_CAPTURES = 3
+"""Of a program for other lengths than its first, until a warning says so."""
+MOST_TRIES = 2
+MOST_PROGRAMS = 4
+"""Whose first captures are kept: those that were captured last."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Program:
+    """``call`` and ``graph``: of what was captured first, of whose tensors there are the layouts;
+    ``tried``: the sizes of the calls that an export was made of; ``refused``: why none is made any
+    more; ``reason``: why the latest call was captured; ``captured``, ``seconds``: of each capture
+    for other lengths."""
+
+    call: BoundCall
+    sizes: Sizes
+    graph: Graph
+    found: ForLengths | None = None
+    dims: frozenset[Dim] = frozenset()
+    tried: tuple[Sizes, ...] = ()
+    num_tries: int = 0
+    refused: str | None = None
+    reason: str = ""
+    captured: list[Sizes] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+
+class Lengths:
+    """The programs of one function."""
+
+    def __init__(self, grads: Literal["none", "loss", "tangents"]) -> None:
+        self._grads: Literal["none", "loss", "tangents"] = grads
+        self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
+
+    def graph(self, call: BoundCall, key: Any) -> Graph | None:
+        """The graph of a call, or None: capture it. ``key``: of the call, and what its plan
+        depends on besides."""
+        program = self._programs.get(_without_sizes(call, key))
+        if program is None:
+            return None
+        try:
+            return self._graph(program, call)
+        except Exception as error:  # a capture raises it again, if it is the program's
+            program.reason = str(error).partition("\n")[0]
+            return None
+
+    def _graph(self, program: _Program, call: BoundCall) -> Graph:
+        from dtensor.frontend.capture.lengths import NotForLengths  # loads torch's compiler
+
+        sizes = _sizes(call)
+        dims = _differing(program.sizes, sizes)
+        if any(one[dim] < 2 for one in (program.sizes, sizes) for dim in dims):
+            raise NotForLengths("a length is 0 or 1")
+        if program.found is not None and dims <= program.dims:
+            return program.found.graph(*call.captured())
+        if program.refused is not None or program.num_tries == MOST_TRIES:
+            raise NotForLengths(program.refused or program.reason)
+        reads = program.graph.reads
+        if reads is None or (changed := reads.difference()) is not None:
+            raise NotForLengths("nothing was read" if reads is None else changed)
+        return self._try(program, call, sizes)
+
+    def _try(self, program: _Program, call: BoundCall, sizes: Sizes) -> Graph:
+        """Makes an export, for these sizes and those that were tried before."""
+        from dtensor.frontend.capture.lengths import NotForLengths, export_for_lengths
+
+        program.num_tries += 1
+        tried = (*program.tried, sizes)
+        dims = frozenset(dim for one in tried for dim in _differing(program.sizes, one))
+        values = {d: tuple(one[d] for one in (program.sizes, *tried)) for d in sorted(dims)}
+        numbers = {value: i for i, value in enumerate(dict.fromkeys(values.values()))}
+        fn, args, kwargs, main = call.captured()
+        leaves = pytree.tree_leaves((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        wanted = {(places.index(leaf), dim): numbers[v] for (leaf, dim), v in values.items()}
+        try:
+            found = export_for_lengths(fn, args, kwargs, grads=self._grads, main=main, dims=wanted)
+            other = difference(program.graph, found.graph(*program.call.captured()))
+            if other is not None:
+                raise NotForLengths(f"it gives another graph for the first lengths: {other}")
+            graph = found.graph(fn, args, kwargs, main)
+        except Exception as error:
+            program.refused = str(error).partition("\n")[0]
+            raise
+        program.found, program.dims, program.tried = found, dims, tried
+        return graph
+
+    def was_captured(self, call: BoundCall, key: Any, graph: Graph, seconds: float) -> None:
+        """A call was captured, and planned, which took so long."""
+        kind = _without_sizes(call, key)
+        sizes = _sizes(call)
+        if kind is None or not sizes:
+            return
+        program = self._programs.get(kind)
+        if program is None:
+            program = _Program(call=_layouts(call), sizes=sizes, graph=graph)
+            self._programs[kind] = program
+            while len(self._programs) > MOST_PROGRAMS:
+                self._programs.popitem(last=False)
+            return
+        self._programs.move_to_end(kind)
+        if not _is_of_use(program, sizes):
+            program.call, program.sizes, program.graph = _layouts(call), sizes, graph
+            program.found, program.dims, program.tried = None, frozenset(), ()
+        program.captured.append(sizes)
+        program.seconds.append(seconds)
+        if len(program.seconds) == MOST_CAPTURES:
+            _warn(program, call)
+
+
+def _is_of_use(program: _Program, sizes: Sizes) -> bool:
+    """Whether what is kept of a program is of use for later calls: not where all of them differ
+    from it, as in what the program reads now."""
+    if program.refused is not None:
+        return True
+    if any(program.sizes[dim] < 2 for dim in _differing(program.sizes, sizes)):
+        return False
+    reads = program.graph.reads if program.found is None else program.found.reads
+    return reads is not None and reads.difference() is None
+
+
+def _warn(program: _Program, call: BoundCall) -> None:
+    fn, args, kwargs, _ = call.captured()
+    names = leaf_names(fn, args, kwargs)
+    every = (program.sizes, *program.captured)
+    dims = sorted({dim for one in every for dim in _differing(every[0], one)})
+    found = [f"{names[leaf]} (dim {dim})" for leaf, dim in dims]
+    seconds = sum(program.seconds)
+    warnings.warn(
+        f"The length of {', '.join(found)} changes from call to call. The program was captured for "
+        f"each of its last {len(every)} lengths, {seconds:.1f} s in all, and will be for the next, "
+        f"as one graph is not right for all of them: {program.reason}.\n"
+        f"fix: pad {names[dims[0][0]]} to a few lengths, or let the program use lengths as whole "
+        f"numbers alone, in shapes, slices and arithmetic",
+        stacklevel=caller_level(),
+    )
+
+
+# -- sizes -----------------------------------------------------------------------------------------
+
+
+def _is_plain(leaf: Any) -> bool:
+    return type(leaf) is torch.Tensor
+
+
+def _without_sizes(call: BoundCall, key: Any) -> Hashable | None:
+    """A call's key, but for sizes of its plain tensors; None where other tensors are among them
+    that are no DTensors, which a program may tell apart."""
+    (tree, keys, *around), others = key
+    found: list[Any] = list(keys)
+    for i, leaf in enumerate(call.leaves):
+        if _is_plain(leaf):
+            shape, *rest = found[i]
+            found[i] = (len(shape), *rest)
+            if leaf.is_conj() or leaf.is_neg() or leaf.layout is not torch.strided:
+                return None
+    _, args, kwargs, _ = call.captured()
+    if any(
+        isinstance(x, torch.Tensor) and not _is_plain(x) for x in pytree.tree_leaves((args, kwargs))
+    ):
+        return None
+    return (tree, tuple(found), *around, others)
+
+
+def _sizes(call: BoundCall) -> Sizes:
+    plain = ((i, leaf) for i, leaf in enumerate(call.leaves) if _is_plain(leaf))
+    return {(i, dim): size for i, leaf in plain for dim, size in enumerate(leaf.shape)}
+
+
+def _differing(before: Sizes, now: Sizes) -> frozenset[Dim]:
+    return frozenset(dim for dim, size in now.items() if before[dim] != size)
+
+
+def _layouts(call: BoundCall) -> BoundCall:
+    """Such a call, of whose tensors there are shapes and strides."""
+
+    def layout(leaf: Any) -> Any:
+        if not _is_plain(leaf):
+            return leaf
+        empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return empty.requires_grad_(leaf.requires_grad)
+
+    shapes = call.shapes()
+    pairs = zip(call.leaves, shapes.leaves, strict=True)
+    return replace(call, leaves=tuple(layout(a) if _is_plain(a) else b for a, b in pairs))
+
+
+# -- whether two graphs are the same ---------------------------------------------------------------
+
+_OF_NODES = ("phase", "source", "module", "calls", "checkpoint")
+
+
+def difference(a: Graph, b: Graph) -> str | None:
+    """Where two graphs differ, in all that a plan depends on; None: nowhere."""
+    if (texts := (str(a), str(b)))[0] != texts[1]:
+        lines = zip(*(text.splitlines() for text in texts), strict=False)
+        return next((f"{x!r}, not {y!r}" for x, y in lines if x != y), "it ends elsewhere")
+    outside = [
+        (repr(g.out_tree.spec), repr(g.out_tree.leaves), g.out_tree.is_tensor) for g in (a, b)
+    ]
+    if outside[0] != outside[1] or a.outputs != b.outputs or a.recognised != b.recognised:
+        return "what it returns"
+    for x, y in zip(a.inputs, b.inputs, strict=True):
+        if isinstance(x, Const) and isinstance(y, Const):
+            if not _same_constants(x.value, y.value):
+                return f"the constant {x.name}"
+        elif x != y:
+            return f"the input {x.name}"
+    links: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
+    for x, y in zip(a.fx.nodes, b.fx.nodes, strict=True):
+        if _of_node(x, links[0]) != _of_node(y, links[1]):
+            return f"what is known of {x.name}"
+    return None
+
+
+def _of_node(node: torch.fx.Node, links: dict[Any, int]) -> tuple[Any, ...]:
+    from dtensor.frontend.capture.to_graph import layout_of
+
+    val = node.meta.get("val")
+    seq = node.meta.get("seq")  # of which only counts which are the same
+    link = None if seq is None else links.setdefault(seq, len(links))
+    return (node.op, layout_of(val), link, *(node.meta.get(key) for key in _OF_NODES))
+
+
+def _same_constants(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(*(x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)))
