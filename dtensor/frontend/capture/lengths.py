@@ -385,7 +385,7 @@ class _Watch:
 
         def computed(value: Any, *args: Any) -> Any:
             found = plain(value, *args)
-            if isinstance(found, torch.SymFloat) and _by_user():
+            if type(found) is torch.SymFloat and _by_user():
                 self.note("a length becomes a float")
             return found
 
@@ -437,7 +437,7 @@ def _at_once(plain: Any) -> Any:
 
     def compare(value: Any, other: Any) -> Any:
         found = plain(value, other)
-        return bool(found) if isinstance(found, torch.SymBool) and _by_user() else found
+        return bool(found) if type(found) is torch.SymBool and _by_user() else found
 
     return compare
 

@@ -1,0 +1,313 @@
+"""Calls that differ in lengths alone: as plain torch, by one export or by a capture each."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.api.step import lengths, plan_call
+from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.lengths import NotForLengths
+from tests.models import GPT, DropoutGPT, Llama, batch, loss_fn
+
+LENGTHS = (6, 9, 12, 23, 40, 9)
+
+
+@dataclass(slots=True)
+class Counted:
+    """How often a program was captured, and its graph written from one for all lengths."""
+
+    captures: int = 0
+    written: int = 0
+    refused: str = ""
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    """The capture itself, not that of tests/captures.py, and what was tried before it."""
+    found = Counted()
+    plain: Any = lengths.Lengths._graph
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        found.captures += 1
+        return capture(*args, **kwargs)
+
+    def graph(*args: Any) -> Any:
+        try:
+            made = plain(*args)
+        except Exception as error:
+            found.refused = str(error)
+            raise
+        found.written += 1
+        return made
+
+    monkeypatch.setattr(plan_call, "capture", counting)
+    monkeypatch.setattr(lengths.Lengths, "_graph", graph)
+    yield found
+
+
+TABLE: dict[Any, float] = {n: 1.0 + n / 7 for n in range(64)}
+NAMED = {f"length {n}": value for n, value in TABLE.items()}
+
+
+@functools.lru_cache
+def doubled(n: int) -> float:
+    return 2.0 * n
+
+
+def in_class(n: Any) -> int:
+    match n:
+        case int():
+            return 3
+        case _:
+            return 1
+
+
+class Part(nn.Module):
+    """A layer, and what programs below do with the length of what it makes."""
+
+    def __init__(self, use: Callable[[Part, Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.ones(64, 64).tril())
+        self.table = nn.Embedding(64, 4)
+        self.use = use
+        self.seen = 0
+        self.limit = 20
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.use(self, self.linear(x), x.shape[0])
+
+
+def kept_length(part: Part, x: Tensor, n: Any) -> Tensor:
+    part.seen = n
+    return x * part.seen
+
+
+def grown(part: Part, x: Tensor, n: Any) -> Tensor:
+    if n > part.seen:
+        part.seen = n
+    return x * part.seen
+
+
+def stepped(part: Part, x: Tensor, n: Any) -> Tensor:
+    for i in range(n // 3):
+        x = x + i
+    return x
+
+
+def is_true(part: Part, x: Tensor, n: Any) -> Tensor:
+    longer = n > 20
+    return x * 2 if longer is True else x
+
+
+def tried(part: Part, x: Tensor, n: Any) -> Tensor:
+    try:
+        return x * TABLE[n]
+    except TypeError:
+        return x
+
+
+def causal(part: Part, x: Tensor, n: Any) -> Tensor:
+    at = torch.arange(n)
+    scores = (x @ x.T).masked_fill(at[:, None] < at[None, :], float("-inf"))
+    return scores.softmax(-1) @ x
+
+
+# what it does with the length, and whether its graph follows from one for all lengths
+PROGRAMS: dict[str, tuple[Callable[[Part, Tensor, Any], Tensor], bool]] = {
+    "f-string key": (lambda m, x, n: x * NAMED[f"length {n}"], False),
+    "dict key": (lambda m, x, n: x * TABLE[n], False),
+    "dict key that may raise": (tried, False),
+    "lru_cache": (lambda m, x, n: x * doubled(n), False),
+    "numpy": (lambda m, x, n: x * torch.from_numpy(np.linspace(0, 1, n)).float()[:, None], False),
+    "attribute": (kept_length, False),
+    "largest so far": (grown, False),
+    "range": (stepped, False),
+    "len(str)": (lambda m, x, n: x * len(str(n)), False),
+    "percent": (lambda m, x, n: x * len("%d" % n), False),  # noqa: UP031
+    "text of a shape": (lambda m, x, n: x * len(f"{x.shape}"), False),
+    "sqrt": (lambda m, x, n: x / math.sqrt(n), False),
+    "power": (lambda m, x, n: x * n**-0.5, False),
+    "share": (lambda m, x, n: x * (n * 0.1 * 0.2), False),
+    "round": (lambda m, x, n: x * round(n, -1), False),
+    "isinstance": (lambda m, x, n: x * (2 if isinstance(n, int) and n > 20 else 1), False),
+    "class": (lambda m, x, n: x * in_class(n), False),
+    "type": (lambda m, x, n: x * (2 if type(n) is int else 1), False),
+    "bits": (lambda m, x, n: x * n.bit_length(), False),
+    "list": (lambda m, x, n: x * sum([1.0] * n), False),
+    "cut of a list": (lambda m, x, n: x * sum(list(TABLE.values())[:n]), False),
+    "rows": (lambda m, x, n: torch.stack([row * i for i, row in enumerate(x)]), False),
+    "divmod": (lambda m, x, n: x * divmod(n, 3)[1], False),
+    "branch": (lambda m, x, n: x * 2 if n > 20 else x, True),
+    "is True": (is_true, True),
+    "attribute's branch": (lambda m, x, n: x * 2 if n > m.limit else x, True),
+    "slice": (lambda m, x, n: x[: n // 2] * n, True),
+    "last": (lambda m, x, n: x[n - 3 :] + x[-1], True),
+    "buffer": (lambda m, x, n: m.mask[:n, :n] @ x, True),
+    "embedding": (lambda m, x, n: x + m.table(torch.arange(n)), True),
+    "arange": (lambda m, x, n: x * torch.arange(n, 0, -1)[:, None] / n, True),
+    "mask": (causal, True),
+    "mean": (lambda m, x, n: x.sum(0) / n, True),
+    "pad to eights": (lambda m, x, n: F.pad(x, (0, 0, 0, -n % 8)).view(-1, 8, 4).cumsum(1), False),
+    "pad": (lambda m, x, n: F.pad(x, (0, 0, n, 0)).view(2, -1, 4).cumsum(1), True),
+    "view": (lambda m, x, n: x.reshape(2 * n, 2) * x.numel(), True),
+    "max": (lambda m, x, n: x * max(n, 10), True),
+    "expand": (lambda m, x, n: x + torch.ones(1, 4).expand(n, 4), True),
+    "new": (lambda m, x, n: torch.cat([x, x.new_full((n, 4), 2.0)]), True),
+    "flip": (lambda m, x, n: x.flip(0).roll(n // 3, 0), True),
+    "attention": (
+        lambda m, x, n: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
+        True,
+    ),
+}
+
+
+def expected(
+    part: nn.Module, loss: Callable[..., Tensor], x: Tensor
+) -> tuple[float, dict[str, Tensor]]:
+    part.zero_grad()
+    value = loss(part, x)
+    value.backward()
+    return value.item(), {n: p.grad for n, p in part.named_parameters() if p.grad is not None}
+
+
+def same(name: str, got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=2e-5, atol=1e-5, msg=lambda m: f"{name}: {m}")
+
+
+def loss_of(part: nn.Module, x: Tensor) -> Tensor:
+    y = part(x)
+    return (y * y.detach().cos()).mean()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_length_is_right(name: str, counted: Counted) -> None:
+    use, follows = PROGRAMS[name]
+    torch.manual_seed(0)
+    plain, model = Part(use), Part(use)
+    model.load_state_dict(plain.state_dict())
+    parallel = dt.parallelize(model, dt.Mesh(dp=1))
+    step = dt.train_step(parallel, loss_of, torch.optim.SGD(model.parameters(), lr=0.0))
+    for length in LENGTHS:
+        x = torch.randn(length, 4)
+        value, gradients = expected(plain, loss_of, x)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The length of")
+            found = step.gradients(x)
+            assert float(step(x)) == pytest.approx(value, rel=2e-5), (name, length)
+        assert found.keys() >= gradients.keys()
+        for parameter, gradient in gradients.items():
+            same(f"{name} {length} {parameter}", found[parameter], gradient)
+    if follows:
+        branches = name in ("branch", "is True", "attribute's branch", "max")
+        assert counted.written >= (1 if branches else 4), counted
+        assert counted.captures <= (4 if branches else 1), counted
+    else:
+        assert counted.written == 0, counted
+
+
+# -- what the program reads ------------------------------------------------------------------------
+
+SCALE = torch.tensor([1.0, 2.0, 3.0, 4.0])
+HELD: dict[str, Any] = {"scale": torch.tensor(2.0), "number": 3.0}
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.factor = 2.0
+        self.caught = [torch.tensor(0.5)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * SCALE * HELD["scale"] * HELD["number"]
+        y = y * self.factor + self.caught[0]
+        return y * 2 if self.training else y
+
+
+def in_place(_: Reading) -> None:
+    SCALE[1] += 5
+
+
+def in_numpy(_: Reading) -> None:
+    SCALE.numpy()[2] = -1.0
+
+
+def swapped(_: Reading) -> None:
+    HELD["scale"] = torch.tensor(5.0)
+
+
+def swapped_in_module(model: Reading) -> None:
+    model.caught[0] = torch.tensor(7.0)
+
+
+def set_number(_: Reading) -> None:
+    HELD["number"] += 1.0
+
+
+def set_attribute(model: Reading) -> None:
+    model.factor += 1.0
+
+
+def evaluated(model: Reading) -> None:
+    model.eval()
+
+
+def frozen(model: Reading) -> None:
+    model.linear.bias.requires_grad_(False)
+
+
+CHANGES = {
+    **{change: 0 for change in (in_place, in_numpy, swapped, swapped_in_module)},
+    **{change: 1 for change in (set_number, set_attribute, evaluated, frozen)},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_it_reads_is_read_anew(
+    change: Callable[[Reading], None], counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "SCALE", SCALE.clone())
+    for key, value in HELD.items():
+        monkeypatch.setitem(HELD, key, value)
+    plain, model = Reading(), Reading()
+    model.load_state_dict(plain.state_dict())
+    parallel = dt.parallelize(model, dt.Mesh(dp=1))
+    step = dt.train_step(parallel, loss_of, torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def check(length: int) -> None:
+        x = torch.randn(length, 4)
+        value, gradients = expected(plain, loss_of, x)
+        found = step.gradients(x)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            same(f"{name} {length}", found[name], gradient)
+        assert float(step(x)) == pytest.approx(value, rel=2e-5)
+
+    for length in (5, 8, 11):
+        check(length)
+    assert (counted.captures, counted.written) == (1, 2)
+    for model_ in (plain, model):
+        before = (*HELD.items(), *SCALE.tolist())
+        change(model_)
+        if (*HELD.items(), *SCALE.tolist()) != before:
+            break
+    captured = counted.captures
+    check(14)  # of another length at the same time
+    assert counted.captures == captured + CHANGES[change]
+    check(8)  # which was known before
+    check(17)
+    check(20)
+    assert counted.written >= 3
