@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.api.step import lengths, plan_call
 from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.capture.lengths import NotForLengths
 from tests.models import GPT, DropoutGPT, Llama, batch, loss_fn
 
 LENGTHS = (6, 9, 12, 23, 40, 9)
@@ -273,6 +272,7 @@ CHANGES = {
     **{change: 0 for change in (in_place, in_numpy, swapped, swapped_in_module)},
     **{change: 1 for change in (set_number, set_attribute, evaluated, frozen)},
 }
+OF_MODEL = (swapped_in_module, set_attribute, evaluated, frozen)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
@@ -299,11 +299,9 @@ def test_what_it_reads_is_read_anew(
     for length in (5, 8, 11):
         check(length)
     assert (counted.captures, counted.written) == (1, 2)
-    for model_ in (plain, model):
-        before = (*HELD.items(), *SCALE.tolist())
-        change(model_)
-        if (*HELD.items(), *SCALE.tolist()) != before:
-            break
+    change(plain)
+    if change in OF_MODEL:
+        change(model)
     captured = counted.captures
     check(14)  # of another length at the same time
     assert counted.captures == captured + CHANGES[change]
@@ -311,3 +309,140 @@ def test_what_it_reads_is_read_anew(
     check(17)
     check(20)
     assert counted.written >= 3
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda: Llama(layers=2), lambda: GPT(layers=1)])
+def test_a_model_trains_on_batches_of_any_size(
+    make: Callable[[], nn.Module], counted: Counted
+) -> None:
+    """A shorter last batch is another dim: an export of both is made, and then no more."""
+    torch.manual_seed(1)
+    plain = make()
+    model = make()
+    model.load_state_dict(plain.state_dict())
+    parallel = dt.parallelize(model, dt.Mesh(dp=2))
+    step = dt.train_step(
+        parallel,
+        loss_fn,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        inputs=dict(dp=dt.Row()),
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    sizes = [(4, 8), (4, 11), (3, 11), (2, 9), (4, 1), (3, 14)]
+    for size, length in sizes:
+        tokens, targets = batch(size=size, length=length, seed=length)
+        tokens = F.pad(tokens, (0, 1))[:, :-1]  # not contiguous
+        loss, metrics = loss_fn(plain, tokens, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found = step(tokens, targets)
+        assert float(found) == pytest.approx(loss.item(), rel=1e-4), (size, length)
+        assert found.metrics["accuracy"] == pytest.approx(metrics["accuracy"].item())
+    assert (counted.captures, counted.written) == (2, 4), counted
+    for name, value in dt.gather_state_dict(parallel)["model"].items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_that_of_a_capture(counted: Counted) -> None:
+    def step_of(model: nn.Module) -> dt.TrainStep:
+        parallel = dt.parallelize(model, dt.Mesh(tp=2))
+        return dt.train_step(parallel, loss_fn, torch.optim.AdamW(model.parameters()))
+
+    step = step_of(DropoutGPT())
+    for length in (4, 7, 9, 12):
+        text = str(step.plan(*batch(length=length)))
+        assert "dropout" in text
+        assert text == str(step_of(DropoutGPT()).plan(*batch(length=length)))
+    assert (counted.captures, counted.written) == (1 + 4, 3)
+
+
+def test_of_a_compiled_function(counted: Counted) -> None:
+    w = torch.randn(4, 6)
+
+    def f(x: Tensor, w: Tensor) -> dict[str, Any]:
+        with torch.no_grad():
+            mean = x.mean(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x @ w
+        return {"rows": y[: x.shape[0] // 2], "mean": mean, "name": "f"}
+
+    program = dt.compile(f, dt.Mesh(tp=2))
+    for length in (5, 8, 13, 21, 8):
+        x = torch.randn(length, 4)
+        found, wanted = program(x, w), f(x, w)
+        assert found["name"] == "f"
+        assert torch.equal(found["rows"].full_tensor(), wanted["rows"])
+        torch.testing.assert_close(found["mean"].full_tensor(), wanted["mean"])
+    assert (counted.captures, counted.written) == (1, 3)
+
+
+# -- what is told ----------------------------------------------------------------------------------
+
+
+def test_the_third_capture_for_lengths_warns_once(counted: Counted) -> None:
+    program = dt.compile(lambda x, w: (x * len(str(x.shape[0]))) @ w, dt.Mesh(tp=2))
+    w = torch.ones(4, 6)
+    for length in (5, 8, 13):
+        program(torch.ones(length, 4), w)
+    with pytest.warns(UserWarning) as told:
+        program(torch.ones(21, 4), w)
+    assert len(told) == 1
+    text = str(told[0].message)
+    assert told[0].filename == __file__
+    assert "The length of x (dim 0) changes from call to call" in text
+    assert "each of its last 4 lengths" in text
+    assert "a length is turned into text (test_lengths.py:" in text
+    assert "fix: pad x to a few lengths" in text
+    for length in (22, 23, 24):
+        program(torch.ones(length, 4), w)
+
+
+def test_an_error_of_the_program_is_that_of_a_capture(counted: Counted) -> None:
+    def f(x: Tensor) -> Tensor:
+        if x.shape[0] > 10:
+            raise ValueError("too long")
+        return x * 2
+
+    program = dt.compile(f, dt.Mesh(tp=2))
+    for length in (4, 6, 8):
+        program(torch.ones(length, 2))
+    with pytest.raises(ValueError, match="too long"):
+        program(torch.ones(12, 2))
+    assert program(torch.ones(9, 2)).full_tensor().sum() == 36
+    assert counted.captures == 2
+
+
+def test_an_export_that_gives_another_graph_is_not_used(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lengths, "difference", lambda a, b: "a line")
+    program = dt.compile(lambda x: x * x.shape[0], dt.Mesh(tp=2))
+    for length in (4, 6, 8):
+        found = program(torch.ones(length, 2)).full_tensor()
+        assert torch.equal(found, torch.full((length, 2), float(length)))
+    assert (counted.captures, counted.written) == (3, 0)
+    assert counted.refused == "it gives another graph for the first lengths: a line"
+
+
+def test_graphs_differ() -> None:
+    def graph(f: Callable[..., Any], x: Tensor) -> Any:
+        return capture(f, (x,), grads="none")
+
+    def plus(x: Tensor) -> Tensor:
+        return x + torch.tensor([1.0, 2.0])
+
+    def minus(x: Tensor) -> Tensor:
+        return x + torch.tensor([1.0, -2.0])
+
+    def named(x: Tensor) -> Any:
+        return {"a": x + 1}
+
+    x = torch.ones(3, 2)
+    assert lengths.difference(graph(plus, x), graph(plus, x)) is None
+    assert lengths.difference(graph(plus, x), graph(minus, x)) is not None
+    assert lengths.difference(graph(plus, x), graph(plus, torch.ones(4, 2))) is not None
+    assert lengths.difference(graph(named, x), graph(lambda x: (x + 1,), x)) is not None
