@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtensor.api.step.lengths import difference
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.lengths import ForLengths, NotForLengths, export_for_lengths
 from tests.models import GPT, Llama, batch, loss_fn
@@ -18,18 +21,42 @@ from tests.models import GPT, Llama, batch, loss_fn
 BOTH = {(0, 1): 0, (1, 1): 0}
 
 
-@pytest.mark.parametrize("make", [lambda: Llama(layers=2), lambda: GPT(positions=64)])
-def test_equals_a_capture_of_each_length(make: Callable[[], nn.Module]) -> None:
-    model = make()
+def hugging_face() -> tuple[nn.Module, Callable[..., Any]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    return model, lambda model, x, y: model(input_ids=x, labels=y).loss
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Any]]]] = {
+    "llama": lambda: (Llama(layers=2), loss_fn),
+    "gpt": lambda: (GPT(positions=64), loss_fn),
+    "hugging face": hugging_face,
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_equals_a_capture_of_each_length(
+    make: Callable[[], tuple[nn.Module, Callable[..., Any]]],
+) -> None:
+    model, loss = make()
+
+    def called(length: int) -> tuple[Any, ...]:
+        return (model, *batch(length=length))
+
+    captured = {length: capture(loss, called(length), grads="loss") for length in (2, 33)}
+    reads = captured[2].reads
+    assert reads is not None
     found = export_for_lengths(
-        loss_fn, (model, *batch(length=12)), {}, grads="loss", main=model, dims=BOTH
+        loss, called(12), {}, grads="loss", main=model, dims=BOTH, ran=reads.ran
     )
-    for length in (2, 8, 12, 33):
-        args = (model, *batch(length=length))
-        graph = found.graph(loss_fn, args, {}, model)
-        assert graph is not None
-        assert str(graph) == str(capture(loss_fn, args, grads="loss"))
-    assert found.graph(loss_fn, (model, *batch(length=1)), {}, model) is None
+    for length, graph in captured.items():
+        assert difference(found.graph(loss, called(length), {}, model), graph) is None
+    with pytest.raises(NotForLengths, match="0 or 1"):
+        found.graph(loss, called(1), {}, model)
 
 
 def exported(use: Callable[[Tensor, Any], Tensor]) -> tuple[ForLengths, Any, nn.Module]:
@@ -51,29 +78,38 @@ def doubled(n: int) -> float:
     return 2.0 * n
 
 
-REFUSED: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "f-string key": lambda x, n: x * TABLE[f"{n}"],  # type: ignore[index]
-    "dict key": lambda x, n: x * TABLE[n],
-    "dict get": lambda x, n: x * (TABLE.get(n) or 1.0),
-    "lru_cache": lambda x, n: x * doubled(n),
-    "len(str)": lambda x, n: x * len(str(n)),
-    "shape text": lambda x, n: x * len(str(x.shape)),
-    "int": lambda x, n: x * int(n),
-    "sqrt": lambda x, n: x / math.sqrt(n),
-    "range": lambda x, n: x * sum(range(n)),
-    "isinstance": lambda x, n: x * (2 if isinstance(n, int) and n > 20 else 1),
-    "type": lambda x, n: x * (2 if type(n) is int and n > 20 else 1),
-    "attribute": lambda x, n: x * (2 if hasattr(n, "to_bytes") else 1),
+REFUSED: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
+    "f-string key": (lambda x, n: x * TABLE[f"{n}"], "turned into text"),  # type: ignore[index]
+    "dict key": (lambda x, n: x * TABLE[n], "looked up"),
+    "dict get": (lambda x, n: x * (TABLE.get(n) or 1.0), "looked up"),
+    "lru_cache": (lambda x, n: x * doubled(n), "looked up"),
+    "len(str)": (lambda x, n: x * len(str(n)), "turned into text"),
+    "shape text": (lambda x, n: x * len(str(x.shape)), "turned into text"),
+    "int": (lambda x, n: x * int(n), "made a plain number"),
+    "sqrt": (lambda x, n: x / math.sqrt(n), "made a plain number"),
+    "range": (lambda x, n: x * sum(range(n)), "made a plain number"),
+    "float": (lambda x, n: x * (n * 0.1), "becomes a float"),
+    "round": (lambda x, n: x * round(n, -1), "rounded"),
+    "copy": (lambda x, n: x * copy.copy(n), "copied"),
+    "isinstance": (
+        lambda x, n: x * (2 if isinstance(n, int) and n > 20 else 1),
+        "asked for its type",
+    ),
+    "type": (lambda x, n: x * (2 if type(n) is int and n > 20 else 1), "asks for a type"),
+    "attribute": (lambda x, n: x * (2 if hasattr(n, "to_bytes") else 1), "its to_bytes"),
+    "one length": (lambda x, n: x * 2 if n == 12 else x, "needs one length"),
+    "returned draw": (lambda x, n: x * random.random(), "changes what it finds"),
 }
 
 
-@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("use", "why"), REFUSED.values(), ids=REFUSED)
 def test_a_length_that_becomes_something_else_is_refused(
-    use: Callable[[Tensor, Any], Tensor],
+    use: Callable[[Tensor, Any], Tensor], why: str
 ) -> None:
-    with pytest.raises((NotForLengths, Exception)) as error:
+    before = random.getstate()
+    with pytest.raises(NotForLengths, match=why):
         exported(use)
-    assert not isinstance(error.value, AssertionError)
+    assert random.getstate() == before
 
 
 def test_a_branch_is_a_guard() -> None:
@@ -81,9 +117,55 @@ def test_a_branch_is_a_guard() -> None:
     for length in (5, 20):
         args = (model, torch.empty(length, 4))
         graph = found.graph(loss, args, {}, model)
-        assert graph is not None
-        assert str(graph) == str(capture(loss, args, grads="loss"))
-    assert found.graph(loss, (model, torch.empty(21, 4)), {}, model) is None
+        assert difference(graph, capture(loss, args, grads="loss")) is None
+    with pytest.raises(NotForLengths, match="branches"):
+        found.graph(loss, (model, torch.empty(21, 4)), {}, model)
+
+
+def test_a_comparison_is_true_or_false() -> None:
+    def use(x: Tensor, n: Any) -> Tensor:
+        assert (n > 5) is True and (n == 4) is False
+        return x * (3 + (n >= 12))
+
+    found, loss, model = exported(use)
+    args = (model, torch.empty(14, 4))
+    graph = found.graph(loss, args, {}, model)
+    assert difference(graph, capture(loss, args, grads="loss")) is None
+    with pytest.raises(NotForLengths, match="branches"):
+        found.graph(loss, (model, torch.empty(11, 4)), {}, model)
+
+
+def test_an_argument_that_lies_otherwise_is_refused() -> None:
+    found, loss, model = exported(lambda x, n: x * n)
+    with pytest.raises(NotForLengths, match="lies otherwise"):
+        found.graph(loss, (model, torch.empty(4, 9).T), {}, model)
+    with pytest.raises(NotForLengths, match="another shape"):
+        found.graph(loss, (model, torch.empty(9, 4, dtype=torch.float64)), {}, model)
+
+
+def test_type_is_watched_where_a_capture_ran() -> None:
+    model = nn.Linear(4, 4)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        assert issubclass(type(x), Tensor) and isinstance(Tensor, type)
+        return model(x).sum() * (2 if type(x.shape[seen[0]]) is int else 1)
+
+    seen = [1]
+    reads = capture(loss, (model, torch.empty(12, 4)), grads="loss").reads
+    assert reads is not None
+    for dim in (1, 0):
+        seen[0] = dim
+        exports = functools.partial(
+            export_for_lengths,
+            loss, (model, torch.empty(12, 4)), {},
+            grads="loss", main=model, dims={(0, 0): 0}, ran=reads.ran,
+        )  # fmt: skip
+        if dim == 1:
+            assert exports().guards is not None
+        else:
+            with pytest.raises(NotForLengths, match="asked for its type"):
+                exports()
+    assert "type" not in globals()
 
 
 def test_what_is_stored_is_refused_and_put_back() -> None:

@@ -35,6 +35,7 @@ from dtensor.private_torch import pytree
 if TYPE_CHECKING:
     from dtensor.api.step.plan_call import BoundCall
     from dtensor.frontend.capture.lengths import ForLengths
+    from dtensor.frontend.reads.walk import RanCode
 
 Dim = tuple[int, int]
 """The number of a leaf of the call, and a dim of it."""
@@ -101,10 +102,11 @@ class Lengths:
         reads = program.graph.reads
         if reads is None or (changed := reads.difference()) is not None:
             raise NotForLengths("nothing was read" if reads is None else changed)
-        return self._try(program, call, sizes)
+        return self._try(program, call, sizes, reads.ran)
 
-    def _try(self, program: _Program, call: BoundCall, sizes: Sizes) -> Graph:
-        """Makes an export, for these sizes and those that were tried before."""
+    def _try(self, program: _Program, call: BoundCall, sizes: Sizes, ran: RanCode | None) -> Graph:
+        """Makes an export, for these sizes and those that were tried before. ``ran``: the code
+        that the first capture ran."""
         from dtensor.frontend.capture.lengths import NotForLengths, export_for_lengths
 
         program.num_tries += 1
@@ -117,7 +119,9 @@ class Lengths:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         wanted = {(places.index(leaf), dim): numbers[v] for (leaf, dim), v in values.items()}
         try:
-            found = export_for_lengths(fn, args, kwargs, grads=self._grads, main=main, dims=wanted)
+            found = export_for_lengths(
+                fn, args, kwargs, grads=self._grads, main=main, dims=wanted, ran=ran
+            )
             other = difference(program.graph, found.graph(*program.call.captured()))
             if other is not None:
                 raise NotForLengths(f"it gives another graph for the first lengths: {other}")

@@ -28,6 +28,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any
 
 import sympy
@@ -159,23 +160,25 @@ def export_for_lengths(
     grads: Grads,
     main: nn.Module | None,
     dims: Dims,
+    ran: RanCode | None = None,
 ) -> ForLengths:
-    """Runs the call's Python with symbols for these dims.
+    """Runs the call's Python with symbols for these dims. ``ran``: the code that a capture ran, in
+    which `type` is watched; any other that uses it is refused.
 
     Raises NotForLengths, or whatever the program raises then.
     """
     with ONE_AT_A_TIME, collector_paused():
-        return _exported(flat_call(fn, args, kwargs, main), grads, dims)
+        return _exported(flat_call(fn, args, kwargs, main), grads, dims, ran)
 
 
-def _exported(call: FlatCall, grads: Grads, dims: Dims) -> ForLengths:
+def _exported(call: FlatCall, grads: Grads, dims: Dims, known: RanCode | None) -> ForLengths:
     refuse_hooks(call, grads)
     load_compiler()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     before = Before(walk(call.roots))
     root = CallAsModule(call, grads, before, surrounding())
     symbols = _Symbols(dims)
-    watch = _Watch()
+    watch = _Watch(known)
     moved: list[str] = []
     try:
         with in_capture() as functions, faked(call, grads, mode) as tensors:
@@ -202,7 +205,7 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims) -> ForLengths:
     if ran is not None:  # guards run sympy, which the program does not
         kept = {i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_OTHERS)}
         ran = RanCode(kept, ran.calls)
-    if ran is None or (asks := _asks_for_type(ran)):
+    if ran is None or (asks := watch.asks_for_type(ran)):
         raise NotForLengths(f"{asks} asks for a type" if ran else "its Python was not seen")
     if any(isinstance(leaf, _SYMBOLIC) for leaf in root.seen.out_tree.leaves):
         raise NotForLengths("it returns a length")
@@ -334,8 +337,22 @@ def _by_user() -> bool:
 class _Watch:
     """Within, notes what turns a symbolic number into something that has no guard."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: RanCode | None) -> None:
         self.seen: list[str] = []
+        codes = [c for c in known.codes.values() if _uses_type(c)] if known is not None else []
+        files = {code.co_filename for code in codes}
+        held = [(vars(m).get("__file__"), m) for m in list(sys.modules.values())]
+        self._modules = [m for file, m in held if file in files and "type" not in vars(m)]
+        self._files = {vars(module)["__file__"] for module in self._modules}
+
+    def asks_for_type(self, ran: RanCode) -> str | None:
+        """A function of the user's that uses `type` unseen, or matches classes, which cannot be
+        watched: both answer otherwise for a symbol."""
+        for code in ran.codes.values():
+            unseen = code.co_filename not in self._files and _uses_type(code)
+            if unseen or _matches_classes(code):
+                return code.co_qualname
+        return None
 
     def __enter__(self) -> None:
         from torch.fx.experimental.sym_node import SymNode
@@ -362,6 +379,7 @@ class _Watch:
         noted = here_alone(self._noted("__round__", plain), plain)
         changes.append((torch.SymInt, "__round__", noted))
         changes.append((builtins, "isinstance", self._isinstance(isinstance)))
+        changes += [(module, "type", _watched_type(self)) for module in self._modules]
         self._changed = replaced(changes)
         self._changed.__enter__()
 
@@ -442,15 +460,38 @@ def _at_once(plain: Any) -> Any:
     return compare
 
 
-def _asks_for_type(ran: RanCode) -> str | None:
-    """A function of the user's that uses `type` or matches classes, which answer otherwise for a
-    symbol, and cannot be watched."""
-    for code in ran.codes.values():
-        for step in dis.get_instructions(code):
-            named = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
-            if named or step.opname == "MATCH_CLASS":
-                return code.co_qualname
-    return None
+def _uses_type(code: CodeType) -> bool:
+    steps = list(dis.get_instructions(code))
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        named = step.opname in ("LOAD_GLOBAL", "LOAD_NAME") and step.argval == "type"
+        if named and (following is None or following.argval != "self"):
+            return True
+    return False
+
+
+def _matches_classes(code: CodeType) -> bool:
+    return any(step.opname == "MATCH_CLASS" for step in dis.get_instructions(code))
+
+
+def _watched_type(watch: _Watch) -> type:
+    """Stands for `type` in a module of the user's."""
+
+    class Kind(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            if len(args) == 1 and type(args[0]) in _SYMBOLIC and is_capturing():
+                watch.note("a length is asked for its type")
+            return type(*args, **kwargs)
+
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, type)
+
+        def __subclasscheck__(cls, kind: Any) -> bool:
+            return issubclass(kind, type)
+
+    class Type(type, metaclass=Kind):
+        pass
+
+    return Type
 
 
 # -- cut down to numbers ---------------------------------------------------------------------------
@@ -508,7 +549,7 @@ class _Cut:
                 continue
             else:
                 new = self._call(graph, old, made, plain, env, vals)
-                if not isinstance(new, fx.Node):
+                if not isinstance(new, fx.Node) or new in env.values():
                     env[old] = new
                     continue
             env[old] = new
@@ -544,6 +585,8 @@ class _Cut:
             return number
         if isinstance(target, HigherOrderOperator):
             return self._region(graph, old, made, plain, args, vals)
+        if target is torch.ops.aten.slice.Tensor and _is_whole(vals[args[0]], *args[1:], **kwargs):
+            return args[0]  # as indexing has it where lengths are numbers
         new = graph.create_node("call_function", target, args, kwargs)
         vals[new] = self._run(target, args, kwargs, vals)
         return new
@@ -593,6 +636,12 @@ class _Cut:
         if key not in self.known:
             self.known[key] = run()
         return self.known[key]
+
+
+def _is_whole(
+    x: torch.Tensor, dim: int = 0, start: int | None = 0, end: int | None = None, step: int = 1
+) -> bool:
+    return start in (0, None) and step == 1 and (end is None or end >= x.shape[dim])
 
 
 _OF_VALUES = ("val", "tensor_meta", "unbacked_bindings", "example_value")
