@@ -116,7 +116,8 @@ class OutTree:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class Graph:
     """A captured program. ``reads``: what it read besides its arguments; None for one that was not
-    captured from Python. ``recognised``: which of its patterns became one op."""
+    captured from Python. ``recognised``: which of its patterns became one op. ``exported``: a hash
+    of the forward graph that it was made from, before any rewrite."""
 
     fx: fx.Graph
     inputs: tuple[Input, ...]
@@ -124,6 +125,7 @@ class Graph:
     out_tree: OutTree
     reads: Reads | None = None
     recognised: tuple[Recognised, ...] = ()
+    exported: str = ""
 
     def __post_init__(self) -> None:
         self.verify()

@@ -200,8 +200,9 @@ def compile(
         search: "predictable" splits only what pins reach; "free" lifts that.
         detect_nan: the first op that gives NaN or Inf fails the call, as in `train_step`.
         capture: "once": fn's Python runs once, and again where what it reads has changed, and for
-            other shapes, of which the last 16 are known; "each call": at each call, so that it may
-            draw random numbers and change attributes.
+            other shapes, of which the last 16 are known (for all lengths of an argument that is no
+            DTensor at once, where that is sure to be right); "each call": at each call, so that it
+            may draw random numbers and change attributes.
 
     Raises PlanningError at the first call, or at `plan`.
     """

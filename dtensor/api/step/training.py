@@ -634,7 +634,8 @@ def train_step(
             that no operand holds, fails the step with the op, the rank, the line and the operands;
             "nan": NaN alone, for programs with a wanted Inf. It reads every value once more.
         capture: "once": loss_fn's Python runs once, and again where what it reads has changed,
-            and for other shapes, of which the last 16 are known.
+            and for other shapes, of which the last 16 are known. The second length of a dim is
+            captured for all lengths, where that is sure to be right; a warning says where not.
             "each call": it runs at each call, so that it may draw from Python's or numpy's random
             numbers and change attributes; that costs the time of a capture, and where the ops
             differ, of planning.

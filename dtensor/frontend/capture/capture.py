@@ -43,7 +43,7 @@ from dtensor.frontend.capture.call_as_module import (
 )
 from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.capture.decompose import Held
-from dtensor.frontend.capture.layers import segments_of
+from dtensor.frontend.capture.layers import print_of, segments_of
 from dtensor.frontend.capture.patches import (
     export_joint,
     load_compiler,
@@ -249,11 +249,12 @@ def graph_of(
     """The graph of an exported forward, which it rewrites; within `in_capture` and `faked`."""
     from dtensor.frontend.capture.to_graph import to_graph  # loads torch's compiler, as above
 
+    exported = print_of(forward)
     met = canonicalise(forward, itertools.count())
     check_forward(forward, root.grads != "none")
     with whole_layers():
         joint = _differentiate(forward, tensors, mode)
-        graph = to_graph(root, joint, forward, mode)
+        graph = replace(to_graph(root, joint, forward, mode), exported=exported)
     return _with(graph, met, root.call) if met else graph
 
 

@@ -14,6 +14,8 @@ are known once the layers before it were differentiated (stitch.py).
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -257,3 +259,54 @@ def exact(value: Any, places: Mapping[fx.Node, Any]) -> Hashable:
             return ("dict", *((k, exact(v, places)) for k, v in value.items()))
         case _:
             return (type(value), repr(value))
+
+
+# -- a whole program -------------------------------------------------------------------------------
+
+MOST_PRINTED = 2**20
+"""Bytes of a constant that are part of a print; a larger one makes it unlike any other."""
+
+
+def print_of(module: fx.GraphModule) -> str:
+    """A hash of an exported forward graph: what is made of two that have the same is the same."""
+    return hashlib.sha256(repr(_printed(module)).encode()).hexdigest()
+
+
+def _printed(module: fx.GraphModule) -> list[Any]:
+    places: dict[fx.Node, Any] = {}
+    found: list[Any] = []
+    for node in module.graph.nodes:
+        meta, val = node.meta, node.meta.get("val")
+        stack = tuple(meta.get("nn_module_stack", {}).values())
+        around = meta.get("stack_trace"), stack, meta.get("custom")
+        call = str(node.target), exact(node.args, places), exact(node.kwargs, places)
+        attribute = _held(attribute_of(module, node)) if node.op == "get_attr" else None
+        found.append((node.op, *call, attribute, _layouts(val), around))
+        places[node] = len(places)
+    return found
+
+
+def _held(value: Any) -> Any:
+    match value:
+        case fx.GraphModule():
+            return _printed(value)
+        case FakeTensor() | torch.nn.Parameter():
+            return _layouts(value), value.requires_grad
+        case torch.Tensor() if value.nbytes <= MOST_PRINTED and value.layout is torch.strided:
+            held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            return _layouts(value), bytes(held.reshape(-1).view(torch.uint8).numpy())
+        case _:
+            return next(_unlike)
+
+
+_unlike = itertools.count()
+
+
+def _layouts(val: Any) -> Any:
+    match val:
+        case torch.Tensor():
+            return (*val.shape, *val.stride(), val.dtype, val.is_conj(), val.is_neg())
+        case tuple() | list():
+            return tuple(map(_layouts, val))
+        case _:
+            return val

@@ -45,7 +45,7 @@ from dtensor.frontend.capture.call_as_module import (
     refuse_hooks,
 )
 from dtensor.frontend.capture.capture import export_call, graph_of, in_capture
-from dtensor.frontend.capture.layers import attribute_of
+from dtensor.frontend.capture.layers import attribute_of, print_of
 from dtensor.frontend.capture.patches import load_compiler, surrounding
 from dtensor.frontend.capture.replaced import here_alone, replaced
 from dtensor.frontend.graph import Const, Graph, OutTree
@@ -97,14 +97,27 @@ class ForLengths:
         Raises NotForLengths where a guard does not hold, or what the program read has changed.
         """
         with ONE_AT_A_TIME, collector_paused():
-            if (changed := self.reads.difference()) is not None:
-                raise NotForLengths(changed)
-            call = flat_call(fn, args, kwargs, main)
-            constants = self._constants()
-            self._check(call.tensors)
-            graph = self._cut_down(call, constants)
+            with self._cut_down(flat_call(fn, args, kwargs, main)) as made:
+                graph = graph_of(*made)
             found = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
             return replace(graph, reads=self.reads.of(found, custom_ops(graph.fx)))
+
+    def is_as_captured(
+        self,
+        graph: Graph,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        main: nn.Module | None,
+    ) -> bool:
+        """Whether the graph of such a call is ``graph``, which was captured of it. False may be a
+        false alarm. As `graph` raises."""
+        trees = [
+            (repr(t.spec), repr(t.leaves), t.is_tensor) for t in (self.out_tree, graph.out_tree)
+        ]
+        call = flat_call(fn, args, kwargs, main)
+        with ONE_AT_A_TIME, collector_paused(), self._cut_down(call) as (_, forward, _, _):
+            return trees[0] == trees[1] and print_of(forward) == graph.exported
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
         """That the export is right for such arguments."""
@@ -134,13 +147,20 @@ class ForLengths:
             found[id(value)] = now
         return found
 
-    def _cut_down(self, call: FlatCall, constants: Mapping[int, torch.Tensor]) -> Graph:
+    @contextmanager
+    def _cut_down(
+        self, call: FlatCall
+    ) -> Iterator[tuple[CallAsModule, fx.GraphModule, tuple[torch.Tensor, ...], FakeTensorMode]]:
+        """The forward graph of a call, within its capture; as `graph` raises."""
+        if (changed := self.reads.difference()) is not None:
+            raise NotForLengths(changed)
+        constants = self._constants()
+        self._check(call.tensors)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         root = CallAsModule(call, self.grads, Before(walk(())), surrounding())
         root.seen.out_tree = self.out_tree
         with in_capture(), faked(call, self.grads, mode) as tensors:
-            forward = _Cut(root, mode, constants).module(self.module, tensors)
-            return graph_of(root, forward, tensors, mode)
+            yield root, _Cut(root, mode, constants).module(self.module, tensors), tensors, mode
 
 
 def _layout(x: torch.Tensor, index: int, dims: Dims) -> Hashable:
@@ -586,7 +606,9 @@ class _Cut:
         if isinstance(target, HigherOrderOperator):
             return self._region(graph, old, made, plain, args, vals)
         if target is torch.ops.aten.slice.Tensor and _is_whole(vals[args[0]], *args[1:], **kwargs):
-            return args[0]  # as indexing has it where lengths are numbers
+            if not _is_alone(old):
+                return args[0]  # as indexing has it where lengths are numbers
+            target, args = torch.ops.aten.alias.default, args[:1]
         new = graph.create_node("call_function", target, args, kwargs)
         vals[new] = self._run(target, args, kwargs, vals)
         return new
@@ -636,6 +658,19 @@ class _Cut:
         if key not in self.known:
             self.known[key] = run()
         return self.known[key]
+
+
+_INDEXING = (
+    *(torch.ops.aten.slice.Tensor, torch.ops.aten.select.int, torch.ops.aten.unsqueeze.default),
+    torch.ops.aten.index.Tensor,
+)
+
+
+def _is_alone(old: fx.Node) -> bool:
+    """Whether nothing else is of the same indexing."""
+    trace = old.meta.get("stack_trace")
+    others = (n for n in (*old.all_input_nodes, *old.users) if n.target in _INDEXING)
+    return all(n.meta.get("stack_trace") != trace for n in others)
 
 
 def _is_whole(
