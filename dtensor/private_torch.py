@@ -137,6 +137,20 @@ def aot_descriptors() -> Any:
     return descriptors
 
 
+def export_trace() -> Any:
+    """The module of torch's export that makes fake inputs, and guards of what it traced."""
+    from torch.export import _trace
+
+    return _trace
+
+
+def symbol_source(name: str) -> Any:
+    """Where a symbol of a shape comes from, in words alone."""
+    from torch._dynamo.source import ConstantSource
+
+    return ConstantSource(name)
+
+
 def compile_lock() -> Any:
     """What torch.compile holds while it compiles."""
     from torch._dynamo.convert_frame import compile_lock

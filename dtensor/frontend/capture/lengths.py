@@ -53,7 +53,14 @@ from dtensor.frontend.reads.effects import Before, undo
 from dtensor.frontend.reads.reads import Reads, custom_ops
 from dtensor.frontend.reads.walk import RanCode, walk
 from dtensor.frontend.source import source_here
-from dtensor.private_torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
+from dtensor.private_torch import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    export_trace,
+    symbol_source,
+)
 from dtensor.sharding.gc_pause import collector_paused
 
 Dims = Mapping[tuple[int, int], int]
@@ -268,9 +275,8 @@ class _Symbols:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        from torch.export import _trace
-
-        plain: Any = vars(_trace)["make_fake_inputs"]
+        trace = export_trace()
+        plain: Any = vars(trace)["make_fake_inputs"]
 
         def make(*args: Any, **kwargs: Any) -> Any:
             mode, fakes, *rest = plain(*args, **kwargs)
@@ -281,7 +287,7 @@ class _Symbols:
             pass  # `guards` has them all
 
         names = (("make_fake_inputs", make), ("produce_guards_and_solve_constraints", no_guards))
-        with replaced([(_trace, n, here_alone(f, vars(_trace)[n])) for n, f in names]):
+        with replaced([(trace, n, here_alone(f, vars(trace)[n])) for n, f in names]):
             yield
 
     def _with_symbols(self, mode: Any, fakes: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -313,10 +319,9 @@ class _Symbols:
         return tuple(made)
 
     def _symbol(self, name: str, hint: int) -> Any:
-        from torch._dynamo.source import ConstantSource
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-        source = ConstantSource(name)
+        source = symbol_source(name)
         symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC, None)
         return self.env.create_symintnode(symbol, hint=hint, source=source)
 
