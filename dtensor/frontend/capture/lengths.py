@@ -51,7 +51,7 @@ from dtensor.frontend.capture.replaced import here_alone, replaced
 from dtensor.frontend.graph import Const, Graph, OutTree
 from dtensor.frontend.reads.effects import Before, undo
 from dtensor.frontend.reads.reads import Reads, custom_ops
-from dtensor.frontend.reads.walk import RanCode, walk
+from dtensor.frontend.reads.walk import RanCode, space_of, walk
 from dtensor.frontend.source import source_here
 from dtensor.private_torch import (
     FakeTensor,
@@ -366,8 +366,10 @@ class _Watch:
         self.seen: list[str] = []
         codes = [c for c in known.codes.values() if _uses_type(c)] if known is not None else []
         files = {code.co_filename for code in codes}
-        held = [(vars(m).get("__file__"), m) for m in list(sys.modules.values())]
-        self._modules = [m for file, m in held if file in files and "type" not in vars(m)]
+        held = [(space_of(m), m) for m in list(sys.modules.values())]
+        self._modules = [
+            m for space, m in held if space.get("__file__") in files and "type" not in space
+        ]
         self._files = {vars(module)["__file__"] for module in self._modules}
 
     def asks_for_type(self, ran: RanCode) -> str | None:
@@ -395,7 +397,7 @@ class _Watch:
             changes.append((SymNode, name, here_alone(self._turned(name, plain), plain)))
         for name in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
             plain = getattr(torch.SymInt, name)
-            changes.append((torch.SymInt, name, here_alone(_at_once(plain), plain)))
+            changes.append((torch.SymInt, name, here_alone(self._compared(plain), plain)))
         for cls in (torch.SymInt, torch.SymFloat):
             for name in _ARITHMETIC:
                 plain = getattr(cls, name)
@@ -434,6 +436,19 @@ class _Watch:
 
         return computed
 
+    def _compared(self, plain: Any) -> Any:
+        """A comparison that the user's code makes is True or False, and a guard."""
+
+        def compared(value: Any, other: Any) -> Any:
+            found = plain(value, other)
+            if not _by_user():
+                return found
+            if found is NotImplemented and not isinstance(other, _COMPARE_THEMSELVES):
+                self.note(f"a length is compared with a {type(other).__name__}")
+            return bool(found) if type(found) is torch.SymBool else found
+
+        return compared
+
     def _turned(self, name: str, plain: Any) -> Any:
         def turned(node: Any, *args: Any) -> Any:
             if node.expr.free_symbols:
@@ -471,18 +486,11 @@ _NOTED = {
     "__reduce_ex__": "a length is copied",
     "__round__": "a length is rounded",
 }
-_ARITHMETIC = ("add", "sub", "mul", "truediv", "pow")
+_COMPARE_THEMSELVES = (torch.Tensor, str, type(None))
+"""What a length may be compared with besides plain numbers. An int of another class, as of an enum,
+is not equal to any symbol."""
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _ARITHMETIC = tuple(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r"))
-
-
-def _at_once(plain: Any) -> Any:
-    """A comparison that the user's code makes is True or False, and a guard."""
-
-    def compare(value: Any, other: Any) -> Any:
-        found = plain(value, other)
-        return bool(found) if type(found) is torch.SymBool and _by_user() else found
-
-    return compare
 
 
 def _uses_type(code: CodeType) -> bool:
