@@ -395,7 +395,7 @@ def test_the_third_capture_for_lengths_warns_once(counted: Counted) -> None:
     text = str(told[0].message)
     assert told[0].filename == __file__
     assert "The length of x (dim 0) changes from call to call" in text
-    assert "each of its last 4 lengths" in text
+    assert "captured for 3 lengths besides its first" in text
     assert "a length is turned into text (test_lengths.py:" in text
     assert "fix: pad x to a few lengths" in text
     for length in (22, 23, 24):

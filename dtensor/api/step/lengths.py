@@ -7,7 +7,8 @@
 A program here is a function with arguments that are alike but for sizes of dims of plain tensors.
 Its first capture is kept. The next call whose sizes differ, none of them 0 or 1, has
 `export_for_lengths` run once; sizes that are equal in both calls share a symbol. Where another dim
-differs later (a shorter last batch), it is tried a second time with that one too, and no more.
+differs later (a shorter last batch), or sizes differ that were equal before, it is tried a second
+time with all of them, and no more.
 
 An export is trusted where the graph that it gives for the first call equals the one that was
 captured of it, down to each node's line and strides (`difference`). Whatever fails, is refused or
@@ -54,19 +55,24 @@ class _Program:
     """``call`` and ``graph``: of what was captured first, of whose tensors there are the layouts;
     ``tried``: the sizes of the calls that an export was made of; ``refused``: why none is made any
     more; ``reason``: why the latest call was captured; ``captured``, ``seconds``: of each capture
-    for other lengths."""
+    for other lengths; ``numbers``: which symbol of the export each dim has."""
 
     call: BoundCall
     sizes: Sizes
     graph: Graph
     found: ForLengths | None = None
-    dims: frozenset[Dim] = frozenset()
+    numbers: Mapping[Dim, int] = field(default_factory=dict)
     tried: tuple[Sizes, ...] = ()
     num_tries: int = 0
     refused: str | None = None
     reason: str = ""
     captured: list[Sizes] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+
+    def covers(self, dims: frozenset[Dim], sizes: Sizes) -> bool:
+        """Whether the export has symbols for all these dims, and one alone where sizes differ."""
+        pairs = {(number, sizes[dim]) for dim, number in self.numbers.items()}
+        return dims <= self.numbers.keys() and len(pairs) == len(set(self.numbers.values()))
 
 
 class Lengths:
@@ -95,7 +101,7 @@ class Lengths:
         dims = _differing(program.sizes, sizes)
         if any(one[dim] < 2 for one in (program.sizes, sizes) for dim in dims):
             raise NotForLengths("a length is 0 or 1")
-        if program.found is not None and dims <= program.dims:
+        if program.found is not None and program.covers(dims, sizes):
             return program.found.graph(*call.captured())
         if program.refused is not None or program.num_tries == MOST_TRIES:
             raise NotForLengths(program.refused or program.reason)
@@ -113,19 +119,18 @@ class Lengths:
         tried = (*program.tried, sizes)
         dims = frozenset(dim for one in tried for dim in _differing(program.sizes, one))
         values = {d: tuple(one[d] for one in (program.sizes, *tried)) for d in sorted(dims)}
-        numbers = {value: i for i, value in enumerate(dict.fromkeys(values.values()))}
+        of_values = {value: i for i, value in enumerate(dict.fromkeys(values.values()))}
+        numbers = {dim: of_values[value] for dim, value in values.items()}
         fn, args, kwargs, main = call.captured()
         leaves = pytree.tree_leaves((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        wanted = {(places.index(leaf), dim): numbers[v] for (leaf, dim), v in values.items()}
+        wanted = {(places.index(leaf), dim): n for (leaf, dim), n in numbers.items()}
         try:
             found = export_for_lengths(
                 fn, args, kwargs, grads=self._grads, main=main, dims=wanted, ran=ran
             )
             before = program.call.captured()
-            if not found.is_as_captured(
-                program.graph, *before
-            ):  # else so is all that is made of it
+            if not found.is_as_captured(program.graph, *before):  # else so is all made of it
                 other = difference(program.graph, found.graph(*before))
                 if other is not None:
                     raise NotForLengths(f"it gives another graph for the first lengths: {other}")
@@ -133,7 +138,7 @@ class Lengths:
         except Exception as error:
             program.refused = str(error).partition("\n")[0]
             raise
-        program.found, program.dims, program.tried = found, dims, tried
+        program.found, program.numbers, program.tried = found, numbers, tried
         return graph
 
     def was_captured(self, call: BoundCall, key: Any, graph: Graph, seconds: float) -> None:
@@ -152,7 +157,7 @@ class Lengths:
         self._programs.move_to_end(kind)
         if not _is_of_use(program, sizes):
             program.call, program.sizes, program.graph = _layouts(call), sizes, graph
-            program.found, program.dims, program.tried = None, frozenset(), ()
+            program.found, program.numbers, program.tried, program.num_tries = None, {}, (), 0
         program.captured.append(sizes)
         program.seconds.append(seconds)
         if len(program.seconds) == MOST_CAPTURES:
@@ -173,16 +178,14 @@ def _is_of_use(program: _Program, sizes: Sizes) -> bool:
 def _warn(program: _Program, call: BoundCall) -> None:
     fn, args, kwargs, _ = call.captured()
     names = leaf_names(fn, args, kwargs)
-    every = (program.sizes, *program.captured)
-    dims = sorted({dim for one in every for dim in _differing(every[0], one)})
+    dims = sorted({dim for one in program.captured for dim in _differing(program.sizes, one)})
     found = [f"{names[leaf]} (dim {dim})" for leaf, dim in dims]
-    seconds = sum(program.seconds)
     warnings.warn(
         f"The length of {', '.join(found)} changes from call to call. The program was captured for "
-        f"each of its last {len(every)} lengths, {seconds:.1f} s in all, and will be for the next, "
-        f"as one graph is not right for all of them: {program.reason}.\n"
-        f"fix: pad {names[dims[0][0]]} to a few lengths, or let the program use lengths as whole "
-        f"numbers alone, in shapes, slices and arithmetic",
+        f"{len(program.captured)} lengths besides its first, {sum(program.seconds):.1f} s in all: "
+        f"one graph is not right for all of them, as {program.reason}.\n"
+        f"fix: pad {names[dims[0][0]]} to a few lengths; or use lengths in shapes, slices and "
+        f"whole-number arithmetic alone, and let what the program reads besides stay as it is",
         stacklevel=caller_level(),
     )
 

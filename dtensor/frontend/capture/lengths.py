@@ -507,22 +507,30 @@ def _matches_classes(code: CodeType) -> bool:
 
 
 def _watched_type(watch: _Watch) -> type:
-    """Stands for `type` in a module of the user's."""
+    """Stands for `type` in a module of the user's, which other threads use as well."""
 
     class Kind(type):
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            if len(args) == 1 and type(args[0]) in _SYMBOLIC and is_capturing():
-                watch.note("a length is asked for its type")
-            return type(*args, **kwargs)
+            if cls is not Type:  # a class of the user's that derives from it
+                return super().__call__(*args, **kwargs)
+            if len(args) == 1:
+                if type(args[0]) in _SYMBOLIC and is_capturing():
+                    watch.note("a length is asked for its type")
+                return type(args[0])
+            made = type(*args, **kwargs)
+            if "__module__" not in args[2]:
+                made.__module__ = sys._getframe(1).f_globals["__name__"]
+            return made
 
         def __instancecheck__(cls, value: Any) -> bool:
-            return isinstance(value, type)
+            return isinstance(value, type) if cls is Type else super().__instancecheck__(value)
 
         def __subclasscheck__(cls, kind: Any) -> bool:
-            return issubclass(kind, type)
+            return issubclass(kind, type) if cls is Type else super().__subclasscheck__(kind)
 
     class Type(type, metaclass=Kind):
-        pass
+        def __class_getitem__(cls, item: Any) -> Any:
+            return type[item]
 
     return Type
 
@@ -555,6 +563,7 @@ class _Cut:
         graph = fx.Graph()
         env: dict[fx.Node, Any] = {}  # a node, or a number
         vals: dict[fx.Node, Any] = {}
+        known: set[fx.Node] = set()
         waiting = iter(given)
         out: Any = None
         for old in plain.graph.nodes:
@@ -582,10 +591,11 @@ class _Cut:
                 continue
             else:
                 new = self._call(graph, old, made, plain, env, vals)
-                if not isinstance(new, fx.Node) or new in env.values():
+                if not isinstance(new, fx.Node) or new in known:
                     env[old] = new
                     continue
             env[old] = new
+            known.add(new)
             new.meta = {k: v for k, v in old.meta.items() if k not in _OF_VALUES}
             if "val" in old.meta:
                 new.meta["val"] = vals[new]
