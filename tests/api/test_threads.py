@@ -209,6 +209,21 @@ def test_what_the_program_counts_is_blamed_beside_another_thread() -> None:
     assert "looks" not in str(told.value)
 
 
+def test_a_list_that_grows_after_an_op_is_blamed_beside_another_thread() -> None:
+    """Python's profiler forgets who runs where an op pauses it."""
+    seen: list[int] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        seen.append(1)
+        return y
+
+    beside = Beside(lambda: None)
+    with beside, pytest.raises(dt.PlanningError, match=r"seen.*: \[1\] -> \[1, 1\]"):
+        dt.compile(f, dt.Mesh(dp=2)).plan(torch.empty(4))
+    assert seen == []
+
+
 def test_another_thread_draws_its_own_numbers() -> None:
     generator = torch.Generator()
     own = np.random.default_rng(7)

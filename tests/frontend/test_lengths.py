@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
+import decimal
+import enum
 import functools
 import math
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.sym_node import SymNode
 
 from dtensor.api.step.lengths import difference
+from dtensor.frontend.alone import is_capturing
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.lengths import ForLengths, NotForLengths, export_for_lengths
 from tests.models import GPT, Llama, batch, loss_fn
@@ -78,6 +84,22 @@ def doubled(n: int) -> float:
     return 2.0 * n
 
 
+class Known(enum.IntEnum):
+    LONG = 20
+
+
+class Whole(int):
+    pass
+
+
+def in_class(n: Any) -> int:
+    match n:
+        case int():
+            return 3
+        case _:
+            return 1
+
+
 REFUSED: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "f-string key": (lambda x, n: x * TABLE[f"{n}"], "turned into text"),  # type: ignore[index]
     "dict key": (lambda x, n: x * TABLE[n], "looked up"),
@@ -88,7 +110,19 @@ REFUSED: dict[str, tuple[Callable[[Tensor, Any], Tensor], str]] = {
     "int": (lambda x, n: x * int(n), "made a plain number"),
     "sqrt": (lambda x, n: x / math.sqrt(n), "made a plain number"),
     "range": (lambda x, n: x * sum(range(n)), "made a plain number"),
+    "percent": (lambda x, n: x * len("%d" % n), "made a plain number"),  # noqa: UP031
+    "list": (lambda x, n: x * sum([1.0] * n), "made a plain number"),
+    "cut of a list": (lambda x, n: x * sum(list(range(64))[:n]), "made a plain number"),
+    "rows": (lambda x, n: torch.stack([row * i for i, row in enumerate(x)]), "a plain number"),
+    "bits": (lambda x, n: x * n.bit_length(), "made a plain number"),
     "float": (lambda x, n: x * (n * 0.1), "becomes a float"),
+    "power": (lambda x, n: x * n**-0.5, "becomes a float"),
+    "floor of a float": (lambda x, n: x * (n // 0.3), "becomes a float"),
+    "rest of a float": (lambda x, n: x * (n % 0.7), "becomes a float"),
+    "enum": (lambda x, n: x * (2 if n == Known.LONG else 1), "compared with a Known"),
+    "int of another class": (lambda x, n: x * (2 if n in [Whole(5)] else 1), "with a Whole"),
+    "decimal": (lambda x, n: x * (2 if decimal.Decimal(5) != n else 1), "with a Decimal"),
+    "class": (lambda x, n: x * in_class(n), "asks for a type"),
     "round": (lambda x, n: x * round(n, -1), "rounded"),
     "copy": (lambda x, n: x * copy.copy(n), "copied"),
     "isinstance": (
@@ -143,10 +177,19 @@ def test_an_argument_that_lies_otherwise_is_refused() -> None:
         found.graph(loss, (model, torch.empty(9, 4, dtype=torch.float64)), {}, model)
 
 
-def test_type_is_watched_where_a_capture_ran() -> None:
+def test_type_is_watched_where_a_capture_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "not there", None)  # as of an import that is to fail
     model = nn.Linear(4, 4)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
+        class Kind(type):
+            pass
+
+        class Own(metaclass=Kind):
+            pass
+
+        assert type(Own) is Kind and isinstance(Own, Kind) and not isinstance(Tensor, Kind)
+        assert type("Made", (), {}).__module__ == __name__
         assert issubclass(type(x), Tensor) and isinstance(Tensor, type)
         return model(x).sum() * (2 if type(x.shape[seen[0]]) is int else 1)
 
@@ -166,6 +209,26 @@ def test_type_is_watched_where_a_capture_ran() -> None:
             with pytest.raises(NotForLengths, match="asked for its type"):
                 exports()
     assert "type" not in globals()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_raises_leaves_all_as_it_was(error: type[BaseException]) -> None:
+    seen: list[Any] = []
+
+    def stop(x: Tensor, n: Any) -> Tensor:
+        x.sum()
+        seen.append(n)
+        raise error("stop")
+
+    def now() -> list[Any]:
+        return [builtins.isinstance, dict(vars(torch.SymInt)), dict(vars(SymNode))]
+
+    exported(lambda x, n: x * n)  # what torch adds at its first export
+    before = now()
+    with pytest.raises(error, match="stop"):
+        exported(stop)
+    assert now() == before
+    assert seen == [] and not is_capturing()
 
 
 def test_what_is_stored_is_refused_and_put_back() -> None:

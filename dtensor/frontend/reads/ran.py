@@ -113,6 +113,18 @@ class CodeRecorder:
             if isinstance(entry.code, CodeType)
         }
 
+    def without_caller(self) -> set[str]:
+        """The functions of C, by their text, that were called when the profiler had forgotten by
+        whom."""
+        if self._profile is None:
+            return set()
+        entries = self._profile.getstats()
+        with_caller: Counter[Any] = Counter()
+        for call in (call for entry in entries for call in entry.calls or ()):
+            with_caller[_key(call.code)] += call.callcount
+        missing = (e.code for e in entries if e.callcount > with_caller[_key(e.code)])
+        return {code for code in missing if isinstance(code, str)}
+
 
 def _key(code: CodeType | str) -> object:
     return code if isinstance(code, str) else id(code)

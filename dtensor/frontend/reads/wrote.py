@@ -86,6 +86,7 @@ class Wrote:
             self._others = _below(counted, calls)
             called = (call for code in self._others for call in calls.get(code, ()))
             self._called = {call for call in called if isinstance(call, str)}
+            self._called |= recorder.without_caller()
             every = (call for found in calls.values() for call in found)
             self._seeded = any("torch._C.Generator" in call for call in every if type(call) is str)
 
