@@ -137,7 +137,7 @@ def measure(kind: str, layers: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--model", default="llama", choices=("llama", "hugging-face"))
     parser.add_argument("--profile", action="store_true", help="of a later length")

@@ -74,6 +74,8 @@ class Known(enum.IntEnum):
 class Part(nn.Module):
     """A layer, and what programs below do with the length of what it makes."""
 
+    mask: Tensor
+
     def __init__(self, use: Callable[[Part, Tensor, Any], Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
@@ -279,7 +281,7 @@ def frozen(model: Reading) -> None:
     model.linear.bias.requires_grad_(False)
 
 
-CHANGES = {
+CHANGES: dict[Callable[[Reading], None], int] = {
     **{change: 0 for change in (in_place, in_numpy, swapped, swapped_in_module)},
     **{change: 1 for change in (set_number, set_attribute, evaluated, frozen)},
 }

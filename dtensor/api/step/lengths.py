@@ -103,7 +103,7 @@ class Lengths:
             raise NotForLengths("a length is 0 or 1")
         if program.found is not None and program.covers(dims, sizes):
             return program.found.graph(*call.captured())
-        if program.refused is not None or program.num_tries == MOST_TRIES:
+        if program.refused is not None or program.num_tries == MOST_TRIES or not dims:
             raise NotForLengths(program.refused or program.reason)
         reads = program.graph.reads
         if reads is None or (changed := reads.difference()) is not None:
@@ -148,16 +148,15 @@ class Lengths:
         if kind is None or not sizes:
             return
         program = self._programs.get(kind)
-        if program is None:
-            program = _Program(call=_layouts(call), sizes=sizes, graph=graph)
-            self._programs[kind] = program
-            while len(self._programs) > MOST_PROGRAMS:
+        if program is None or not _is_of_use(program, sizes):
+            self._programs[kind] = _Program(call=_layouts(call), sizes=sizes, graph=graph)
+            self._programs.move_to_end(kind)
+            if len(self._programs) > MOST_PROGRAMS:
                 self._programs.popitem(last=False)
             return
         self._programs.move_to_end(kind)
-        if not _is_of_use(program, sizes):
-            program.call, program.sizes, program.graph = _layouts(call), sizes, graph
-            program.found, program.numbers, program.tried, program.num_tries = None, {}, (), 0
+        if not _differing(program.sizes, sizes):  # its plan was forgotten
+            return
         program.captured.append(sizes)
         program.seconds.append(seconds)
         if len(program.seconds) == MOST_CAPTURES:
@@ -259,7 +258,7 @@ def difference(a: Graph, b: Graph) -> str | None:
             if not _same_constants(x.value, y.value):
                 return f"the constant {x.name}"
         elif x != y:
-            return f"the input {x.name}"
+            return f"the input {x}"
     links: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
     for x, y in zip(a.fx.nodes, b.fx.nodes, strict=True):
         if _of_node(x, links[0]) != _of_node(y, links[1]):

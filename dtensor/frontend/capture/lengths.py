@@ -611,7 +611,8 @@ class _Cut:
         vals: dict[fx.Node, Any],
     ) -> Any:
         target: Any = old.target
-        args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__)
+        mapped: Any = fx.map_arg((old.args, old.kwargs), env.__getitem__)
+        args, kwargs = mapped
 
         def value(x: Any) -> Any:
             return vals[x] if isinstance(x, fx.Node) else x
