@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch import nn
 
 from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.graph import Const, Graph
@@ -34,7 +35,6 @@ from dtensor.frontend.source import caller_level
 from dtensor.private_torch import pytree
 
 if TYPE_CHECKING:
-    from dtensor.api.step.plan_call import BoundCall
     from dtensor.frontend.capture.lengths import ForLengths
     from dtensor.frontend.reads.walk import RanCode
 
@@ -50,6 +50,17 @@ MOST_PROGRAMS = 4
 """Whose first captures are kept: those that were captured last."""
 
 
+class Call(Protocol):
+    """Of a `BoundCall` (plan_call.py) what is needed here."""
+
+    @property
+    def leaves(self) -> tuple[Any, ...]: ...
+    def layouts(self) -> Call: ...
+    def captured(
+        self,
+    ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], nn.Module | None]: ...
+
+
 @dataclass(slots=True, kw_only=True)
 class _Program:
     """``call`` and ``graph``: of what was captured first, of whose tensors there are the layouts;
@@ -57,7 +68,7 @@ class _Program:
     more; ``reason``: why the latest call was captured; ``captured``, ``seconds``: of each capture
     for other lengths; ``numbers``: which symbol of the export each dim has."""
 
-    call: BoundCall
+    call: Call
     sizes: Sizes
     graph: Graph
     found: ForLengths | None = None
@@ -82,7 +93,7 @@ class Lengths:
         self._grads: Literal["none", "loss", "tangents"] = grads
         self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
 
-    def graph(self, call: BoundCall, key: Any) -> Graph | None:
+    def graph(self, call: Call, key: Any) -> Graph | None:
         """The graph of a call, or None: capture it. ``key``: of the call, and what its plan
         depends on besides."""
         program = self._programs.get(_without_sizes(call, key))
@@ -94,7 +105,7 @@ class Lengths:
             program.reason = str(error).partition("\n")[0]
             return None
 
-    def _graph(self, program: _Program, call: BoundCall) -> Graph:
+    def _graph(self, program: _Program, call: Call) -> Graph:
         from dtensor.frontend.capture.lengths import NotForLengths  # loads torch's compiler
 
         sizes = _sizes(call)
@@ -110,7 +121,7 @@ class Lengths:
             raise NotForLengths("nothing was read" if reads is None else changed)
         return self._try(program, call, sizes, reads.ran)
 
-    def _try(self, program: _Program, call: BoundCall, sizes: Sizes, ran: RanCode | None) -> Graph:
+    def _try(self, program: _Program, call: Call, sizes: Sizes, ran: RanCode | None) -> Graph:
         """Makes an export, for these sizes and those that were tried before. ``ran``: the code
         that the first capture ran."""
         from dtensor.frontend.capture.lengths import NotForLengths, export_for_lengths
@@ -141,7 +152,7 @@ class Lengths:
         program.found, program.numbers, program.tried = found, numbers, tried
         return graph
 
-    def was_captured(self, call: BoundCall, key: Any, graph: Graph, seconds: float) -> None:
+    def was_captured(self, call: Call, key: Any, graph: Graph, seconds: float) -> None:
         """A call was captured, and planned, which took so long."""
         kind = _without_sizes(call, key)
         sizes = _sizes(call)
@@ -149,7 +160,7 @@ class Lengths:
             return
         program = self._programs.get(kind)
         if program is None or not _is_of_use(program, sizes):
-            self._programs[kind] = _Program(call=_layouts(call), sizes=sizes, graph=graph)
+            self._programs[kind] = _Program(call=call.layouts(), sizes=sizes, graph=graph)
             self._programs.move_to_end(kind)
             if len(self._programs) > MOST_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -174,7 +185,7 @@ def _is_of_use(program: _Program, sizes: Sizes) -> bool:
     return reads is not None and reads.difference() is None
 
 
-def _warn(program: _Program, call: BoundCall) -> None:
+def _warn(program: _Program, call: Call) -> None:
     fn, args, kwargs, _ = call.captured()
     names = leaf_names(fn, args, kwargs)
     dims = sorted({dim for one in program.captured for dim in _differing(program.sizes, one)})
@@ -196,7 +207,7 @@ def _is_plain(leaf: Any) -> bool:
     return type(leaf) is torch.Tensor
 
 
-def _without_sizes(call: BoundCall, key: Any) -> Hashable | None:
+def _without_sizes(call: Call, key: Any) -> Hashable | None:
     """A call's key, but for sizes of its plain tensors; None where other tensors are among them
     that are no DTensors, which a program may tell apart."""
     (tree, keys, *around), others = key
@@ -215,27 +226,13 @@ def _without_sizes(call: BoundCall, key: Any) -> Hashable | None:
     return (tree, tuple(found), *around, others)
 
 
-def _sizes(call: BoundCall) -> Sizes:
+def _sizes(call: Call) -> Sizes:
     plain = ((i, leaf) for i, leaf in enumerate(call.leaves) if _is_plain(leaf))
     return {(i, dim): size for i, leaf in plain for dim, size in enumerate(leaf.shape)}
 
 
 def _differing(before: Sizes, now: Sizes) -> frozenset[Dim]:
     return frozenset(dim for dim, size in now.items() if before[dim] != size)
-
-
-def _layouts(call: BoundCall) -> BoundCall:
-    """Such a call, of whose tensors there are shapes and strides."""
-
-    def layout(leaf: Any) -> Any:
-        if not _is_plain(leaf):
-            return leaf
-        empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
-        return empty.requires_grad_(leaf.requires_grad)
-
-    shapes = call.shapes()
-    pairs = zip(call.leaves, shapes.leaves, strict=True)
-    return replace(call, leaves=tuple(layout(a) if _is_plain(a) else b for a, b in pairs))
 
 
 # -- whether two graphs are the same ---------------------------------------------------------------

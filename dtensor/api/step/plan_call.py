@@ -142,6 +142,18 @@ class BoundCall:
         leaves = (x.spec if isinstance(x, TensorHandle) else shape_of_leaf(x) for x in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
+    def layouts(self) -> BoundCall:
+        """Such a call, of whose plain tensors there are shapes and strides."""
+
+        def layout(leaf: Any, shape: Any) -> Any:
+            if type(leaf) is not torch.Tensor:
+                return shape
+            return torch.empty_strided(
+                leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
+            ).requires_grad_(leaf.requires_grad)
+
+        return replace(self, leaves=tuple(map(layout, self.leaves, self.shapes().leaves)))
+
     def captured(
         self,
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], nn.Module | None]:
