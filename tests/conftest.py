@@ -93,8 +93,16 @@ def pytest_collection_finish() -> None:
 FROZEN = pytest.StashKey[tuple[Path, int]]()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
+    _freeze(item)
+    if item.get_closest_marker("ray") is not None and find_spec("ray") is None:
+        pytest.skip(missing("ray"))
+    with _skipped_without_its_extra():
+        yield
+
+
+def _freeze(item: pytest.Item) -> None:
     """What was imported or captured before a file's tests stays: the collector need not look
     through it again. Each step that fails asks it to look through all the rest; so where a test
     imports much (torch's compiler, at the first capture), that is left out from then on, too."""
@@ -103,14 +111,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         item.config.stash[FROZEN] = now
         gc.collect()
         gc.freeze()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    if item.get_closest_marker("ray") is not None and find_spec("ray") is None:
-        pytest.skip(missing("ray"))
-    with _skipped_without_its_extra():
-        yield
 
 
 @pytest.hookimpl(wrapper=True)
