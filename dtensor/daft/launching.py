@@ -228,7 +228,7 @@ def launch_cluster(
 def _check_ray() -> None:
     """`ImportError`, with what to do, where it is not installed. It is not imported: that takes
     half a second."""
-    if "ray" not in sys.modules and find_spec("ray") is None:
+    if sys.modules.get("ray") is None and find_spec("ray") is None:
         raise ImportError(
             "backend='ray' needs Ray, which is not installed in this Python "
             f"({sys.executable}).\n"

@@ -342,6 +342,7 @@ class _Symbols:
 # -- what Python does with a length ----------------------------------------------------------------
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LOGGING = _TORCH + "_logging" + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _SYMPY = os.path.dirname(sympy.__file__) + os.sep
 _MPMATH = os.path.join(os.path.dirname(os.path.dirname(sympy.__file__)), "mpmath") + os.sep
@@ -357,6 +358,14 @@ def _by_user() -> bool:
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(_INSIDES)
+
+
+def _by_logger() -> bool:
+    """Whether torch writes its trace (TORCH_TRACE), for one of a program that raises."""
+    frame = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_LOGGING):
+        frame = frame.f_back
+    return frame is not None
 
 
 class _Watch:
@@ -419,7 +428,8 @@ class _Watch:
 
     def _noted(self, name: str, plain: Any) -> Any:
         def noted(value: Any, *args: Any) -> Any:
-            if is_capturing() and (name != "__hash__" or _by_user()):
+            asked = _by_user() if name == "__hash__" else not _by_logger()
+            if is_capturing() and asked:
                 self.note(_NOTED[name])
             return plain(value, *args)
 
