@@ -20,13 +20,13 @@ from typing import TypeVar
 
 import torch
 
-from dtensor.api.model.stating.placing import input_pins, planner_pins, resolve
 from dtensor.api.model.stating.stages import stage_of
+from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
 from dtensor.daft import verify
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import lower
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.schedule import OneFOneB
 from dtensor.sharding.plan import planner

@@ -152,7 +152,7 @@ def blocks() -> dict[str, Request]:
     """Transformer blocks under Megatron's pins, the batch over dp."""
     from torch import nn
 
-    from dtensor.api.model.stating.placing import input_pins, planner_pins, resolve
+    from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
     from dtensor.frontend.capture.capture import capture
     from dtensor.frontend.dataflow.to_dataflow import dataflow
     from dtensor.sharding.spec.mesh import Mesh

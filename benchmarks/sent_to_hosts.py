@@ -31,10 +31,10 @@ from benchmarks.predicted_time import MEGATRON
 from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ray.channel import run_channel
 from dtensor.daft.ray.ranks.ranks import packed
-from dtensor.daft.ray.transports.slots import Between
+from dtensor.daft.ray.transports.slots import CrossHostKeys
 from dtensor.daft.verification.verifier import verify
-from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import lower
+from dtensor.runtime.lower.rank_builder import Roles
 from tests.models import GPT, batch, loss_fn
 
 RESULTS = Path(__file__).parent / "results" / "sent_to_hosts.md"
@@ -130,7 +130,7 @@ def large() -> list[str]:
     hosts = tuple((rank,) for rank in range(program.size))
     lists = verify(program, hosts).lists
     begin = time.process_time()
-    between = Between(program, range(program.size))
+    between = CrossHostKeys(program, range(program.size))
     own = host_programs(program, hosts, lists)
     sent = packed(replace(each, meetings=between.of(each.ranks)) for each in own)
     sizes = [len(own.data) + len(functions.data) for own, functions in sent]

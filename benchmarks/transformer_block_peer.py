@@ -38,8 +38,8 @@ from benchmarks.processes import Processes, answer
 from dtensor.daft.ir.instructions import Buffer, Collective, Wait, key_of
 from dtensor.daft.ir.program import Program, RankProgram
 from dtensor.daft.ray.transports.gloo import join_gloo
-from dtensor.daft.ray.transports.peers import own_place
 from dtensor.daft.ray.transports.same_host import join_same_host
+from dtensor.daft.ray.transports.shared_memory_peers import own_place
 from tests.daft.programs import parts_of
 
 NUM_RANKS = 2

@@ -22,8 +22,8 @@ from .api.search.search import search
 from .api.step.training import Loss, TrainStep, train_step
 from .api.values.randomness import manual_seed
 from .errors import PlanningError
-from .frontend.marks import annotate
-from .frontend.reads.ran import constant
+from .frontend.annotate import annotate
+from .frontend.guards.executed_code import constant
 from .kernels.register import kernel
 from .runtime.schedule import (
     ZBH1,
@@ -43,7 +43,7 @@ from .runtime.schedule import (
 from .runtime.simulate.trace import Trace, compare_traces
 from .sharding.plan.plan import Plan
 from .sharding.redistribute import topologies
-from .sharding.redistribute.named_values import SyncPlan
+from .sharding.redistribute.sync_plan import SyncPlan
 from .sharding.redistribute.topology import Topology
 from .sharding.spec.mesh import Mesh
 from .sharding.spec.module_roles import ColumnParallel, RowParallel

@@ -28,7 +28,7 @@ from dtensor.commands import (
     simulate,
     status,
 )
-from dtensor.commands.launched import RunFailed
+from dtensor.commands.launch_errors import RunFailed
 from dtensor.commands.parser import CommandParser, Help
 from dtensor.errors import PlanningError
 

@@ -5,7 +5,7 @@
 
 They are settings of a process. The controller's count: ranks in other processes are sent them with
 a run (`daft/ray`), and a program that reads one is captured again where it has changed
-(`frontend/reads`).
+(`frontend/guards`).
 
 Invariants: plain data, in one order; of precisions what holds where none was set of its own. Not
 here: the number of threads, which each process has its own of; flushing denormal numbers, which

@@ -124,16 +124,18 @@ class Reduction:
         is rounded once.
         """
         first = parts[0]
-        made = first.dtype if dtype is None else dtype
+        result_dtype = first.dtype if dtype is None else dtype
         if len(parts) == 1:
-            return first.to(made, copy=True, memory_format=torch.contiguous_format)
+            return first.to(result_dtype, copy=True, memory_format=torch.contiguous_format)
         taken: Iterable[Tensor] = parts
         if self.widens and is_narrow(first.dtype):
             taken = (p.float() for p in taken)
         if self.unit > 1:
             rows = (p.reshape(-1, self.unit) for p in taken)
-            return functools.reduce(self.fold, rows).to(made).reshape(first.shape).contiguous()
-        return functools.reduce(self.fold, taken).to(made).contiguous()
+            return (
+                functools.reduce(self.fold, rows).to(result_dtype).reshape(first.shape).contiguous()
+            )
+        return functools.reduce(self.fold, taken).to(result_dtype).contiguous()
 
     def parts_of(self, x: Tensor, num: int, generator: torch.Generator) -> Sequence[Tensor]:
         """Random tensors whose fold is ``x``."""

@@ -68,7 +68,7 @@ def html_grid(title: str, axes: Mapping[str, int]) -> str:
 
 def html_folded(text: str) -> str:
     """Parts between empty lines, each folded under its first words; long ones are cut."""
-    found: list[str] = []
+    parts: list[str] = []
     for part in text.split("\n\n"):
         lines = part.strip("\n").splitlines()
         if not lines:
@@ -77,5 +77,5 @@ def html_folded(text: str) -> str:
         if len(lines) > FOLDED:
             lines = [*lines[:FOLDED], f"... and {len(lines) - FOLDED:,} more lines"]
         body = html_text("\n".join(lines))
-        found.append(f"<details><summary>{head}, {len(lines)} lines</summary>{body}</details>")
-    return "".join(found)
+        parts.append(f"<details><summary>{head}, {len(lines)} lines</summary>{body}</details>")
+    return "".join(parts)

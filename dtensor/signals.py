@@ -1,6 +1,6 @@
 """While state changes, signal handlers are deferred to a place where no state is lost.
 
-    with standing_in():            # in the main thread: no handler of the program runs in here
+    with defer_signals():          # in the main thread: no handler of the program runs in here
         for instruction in program:
             act()                  # but here: pending signals are handled, and may raise
             instruction()
@@ -83,7 +83,7 @@ os.register_at_fork(after_in_child=_forked)
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-class StandingIn:
+class DeferredSignals:
     """A block in which signals wait. It may be entered within itself."""
 
     __slots__ = ()
@@ -106,10 +106,10 @@ class StandingIn:
                     _end()
 
 
-_BLOCK = StandingIn()
+_BLOCK = DeferredSignals()
 
 
-def standing_in() -> StandingIn:
+def defer_signals() -> DeferredSignals:
     """A block in which signals wait, in the main thread; elsewhere nothing."""
     return _BLOCK
 

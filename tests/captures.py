@@ -22,7 +22,7 @@ from dtensor.frontend.capture.call_as_module import flat_call
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.graph import Const, Graph
-from dtensor.frontend.reads.reads import Reads, custom_ops
+from dtensor.frontend.guards.guards import Guards, custom_ops
 
 _found: dict[object, Graph] = {}
 
@@ -51,7 +51,7 @@ def shared_capture(
         return _found[key]
     constants = [(c.name, c.value) for c in found.inputs if isinstance(c, Const)]
     roots = flat_call(fn, args, kwargs or {}, main).roots
-    return replace(found, reads=Reads(roots, found.reads.ran, constants, found.reads.ops))
+    return replace(found, reads=Guards(roots, found.reads.ran, constants, found.reads.ops))
 
 
 def _key(leaf: Any) -> object:

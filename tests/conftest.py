@@ -168,7 +168,7 @@ def warm_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ray's workers are forks of a process that has imported torch, as in a launch."""
     pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.fork_server import forked_workers
-    from dtensor.daft.ray.bootstrap.starting import end_ray
+    from dtensor.daft.ray.bootstrap.start_ray import end_ray
 
     with nullcontext() if request.config.getoption("plain") else forked_workers():
         yield
@@ -180,7 +180,7 @@ def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[
     """A Ray that launches join and must not end; the tests of a run share it, and its hosts, but
     for those that count what a launch leaves behind."""
     ray = pytest.importorskip("ray", reason=missing("ray"))
-    from dtensor.daft.ray.bootstrap.starting import start_ray
+    from dtensor.daft.ray.bootstrap.start_ray import start_ray
 
     start_ray(None)
     anew = request.config.getoption("plain") or request.path.name == "test_chaos.py"
@@ -193,14 +193,14 @@ def ray_session(request: pytest.FixtureRequest, warm_workers: None) -> Iterator[
 def hosts_may_stand_still() -> Iterator[None]:
     """The machine may hold processes up for many seconds, of which a heartbeat that does not come,
     or a meeting that does not go on, says nothing. Tests stop those that are to have stopped, by a
-    signal; test_watch.py makes up a clock for the others."""
-    from dtensor.daft.ray.diagnosis import watch
+    signal; test_failure_detector.py makes up a clock for the others."""
+    from dtensor.daft.ray.diagnosis import failure_detector
     from dtensor.daft.ray.recovery.recovery import Recovery
 
     meeting = Recovery._wait.__kwdefaults__
     assert meeting is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "STALE_S", math.inf)
+        patch.setattr(failure_detector, "STALE_S", math.inf)
         patch.setitem(meeting, "patience_s", 600.0)
         yield
 
@@ -209,6 +209,6 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()  # before the summary: hypothesis is imported there, and asks the collector
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        from dtensor.daft.ray.bootstrap.starting import end_ray
+        from dtensor.daft.ray.bootstrap.start_ray import end_ray
 
         end_ray()

@@ -50,7 +50,7 @@ idle = IdleHosts()
 def handed_on() -> Iterator[None]:
     from dtensor.daft.ray.channel import processes
 
-    start_host, close = processes.start_host, processes.Home.close
+    start_host, close = processes.start_host, processes.LaunchProcesses.close
 
     def take_or_start(
         local: Any,
@@ -65,7 +65,7 @@ def handed_on() -> Iterator[None]:
         taken.actor.host.remote(str(counter), packed(kind, arguments))
         return taken
 
-    def hand_on_and_close(home: processes.Home) -> None:
+    def hand_on_and_close(home: processes.LaunchProcesses) -> None:
         home.hang_up()  # so that they carry out Ray's calls again
         for host in at_rest(home.processes if home.local is None else []):
             home.processes.remove(host)
@@ -76,7 +76,7 @@ def handed_on() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processes, "start_host", take_or_start)
-        patch.setattr(processes.Home, "close", hand_on_and_close)
+        patch.setattr(processes.LaunchProcesses, "close", hand_on_and_close)
         yield
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dtensor.api.model.stating.placing import input_pins, planner_pins, resolve
 from dtensor.api.model.stating.stages import stage_of
+from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable

@@ -127,7 +127,7 @@ MORE = {
     "Costing": 18,
     "OptimizerHome": 19,
     "Reached": 22,
-    "Resident": 24,
+    "ModelHome": 24,
 }
 """Records of more fields, from before there was a bound: no number grows, and none comes in."""
 

@@ -79,9 +79,9 @@ def test_a_kernel(backend: Backend, stated: None) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_transport(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtensor.daft.ray.transports import joining  # has those of hosts
+    from dtensor.daft.ray.transports import connect  # has those of hosts
 
-    assert TRANSPORTS["cpu", "hosts"] is joining.connect_cpu
+    assert TRANSPORTS["cpu", "hosts"] is connect.connect_cpu
     where = "process" if backend == "inprocess" else "hosts"
     monkeypatch.setitem(TRANSPORTS, ("cpu", where), partial(outsiders.connect, str(tmp_path)))
     model = nn.Linear(6, 4)

@@ -14,10 +14,10 @@ from dtensor.signals import (
     Lock,
     act,
     as_set,
+    defer_signals,
     held_back,
     keep,
     noted,
-    standing_in,
     wait,
     waits_may_act,
 )
@@ -55,8 +55,8 @@ def handlers() -> Iterator[Handlers]:
 
 
 def test_one_waits_for_the_end_of_the_outermost_block(handlers: Handlers) -> None:
-    with standing_in():
-        with standing_in():
+    with defer_signals():
+        with defer_signals():
             signal.raise_signal(USR1)
         assert handlers.came == []
     assert handlers.came == [USR1]
@@ -65,7 +65,7 @@ def test_one_waits_for_the_end_of_the_outermost_block(handlers: Handlers) -> Non
 
 def test_each_is_handled_once_and_in_order(handlers: Handlers) -> None:
     handlers.does = handlers.stops
-    with pytest.raises(Stop) as caught, standing_in():
+    with pytest.raises(Stop) as caught, defer_signals():
         for number in (USR2, USR1, USR2):
             signal.raise_signal(number)
     assert handlers.came == [USR2, USR1]
@@ -74,7 +74,7 @@ def test_each_is_handled_once_and_in_order(handlers: Handlers) -> None:
 
 def test_it_acts_at_a_safe_place(handlers: Handlers) -> None:
     handlers.does = handlers.stops
-    with standing_in():
+    with defer_signals():
         signal.raise_signal(USR1)
         wait()  # nobody has said that it may
         assert handlers.came == []
@@ -99,7 +99,7 @@ def test_held_back_nothing_acts(handlers: Handlers) -> None:
 
 def test_what_is_kept_is_raised_at_the_end_as_itself(handlers: Handlers) -> None:
     handlers.does = handlers.stops
-    with pytest.raises(Stop) as caught, standing_in():
+    with pytest.raises(Stop) as caught, defer_signals():
         signal.raise_signal(USR1)
         try:
             act()
@@ -113,13 +113,13 @@ def test_a_part_of_a_block_is_as_without_it(handlers: Handlers) -> None:
     """But what undoes that part is left alone."""
     handlers.does = handlers.stops
     ended: list[int] = []
-    with pytest.raises(Stop), standing_in():
+    with pytest.raises(Stop), defer_signals():
         with pytest.raises(Stop), as_set():
             try:
                 signal.raise_signal(USR1)
             finally:
                 signal.raise_signal(USR2)
-                with standing_in():
+                with defer_signals():
                     pass
                 ended.append(len(handlers.came))
         assert handlers.came == [USR1]
@@ -128,8 +128,8 @@ def test_a_part_of_a_block_is_as_without_it(handlers: Handlers) -> None:
 
 
 def test_a_block_within_such_a_part_is_one(handlers: Handlers) -> None:
-    with standing_in(), as_set():
-        with standing_in():
+    with defer_signals(), as_set():
+        with defer_signals():
             signal.raise_signal(USR1)
             assert handlers.came == []
         assert handlers.came == [USR1]
@@ -158,7 +158,7 @@ def test_a_handler_that_calls_us_runs_again_at_the_end(handlers: Handlers) -> No
 
 def test_a_handler_that_is_set_within_stays(handlers: Handlers) -> None:
     other = Handlers()
-    with standing_in():
+    with defer_signals():
         signal.raise_signal(USR1)
         signal.signal(USR1, other)
     assert (handlers.came, other.came) == ([], [USR1])
@@ -166,7 +166,7 @@ def test_a_handler_that_is_set_within_stays(handlers: Handlers) -> None:
 
 
 def test_ours_that_is_left_standing_calls_the_programs(handlers: Handlers) -> None:
-    with standing_in():
+    with defer_signals():
         ours = signal.getsignal(USR1)
     signal.signal(USR1, ours)
     signal.raise_signal(USR1)
@@ -177,7 +177,7 @@ def test_ours_that_is_left_standing_calls_the_programs(handlers: Handlers) -> No
 def test_default_and_ignored_signals_stay(handlers: Handlers) -> None:
     signal.signal(USR1, signal.SIG_IGN)
     signal.signal(USR2, signal.SIG_DFL)
-    with standing_in():
+    with defer_signals():
         assert signal.getsignal(USR1) is signal.SIG_IGN
         assert signal.getsignal(USR2) is signal.SIG_DFL
 
@@ -187,7 +187,7 @@ def test_other_threads_have_no_part_in_it(handlers: Handlers) -> None:
     inside, go = threading.Event(), threading.Event()
 
     def runs() -> None:
-        with standing_in(), held_back(), as_set():
+        with defer_signals(), held_back(), as_set():
             inside.set()
             go.wait()
 

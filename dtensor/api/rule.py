@@ -123,18 +123,18 @@ def op_overloads(op: str | OpOverload) -> tuple[OpOverload, ...]:
         namespace, _, rest = op.partition(".")
         wanted = f"{namespace}::{rest}"
     wanted = wanted.removesuffix(".default")
-    found = [n for n in known if n == wanted]
-    if not found or (wanted == op and "." not in wanted):
+    overloads = [n for n in known if n == wanted]
+    if not overloads or (wanted == op and "." not in wanted):
         every = [n for n in known if n == wanted or n.startswith(f"{wanted}.")]
-        found = [n for n in every if not _overload(n)._schema.is_mutable] or every  # no out=
-    if not found:
+        overloads = [n for n in every if not _overload(n)._schema.is_mutable] or every  # no out=
+    if not overloads:
         near = nearest(wanted, known)
         raise PlanningError(
             f"there is no op {op}.\n"
             + (f"  nearest names: {listing(near)}\n" if near else "")
             + "fix: import the module that registers it (torch.library.custom_op) first"
         )
-    return tuple(_overload(name) for name in sorted(found))
+    return tuple(_overload(name) for name in sorted(overloads))
 
 
 def _overload(name: str) -> OpOverload:
@@ -154,19 +154,19 @@ def _groups(linear: Linear) -> tuple[Group, ...]:
 
 def _indices(call: OpCall, group: Group) -> tuple[int, ...]:
     """The operands of a group in this call; () where a non-zero number stands for one of them."""
-    found: list[int] = []
+    indices: list[int] = []
     for member in group:
         if isinstance(member, int):
-            found.append(member)
+            indices.append(member)
             continue
         value = _argument(call, member)
         values = value if isinstance(value, (list, tuple)) else (value,)
         for item in values:
             if isinstance(item, Operand):
-                found.append(item.index)
+                indices.append(item.index)
             elif item is not None and item != 0:
                 return ()
-    return tuple(found)
+    return tuple(indices)
 
 
 def _argument(call: OpCall, name: str) -> Any:
@@ -288,11 +288,11 @@ def _check_new_factors(
 
 def _factors(tokens: Sequence[str]) -> list[str]:
     """The names in a tensor's dims, each with its "!"."""
-    found: list[str] = []
+    factors: list[str] = []
     for token in tokens:
         inner = token.strip("()").replace("+", " ").split()
-        found += [f for f in inner if f != "1" and not f.startswith("~")]
-    return found
+        factors += [f for f in inner if f != "1" and not f.startswith("~")]
+    return factors
 
 
 def _is_tensor(kind: Any) -> bool:

@@ -23,7 +23,7 @@ from dtensor.commands.options import (
     topology_data,
 )
 from dtensor.commands.parser import add_command
-from dtensor.commands.progress import AtWork
+from dtensor.commands.progress import ProgressLine
 from dtensor.commands.simulate import write
 
 EPILOG = """\
@@ -53,18 +53,18 @@ def add_to(parsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import dtensor as dt
-    from dtensor.commands.launched import launching, too_few_are_users
+    from dtensor.commands.launch_errors import launching, too_few_are_users
 
     names = "backend", "device", "address", "ranks_per_actor"
     where = {name: getattr(options, name) for name in names}
     with (
-        AtWork() as progress,
+        ProgressLine() as progress,
         progress.doing(f"measures {options.mesh}"),
         launching(options),
         too_few_are_users(),
     ):
-        found = dt.calibrate(options.mesh, dtype=options.dtype, **where)
-    data = topology_data(found)
+        topology = dt.calibrate(options.mesh, dtype=options.dtype, **where)
+    data = topology_data(topology)
     if options.save:
         write(options.save, lambda path: path.write_text(json.dumps(data, indent=2) + "\n"))
     if options.json:

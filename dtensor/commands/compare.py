@@ -21,7 +21,7 @@ from dtensor.commands.options import (
 )
 from dtensor.commands.parser import add_command
 from dtensor.commands.plan import REAL
-from dtensor.commands.progress import AtWork
+from dtensor.commands.progress import ProgressLine
 
 
 def add_to(parsers: Any) -> None:
@@ -43,31 +43,31 @@ def add_to(parsers: Any) -> None:
 
 def strategies(options: argparse.Namespace) -> list[tuple[Any, Any, Any]]:
     """(mesh, zero, schedule) of each, in the order stated; those that come to the same once."""
-    found: list[tuple[Any, Any, Any]] = []
+    stated: list[tuple[Any, Any, Any]] = []
     for mesh in options.mesh:
         zeros = [z for z in options.zero or [{}] if all(mesh.shape.get(a, 1) > 1 for a in z)]
         schedules = options.schedule if options.schedule and mesh.shape.get("pp", 1) > 1 else [None]
         for zero in zeros or [{}]:
             for schedule in schedules:
-                if (mesh, zero, schedule) not in found:
-                    found.append((mesh, zero, schedule))
-    return found
+                if (mesh, zero, schedule) not in stated:
+                    stated.append((mesh, zero, schedule))
+    return stated
 
 
 def run(options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from dtensor.api.search.comparison import compare_captured
-    from dtensor.commands.as_data import print_json, row_data
-    from dtensor.commands.placed import Placed, check_stated, strategy_name
+    from dtensor.commands.json_data import print_json, row_data
+    from dtensor.commands.placed_workload import PlacedWorkload, check_stated, strategy_name
     from dtensor.commands.workload import Workload
 
     check_stated(options, options.mesh, options.zero or [])
     several = len(options.schedule or ()) > 1
-    with AtWork() as progress:
+    with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
-            placed = Placed(work, options)
+            placed = PlacedWorkload(work, options)
         with progress.doing(f"captures a step of {work.name}"):
             graph = work.graph
         rows: list[Any] = []

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 from dtensor.commands.options import add_json
 from dtensor.commands.parser import add_command
-from dtensor.commands.progress import AtWork
+from dtensor.commands.progress import ProgressLine
 
 State = Literal["ok", "warning", "wrong"]
 EPILOG = "exit status: 0, nothing is wrong; 1, something is; 2, an invalid request."
@@ -74,7 +74,7 @@ def add_to(parsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    found: list[Check] = []
+    checked: list[Check] = []
     parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("checks versions", versions),
         ("checks the machine", machine),
@@ -84,21 +84,21 @@ def run(options: argparse.Namespace) -> int:
     if not options.no_ray:
         parts.append(("trains on two ranks on Ray", on_ray))
     table = _Table(plain=options.json or not sys.stdout.isatty())
-    with AtWork() as progress:
+    with ProgressLine() as progress:
         for what, checks in parts:
             with progress.doing(what):
                 for check in checks():
-                    found.append(check)
+                    checked.append(check)
                     if table.plain and not options.json:
                         table.line(check)
     if options.json:
-        from dtensor.commands.as_data import print_json
+        from dtensor.commands.json_data import print_json
 
-        print_json([asdict(check) for check in found])
+        print_json([asdict(check) for check in checked])
     elif not table.plain:
-        table.show(found)
-    wrong = sum(check.state == "wrong" for check in found)
-    warnings = sum(check.state == "warning" for check in found)
+        table.show(checked)
+    wrong = sum(check.state == "wrong" for check in checked)
+    warnings = sum(check.state == "warning" for check in checked)
     if not options.json:
         words = "Nothing is wrong" if not wrong else f"{wrong} wrong"
         print(f"\n{words}{f', {warnings} warnings' if warnings else ''}.")
@@ -117,9 +117,9 @@ def versions() -> Iterator[Check]:
         yield Check("warning", "dtensor", "not installed: no versions to compare with", fix)
         return
     wanted = about["Requires-Python"] or ""
-    own = ".".join(map(str, sys.version_info[:3]))
-    state: State = "ok" if within(own, wanted) else "wrong"
-    yield Check(state, "python", own, f"supported: {wanted}")
+    python = ".".join(map(str, sys.version_info[:3]))
+    state: State = "ok" if within(python, wanted) else "wrong"
+    yield Check(state, "python", python, f"supported: {wanted}")
     for name, wanted in requirements().items():
         extra = EXTRAS.get(name)
         try:
@@ -140,26 +140,26 @@ def versions() -> Iterator[Check]:
 def requirements() -> dict[str, str]:
     """The requirements of dtensor, then `EXTRAS`, each with its range, from the package's
     metadata."""
-    found: dict[str, str] = {}
+    ranges: dict[str, str] = {}
     for line in metadata.requires("dtensor") or ():
         parts = re.fullmatch(r"([\w.-]+)(?:\[.*?\])?([^;\[]*)(;.*)?", line)
         if parts is not None and ("extra ==" not in line or parts[1] in EXTRAS):
             bounds = [b.strip() for b in parts[2].split(",") if b.strip()]
             order = sorted(bounds, key=lambda bound: not bound.startswith(">"))
-            found.setdefault(parts[1], ",".join(order))
-    return found
+            ranges.setdefault(parts[1], ",".join(order))
+    return ranges
 
 
 def within(version: str, bounds: str) -> bool:
     """Whether a version is within ``>=2.11,<2.14``; only the numbers of 2.13.0+cpu count."""
-    own = _numbers(version)
+    numbers = _numbers(version)
     for bound in filter(None, bounds.split(",")):
         parts = re.fullmatch(r"\s*(>=|<=|<|>|==|~=|!=)\s*([\d.]+)\S*\s*", bound)
         if parts is None:
             continue
         other = _numbers(parts[2])
-        size = max(len(own), len(other))
-        a, b = (n + (0,) * (size - len(n)) for n in (own, other))
+        size = max(len(numbers), len(other))
+        a, b = (n + (0,) * (size - len(n)) for n in (numbers, other))
         kept = {">=": a >= b, "<=": a <= b, "<": a < b, ">": a > b, "==": a == b, "!=": a != b}
         if not kept.get(parts[1], True):
             return False
@@ -167,8 +167,8 @@ def within(version: str, bounds: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 # -- the machine ---------------------------------------------------------------------------------
@@ -191,10 +191,10 @@ def machine() -> Iterator[Check]:
 def _cores() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     stated = os.environ.get("OMP_NUM_THREADS")
-    found = f"{cores} for this process; OMP_NUM_THREADS {stated or 'not set'}"
+    text = f"{cores} for this process; OMP_NUM_THREADS {stated or 'not set'}"
     if stated is not None and stated.isdecimal() and int(stated) > (cores or 1):
-        return Check("warning", "cores", found, "set it to 1: more threads than cores take turns")
-    return Check("ok", "cores", found, "a rank computes with one thread")
+        return Check("warning", "cores", text, "set it to 1: more threads than cores take turns")
+    return Check("ok", "cores", text, "a rank computes with one thread")
 
 
 def _available_memory() -> int | None:

@@ -16,7 +16,7 @@ from dtensor.commands.compare import strategies
 from dtensor.commands.options import MODEL_EPILOG, add_hardware, add_strategy, add_workload
 from dtensor.commands.parser import add_command
 from dtensor.commands.plan import REAL
-from dtensor.commands.progress import AtWork
+from dtensor.commands.progress import ProgressLine
 from dtensor.commands.simulate import write
 from dtensor.errors import PlanningError
 
@@ -41,7 +41,7 @@ def add_to(parsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from dtensor.commands.placed import Placed, check_stated, strategy_name
+    from dtensor.commands.placed_workload import PlacedWorkload, check_stated, strategy_name
     from dtensor.commands.workload import Workload
     from dtensor.explorer import save_pages
     from dtensor.explorer.page import checked_path
@@ -51,10 +51,10 @@ def run(options: argparse.Namespace) -> int:
     plans: dict[str, Any] = {}
     refused: PlanningError | None = None
     several = len(options.schedule or ()) > 1
-    with AtWork() as progress:
+    with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
-            placed = Placed(work, options)
+            placed = PlacedWorkload(work, options)
         with progress.doing(f"captures a step of {work.name}"):
             _ = work.graph
         for mesh, zero, schedule in progress.each("plans", strategies(options)):

@@ -158,15 +158,15 @@ def batch(
             f"the type {config.model_type} states no vocab_size, and so is not of text alone.\n"
             f"fix: module.py:function, which returns (model, loss_fn, *batch)"
         )
-    found = {"input_ids": ids(vocab, rows, length)}
+    tensors = {"input_ids": ids(vocab, rows, length)}
     match head:
         case "sequence-classification":
-            found["labels"] = ids(config.num_labels, rows)
+            tensors["labels"] = ids(config.num_labels, rows)
         case "token-classification":
-            found["labels"] = ids(config.num_labels, rows, length)
+            tensors["labels"] = ids(config.num_labels, rows, length)
         case _:
-            found["labels"] = ids(vocab, rows, length)
-    return found, f"{rows} x {length} tokens"
+            tensors["labels"] = ids(vocab, rows, length)
+    return tensors, f"{rows} x {length} tokens"
 
 
 # -- configurations --------------------------------------------------------------------------------
@@ -216,11 +216,11 @@ def _default(auto: Any, kind: str, fields: Mapping[str, Any]) -> Any:
     if not fields:
         return config
     plain = {_known(config, name): value for name, value in fields.items() if "." not in name}
-    made = _made(auto, kind, plain, kind)
+    head = _made(auto, kind, plain, kind)
     deep = {name: value for name, value in fields.items() if "." in name}
     if not deep:
-        return made
-    data = made.to_dict()
+        return head
+    data = head.to_dict()
     for name, value in deep.items():
         _set(data, _known(config, name), value)
     return _made(auto, kind, data, kind)

@@ -215,11 +215,11 @@ def mesh_of_text(text: str) -> Mesh:
     """PlanningError unless the text is ``axis=size,...``."""
     axes: list[tuple[str, int]] = []
     for part in filter(None, re.split(r"[,\s]+", text.strip())):
-        found = re.fullmatch(r"([A-Za-z_]\w*)\s*[=:]?\s*(\d+)", part)
-        if found is None or "=" not in part:
-            fix = f"{found[1]}={found[2]}" if found else "tp=2,pp=2"
+        match = re.fullmatch(r"([A-Za-z_]\w*)\s*[=:]?\s*(\d+)", part)
+        if match is None or "=" not in part:
+            fix = f"{match[1]}={match[2]}" if match else "tp=2,pp=2"
             raise PlanningError(f"expected AXIS=SIZE, got {part!r}.\nfix: {fix}")
-        axes.append((found[1], int(found[2])))
+        axes.append((match[1], int(match[2])))
     names = [name for name, _ in axes]
     for name in names:
         if names.count(name) > 1:
@@ -237,14 +237,14 @@ def mesh_text(mesh: Mesh) -> str:
 
 def size_of_text(text: str) -> float:
     """Bytes of ``80GiB``, ``80GB`` (the same here as for torch: binary), ``512M``."""
-    found = re.fullmatch(r"\s*([\d.]+)\s*([bkmgtBKMGT]?)(i?[bB])?\s*", text)
+    match = re.fullmatch(r"\s*([\d.]+)\s*([bkmgtBKMGT]?)(i?[bB])?\s*", text)
     try:
-        size = float(found[1]) if found else 0.0
+        size = float(match[1]) if match else 0.0
     except ValueError:
         size = 0.0
-    if found is None or size <= 0:
+    if match is None or size <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size.\nfix: 80GiB")
-    return size * _UNITS[found[2].lower()]
+    return size * _UNITS[match[2].lower()]
 
 
 def schedule_of(name: str, microbatches: int) -> Schedule:
@@ -257,14 +257,14 @@ def topology_of(which: str | None, across: str, memory: float | None, mesh: Mesh
     which = which or "h100"
     path = Path(which)
     if which in TOPOLOGIES:
-        found = _named(which, between, mesh)
+        topology = _named(which, between, mesh)
     elif path.exists():
         if between:
             raise PlanningError(
                 f"--across {across}: the file {which} has its own latency and bandwidth of axes.\n"
                 f"fix: leave --across out"
             )
-        found = read_topology(path)
+        topology = read_topology(path)
     else:
         near = nearest(which, TOPOLOGIES)
         raise PlanningError(
@@ -272,7 +272,7 @@ def topology_of(which: str | None, across: str, memory: float | None, mesh: Mesh
             f"fix: {near[0] if near else ', '.join(TOPOLOGIES)}, or a file that "
             f"`calibrate --save` wrote"
         )
-    return found if memory is None else replace(found, memory_bytes=memory)
+    return topology if memory is None else replace(topology, memory_bytes=memory)
 
 
 def _named(which: str, between: Sequence[str], mesh: Mesh) -> Topology:
@@ -324,12 +324,12 @@ def read_topology(path: Path) -> Topology:
 
 def topology_data(topology: Topology) -> dict[str, Any]:
     """The fields of a topology, for JSON."""
-    found: dict[str, Any] = {}
+    data: dict[str, Any] = {}
     for figure in fields(Topology):
         value = getattr(topology, figure.name)
         if figure.name != "named" and value is not None:
-            found[figure.name] = dict(value) if isinstance(value, Mapping) else value
-    return found
+            data[figure.name] = dict(value) if isinstance(value, Mapping) else value
+    return data
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:

@@ -45,20 +45,20 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {self._plain(message)}\n")
 
     def _plain(self, message: str) -> str:
-        if found := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
-            return self.unknown("command", found[1], self._commands())
-        if found := re.match(r"unrecognized arguments: (.*)", message):
-            return self.unknown_arguments(found[1].split())
-        if found := re.match(
+        if match := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message):
+            return self.unknown("command", match[1], self._commands())
+        if match := re.match(r"unrecognized arguments: (.*)", message):
+            return self.unknown_arguments(match[1].split())
+        if match := re.match(
             r"argument (\S+): invalid choice: '(.*?)' \(choose from (.*)\)", message
         ):
-            known = re.findall(r"'(.*?)'", found[3])
-            near = nearest(found[2], known)
-            return f"{found[1]} {found[2]} is none.\nfix: {near[0] if near else ', '.join(known)}"
-        if found := re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message, re.DOTALL):
-            return f"{found[1]}: {found[2]}"
-        if found := re.match(r"the following arguments are required: (.*)", message):
-            names = found[1].split(", ")
+            known = re.findall(r"'(.*?)'", match[3])
+            near = nearest(match[2], known)
+            return f"{match[1]} {match[2]} is none.\nfix: {near[0] if near else ', '.join(known)}"
+        if match := re.match(r"argument (\S+?)(?:/\S+)?: (.*)", message, re.DOTALL):
+            return f"{match[1]}: {match[2]}"
+        if match := re.match(r"the following arguments are required: (.*)", message):
+            names = match[1].split(", ")
             if "MODEL" not in names and all(name in _MISSING for name in names):
                 return f"{', '.join(names)} is missing.\nfix: {self._completed(names)}"
             fixes = [_MISSING.get(name, f"see {self.prog} --help") for name in names]

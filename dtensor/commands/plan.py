@@ -21,7 +21,7 @@ from dtensor.commands.options import (
     add_workload,
 )
 from dtensor.commands.parser import add_command
-from dtensor.commands.progress import AtWork
+from dtensor.commands.progress import ProgressLine
 
 
 def add_to(parsers: Any) -> None:
@@ -54,18 +54,18 @@ REAL = "call module.py:function as it is, and not on the meta device"
 
 
 def run(options: argparse.Namespace) -> int:
-    from dtensor.commands.as_data import plan_data, print_json
-    from dtensor.commands.placed import Placed, check_stated
+    from dtensor.commands.json_data import plan_data, print_json
+    from dtensor.commands.placed_workload import PlacedWorkload, check_stated
     from dtensor.commands.workload import Workload
     from dtensor.sharding.plan.text.render import hint_lines
     from dtensor.sharding.plan.text.words import size_text
 
     mesh, zero = options.mesh, options.zero or {}
     check_stated(options, [mesh], [zero])
-    with AtWork() as progress:
+    with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
-            placed = Placed(work, options)
+            placed = PlacedWorkload(work, options)
         with progress.doing(f"captures a step of {work.name}"):
             _ = work.graph
         with progress.doing(f"plans it on {mesh}"):

@@ -1,6 +1,6 @@
 """What a command is at, on a terminal: a line on stderr that goes when it is done.
 
-    with AtWork() as progress:
+    with ProgressLine() as progress:
         with progress.doing("captures the step of gpt2"): ...
         for name in progress.each("plans", names): ...
 
@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class AtWork:
+class ProgressLine:
     """A bar for what is counted, a spinner and the seconds for what is not."""
 
     def __init__(self) -> None:
         self._bars: Any = None
 
-    def __enter__(self) -> AtWork:
+    def __enter__(self) -> ProgressLine:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn

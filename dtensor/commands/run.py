@@ -28,7 +28,7 @@ from dtensor.commands.options import (
     whole_option,
 )
 from dtensor.commands.parser import add_command
-from dtensor.commands.progress import AtWork
+from dtensor.commands.progress import ProgressLine
 
 
 def add_to(parsers: Any) -> None:
@@ -57,9 +57,9 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     import dtensor as dt
-    from dtensor.commands.as_data import print_json
-    from dtensor.commands.launched import launching, too_few_are_users
-    from dtensor.commands.placed import Placed, check_stated
+    from dtensor.commands.json_data import print_json
+    from dtensor.commands.launch_errors import launching, too_few_are_users
+    from dtensor.commands.placed_workload import PlacedWorkload, check_stated
     from dtensor.commands.simulate import write
     from dtensor.commands.workload import Workload
     from dtensor.sharding.plan.text.words import seconds_text
@@ -68,10 +68,10 @@ def run(options: argparse.Namespace) -> int:
     check_stated(options, [mesh], [zero])
     torch.manual_seed(options.seed)
     dt.manual_seed(options.seed)
-    with AtWork() as progress:
+    with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=False)
-            placed = Placed(work, options)
+            placed = PlacedWorkload(work, options)
         with progress.doing(f"captures a step of {work.name}"):
             _ = work.graph
         with progress.doing(f"plans it on {mesh}"):
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         ranks_per_actor=options.ranks_per_actor,
         bring_home=False,
     )
-    with launching(options), AtWork() as progress:
+    with launching(options), ProgressLine() as progress:
         starts = progress.doing(f"starts {mesh.size} ranks, {options.backend}")
         with starts, too_few_are_users():
             launch.start()

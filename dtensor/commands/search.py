@@ -27,9 +27,9 @@ from dtensor.commands.options import (
 )
 from dtensor.commands.parser import add_command
 from dtensor.commands.plan import REAL
-from dtensor.commands.progress import AtWork
+from dtensor.commands.progress import ProgressLine
 from dtensor.commands.simulate import write
-from dtensor.commands.users_function import is_named
+from dtensor.commands.user_function import is_named
 from dtensor.commands.workload import Workload
 from dtensor.errors import PlanningError
 from dtensor.sharding.spec.mesh import Mesh
@@ -86,7 +86,7 @@ def add_to(parsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import dtensor as dt
-    from dtensor.commands.as_data import print_json, row_data
+    from dtensor.commands.json_data import print_json, row_data
     from dtensor.explorer import save_pages
     from dtensor.explorer.page import checked_path
 
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
         checked_path(options.output)
     generates = options.objective == "tokens"
     _check_given(options, generates)
-    with AtWork() as progress:
+    with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(_of_generation(options) if generates else options, meta=True)
         stated = work.stated.get("optimizer")
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
         with progress.counted("searches") as told:
             if generates:
                 length = _length(options, work)
-                found = dt.search(
+                result = dt.search(
                     work.model,
                     None,
                     options.ranks,
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
                     prompt=options.prompt or max(length // 2, 1),
                 )
             else:
-                found = dt.search(
+                result = dt.search(
                     work.model,
                     work.loss_fn,
                     options.ranks,
@@ -128,12 +128,12 @@ def run(options: argparse.Namespace) -> int:
                     progress=told,
                 )
     title = work.model_title if generates else work.title
-    if options.code is not None and options.code > len(found):
+    if options.code is not None and options.code > len(result):
         raise PlanningError(
-            f"--code {options.code}: {len(found)} strategies were found; fix: --code {len(found)}"
+            f"--code {options.code}: {len(result)} strategies were found; fix: --code {len(result)}"
         )
     if options.output:
-        write(options.output, lambda path: save_pages(path, {row.name: row.plan for row in found}))
+        write(options.output, lambda path: save_pages(path, {row.name: row.plan for row in result}))
     if options.json:
         from dtensor.api.search.comparison import Compared
 
@@ -141,16 +141,16 @@ def run(options: argparse.Namespace) -> int:
             {
                 **row_data(Compared(name=row.name, mesh=row.mesh, found=row.plan)),
                 **_of_tokens(row),
-                "tie": row in found.ties,
+                "tie": row in result.ties,
                 "code": row.text,
             }
-            for row in found
+            for row in result
         ]
-        print_json({"model": title, "objective": found.objective, "strategies": rows})
+        print_json({"model": title, "objective": result.objective, "strategies": rows})
     elif options.code is not None:
-        print(found[options.code - 1].text)
+        print(result[options.code - 1].text)
     else:
-        print(f"{title}\n\n{found}")
+        print(f"{title}\n\n{result}")
     return 0
 
 

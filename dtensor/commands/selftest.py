@@ -47,8 +47,8 @@ def losses(
         return [float(step(x, y)) for _ in range(STEPS)]
 
 
-def difference(found: Sequence[float], wanted: Sequence[float]) -> float:
-    pairs = zip(found, wanted, strict=True)
+def difference(measured: Sequence[float], wanted: Sequence[float]) -> float:
+    pairs = zip(measured, wanted, strict=True)
     return max(abs(a - b) / abs(b) if a == a else float("inf") for a, b in pairs)
 
 

@@ -27,7 +27,7 @@ from dtensor.commands.options import (
 )
 from dtensor.commands.parser import add_command
 from dtensor.commands.plan import REAL
-from dtensor.commands.progress import AtWork
+from dtensor.commands.progress import ProgressLine
 from dtensor.errors import PlanningError
 
 if TYPE_CHECKING:
@@ -59,16 +59,16 @@ def add_to(parsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     import dtensor as dt
-    from dtensor.commands.as_data import print_json, trace_data
-    from dtensor.commands.placed import Placed, check_stated
+    from dtensor.commands.json_data import print_json, trace_data
+    from dtensor.commands.placed_workload import PlacedWorkload, check_stated
     from dtensor.commands.workload import Workload
 
     mesh, zero = options.mesh, options.zero or {}
     check_stated(options, [mesh], [zero])
-    with AtWork() as progress:
+    with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
-            placed = Placed(work, options)
+            placed = PlacedWorkload(work, options)
         with progress.doing(f"captures a step of {work.name}"):
             _ = work.graph
         with progress.doing(f"plans it on {mesh}"):
@@ -163,10 +163,12 @@ def kinds(trace: Trace) -> list[str]:
 
     ranks = trace.ranks if len(trace.ranks) <= 4 else (*trace.ranks[:2], *trace.ranks[-2:])
     by_rank = [trace.by_kind(rank) for rank in ranks]
-    every = dict.fromkeys(kind for found in by_rank for kind in found)
+    every = dict.fromkeys(kind for seconds_of in by_rank for kind in seconds_of)
     order = sorted(every, key=lambda kind: (kind == "wait", kind))
     rows = [["", *(f"rank {rank}" for rank in ranks)]]
     for kind in order:
-        cells = [seconds_text(found[kind]) if kind in found else "" for found in by_rank]
+        cells = [
+            seconds_text(seconds_of[kind]) if kind in seconds_of else "" for seconds_of in by_rank
+        ]
         rows.append([kind, *cells])
     return list(table(rows))

@@ -67,16 +67,18 @@ def run(options: argparse.Namespace) -> int:
         return 2
     first = [(each, each.look(), each.controller()) for each in wanted]
     time.sleep(options.seconds)
-    found = [
+    statuses = [
         each.between(before, each.look(), (controller, each.controller()))
         for each, before, controller in first
     ]
     if options.json:
-        print(json.dumps([status.data() for status in found], indent=2))
+        print(json.dumps([status.data() for status in statuses], indent=2))
     else:
-        texts = (f"{status}\n({each.command})" for status, each in zip(found, wanted, strict=True))
+        texts = (
+            f"{status}\n({each.command})" for status, each in zip(statuses, wanted, strict=True)
+        )
         print("\n\n".join(texts))
-    return int(any(status.hangs for status in found))
+    return int(any(status.hangs for status in statuses))
 
 
 def _none(asked: str, running: list[LaunchSeen]) -> str:

@@ -5,8 +5,8 @@
     work.graph                                 # its step, captured once for all that ask
 
 A model of Hugging Face's by its configuration (huggingface.py), or a function of the user's
-(users_function.py). On the meta device a model needs no memory, and has no values. Not here: how
-it is placed (placed.py).
+(user_function.py). On the meta device a model needs no memory, and has no values. Not here: how
+it is placed (placed_workload.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dtensor.api.step.plan_call import BoundCall
-from dtensor.commands.users_function import given_by, is_named, named_value
+from dtensor.commands.user_function import given_by, is_named, named_value
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph
 from dtensor.numerics import dtype_name
@@ -93,10 +93,10 @@ def _of_configuration(options: argparse.Namespace, *, meta: bool) -> Workload:
 
     what = options.model
     config = configuration(what, dict(options.set))
-    made = model_of(config, what, options.head, options.dtype, meta=meta)
+    built = model_of(config, what, options.head, options.dtype, meta=meta)
     inputs, words = batch(
         config,
-        made.head,
+        built.head,
         rows=options.batch or ROWS,
         length=options.length,
         meta=meta,
@@ -106,7 +106,7 @@ def _of_configuration(options: argparse.Namespace, *, meta: bool) -> Workload:
     loss_fn.__name__ = name
     return Workload(
         name=name,
-        model=made.model,
+        model=built.model,
         loss_fn=loss_fn,
         batches=(tuple(inputs.values()),),
         batch_words=words,

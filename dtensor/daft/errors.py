@@ -6,7 +6,8 @@ happen while a program runs; each carries a `Failure`, the facts of its text.
 Example: `TaskError: rank 1 (stage 0), instruction 3 'y = call f(x)': ZeroDivisionError: ...`.
 
 Invariant: an error survives pickling, so that an actor can raise it and a controller show it. It
-does not decide which of several failures is the root cause: `ray/diagnosis/watch.py` does.
+does not decide which of several failures is the root cause: `ray/diagnosis/failure_detector.py`
+does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dtensor.daft.raised import Raised, reason_of, traceback_of
+from dtensor.daft.remote_exceptions import RemoteException, reason_of, traceback_of
 
 MOST_FRAMES = 4
 """Most characters of a cause's traceback that leave a process with the error."""
@@ -45,7 +46,7 @@ class Failure:
     reason: str
     traceback: str = ""
     issued: tuple[str, ...] = ()
-    raised: Raised | None = field(default=None, repr=False, compare=False)
+    raised: RemoteException | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         where = "a rank" if self.rank is None else f"rank {self.rank}"
@@ -103,7 +104,7 @@ class DaftError(RuntimeError):
         """The cause becomes text, too."""
         failure, cause = self.failure, self.__cause__
         if cause is not None and failure.raised is None:
-            failure = replace(failure, raised=Raised(cause))
+            failure = replace(failure, raised=RemoteException(cause))
         if cause is not None and not failure.traceback:
             frames = traceback.format_tb(traceback_of(cause))[-MOST_FRAMES:]
             name = type(cause).__name__
@@ -149,4 +150,4 @@ def as_sent(error: BaseException, rank: int | None = None) -> Exception:
         return error
     if type(error) is LookupError and all(isinstance(arg, str) for arg in error.args):
         return error
-    return HostError(Failure(rank=rank, reason=reason_of(error), raised=Raised(error)))
+    return HostError(Failure(rank=rank, reason=reason_of(error), raised=RemoteException(error)))

@@ -64,7 +64,7 @@ def launch(
     return enter(made, user_line())
 
 
-class Offer:
+class DeferredLaunch:
     """As `launch`, but nothing is started before an actor is spawned; until `end`."""
 
     def __init__(
@@ -163,18 +163,18 @@ def launch_cluster(
 
     `address` joins a Ray cluster that runs already. Ray only, as nothing waits in-process:
     `deadline_s` is how long the ranks may make no progress before one counts as lost; a `Call` that
-    uses the CPU goes on, after a warning, for up to `call_deadline_s`.
-    `ranks_per_actor`: consecutive ranks that share an actor, and so on Ray a process and, on
-    "cuda", a GPU; by default 1. Fewer free GPUs than actors are refused.
-    `seed` picks one of the legal orders in which the ranks of a host run.
-    `snapshot_every`: copies of what runs write are kept, so that it can be undone that they did:
-    in-process before each run, so that one is undone wherever a call of it raises.
-    On Ray after each, where a lost rank's successor finds them: it is replaced, and runs since are
-    done again (`ray/recovery/recovery.py`). `spares`: processes that wait for that; with some,
-    every run is kept. `max_restarts`: how many processes may be replaced before the loss of one is
-    an error. `together`: ranks that exchange most with each other, which come to one machine if
-    they can (`ray/bootstrap/placing.py`). `warm`: as of `launch`. ValueError for another backend,
-    for seconds that are none, and for numbers out of range; ImportError where Ray is not installed.
+    uses the CPU goes on, after a warning, for up to `call_deadline_s`. `ranks_per_actor`:
+    consecutive ranks that share an actor, and so on Ray a process and, on "cuda", a GPU; by default
+    1. Fewer free GPUs than actors are refused. `seed` picks one of the legal orders in which the
+    ranks of a host run. `snapshot_every`: copies of what runs write are kept, so that it can be
+    undone that they did: in-process before each run, so that one is undone wherever a call of it
+    raises. On Ray after each, where a lost rank's successor finds them: it is replaced, and runs
+    since are done again (`ray/recovery/recovery.py`). `spares`: processes that wait for that; with
+    some, every run is kept. `max_restarts`: how many processes may be replaced before the loss of
+    one is an error. `together`: ranks that exchange most with each other, which come to one machine
+    if they can (`ray/bootstrap/actor_placement.py`). `warm`: as of `launch`. ValueError for another
+    backend, for seconds that are none, and for numbers out of range; ImportError where Ray is not
+    installed.
     """
     _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
     if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):

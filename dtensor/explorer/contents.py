@@ -84,8 +84,8 @@ class _Contents:
             for stage in range(plan.num_stages)
             for name, steps in steps_by_section(plan, stage).items()
         }
-        found = runs_of(plan, self.sections.values())
-        self.runs_in = dict(zip(self.sections, found, strict=True))
+        runs_by_section = runs_of(plan, self.sections.values())
+        self.runs_in = dict(zip(self.sections, runs_by_section, strict=True))
         by_stage: dict[int, list[tuple[Sequence[Step], Run]]] = {}
         for (stage, name), runs in self.runs_in.items():
             for run in runs:
@@ -239,10 +239,10 @@ class _Contents:
         for step in updates_of(self.plan.steps, [stage]):
             node = self.tree.node(step.parameter.rpartition(".")[0])
             groups.setdefault((step.optimizer, node), []).append(step)
-        for (optimizer, node), found in groups.items():
-            compute = sum(step_seconds(self.plan, step, stage)[0] for step in found)
-            state = sum(step.state_bytes + step.master_bytes for step in found)
-            labels = ", ".join(collapse(step.parameter for step in found))
+        for (optimizer, node), steps in groups.items():
+            compute = sum(step_seconds(self.plan, step, stage)[0] for step in steps)
+            state = sum(step.state_bytes + step.master_bytes for step in steps)
+            labels = ", ".join(collapse(step.parameter for step in steps))
             row = {"g": number, "k": "end", "n": optimizer, "c": f"update of {labels}", "m": node}
             row |= {"z": compute, "st": state}
             self.steps.append(row)
@@ -268,12 +268,12 @@ class _Contents:
     def _module_of(self, name: str, step: Step) -> str:
         """The module of the op that makes the value, else of the input, else of the op that reads
         it."""
-        made: Step | None = step
+        maker: Step | None = step
         for _ in range(8):
-            made = self.makers.get(name)
-            if isinstance(made, Compute) and made.op.module:
-                return made.op.module
-            match made:
+            maker = self.makers.get(name)
+            if isinstance(maker, Compute) and maker.op.module:
+                return maker.op.module
+            match maker:
                 case Redistribute(operands=(name,), bucket="") | Transfer(operand=name):
                     pass
                 case _:
@@ -281,7 +281,7 @@ class _Contents:
         if "." in self.labels.get(name, ""):
             return self.labels[name].rpartition(".")[0]
         reader = self.readers.get(step.gives[0])
-        return reader.op.module if isinstance(reader, Compute) and made is None else ""
+        return reader.op.module if isinstance(reader, Compute) and maker is None else ""
 
     # -- inputs ----------------------------------------------------------------------------------
 
@@ -289,8 +289,8 @@ class _Contents:
         """The inputs; those of equal layers, which differ in the layer's number, once."""
         groups: dict[tuple[object, ...], list[PlannedInput]] = {}
         for item in self.plan.inputs:
-            path, _, own = item.label.rpartition(".")
-            key = (self.tree.first_of(path), own, item.kind, item.spec, item.held, item.stages)
+            path, _, name = item.label.rpartition(".")
+            key = (self.tree.first_of(path), name, item.kind, item.spec, item.held, item.stages)
             groups.setdefault(key, []).append(item)
         for items in groups.values():
             first = items[0]
@@ -410,19 +410,19 @@ def _hint(hint: Hint) -> dict[str, Any]:
 def _spec(spec: TensorSpec) -> dict[str, Any]:
     """Its text, shape, and by axis the part of each coordinate."""
     mesh = spec.mesh
-    found: dict[str, Any] = {"t": str(spec), "s": list(spec.shape), "z": spec.dtype.itemsize}
+    data: dict[str, Any] = {"t": str(spec), "s": list(spec.shape), "z": spec.dtype.itemsize}
     placed = {
         axis: _placement(placement, spec.shape, mesh.axis_size(axis))
         for axis, placement in spec.sharding.items()
         if isinstance(placement, Shard | Partial)
     }
     if placed:
-        found["p"] = placed
+        data["p"] = placed
     if mesh.axes and MICROBATCH_AXIS in mesh.axes:
-        found["mb"] = mesh.axis_size(MICROBATCH_AXIS)
+        data["mb"] = mesh.axis_size(MICROBATCH_AXIS)
     if spec.on:
-        found["on"] = dict(spec.on)
-    return found
+        data["on"] = dict(spec.on)
+    return data
 
 
 def _placement(placement: Placement, shape: Sequence[int], num: int) -> list[Any]:

@@ -53,10 +53,12 @@ class Reasons:
         """The names of the pins that opened the split of the step's axis; () if there are none."""
         match step:
             case Redistribute() if not step.in_place and not step.tied:
-                found = [by for name in step.operands[:4] for by in self._openers(step.axis, name)]
+                openers = [
+                    by for name in step.operands[:4] for by in self._openers(step.axis, name)
+                ]
             case _:
-                found = []
-        return tuple(dict.fromkeys(found))
+                openers = []
+        return tuple(dict.fromkeys(openers))
 
     def met(self, step: Step) -> tuple[str, ...]:
         """The pins on the axis of parameters that are operands where a conversion's value is made,
@@ -64,14 +66,14 @@ class Reasons:
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ()
         near = [self.index.makers.get(step.operands[0]), *self.index.readers.get(step.name, ())]
-        found: list[str] = []
+        pins: list[str] = []
         for one in near:
             for name in one.reads if one is not None and one.op is not None else ():
                 value = name
                 while (maker := self.index.makers.get(value)) and (base := maker.viewed):
                     value = base
-                found.append(self.index.pinned.get((step.axis, value), ""))
-        return tuple(dict.fromkeys(filter(None, found)))
+                pins.append(self.index.pinned.get((step.axis, value), ""))
+        return tuple(dict.fromkeys(filter(None, pins)))
 
     def states(self, step: Step) -> str:
         """The user's statement, other than a pin, that causes a collective."""
@@ -117,9 +119,9 @@ class Reasons:
         """The pins nearest to a value, going back from it through the ops that make it."""
         level, seen = [name], {name}
         for _ in range(_DEEPEST):
-            found = [by for n in level for by in self.index.opened.get((axis, n), {}).values()]
-            if found or not level:
-                return list(dict.fromkeys(found))
+            openers = [by for n in level for by in self.index.opened.get((axis, n), {}).values()]
+            if openers or not level:
+                return list(dict.fromkeys(openers))
             level = [n for n in self._read_by_makers(level) if n not in seen]
             seen.update(level)
         return []

@@ -94,14 +94,14 @@ def _pieces(spans: Sequence[Span], grain: float) -> int:
 def _drawn(
     spans: Sequence[Span], grain: float, words: _Words, rows: Mapping[tuple[str, str], int]
 ) -> list[list[Any]]:
-    found: list[list[Any]] = []
+    boxes: list[list[Any]] = []
     for _, group in itertools.groupby(spans, lambda span: _place(span, grain)):
         those = list(group)
         first = those[0]
         name = first.name if len(those) == 1 else f"{first.name} and {len(those) - 1} more"
         row = _row(first, rows) if len(those) == 1 else -1
         seconds = sum(span.seconds for span in those)
-        found.append(
+        boxes.append(
             [
                 round(first.begin * _NS),
                 round(seconds * _NS),
@@ -111,7 +111,7 @@ def _drawn(
                 row,
             ]
         )
-    return found
+    return boxes
 
 
 def _row(span: Span, rows: Mapping[tuple[str, str], int]) -> int:
@@ -130,11 +130,11 @@ def _held(changes: Sequence[tuple[float, int]], step: float) -> list[list[int]]:
             most[at] = max(most.get(at, before), held)
             before = held
         changes = [(at * step, held) for at, held in most.items()]
-    found: list[list[int]] = []
+    levels: list[list[int]] = []
     for when, held in changes:
         at = round(when * _NS)
-        if found and found[-1][0] == at:
-            found[-1][1] = max(found[-1][1], held)
-        elif not found or found[-1][1] != held:
-            found.append([at, held])
-    return found
+        if levels and levels[-1][0] == at:
+            levels[-1][1] = max(levels[-1][1], held)
+        elif not levels or levels[-1][1] != held:
+            levels.append([at, held])
+    return levels

@@ -67,8 +67,8 @@ class Tree:
             if key not in self._nodes:
                 self._nodes[key] = len(self.parts)
                 members = self._members.get(key, [key])
-                own = collapse(member.rpartition(".")[2] for member in members)
-                self.parts.append(ModulePart(label=", ".join(own), parent=at, count=len(members)))
+                names = collapse(member.rpartition(".")[2] for member in members)
+                self.parts.append(ModulePart(label=", ".join(names), parent=at, count=len(members)))
             at = self._nodes[key]
         return at
 

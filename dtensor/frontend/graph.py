@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from dtensor.frontend.reads.reads import Reads
+from dtensor.frontend.guards.guards import Guards
 from dtensor.numerics import dtype_name
 from dtensor.private_torch import OpOverload, pytree
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
@@ -123,7 +123,7 @@ class Graph:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     out_tree: OutTree
-    reads: Reads | None = None
+    reads: Guards | None = None
     recognised: tuple[Recognised, ...] = ()
     exported: str = ""
 

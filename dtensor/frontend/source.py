@@ -112,7 +112,7 @@ def _runs_a_model(frame: FrameType) -> bool:
 
 def _users(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
     """Of frames with their lines, outermost first, those that are the user's or a model's."""
-    found: list[Place] = []
+    places: list[Place] = []
     library: Place | None = None
     model: str | None = None  # the library whose model is running
     for frame, line in frames:
@@ -123,9 +123,9 @@ def _users(frames: Iterable[tuple[FrameType, int]]) -> list[Place]:
         if owner == OWN or _runs_a_model(frame):
             model = owner
         if owner in (OWN, model):
-            found.append(place)
+            places.append(place)
         library = library or place
-    return found or ([] if library is None else [library])
+    return places or ([] if library is None else [library])
 
 
 # -- from stacks, traces, errors and functions -----------------------------------------------------
@@ -142,8 +142,8 @@ def user_place() -> Place | None:
         if owner == OWN:  # what is outside makes no difference
             break
         frame = frame.f_back
-    found = _users(reversed(inner))
-    return found[-1] if found else None
+    places = _users(reversed(inner))
+    return places[-1] if places else None
 
 
 def caller_level() -> int:
@@ -204,8 +204,8 @@ def source_of_trace(trace: str) -> Source | None:
 def source_of_exception(error: BaseException) -> Source | None:
     """The innermost frame that counts of those that the exception passed, but for the ones that
     called `capture`: the traceback starts at the frame that caught the error, which is below."""
-    found = _users(traceback.walk_tb(error.__traceback__))
-    return line_of(*found[-1]) if found else None
+    places = _users(traceback.walk_tb(error.__traceback__))
+    return line_of(*places[-1]) if places else None
 
 
 def source_of_callable(fn: Callable[..., object]) -> Source | None:

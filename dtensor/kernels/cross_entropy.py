@@ -90,12 +90,14 @@ def _local(
     target = target.contiguous()
     if len(vocab) <= 2:
         return target, vocab[0] if vocab else 0, ignore_index
-    found = torch.full_like(target, _NOWHERE, dtype=torch.int64)
+    columns_here = torch.full_like(target, _NOWHERE, dtype=torch.int64)
     at = 0
     for start, stop in zip(vocab[::2], vocab[1::2], strict=True):
-        found = torch.where((target >= start) & (target < stop), target - start + at, found)
+        columns_here = torch.where(
+            (target >= start) & (target < stop), target - start + at, columns_here
+        )
         at += stop - start
-    return torch.where(target == ignore_index, _IGNORED, found), 0, _IGNORED
+    return torch.where(target == ignore_index, _IGNORED, columns_here), 0, _IGNORED
 
 
 # -- in Triton -------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ class KernelSlot:
 
     def __call__(self, function: Function) -> Function:
         """Use ``function`` from now on; None: the op itself. Returns it, as a decorator does."""
-        made = self._checked(function)
-        use(Registered({**current().kernels, (self._op, self._device): made}))
+        checked = self._checked(function)
+        use(Registered({**current().kernels, (self._op, self._device): checked}))
         return function
 
     @contextmanager
@@ -53,8 +53,8 @@ class KernelSlot:
             use(before)
 
     def __repr__(self) -> str:
-        found = kernel_of(self._op, torch.device(self._device))
-        what = found.name if found is not None else "the op itself"
+        registered = kernel_of(self._op, torch.device(self._device))
+        what = registered.name if registered is not None else "the op itself"
         return f"<kernel of {self._op} on {self._device}: {what}>"
 
     def _checked(self, function: Callable[..., Any] | None) -> Kernel | None:
@@ -81,13 +81,13 @@ def kernel(op: str | OpOverload, device: str) -> KernelSlot:
     """
     check_kind("the op", op, str | OpOverload, "an op or its name", '"dt::rms_norm"')
     check_word("device", device, DEVICES)
-    found = op if isinstance(op, OpOverload) else _op_named(op)
-    if found._schema.is_mutable:
+    overload = op if isinstance(op, OpOverload) else _op_named(op)
+    if overload._schema.is_mutable:
         raise PlanningError(
-            f"{found} changes its arguments, which no op of a program does: {found._schema}\n"
+            f"{overload} changes its arguments, which no op of a program does: {overload._schema}\n"
             f"fix: register a kernel for the op that returns its result"
         )
-    return KernelSlot(found, device)
+    return KernelSlot(overload, device)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -137,11 +137,13 @@ def _check_signature(op: OpOverload, function: Callable[..., Any]) -> None:
     if order[: len(placed)] != list(placed)[: len(order)]:
         raise _unfit(op, function, "their order is another")
     for a in arguments:
-        own = signature.parameters.get(a.name)
-        if own is None or own.default is own.empty or not a.has_default_value():
+        parameter = signature.parameters.get(a.name)
+        if parameter is None or parameter.default is parameter.empty or not a.has_default_value():
             continue
-        if _plain(own.default) != _plain(a.default_value):
-            reason = f"{a.name} is {own.default!r} by default, and {a.default_value!r} in the op"
+        if _plain(parameter.default) != _plain(a.default_value):
+            reason = (
+                f"{a.name} is {parameter.default!r} by default, and {a.default_value!r} in the op"
+            )
             raise _unfit(op, function, reason)
 
 

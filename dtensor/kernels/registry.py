@@ -80,9 +80,9 @@ def check_kept(given: Sequence[Tensor], before: tuple[int, ...], name: str) -> N
         )
 
 
-def check_made(made: Sequence[object], name: str, wanted: Made) -> None:
+def check_made(results: Sequence[object], name: str, wanted: Made) -> None:
     """RuntimeError unless a kernel's results have the op's shapes and dtypes."""
-    for number, (x, (shape, dtype)) in enumerate(zip(made, wanted, strict=True)):
+    for number, (x, (shape, dtype)) in enumerate(zip(results, wanted, strict=True)):
         if not isinstance(x, Tensor) or list(x.shape) != list(shape) or x.dtype != dtype:
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise RuntimeError(
@@ -91,11 +91,11 @@ def check_made(made: Sequence[object], name: str, wanted: Made) -> None:
             )
 
 
-def check_apart(made: Sequence[Tensor], given: Sequence[Tensor], name: str) -> None:
+def check_apart(results: Sequence[Tensor], given: Sequence[Tensor], name: str) -> None:
     """RuntimeError if a kernel's result is in the memory of an argument: the program may write to
     that again."""
     places = {x.untyped_storage().data_ptr() for x in given} - {0}
-    for number, x in enumerate(made):
+    for number, x in enumerate(results):
         if x.untyped_storage().data_ptr() in places:
             raise RuntimeError(
                 f"the kernel {name} returned as result {number} a tensor that shares the memory of "

@@ -49,9 +49,9 @@ def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) ->
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backward: bool) -> Tensor:
-    made = torch.empty_like(x, dtype=dtype)
+    rotated = torch.empty_like(x, dtype=dtype)
     shape = (1,) * (4 - x.dim()) + tuple(x.shape)
-    x, cos, sin, y = (t.expand(shape) for t in (x, cos, sin, made))
+    x, cos, sin, y = (t.expand(shape) for t in (x, cos, sin, rotated))
     half = shape[3] // 2
     strides = [step for t in (x, cos, sin, y) for step in t.stride()[:3]]
     lanes = triton.next_power_of_2(half)
@@ -62,7 +62,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backwar
         x, cos, sin, y, num_rows, shape[1], shape[2], half, *strides, BACKWARD=backward,
         ROWS=rows, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return made
+    return rotated
 
 
 @triton.jit

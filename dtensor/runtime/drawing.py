@@ -96,38 +96,38 @@ def drawing(
     every = math.ceil(12 / pitch)  # a name needs so many pixels
     few = sum(len(lane) for row in rows for lane in row.lanes) <= FEW
     legend, legend_end = _legend(left, rows, colours)
-    whole = max(left + width, legend_end) + right
-    whole = max(whole, 20 + _LETTER * max(len(title), len(foot)))
-    found = [_text(10, 18, title, size=12), *legend]
-    found += [_text(whole - 10, 38, note, anchor="end", fill=_FAINT)] if note else []
+    total = max(left + width, legend_end) + right
+    total = max(total, 20 + _LETTER * max(len(title), len(foot)))
+    elements = [_text(10, 18, title, size=12), *legend]
+    elements += [_text(total - 10, 38, note, anchor="end", fill=_FAINT)] if note else []
     across = "".join(f"M{left + at * scale:.1f} {top:g}V{bottom + 4:.1f}" for at, _ in ticks)
-    found.append(f'<path d="{across}" stroke="{_RULE}"/>')
+    elements.append(f'<path d="{across}" stroke="{_RULE}"/>')
     for at, words in ticks:
-        found.append(_text(left + at * scale, bottom + 16, words, anchor="middle", fill=_FAINT))
+        elements.append(_text(left + at * scale, bottom + 16, words, anchor="middle", fill=_FAINT))
     for number, row in enumerate(rows):
         begin = top + number * pitch
         if number % every == 0:
             middle = begin + min(thin * heights[0], 18) / 2 + 4
-            found.append(_text(left - 6, middle, row.name, anchor="end", title=row.title))
-            found.append(_text(whole - 10, middle, row.note, anchor="end") if row.note else "")
-        found.append(f'<g aria-label="{html.escape(row.name)}">')
+            elements.append(_text(left - 6, middle, row.name, anchor="end", title=row.title))
+            elements.append(_text(total - 10, middle, row.note, anchor="end") if row.note else "")
+        elements.append(f'<g aria-label="{html.escape(row.name)}">')
         for index, (lane, height) in enumerate(zip(row.lanes, heights, strict=True)):
             under = row.stretches if index == 0 and not few else ()
-            found.append(f'<g transform="translate({left:.1f} {begin:.1f})">')
+            elements.append(f'<g transform="translate({left:.1f} {begin:.1f})">')
             least = 0.0 if few else _NARROW
-            found += _lane(lane, under, scale, thin * height, least, colours)
-            found.append("</g>")
+            elements += _lane(lane, under, scale, thin * height, least, colours)
+            elements.append("</g>")
             begin += thin * height
-        found.append("</g>")
+        elements.append("</g>")
     if foot:
-        found.append(_text(10, bottom + 34, foot, fill=_FAINT))
+        elements.append(_text(10, bottom + 34, foot, fill=_FAINT))
     high = bottom + (44 if foot else 26)
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole:.0f}" height="{high:.0f}" '
-            f'viewBox="0 0 {whole:.0f} {high:.0f}" font-family="sans-serif" role="img">',
-            f'<path d="M0 0H{whole:.0f}V{high:.0f}H0Z" fill="#ffffff"/>',
-            *filter(None, found),
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{total:.0f}" height="{high:.0f}" '
+            f'viewBox="0 0 {total:.0f} {high:.0f}" font-family="sans-serif" role="img">',
+            f'<path d="M0 0H{total:.0f}V{high:.0f}H0Z" fill="#ffffff"/>',
+            *filter(None, elements),
             "</svg>",
         ]
     )
@@ -202,13 +202,13 @@ def _legend(
 ) -> tuple[list[str], float]:
     """And where it ends."""
     there = {box.kind for row in rows for lane in row.lanes for box in lane}
-    found: list[str] = []
+    elements: list[str] = []
     for kind, (colour, words) in colours.items():
         if kind in there:
-            found.append(f'<path d="M{left:.1f} 29h11v11h-11z" fill="{colour}"/>')
-            found.append(_text(left + 16, 38, words))
+            elements.append(f'<path d="M{left:.1f} 29h11v11h-11z" fill="{colour}"/>')
+            elements.append(_text(left + 16, 38, words))
             left += 34 + _LETTER * len(words)
-    return found, left
+    return elements, left
 
 
 def _text(

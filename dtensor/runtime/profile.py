@@ -100,38 +100,38 @@ class Profile:
             f"{seconds_text(self.predicted)} predicted for {self.hardware}; {steps}",
             f"with stamps {seconds_text(abs(self.instrumentation))} {side}, not in the table",
         ]
-        for own in self.ranks[:SHOWN_RANKS]:
-            lines += ["", *table([*self._rows(own)])]
+        for rank_profile in self.ranks[:SHOWN_RANKS]:
+            lines += ["", *table([*self._rows(rank_profile)])]
         if len(self.ranks) > SHOWN_RANKS:
             lines += ["", f"and {len(self.ranks) - SHOWN_RANKS} ranks more: profile.ranks"]
         return "\n".join(lines)
 
-    def _rows(self, own: RankProfile) -> Iterator[tuple[str, ...]]:
+    def _rows(self, rank_profile: RankProfile) -> Iterator[tuple[str, ...]]:
         def row(what: str, spent: Spent) -> tuple[str, ...]:
             share = f"{100 * spent.seconds / self.seconds:.1f}%" if self.seconds else ""
             predicted = "" if spent.predicted is None else seconds_text(spent.predicted)
             times = f"{spent.times:,}" if spent.times else ""
             return what, _signed(spent.seconds), share, predicted, times
 
-        yield f"rank {own.rank}", "measured", "share", "predicted", "times"
-        yield row("kernels", _sum(own.kernels.values()))
-        ops = list(own.kernels.items())
+        yield f"rank {rank_profile.rank}", "measured", "share", "predicted", "times"
+        yield row("kernels", _sum(rank_profile.kernels.values()))
+        ops = list(rank_profile.kernels.items())
         shown = ops if len(ops) <= SHOWN_OPS + 1 else ops[:SHOWN_OPS]
         for op, spent in shown:
             yield row(f"  {op}", spent)
         if rest := ops[len(shown) :]:
             yield row(f"  {len(rest)} others", _sum([spent for _, spent in rest]))
-        yield row("waiting", _sum(own.waiting.values()))
-        for peers, spent in own.waiting.items():
+        yield row("waiting", _sum(rank_profile.waiting.values()))
+        for peers, spent in rank_profile.waiting.items():
             who = ", ".join(map(str, peers))
             yield row(f"  for rank{'s' * (len(peers) > 1)} {who}", spent)
-        yield row("overhead", _sum(own.overhead.values()))
-        for layer, spent in own.overhead.items():
+        yield row("overhead", _sum(rank_profile.overhead.values()))
+        for layer, spent in rank_profile.overhead.items():
             yield row(f"  {layer}: {LAYERS[layer]}", spent)
-        if own.other_ranks.seconds:
-            yield row("turns of other ranks in this process", own.other_ranks)
-        yield row("idle", own.idle)
-        yield row("remainder", Spent(seconds=self.seconds - own.seconds))
+        if rank_profile.other_ranks.seconds:
+            yield row("turns of other ranks in this process", rank_profile.other_ranks)
+        yield row("idle", rank_profile.idle)
+        yield row("remainder", Spent(seconds=self.seconds - rank_profile.seconds))
         yield row("step", Spent(seconds=self.seconds, predicted=self.predicted))
 
 

@@ -80,7 +80,7 @@ class Certificate:
         lines = [f"  wrong    {text}" for text in self.wrong[:_MAX_SHOWN]]
         if len(self.wrong) > _MAX_SHOWN:
             lines.append(f"  wrong    and {len(self.wrong) - _MAX_SHOWN} more, in `.wrong`")
-        lines += [f"  missing  {found}: {found.saving}" for found in self.missing]
+        lines += [f"  missing  {strategy}: {strategy.saving}" for strategy in self.missing]
         lines += [f"  refused  {text.partition(chr(10))[0]}" for text in self.refused]
         return "\n".join([head, *lines])
 
@@ -224,10 +224,10 @@ def certify_call(
     """
     call, operands = call_of(target, args, kwargs or {})
     call, results = run_whole(call, operands)
-    found = rule(call)
+    op_rule = rule(call)
     case = Case(
         call=call,
-        rule=found,
+        rule=op_rule,
         operands=operands,
         results=results,
         seed=seed,
@@ -236,8 +236,8 @@ def certify_call(
     wrong: list[str] = []
     checked = 0
     plans = itertools.chain(
-        (((num,), (s,)) for num in nums for s in one_axis(found, num)),
-        (((2, 2), pair) for pair in two_axes(found)) if square else (),
+        (((num,), (s,)) for num in nums for s in one_axis(op_rule, num)),
+        (((2, 2), pair) for pair in two_axes(op_rule)) if square else (),
     )
     for shape, strategies in plans:
         checked += 1
@@ -246,7 +246,7 @@ def certify_call(
             texts = " x ".join(_text(s) for s in strategies)
             ranks = "x".join(map(str, shape))
             metas = ", ".join(map(str, call.operands))
-            where = f"{call.name}({metas}) [{found}] on {ranks} ranks"
+            where = f"{call.name}({metas}) [{op_rule}] on {ranks} ranks"
             wrong.append(f"{where}: {texts}: {problem}")
     lacking = tuple(_missing(case)) if missing and case.values else ()
     return Certificate(tuple(wrong), lacking, checked)

@@ -27,7 +27,7 @@ from torch import nn
 
 from dtensor.api.model.parallel import parallelize
 from dtensor.api.model.stating.patterns import listing, nearest
-from dtensor.api.model.stating.placing import InputPins, Stated, check_fit, check_stated
+from dtensor.api.model.stating.stated_placements import InputPins, Stated, check_fit, check_stated
 from dtensor.api.step.plan_call import BoundCall, Grads, Options, plan_call
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Arg, Graph, meta_of
@@ -133,11 +133,11 @@ def plan_of(
 
 def counts(planned: Plan, phase: str) -> dict[str, int]:
     """How many times each ``kind@axis`` runs in a phase; the optimizer's are backward."""
-    found: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
     for collective in planned.collectives:
         if _phase(collective) == phase:
-            found[collective.key] += 1
-    return dict(sorted(found.items()))
+            counted[collective.key] += 1
+    return dict(sorted(counted.items()))
 
 
 # -- what was found ----------------------------------------------------------------------------
@@ -147,11 +147,11 @@ def _phase(collective: PlannedCollective) -> str:
     return "forward" if collective.phase == "forward" else "backward"
 
 
-def _differences(phase: str, expected: Counts, found: Counts) -> list[str]:
+def _differences(phase: str, expected: Counts, actual: Counts) -> list[str]:
     return [
-        f"  {phase} {key}: expected {expected.get(key, 0)}, found {found.get(key, 0)}"
-        for key in sorted({*expected, *found})
-        if expected.get(key, 0) != found.get(key, 0)
+        f"  {phase} {key}: expected {expected.get(key, 0)}, found {actual.get(key, 0)}"
+        for key in sorted({*expected, *actual})
+        if expected.get(key, 0) != actual.get(key, 0)
     ]
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.api.model.stating.placing import InputPins, Stated, check_fit, check_stated
+from dtensor.api.model.stating.stated_placements import InputPins, Stated, check_fit, check_stated
 from dtensor.api.step.loaded_program import load
 from dtensor.api.step.plan_call import BoundCall, Options, Planned, plan_call
 from dtensor.api.store.session import Launch
@@ -37,7 +37,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Grad, Graph, Tangent, meta_of
 from dtensor.private_torch import pytree
-from dtensor.runtime.lower.builder import Roles
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.ops.call import Meta, is_random
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
@@ -157,13 +157,13 @@ def reference(traced: Traced) -> Evaluation:
     gradients: dict[int, torch.Tensor | None] = {}
     asked = [i for i, copy in enumerate(copies) if copy.requires_grad]
     if pairs and asked:
-        found = torch.autograd.grad(
+        gradients_found = torch.autograd.grad(
             [result for result, _ in pairs],
             [copies[i] for i in asked],
             [cotangent for _, cotangent in pairs],
             allow_unused=True,
         )
-        gradients = dict(zip(asked, found, strict=True))
+        gradients = dict(zip(asked, gradients_found, strict=True))
     detached = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, results)
     return Evaluation(
         results=detached, gradients=tuple(gradients.get(i) for i in range(len(copies)))
@@ -216,10 +216,10 @@ def run(
     seed: int = 0,
 ) -> Evaluation:
     """Plan under these placements, run on an in-process cluster, bring the global values back."""
-    made = planned(traced, mesh, placements, topology=topology)
+    planned_call = planned(traced, mesh, placements, topology=topology)
     generator = torch.Generator().manual_seed(seed)
     fed: dict[str, list[torch.Tensor]] = {}
-    for item, entry in zip(made.plan.inputs, traced.graph.inputs, strict=True):
+    for item, entry in zip(planned_call.plan.inputs, traced.graph.inputs, strict=True):
         match entry:
             case Arg(index):
                 leaf = traced.leaves[traced.numbers[index]].detach()
@@ -237,20 +237,20 @@ def run(
                 )
     with launch_cluster(mesh.size) as cluster:
         session = Launch(cluster, "compiled").add(mesh)
-        program = load(session, made, Roles(gradients=True), owner=session)
+        program = load(session, planned_call, Roles(gradients=True), owner=session)
         inputs = [
             {name: fed[name][rank] for name in own.inputs}
             for rank, own in enumerate(program.program.ranks)
         ]
         held = session.run(program.handle, inputs, {}).get()
-    values = {(o.kind, o.of): _whole(o, held) for o in made.plan.outputs}
+    values = {(o.kind, o.of): _whole(o, held) for o in planned_call.plan.outputs}
     tensors = [values["result", i] for i in range(len(traced.cotangents))]
     gradients: list[torch.Tensor | None] = [None] * len(traced.leaves)
     for output in traced.graph.outputs:
         if isinstance(output, Grad) and isinstance(output.of, Arg):
             gradients[traced.numbers[output.of.index]] = values["gradient", output.of.name]
     return Evaluation(
-        results=traced.graph.unflatten(tensors), gradients=tuple(gradients), planned=made
+        results=traced.graph.unflatten(tensors), gradients=tuple(gradients), planned=planned_call
     )
 
 
@@ -299,17 +299,17 @@ def _whole(output: PlannedOutput, held: Sequence[Mapping[str, torch.Tensor]]) ->
                 f"{name} is planned as {spec}: rank {rank} should hold {list(shape)} of "
                 f"{spec.dtype}, it holds {list(shard.shape)} of {shard.dtype}"
             )
-    whole = assemble(shards, spec)
+    value = assemble(shards, spec)
     if any(isinstance(p, Partial) for p in spec.placements):
-        return whole
+        return value
     for rank, shard in enumerate(shards):
-        expected = shard_of(whole, spec, spec.mesh.coordinates(rank))
+        expected = shard_of(value, spec, spec.mesh.coordinates(rank))
         if not torch.allclose(shard, expected, rtol=1e-5, atol=1e-6, equal_nan=True):
             raise RanksDisagree(
                 f"{name} is planned as {spec}: rank {rank} holds other numbers than the ranks "
                 f"that hold the same elements"
             )
-    return whole
+    return value
 
 
 def named_as(

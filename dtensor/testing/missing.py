@@ -127,22 +127,22 @@ def _holds(case: Case, operands: Sequence[Placement], num: int) -> list[list[Pla
         return []
     if any(len(out) != len(case.results) for out in outputs):
         return []
-    found: list[list[Placement]] = []
-    for i, whole in enumerate(case.results):
-        if whole is None:
-            found.append([REPLICATE])
+    held: list[list[Placement]] = []
+    for i, result in enumerate(case.results):
+        if result is None:
+            held.append([REPLICATE])
             continue
-        choices: list[Placement] = [REPLICATE, *(Shard(d) for d in range(whole.dim()))]
-        choices += [] if whole.dtype == torch.bool else [Partial("sum")]
+        choices: list[Placement] = [REPLICATE, *(Shard(d) for d in range(result.dim()))]
+        choices += [] if result.dtype == torch.bool else [Partial("sum")]
         parts = [out[i] for out in outputs]
-        found.append(
+        held.append(
             [
                 p
                 for p in choices
-                if compare(parts, whole, _spec(whole, p, mesh), case.tolerance) is None
+                if compare(parts, result, _spec(result, p, mesh), case.tolerance) is None
             ]
         )
-    return found if all(found) else []
+    return held if all(held) else []
 
 
 def _agree(rule: Rule, shards: Sequence[torch.Tensor]) -> bool:

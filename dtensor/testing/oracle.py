@@ -123,12 +123,12 @@ def generator_of(seed: int) -> torch.Generator:
 
 
 def one_axis(rule: Rule, num: int) -> Iterator[Strategy]:
-    found: dict[Strategy, None] = dict.fromkeys(rule.strategies(num))
+    strategies: dict[Strategy, None] = dict.fromkeys(rule.strategies(num))
     for assignment in _assignments(rule):
         strategy = rule.apply(assignment, num)
         if strategy is not None:
-            found[strategy] = None
-    yield from found
+            strategies[strategy] = None
+    yield from strategies
 
 
 def _assignments(rule: Rule) -> Iterator[dict[str, FactorSharding]]:
@@ -210,8 +210,8 @@ def _bases(
     call: OpCall, specs: Sequence[TensorSpec], results: Sequence[TensorSpec | None]
 ) -> tuple[int, ...]:
     """The operands that the op may change in place."""
-    found = writes_of(call)
-    return () if found is None else tuple(at for at in found.base if specs[at] == results[0])
+    writes = writes_of(call)
+    return () if writes is None else tuple(at for at in writes.base if specs[at] == results[0])
 
 
 def restrided(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from dtensor.api.model.stating.patterns import listing, names_of, nearest, no_match
-from dtensor.api.model.stating.placing import Stated
+from dtensor.api.model.stating.stated_placements import Stated
 from dtensor.errors import PlanningError
 from dtensor.private_torch import pytree
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
@@ -127,7 +127,7 @@ def assert_same(
             what = f"{mesh}: {_trial_text(trial)}"
             pins = [trial.get(arguments.get(i, ""), {}) for i in range(len(traced.leaves))]
             try:
-                found = run(traced, mesh, pins, seed=seed)
+                evaluation = run(traced, mesh, pins, seed=seed)
             except PlanningError as problem:
                 if stated is not None:
                     raise
@@ -136,9 +136,9 @@ def assert_same(
                 continue
             except RanksDisagree as problem:
                 raise AssertionError(f"{_head(name, mesh, trial)}\n  {problem}") from problem
-            problem = _compared(found, expected, traced, arguments, (rtol, atol))
+            problem = _compared(evaluation, expected, traced, arguments, (rtol, atol))
             if problem is not None:
-                raise AssertionError(f"{_head(name, mesh, trial)}\n{problem}\n\n{found.plan}")
+                raise AssertionError(f"{_head(name, mesh, trial)}\n{problem}\n\n{evaluation.plan}")
             checked.append(what)
     if error is not None and not checked:
         raise error
@@ -211,7 +211,7 @@ def _resolved(
     fn: Callable[..., Any], stated: Placements, mesh: Mesh, arguments: Mapping[int, str]
 ) -> dict[str, Stated]:
     """Argument to its placements: keys are names, or globs over a module's tensors."""
-    found: dict[str, Stated] = {}
+    placements: dict[str, Stated] = {}
     tensors = names_of(fn) if isinstance(fn, nn.Module) else ()
     known = set(arguments.values())
     for key, pins in stated.items():
@@ -229,8 +229,8 @@ def _resolved(
                 + (f'fix: write "{near[0]}"' if near else "fix: use the names of its parameters")
             )
         for name in matched:
-            found.setdefault(name, pins)  # the first match wins
-    return found
+            placements.setdefault(name, pins)  # the first match wins
+    return placements
 
 
 def _trial_text(trial: Mapping[str, Stated]) -> str:
@@ -256,19 +256,19 @@ def _head(name: str, mesh: Mesh, trial: Mapping[str, Stated]) -> str:
 
 
 def _compared(
-    found: Evaluation,
+    actual: Evaluation,
     expected: Evaluation,
     traced: Traced,
     arguments: Mapping[int, str],
     tolerance: tuple[float | None, float | None],
 ) -> str | None:
     """The first value that differs, in words; results before gradients."""
-    specs = {(o.kind, o.of): o.spec for o in found.plan.outputs}
+    specs = {(o.kind, o.of): o.spec for o in actual.plan.outputs}
     pairs: list[tuple[str, Any, torch.Tensor | None, torch.Tensor | None]] = []
-    for i, (a, b) in enumerate(zip(found.tensors, expected.tensors, strict=True)):
+    for i, (a, b) in enumerate(zip(actual.tensors, expected.tensors, strict=True)):
         label = "the result" if len(expected.tensors) == 1 else f"result {i}"
         pairs.append((label, specs.get(("result", i)), a, b))
-    for i, (a, b) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
+    for i, (a, b) in enumerate(zip(actual.gradients, expected.gradients, strict=True)):
         spec = specs.get(("gradient", traced.names.get(i, "")))
         pairs.append((f"the gradient of {arguments.get(i, i)}", spec, a, b))
     for label, spec, a, b in pairs:
@@ -289,7 +289,7 @@ def _compared(
 
 
 def difference(
-    found: torch.Tensor,
+    actual: torch.Tensor,
     expected: torch.Tensor,
     spec: TensorSpec | None,
     *,
@@ -297,8 +297,8 @@ def difference(
     atol: float | None = None,
 ) -> str | None:
     """What differs, with the element, its ranks and the tolerance; None if nothing does."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"  expected:   {_kind(expected)}\n  found:      {_kind(found)}"
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return f"  expected:   {_kind(expected)}\n  found:      {_kind(actual)}"
     if expected.numel() == 0:
         return None
     default = TOLERANCES.get(expected.dtype, (0.0, 0.0))
@@ -306,7 +306,7 @@ def difference(
     absolute = default[1] if atol is None else atol
     wide = torch.complex128 if expected.is_complex() else torch.float64
     if expected.dtype in TOLERANCES:
-        a, b = found.to(wide), expected.to(wide)
+        a, b = actual.to(wide), expected.to(wide)
         finite = b.abs()[b.isfinite()]
         largest = float(finite.max()) if finite.numel() else 0.0
         allowed = absolute + relative * largest
@@ -317,7 +317,7 @@ def difference(
         rule = f"allowed is {allowed:.2g} (atol {absolute:.2g} + rtol {relative:.2g} * "
         rule += f"{largest:.4g}, the largest)"
     else:
-        wrong = found != expected
+        wrong = actual != expected
         excess = wrong.double()
         rule = f"{expected.dtype} must be equal"
     if not bool(wrong.any()):
@@ -331,7 +331,7 @@ def difference(
     lines += [
         f"  element:    {list(index)}{held}",
         f"  expected:   {expected[index].item()}",
-        f"  found:      {found[index].item()}",
+        f"  found:      {actual[index].item()}",
         f"  {number} of {expected.numel()} elements differ; {rule}",
     ]
     return "\n".join(lines)

@@ -131,17 +131,17 @@ def tensors(
 
 def _choices(shape: tuple[int, ...], pending: bool) -> list[Placement]:
     """From the plainest on, which is what examples shrink to."""
-    found: list[Placement] = [REPLICATE, *(Shard(dim) for dim in range(len(shape)))]
+    choices: list[Placement] = [REPLICATE, *(Shard(dim) for dim in range(len(shape)))]
     for dim, size in enumerate(shape):
-        found += [Shard(dim, blocks=n) for n in (2, 3) if size and size % n == 0]
-        found += [Shard(dim, unit=n) for n in (2, 3) if size and size % n == 0]
+        choices += [Shard(dim, blocks=n) for n in (2, 3) if size and size % n == 0]
+        choices += [Shard(dim, unit=n) for n in (2, 3) if size and size % n == 0]
         if size > 2:
-            found.append(Shard(dim, blocks=(size - 1, 1)))
+            choices.append(Shard(dim, blocks=(size - 1, 1)))
         if size % 4 == 0 and size:
-            found.append(Shard(dim, blocks=2, unit=2))
+            choices.append(Shard(dim, blocks=2, unit=2))
     if pending:
-        found += [Partial("sum"), Partial("max"), Partial("min")]
-    return found
+        choices += [Partial("sum"), Partial("max"), Partial("min")]
+    return choices
 
 
 def _strategy(given: Any) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dtensor.api.model.stating.placing import Stated, check_fit
+from dtensor.api.model.stating.stated_placements import Stated, check_fit
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh
@@ -27,13 +27,13 @@ Pins = dict[str, Placement]
 
 def choices(shape: tuple[int, ...]) -> list[Placement]:
     """What a tensor may be on one axis. A dim of size 1 is not split."""
-    found: list[Placement] = [REPLICATE]
+    placements: list[Placement] = [REPLICATE]
     for dim, size in enumerate(shape):
         if size > 1:
-            found.append(Shard(dim))
+            placements.append(Shard(dim))
         if size >= 4 and size % 2 == 0:
-            found += [Shard(dim, blocks=2), Shard(dim, unit=2)]
-    return found
+            placements += [Shard(dim, blocks=2), Shard(dim, unit=2)]
+    return placements
 
 
 def placed(shape: tuple[int, ...], mesh: Mesh) -> list[Pins]:
@@ -41,15 +41,15 @@ def placed(shape: tuple[int, ...], mesh: Mesh) -> list[Pins]:
 
     The axes of a dict are in the order in which they are to be stated: majors first.
     """
-    found: dict[TensorSpec, Pins] = {}
+    pins_by_spec: dict[TensorSpec, Pins] = {}
     for each in itertools.product(choices(shape), repeat=len(mesh.axes)):
         together = dict(zip(mesh.axes, each, strict=True))
         for order in itertools.permutations(mesh.axes):
             pins = {axis: together[axis] for axis in order}
             spec = stated_spec(shape, mesh, pins)
             if spec is not None:
-                found.setdefault(spec, pins)
-    return list(found.values())
+                pins_by_spec.setdefault(spec, pins)
+    return list(pins_by_spec.values())
 
 
 def stated_spec(shape: tuple[int, ...], mesh: Mesh, stated: Stated) -> TensorSpec | None:
@@ -71,14 +71,14 @@ def enumerated(
     split = {name: [pins for pins in all_ if _splits(pins)] for name, all_ in every.items()}
     alone = [{name: pins} for name, each in split.items() for pins in each]
     rng.shuffle(alone)
-    found = _varied(alone, count - count // 3)
+    trials = _varied(alone, count - count // 3)
     for _ in range(4 * count):
-        if len(found) >= count:
+        if len(trials) >= count:
             break
         together = {name: rng.choice(each) for name, each in every.items()}
-        if any(_splits(pins) for pins in together.values()) and together not in found:
-            found.append(together)
-    return found
+        if any(_splits(pins) for pins in together.values()) and together not in trials:
+            trials.append(together)
+    return trials
 
 
 def _varied(alone: list[dict[str, Pins]], count: int) -> list[dict[str, Pins]]:

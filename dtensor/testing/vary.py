@@ -63,17 +63,17 @@ def other_sizes(
     """The call with each factor of its rule one larger, with all small, and with one of size 1."""
     call, operands = call_of(target, args, kwargs)
     call, _ = run_whole(call, operands)
-    found = rule(call)
-    factors = [f for f, size in found.sizes if size > 0]
+    rule_of_call = rule(call)
+    factors = [f for f, size in rule_of_call.sizes if size > 0]
     changes = [
-        {f: found.size[f] + 1 for f in factors},
-        {f: 2 if found.size[f] > 2 else 3 for f in factors},
+        {f: rule_of_call.size[f] + 1 for f in factors},
+        {f: 2 if rule_of_call.size[f] > 2 else 3 for f in factors},
         *({f: 1} for f in factors[:_SINGLES]),
     ]
     for change in changes:
         resized = [
-            _resize(x, dims, found, found.size | change)
-            for x, dims in zip(operands, found.operands, strict=True)
+            _resize(x, dims, rule_of_call, rule_of_call.size | change)
+            for x, dims in zip(operands, rule_of_call.operands, strict=True)
         ]
 
         def given(operand: Operand, tensors: Sequence[torch.Tensor] = resized) -> torch.Tensor:
@@ -103,12 +103,12 @@ def example(target: OpOverload) -> str:
     """
     required = [a for a in target._schema.arguments if not a.has_default_value()]
     for shape, numbers in itertools.product(_SHAPES, _LISTS):
-        made = [_argument(str(a.type), shape, numbers) for a in required]
-        values = [m[1] for m in made if m is not None]
+        arguments = [_argument(str(a.type), shape, numbers) for a in required]
+        values = [m[1] for m in arguments if m is not None]
         named = {a.name: v for a, v in zip(required, values) if a.kwarg_only}
         given = values[: len(values) - len(named)]
         if len(values) == len(required) and without_error(target, given, named):
-            texts = [m[0] for m in made if m is not None]
+            texts = [m[0] for m in arguments if m is not None]
             return ", ".join(
                 f"{a.name}={text}" if a.kwarg_only else text for a, text in zip(required, texts)
             )

@@ -316,8 +316,8 @@ def test_each_element_is_written_once_and_each_rank_reads_its_own(
         dt.save(tmp_path / "1", run.model).get()
         monkeypatch.setattr(Checkpoint, "read", counted)
         dt.load(tmp_path / "1", run.model)
-        resident = session_for(run.mesh).resident(run.model)
-        for label, own in resident.stored.items():
+        model_home = session_for(run.mesh).model_home(run.model)
+        for label, own in model_home.stored.items():
             shards = (own.spec.local_nbytes(run.mesh.coordinates(r)) for r in own.at)
             assert read[f"model.{label}"] == sum(shards)
     checkpoint = Checkpoint.open(tmp_path / "1")

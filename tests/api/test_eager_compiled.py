@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import dtensor as dt
-from dtensor.api.eager import run
+from dtensor.api.eager import execute_op
 from dtensor.sharding.plan.steps import Compute
 from tests.api.eager import MESHES, sampled
 
@@ -82,13 +82,13 @@ def test_programs_are_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Where both run the same ops. A compiled plan looks ahead: it may send less, and later."""
     fn, shapes = PROGRAMS[name]
     plans: list[dt.Plan] = []
-    execute = run._run
+    execute = execute_op._run
 
     def record(session: Any, entry: Any, *rest: Any) -> Any:
         plans.append(entry.planned.plan)
         return execute(session, entry, *rest)
 
-    monkeypatch.setattr(run, "_run", record)
+    monkeypatch.setattr(execute_op, "_run", record)
     compared = 0
     for mesh in MESHES:
         for choice in sampled(mesh, shapes, 6):

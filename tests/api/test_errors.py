@@ -18,7 +18,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.model.stating.placing import input_pins, planner_pins, resolve
+from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow

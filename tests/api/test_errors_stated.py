@@ -14,8 +14,8 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
-from dtensor.api.model.stating.placing import input_pins, resolve
 from dtensor.api.model.stating.stages import stage_of
+from dtensor.api.model.stating.stated_placements import input_pins, resolve
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh

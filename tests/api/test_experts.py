@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.sharding.local.groups import grouped_mm, grouped_mm_backward
+from dtensor.sharding.local.grouped_matmul import grouped_mm, grouped_mm_backward
 from tests.extras import missing
 
 pytest.importorskip("transformers", reason=missing("transformers"))

@@ -198,8 +198,8 @@ def test_the_same_model_trains_and_generates_with_what_it_learned() -> None:
         for _ in range(20):
             float(step(tokens))
         after = gen([[5, 6, 7]], max_new_tokens=8)
-        assert len(session.residents) == 2
-        kept = [name for home in session.residents.values() for name in home.stored]
+        assert len(session.model_homes) == 2
+        kept = [name for home in session.model_homes.values() for name in home.stored]
         assert len(kept) == len(set(kept))
     assert before != after
     assert all(part.training for part in model.module.modules())

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 import dtensor as dt
 from dtensor.api.store.session import session_for
-from dtensor.api.values.lazy_parameters import Away
+from dtensor.api.values.lazy_parameters import LazyTensor
 from dtensor.daft import CommunicationError, Failure
 from tests.extras import missing
 
@@ -410,7 +410,7 @@ def test_after_a_launch_and_in_a_second(second: str) -> None:
                 twins.do(way, name)
                 twins.train(1)
         elif second == "outside":
-            assert not any(isinstance(t, Away) for t in tensors_of(twins.net).values())
+            assert not any(isinstance(t, LazyTensor) for t in tensors_of(twins.net).values())
             twins.do(way, name)
     twins.train(1)
     twins.check("at the end")
@@ -471,9 +471,9 @@ def test_own_reads_fetch_nothing() -> None:
             scheduler.step()  # warnings are errors here
             twins.step.plan(x, y)
             assert session.cluster.calls == calls + twins.mesh.size
-        assert all(isinstance(t, Away) for t in tensors_of(twins.net).values())
+        assert all(isinstance(t, LazyTensor) for t in tensors_of(twins.net).values())
         shapes = [(p.shape, p.requires_grad, p.device) for p in twins.net.parameters()]
-        assert len(shapes) == 7 and isinstance(twins.net.up.weight, Away)
+        assert len(shapes) == 7 and isinstance(twins.net.up.weight, LazyTensor)
 
 
 def test_what_is_touched_is_fetched_alone() -> None:
@@ -481,9 +481,9 @@ def test_what_is_touched_is_fetched_alone() -> None:
     with dt.launch(twins.mesh):
         twins.train(1)
         float(twins.net.scale)
-        away = {name for name, t in tensors_of(twins.net).items() if isinstance(t, Away)}
+        away = {name for name, t in tensors_of(twins.net).items() if isinstance(t, LazyTensor)}
         assert set(tensors_of(twins.net)) - away == {"scale"}
-        home = session_for(twins.mesh).resident(twins.model)
+        home = session_for(twins.mesh).model_home(twins.model)
         put: list[Any] = []
         session_for(twins.mesh).cluster.put = put.append  # type: ignore[method-assign]
         twins.train(1)
@@ -731,7 +731,7 @@ def test_what_was_gathered_is_here() -> None:
     with dt.launch(twins.mesh, bring_home=False):
         twins.train(2)
         dt.gather_state_dict(twins.model, twins.optimizer)
-        assert isinstance(twins.net.up.weight, Away)  # that is no touch
+        assert isinstance(twins.net.up.weight, LazyTensor)  # that is no touch
     twins.check("after")
     with dt.launch(twins.mesh):
         twins.train(1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.model import initial
+from dtensor.api.model import initial_values
 from tests.models import DropoutGPT, batch, loss_fn
 
 MEGATRON: dict[str, Any] = {
@@ -86,7 +86,7 @@ def test_the_function_runs_once_for_all_ranks() -> None:
 def test_a_rank_makes_its_shard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank of a split parameter holds all of it."""
     sizes: dict[str, set[int]] = {}
-    inner = initial.make
+    inner = initial_values.make
 
     def watched(recipe: Any, pieces: Any, device: torch.device) -> Tensor:
         made = inner(recipe, pieces, device)
@@ -94,7 +94,7 @@ def test_a_rank_makes_its_shard_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes.setdefault(recipe.name, set()).add(made.numel())
         return made
 
-    monkeypatch.setattr(initial, "make", watched)
+    monkeypatch.setattr(initial_values, "make", watched)
     values(*MESHES["tp2"], "reset")
     assert sizes["blocks.0.up.weight"] == {4 * 16 * 16 // 2}
     assert sizes["embed.weight"] == {32 * 16 // 2}

@@ -26,7 +26,7 @@ import dtensor as dt
 from dtensor import signals
 from dtensor.api.store.session import launched
 from dtensor.daft import DaftError
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 
 TP, DP = dt.Mesh(tp=2), dt.Mesh(dp=2)
 WAIT_S = 600.0  # far beyond what anything here takes
@@ -316,7 +316,7 @@ def test_who_waits_for_another_threads_call_is_interrupted(
     has, go = threading.Event(), threading.Event()
 
     def holds() -> None:
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             has.set()
             assert go.wait(WAIT_S)
 
@@ -333,7 +333,7 @@ def test_who_waits_for_another_threads_call_is_interrupted(
     assert has.wait(WAIT_S)
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(type(ONE_AT_A_TIME), "waited_for", waited_for)
+            patch.setattr(type(CALL_LOCK), "waited_for", waited_for)
             training.step(0)
         assert waits.is_set() and not go.is_set()
     finally:

@@ -239,7 +239,7 @@ def test_ranks_hold_what_the_plan_counts(zero: int) -> None:
     memory = run.step.plan(*one).memory[0]
     with dt.launch(run.mesh) as session:
         float(run.step(*one))
-        (home,) = session.resident(run.model).optimizers.values()
+        (home,) = session.model_home(run.model).optimizers.values()
         found = session.launch.store.fetch(list(home.values().values()))
         shards = [(own[0], own[1]) for own in found.values()]
         run.state()

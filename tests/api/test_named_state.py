@@ -51,7 +51,7 @@ class Trained:
         self.data = [(torch.randn(4, 8, dtype=dtype), torch.randn(4, 8, dtype=dtype))] * 6
 
     def home(self, session: MeshSession) -> OptimizerHome:
-        (home,) = session.resident(self.model).optimizers.values()
+        (home,) = session.model_home(self.model).optimizers.values()
         return home
 
     def by_torch(self, number: int) -> float:

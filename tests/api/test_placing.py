@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from dtensor.api.model.stating.patterns import expand, matches, names_of
-from dtensor.api.model.stating.placing import InputPins, input_pins, planner_pins, resolve
 from dtensor.api.model.stating.stages import NO_STAGES, stage_of
+from dtensor.api.model.stating.stated_placements import InputPins, input_pins, planner_pins, resolve
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow

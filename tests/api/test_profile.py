@@ -16,7 +16,7 @@ from dtensor.api.launch.profiling import NUM_WARM
 from dtensor.api.step.loaded_program import programs_of
 from dtensor.api.store.session import session_for
 from dtensor.daft import Call, Collective, Program, Recv, Send, TaskError, Wait
-from dtensor.daft.run.stamps import LINES, TIMES
+from dtensor.daft.run.timestamps import LINES, TIMES
 from dtensor.daft.verification.verifier import verify
 from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.breakdown import Floors, Measured, TimedStep, profile_of

@@ -29,7 +29,7 @@ def test_in_process_it_changes_nothing() -> None:
 @pytest.mark.slow
 def test_fewer_gpus_than_ranks_are_refused_unless_it_is_said() -> None:
     ray = pytest.importorskip("ray", reason=missing("ray"))
-    from dtensor.daft.ray.bootstrap.starting import end_ray
+    from dtensor.daft.ray.bootstrap.start_ray import end_ray
 
     mesh = dt.Mesh(dp=2, tp=2)
     end_ray()  # that of earlier tests, and its token; Ray believes what it is told about GPUs

@@ -34,7 +34,7 @@ PROMPTS = [[5, 3, 9], [7], [11, 12, 13, 14, 15]]
 def lose(session: Any, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
     cluster = session.launch.cluster
     assert isinstance(cluster, RayCluster)
-    os.kill(cluster.crew.host(rank).counter.pid, how)
+    os.kill(cluster.membership.host(rank).counter.pid, how)
 
 
 @pytest.mark.ray

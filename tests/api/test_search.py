@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.api.search.comparison import CapturedStep
-from dtensor.api.search.family import Family
-from dtensor.api.search.generating import stages_of
+from dtensor.api.search.generation_search import stages_of
 from dtensor.api.search.program import SearchedProgram, repeated_modules
 from dtensor.api.search.space import SpaceFacts, points_of
+from dtensor.api.search.strategy_family import StrategyFamily
 from dtensor.api.step import plan_call
 from tests.api.generation import Writer
 from tests.models import GPT
@@ -91,7 +91,7 @@ def test_estimates_are_near_what_plans_say() -> None:
     program = SearchedProgram.of(step, 8, dt.topologies.laptop())
     points = points_of(program.facts)
     for point in points[:: len(points) // 12]:
-        family = Family.of(program, point.tp, point.zero)
+        family = StrategyFamily.of(program, point.tp, point.zero)
         estimate, row = family.estimate(point), program.planned(point)
         hidden = 1.3 if point.zero == 3 else 1.07  # gathers behind work, which estimates are not
         assert 0.95 < estimate.seconds / row.seconds < hidden, point.name

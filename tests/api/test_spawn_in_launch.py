@@ -248,7 +248,9 @@ def test_a_slow_actor_stops_no_rank(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It waits for nobody and nobody for it, but whoever reads its result."""
-    monkeypatch.setattr("dtensor.daft.ray.diagnosis.watch.STALE_S", math.inf)  # all are alive
+    monkeypatch.setattr(
+        "dtensor.daft.ray.diagnosis.failure_detector.STALE_S", math.inf
+    )  # all are alive
     with dt.launch(TRAIN, PLAY, backend="ray"):
         reward = daft.spawn(Reward)
         double = dt.compile(lambda t: t * 2, PLAY)

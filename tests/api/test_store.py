@@ -16,7 +16,7 @@ from dtensor.api.store.session import MeshSession
 from dtensor.api.store.store import Moving, Owner
 from dtensor.daft import DaftError
 from dtensor.runtime.transfer import between_meshes
-from dtensor.sharding.redistribute.named_values import plan_sync
+from dtensor.sharding.redistribute.sync_plan import plan_sync
 from dtensor.sharding.spec.stored import StoredTensor
 from tests.api.test_switch import MEGATRON, Place, Trained, batches, named
 from tests.api.test_sync import TP, batch, loss_fn, net
@@ -87,7 +87,7 @@ def test_a_stored_tensor_is_the_one_form() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "resident.owner._stored[label] = home",
+        "model_home.owner._stored[label] = home",
         "home.owner._stored |= new",
         "owner._settled.update(homes)",
         "self.owner._absent.clear()",
@@ -141,12 +141,12 @@ def test_a_sync_that_fails(known: str, synced: bool, monkeypatch: pytest.MonkeyP
     parameters = [p for p in policy.parameters() if p.requires_grad]
     step = dt.train_step(policy, loss_fn, torch.optim.SGD(parameters, lr=0.1))
     with dt.launch(train, play) as run:
-        resident = run.launch.sessions[play].resident(actor)
+        model_home = run.launch.sessions[play].model_home(actor)
         before: dict[str, Tensor] = {}
         if synced:
             dt.sync(policy, actor)
             before = dt.gather_state_dict(actor)["model"]
-        entries = dict(resident.stored)
+        entries = dict(model_home.stored)
         step(*batch(0)).wait()
         failing.on = True
         if known == "at once":
@@ -160,7 +160,7 @@ def test_a_sync_that_fails(known: str, synced: bool, monkeypatch: pytest.MonkeyP
         else:
             with pytest.raises(dt.PlanningError, match=r"no value here yet(.|\n)*dt\.sync"):
                 dt.gather_state_dict(actor)
-        assert dict(resident.stored) == entries
+        assert dict(model_home.stored) == entries
         failing.on = False
         if known == "later":
             with pytest.raises(DaftError, match="no memory") as caught:
@@ -180,17 +180,17 @@ def test_a_switch_that_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     to = dt.Mesh(tp=2, name="other") if name == "other" else mesh
     with dt.launch(mesh) as run:
         trained.losses(data[:1])
-        resident = run.launch.sessions[mesh].resident(trained.model)
-        before: dict[str, StoredTensor] = named(resident)
+        model_home = run.launch.sessions[mesh].model_home(trained.model)
+        before: dict[str, StoredTensor] = named(model_home)
         failing = Failing(monkeypatch)
         failing.on = True
         with pytest.raises(DaftError, match="no memory"):
             run.switch(trained.model, trained.opt, to, {})
-        assert named(resident) == before and resident.mesh == mesh
+        assert named(model_home) == before and model_home.mesh == mesh
         failing.on = False
         trained.losses(data[1:2])
         run.switch(trained.model, trained.opt, to, {})
-        after = named(resident)
+        after = named(model_home)
         assert after != before and {one.spec.mesh for one in after.values()} == {to}
         assert {n: one.label for n, one in after.items()} == {
             n: one.label for n, one in before.items()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.api.launch.launching import LaunchSession
-from dtensor.api.store.home import Resident
+from dtensor.api.store.home import ModelHome
 from dtensor.daft import Cluster, DaftError, Program, Send
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.runtime.optimizer import shard_optimizer
@@ -133,25 +133,25 @@ def tables(run: LaunchSession) -> dict[int, list[str]]:
     return found
 
 
-def homes(model: dt.ParallelModule, run: LaunchSession) -> Resident:
-    return run.launch.sessions[model.mesh].residents[id(model)]
+def homes(model: dt.ParallelModule, run: LaunchSession) -> ModelHome:
+    return run.launch.sessions[model.mesh].model_homes[id(model)]
 
 
-def elements(resident: Resident, run: LaunchSession) -> dict[tuple[str, int], set[int]]:
+def elements(model_home: ModelHome, run: LaunchSession) -> dict[tuple[str, int], set[int]]:
     """Label and rank of the launch to the elements that the rank has, by cutting numbers."""
     found: dict[tuple[str, int], set[int]] = {}
-    for label, stored in named(resident).items():
+    for label, stored in named(model_home).items():
         whole = torch.arange(math.prod(stored.spec.shape)).reshape(stored.spec.shape)
         for rank, number in stored.numbers.items():
-            own = shard_of(whole, stored.spec, resident.mesh.coordinates(rank))
+            own = shard_of(whole, stored.spec, model_home.mesh.coordinates(rank))
             found[label, number] = set(own.flatten().tolist())
     return found
 
 
-def named(resident: Resident) -> dict[str, StoredTensor]:
+def named(model_home: ModelHome) -> dict[str, StoredTensor]:
     """All values on ranks, the optimizer's too."""
-    found = dict(resident.stored)
-    for home in resident.optimizers.values():
+    found = dict(model_home.stored)
+    for home in model_home.optimizers.values():
         found |= {f"{key} of {label}": own for (label, key), own in home.values().items()}
     return found
 
@@ -195,10 +195,10 @@ def test_there_and_back(here: str, there: str, monkeypatch: pytest.MonkeyPatch) 
         before = elements(homes(trained.model, run), run)
         with sends(monkeypatch, InProcessCluster) as sent:
             plan = trained.switch(run, b)
-        resident = homes(trained.model, run)
-        after = elements(resident, run)
-        specs = named(resident)
-        assert len(specs) == 4 * len(resident.stored)  # the optimizer's step and two moments
+        model_home = homes(trained.model, run)
+        after = elements(model_home, run)
+        specs = named(model_home)
+        assert len(specs) == 4 * len(model_home.stored)  # the optimizer's step and two moments
         assert {n for n, _ in before} == specs.keys() and len(plan.transfers) == len(specs)
         lacking = sum(
             len(wanted - before.get(key, set())) * specs[key[0]].spec.dtype.itemsize
@@ -707,7 +707,7 @@ def test_who_joins_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) ->
     """A process that does not start changes nothing; a spare joins, and ranks that are lost before
     a switch and within it are replaced."""
     from dtensor.daft.ray.cluster import RayCluster
-    from dtensor.daft.ray.recovery.membership import Crew
+    from dtensor.daft.ray.recovery.membership import Membership
 
     data, a, b = batches(5), PLACES["tp2"], PLACES["tp3 uneven"]
     expected = Trained(a)
@@ -725,17 +725,17 @@ def test_who_joins_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) ->
         assert isinstance(cluster, RayCluster)
 
         def lose(host: int) -> None:
-            os.kill(cluster.crew.host(host).counter.pid, signal.SIGKILL)
+            os.kill(cluster.membership.host(host).counter.pid, signal.SIGKILL)
 
         found = trained.losses(data[:1])
-        add, wait = Crew.add, RayCluster._await
+        add, wait = Membership.add, RayCluster._await
 
         def wait_until(done: Callable[[], bool]) -> None:
             while not done():
                 time.sleep(0.05)
 
-        def stillborn(crew: Crew, new: Any) -> Any:
-            processes = add(crew, new)
+        def stillborn(membership: Membership, new: Any) -> Any:
+            processes = add(membership, new)
             for process in processes:
                 wait_until(lambda process=process: bool(process.counter.pid))
                 os.kill(process.counter.pid, signal.SIGKILL)
@@ -743,11 +743,15 @@ def test_who_joins_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) ->
             return processes
 
         with monkeypatch.context() as patch, pytest.raises(DaftError, match="did not start"):
-            patch.setattr(Crew, "add", stillborn)
+            patch.setattr(Membership, "add", stillborn)
             trained.switch(run, b)
-        assert trained.model.mesh == a.mesh and cluster.size == 2 and len(cluster.crew.all) == 2
+        assert (
+            trained.model.mesh == a.mesh and cluster.size == 2 and len(cluster.membership.all) == 2
+        )
         found += trained.losses(data[1:2])
-        spares = {spare.index for spare in cluster.crew.hire()} or {cluster.crew.spares[0].index}
+        spares = {spare.index for spare in cluster.membership.start_spares()} or {
+            cluster.membership.spares[0].index
+        }
 
         def late(self: RayCluster, *given: Any) -> None:
             wait(self, *given)
@@ -756,7 +760,7 @@ def test_who_joins_on_ray(ray_session: None, monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as patch, pytest.warns(RuntimeWarning, match="recovered in"):
             patch.setattr(RayCluster, "_await", late)
             trained.switch(run, b)
-        assert cluster.crew.host(2).index in spares
+        assert cluster.membership.host(2).index in spares
         found += trained.losses(data[2:3])
         lose(2)
         with pytest.warns(RuntimeWarning, match="recovered in"):

@@ -297,7 +297,7 @@ def test_bf16_and_dtypes_beside_one_another() -> None:
         plan = dt.sync_plan(policy, actor)
         # every pair's values are in one message, of all dtypes
         assert len(plan.messages) == len(plan.bytes_by_pair) == 6
-        there = session_for(actor.mesh).residents[id(actor)]
+        there = session_for(actor.mesh).model_homes[id(actor)]
         found = there.gather(list(there.stored))
         expected = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         assert found.keys() == expected.keys()

@@ -12,7 +12,7 @@ from torch import nn
 import dtensor as dt
 from dtensor.daft import TaskError
 from dtensor.daft.cluster.inprocess import InProcessCluster
-from dtensor.daft.undo.snapshots import Copies
+from dtensor.daft.undo.snapshots import MemorySnapshots
 from dtensor.runtime.optimizer import shard_optimizer
 
 
@@ -122,7 +122,7 @@ def test_bytes_of_the_copies(axes: dict[str, int]) -> None:
         cluster = running.cluster
         assert isinstance(cluster, InProcessCluster) and cluster._worker._undoing is not None
         spare = cluster._worker._undoing.snapshots._store
-        assert isinstance(spare, Copies)
+        assert isinstance(spare, MemorySnapshots)
         (kept,) = (own for own in spare._spare.values() if len(own) > 20)
         of_rank_0 = [value for (rank, _), value in kept.items() if rank == 0]
         numbers = sum(value.nbytes for value in of_rank_0 if not value.dim())

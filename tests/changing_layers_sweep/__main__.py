@@ -184,7 +184,7 @@ def launch(group: Sequence[Cell]) -> Any:
 
 
 def lose(running: Any) -> None:
-    os.kill(running.launch.cluster.crew.host(1).counter.pid, signal.SIGKILL)
+    os.kill(running.launch.cluster.membership.host(1).counter.pid, signal.SIGKILL)
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dtensor.daft.ray.bootstrap.starting import start_ray
+from dtensor.daft.ray.bootstrap.start_ray import start_ray
 from tests.chaos.disk import disk
 from tests.chaos.inside import KINDS as FAULTS
 from tests.chaos.inside import LATE

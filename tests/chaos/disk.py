@@ -152,7 +152,7 @@ def writer_killed(name: str, draw: random.Random, count: int, folder: Path) -> N
         trains.save(folder / "0").get()
         begun = trains.state()
         for n in range(count):
-            while not cluster.crew.ready:
+            while not cluster.membership.ready:
                 time.sleep(0.02)
             rank = draw.randrange(2)
             size = (folder / "0" / f"__{rank}_0.distcp").stat().st_size

@@ -88,7 +88,7 @@ class Disturbance:
         """What `act` gives, with the faults of this step. It is called again where an exception of
         ours comes out of it, once for each: as if it had not been called before."""
         due = [n for n, fault in enumerate(self.faults) if fault.step == number]
-        while due and not self._cluster.crew.ready:
+        while due and not self._cluster.membership.ready:
             time.sleep(0.02)
         for n in due:
             fault = self.faults[n]

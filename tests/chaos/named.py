@@ -23,7 +23,7 @@ import pytest
 import dtensor as dt
 from dtensor.daft import ActorLost, CommunicationError, TaskError
 from dtensor.daft.errors import DaftError
-from dtensor.daft.ray.bootstrap.starting import start_ray
+from dtensor.daft.ray.bootstrap.start_ray import start_ray
 from dtensor.daft.ray.cluster import RayCluster
 from tests.chaos.disturbance import Disturbance, Hung, Watchdog
 from tests.chaos.inside import LATE, Fault
@@ -80,7 +80,9 @@ def ended(name: str, faults: Sequence[Fault]) -> float:
 
                 def step(number: int, act: object) -> object:
                     if number == last.step:  # what has stopped was stopped by a signal
-                        patch.setattr("dtensor.daft.ray.diagnosis.watch.STALE_S", math.inf)
+                        patch.setattr(
+                            "dtensor.daft.ray.diagnosis.failure_detector.STALE_S", math.inf
+                        )
                         watch.deadline_s = DEADLINE_S  # a long one until now
                     found = inner(number, act)  # type: ignore[arg-type]
                     steps.append(found)

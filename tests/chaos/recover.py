@@ -106,7 +106,7 @@ def recover(
     kinds: Sequence[str] = (),
 ) -> int:
     """So many faults, on all scenarios in turn; the launches with other bits, raised or hung."""
-    from dtensor.daft.ray.bootstrap.starting import start_ray
+    from dtensor.daft.ray.bootstrap.start_ray import start_ray
 
     start_ray(None)
     names = [name for name in SCENARIOS if only in name]

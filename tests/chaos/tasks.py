@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from dtensor import daft
-from dtensor.daft.ray.bootstrap.starting import start_ray
+from dtensor.daft.ray.bootstrap.start_ray import start_ray
 from dtensor.daft.tasks.actors import info_of
 from tests.chaos.recover import Rows
 from tests.chaos.watch import running
@@ -101,7 +101,7 @@ def tasks(count: int, seed: int, rows: Rows) -> int:
         row, begin = rows["compiled" if compiled else "tasks", how], time.monotonic()
         try:
             with pytest.MonkeyPatch.context() as patch:  # what has stopped was stopped by a signal
-                patch.setattr("dtensor.daft.ray.diagnosis.watch.STALE_S", math.inf)
+                patch.setattr("dtensor.daft.ray.diagnosis.failure_detector.STALE_S", math.inf)
                 row.by.update(run(number, how, compiled))
         except Exception:
             row.failed, wrong = row.failed + 1, wrong + 1

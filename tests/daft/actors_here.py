@@ -23,11 +23,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from dtensor.daft import Program
+from dtensor.daft.ray.transports.connect import check_routes
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.ray.transports.gloo import join_gloo
-from dtensor.daft.ray.transports.joining import check_routes
-from dtensor.daft.ray.transports.peers import own_place
 from dtensor.daft.ray.transports.same_host import SameHostTransport, join_same_host
+from dtensor.daft.ray.transports.shared_memory_peers import own_place
 from dtensor.daft.run.worker import HostRun, Worker
 from tests.daft.programs import parts_of
 

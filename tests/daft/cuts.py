@@ -6,11 +6,11 @@
     differs(calm.tables()[0], world.tables()[0]) == ""
 
 Each of the hosts has one rank and a real `Worker`; they meet in one `LocalTransport`, of which a
-wait is only tried once all have started, and go on in any interleaving. The controller is `Changes`
-and a list of messages. At random moments some hosts die (a new one opens the file that they left)
-and all others lose what was under way. Then the cut is taken of what the hosts say that they have
-ended, each goes back to its part of it, and what is behind that is sent again, as it was sent the
-first time.
+wait is only tried once all have started, and go on in any interleaving. The controller is
+`ChangeLog` and a list of messages. At random moments some hosts die (a new one opens the file that
+they left) and all others lose what was under way. Then the cut is taken of what the hosts say that
+they have ended, each goes back to its part of it, and what is behind that is sent again, as it was
+sent the first time.
 
 What is checked on the way: that a host can go back to where the cut says; that its table is then
 bit for bit what it was right after that change, but for what is replayable.
@@ -43,15 +43,15 @@ from dtensor.daft import (
     Vote,
     Wait,
 )
-from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.cluster.recovery_line import ChangeLog
 from dtensor.daft.ir.host_program import HostProgram, host_programs
 from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.run.transport import LocalTransport, Pending
 from dtensor.daft.run.worker import Counted, HostRun, Worker
+from dtensor.daft.undo.failed_run import Poisoned, UndoneCounts
 from dtensor.daft.undo.rollback import TableChange
 from dtensor.daft.undo.snapshot_file import SnapshotFile
-from dtensor.daft.undo.snapshots import Copies, Store
-from dtensor.daft.undo.undone import Counters, Spoiled
+from dtensor.daft.undo.snapshots import MemorySnapshots, SnapshotStore
 from dtensor.daft.verification.pairing import instruction_at
 from dtensor.daft.verification.verifier import verify
 
@@ -274,7 +274,7 @@ class World:
         self.size = size
         self.draw = random.Random(seed)
         self.kind, self.folder = store, folder
-        self.changes = Changes(size, every)
+        self.changes = ChangeLog(size, every)
         self.every = every
         self.transport = _Ready()
         self.programs: dict[tuple[tuple[int, ...], Kind], int] = {}
@@ -289,13 +289,13 @@ class World:
         for host in self.hosts:
             host.was[0] = {}
 
-    def _fresh(self, rank: int) -> Store:
+    def _fresh(self, rank: int) -> SnapshotStore:
         if self.kind == "copies":
-            return Copies()
+            return MemorySnapshots()
         assert self.folder is not None
         return SnapshotFile.create(self.folder, (rank,))
 
-    def _worker(self, rank: int, store: Store) -> Worker:
+    def _worker(self, rank: int, store: SnapshotStore) -> Worker:
         return Worker((rank,), CPU, self.transport, snapshots=store)
 
     # -- the controller ---------------------------------------------------------------------------
@@ -430,7 +430,7 @@ class World:
             for (members, _), handle in self.programs.items():
                 if host.rank in members:
                     host.worker.load(handle, self.lists[handle][host.rank])
-        cut = self.changes.cut([host.worker.ended() for host in self.hosts])
+        cut = self.changes.recovery_line([host.worker.ended() for host in self.hosts])
         for host in self.hosts:
             to, rank = cut[host.rank], host.rank
             assert host.worker.roll_back(to) == to == host.worker.ended()
@@ -495,9 +495,9 @@ def differs(one: Table, other: Table, *, lasting_only: bool = False) -> str:
         a, b = one[key], other[key]
         if isinstance(a, Tensor) and isinstance(b, Tensor):
             same = a.dtype == b.dtype and torch.equal(a, b)
-        elif isinstance(a, Counters) and isinstance(b, Counters):
+        elif isinstance(a, UndoneCounts) and isinstance(b, UndoneCounts):
             same = dict(a.runs) == dict(b.runs) and _runs(a) == _runs(b)
-        elif isinstance(a, Spoiled) and isinstance(b, Spoiled):
+        elif isinstance(a, Poisoned) and isinstance(b, Poisoned):
             same = a.failure.step == b.failure.step
         else:
             same = type(a) is type(b) and a == b
@@ -506,5 +506,5 @@ def differs(one: Table, other: Table, *, lasting_only: bool = False) -> str:
     return ""
 
 
-def _runs(counters: Counters) -> list[int | None]:
+def _runs(counters: UndoneCounts) -> list[int | None]:
     return [undone.run for undone in counters.undone]

@@ -25,7 +25,7 @@ from dtensor.daft import (
     Wait,
 )
 from dtensor.daft.ir.host_program import HostProgram, host_programs
-from dtensor.daft.ray.transports.slots import Between
+from dtensor.daft.ray.transports.slots import CrossHostKeys
 from dtensor.daft.verification.pairing import merge_sites
 
 F32 = torch.float32
@@ -48,7 +48,7 @@ def function(name: str, source: str, **bindings: object) -> Function:
 def parts_of(made: Program, hosts: Sequence[Sequence[int]]) -> tuple[HostProgram, ...]:
     """What each of the hosts is sent of a program."""
     hosts = tuple(map(tuple, hosts))
-    between = Between(made, [h for h, ranks in enumerate(hosts) for _ in ranks])
+    between = CrossHostKeys(made, [h for h, ranks in enumerate(hosts) for _ in ranks])
     parts = host_programs(made, hosts, merge_sites(made, hosts))
     return tuple(replace(own, meetings=between.of(own.ranks)) for own in parts)
 

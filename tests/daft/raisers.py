@@ -1,4 +1,5 @@
-"""What code on a host may raise, by name: the table of `test_raised.py`, which hosts import too."""
+"""What code on a host may raise, by name: the table of `test_remote_exceptions.py`, which hosts
+import too."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft import DaftError
-from dtensor.daft.raised import MOST_IN_TRACE, RaisedThere
+from dtensor.daft.remote_exceptions import MOST_IN_TRACE, RemoteTraceback
 
 
 class Base(BaseException):
@@ -139,7 +140,7 @@ def check(error: DaftError, kind: str, *, carried: bool = True) -> None:
     name = type(made).__name__
     assert name in str(error) and len(str(error)) < 30_000
     assert cause is not None
-    if (carried and kind in AS_TEXT) or isinstance(cause, RaisedThere):
+    if (carried and kind in AS_TEXT) or isinstance(cause, RemoteTraceback):
         assert kind in AS_TEXT | {"HostsOwn", "Inner"}
         assert name in str(cause) and len(str(cause)) <= MOST_IN_TRACE + 100
         return

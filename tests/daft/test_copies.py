@@ -21,7 +21,7 @@ pytest.importorskip("ray", reason=missing("ray"))
 
 from dtensor.daft.ray.bootstrap.user_folder import elsewhere, shared
 from dtensor.daft.ray.ranks import replicas as copies
-from dtensor.daft.ray.ranks.replicas import CopiedFile, Keeper, KeptCopy, hold
+from dtensor.daft.ray.ranks.replicas import PeerCopy, ReplicaServer, ReplicatedFile, hold
 from dtensor.daft.ray.recovery.membership import ring
 from dtensor.daft.undo.snapshot_file import SnapshotFile
 from dtensor.daft.undo.snapshots import Key, Snapshots
@@ -43,7 +43,7 @@ class Owner:
 
     def __init__(self, folder: Path) -> None:
         self.table: dict[Key, object] = {}
-        self.store = CopiedFile(SnapshotFile.create(folder, RANKS))
+        self.store = ReplicatedFile(SnapshotFile.create(folder, RANKS))
         self.snapshots = Snapshots(self.table, self.store)
         self.last = 0
 
@@ -68,8 +68,8 @@ def owner(folders: tuple[Path, Path]) -> Iterator[Owner]:
 
 
 @pytest.fixture
-def keeper(folders: tuple[Path, Path]) -> Keeper:
-    return Keeper(folders[1], SECRET, "127.0.0.1")
+def keeper(folders: tuple[Path, Path]) -> ReplicaServer:
+    return ReplicaServer(folders[1], SECRET, "127.0.0.1")
 
 
 def left(folder: Path) -> Snapshots:
@@ -87,11 +87,13 @@ def check(folder: Path, state: int) -> None:
     assert {name for _, name in table} - {"w", "n"} == {f"p{i}" for i in range(3, state + 1, 3)}
 
 
-def test_both_states_are_there(folders: tuple[Path, Path], owner: Owner, keeper: Keeper) -> None:
+def test_both_states_are_there(
+    folders: tuple[Path, Path], owner: Owner, keeper: ReplicaServer
+) -> None:
     other = folders[1]
     for _ in range(4):  # what there was before
         owner.change()
-    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    owner.store.copy_to(keeper.endpoint, SECRET, RANKS)
     check(other, 4)
     for _ in range(5):
         owner.change()
@@ -112,12 +114,12 @@ def test_both_states_are_there(folders: tuple[Path, Path], owner: Owner, keeper:
 def test_a_stream_that_breaks_off_anywhere(
     folders: tuple[Path, Path],
     owner: Owner,
-    keeper: Keeper,
+    keeper: ReplicaServer,
     monkeypatch: pytest.MonkeyPatch,
     seed: int,
 ) -> None:
     other = folders[1]
-    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    owner.store.copy_to(keeper.endpoint, SECRET, RANKS)
     left_over = 95_000 + 23_457 * seed
     send = copies.send
 
@@ -142,38 +144,40 @@ def test_a_stream_that_breaks_off_anywhere(
 
 
 def test_who_does_not_know_the_secret(
-    folders: tuple[Path, Path], owner: Owner, keeper: Keeper
+    folders: tuple[Path, Path], owner: Owner, keeper: ReplicaServer
 ) -> None:
     with pytest.raises(ConnectionError):
-        owner.store.copy_to(keeper.door, b"t" * 32, RANKS)
+        owner.store.copy_to(keeper.endpoint, b"t" * 32, RANKS)
     assert not list(folders[1].iterdir())
 
 
-def test_no_memory_there(owner: Owner, keeper: Keeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner.store.copy_to(keeper.door, SECRET, RANKS)
+def test_no_memory_there(
+    owner: Owner, keeper: ReplicaServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner.store.copy_to(keeper.endpoint, SECRET, RANKS)
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(KeptCopy, "keep", full)
+    monkeypatch.setattr(PeerCopy, "keep", full)
     owner.change()
     with pytest.raises(ConnectionError, match="No space left on device"):
         owner.store.check()
 
 
 def test_a_copy_begun_anew_is_one_when_it_is_whole(
-    folders: tuple[Path, Path], owner: Owner, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+    folders: tuple[Path, Path], owner: Owner, keeper: ReplicaServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = folders[1]
-    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    owner.store.copy_to(keeper.endpoint, SECRET, RANKS)
     owner.change()
     keeper.end([RANKS])
     owner.change()
-    monkeypatch.setattr(KeptCopy, "complete", lambda kept: None)  # it is not
-    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    monkeypatch.setattr(PeerCopy, "complete", lambda kept: None)  # it is not
+    owner.store.copy_to(keeper.endpoint, SECRET, RANKS)
     check(other, 1)
     monkeypatch.undo()
-    owner.store.copy_to(keeper.door, SECRET, RANKS)
+    owner.store.copy_to(keeper.endpoint, SECRET, RANKS)
     keeper.end([RANKS])
     check(other, 2)
 

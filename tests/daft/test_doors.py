@@ -23,11 +23,11 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
-from dtensor.daft.ray.bootstrap import starting
+from dtensor.daft.ray.bootstrap import start_ray
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.bootstrap.user_folder import directory_of_sockets
+from dtensor.daft.ray.transports.connect import HostConnections, Rendezvous, connect_cpu, lost_key
 from dtensor.daft.ray.transports.gloo import gloo_group, join_gloo, prove
-from dtensor.daft.ray.transports.joining import Join, Joined, connect_cpu, lost_key
 from tests.chaos.watch import listening
 
 PATIENCE_S = 600.0
@@ -154,14 +154,14 @@ def test_rays_sockets_lie_where_no_other_user_may_enter(
 def test_a_token_of_the_users_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
-    drawn = [starting._own_token() for _ in range(2)]
+    drawn = [start_ray._own_token() for _ in range(2)]
     assert drawn[0] != drawn[1] and {"RAY_AUTH_MODE": "token"}.items() <= drawn[0].items()
     assert len(drawn[0]["RAY_AUTH_TOKEN"]) == 64
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/of/the/users")
-    assert starting._own_token() == {}
+    assert start_ray._own_token() == {}
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert starting._own_token() == {}
+    assert start_ray._own_token() == {}
 
 
 # -- the store -------------------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def _both(act: Callable[[int], object]) -> list[object]:
         return list(pool.map(caught, range(2)))
 
 
-def _join(port: int) -> Join:
-    return Join(
+def _join(port: int) -> Rendezvous:
+    return Rendezvous(
         address="127.0.0.1",
         port=port,
         secret=SECRET,
@@ -229,7 +229,7 @@ def test_nobody_joins_by_what_a_stranger_has_written(
     key: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another's card, or that another was lost."""
-    monkeypatch.setattr("dtensor.daft.ray.transports.joining.node_at", lambda _: "here")
+    monkeypatch.setattr("dtensor.daft.ray.transports.connect.node_at", lambda _: "here")
     store = SignedStore.open("127.0.0.1", SECRET)
     stranger = TCPStore("127.0.0.1", store.port, None, False, wait_for_workers=False)
     card = '{"place": "here", "pid": 1, "descriptor": 3, "nonce": "00"}'
@@ -240,7 +240,7 @@ def test_nobody_joins_by_what_a_stranger_has_written(
         store.set("ranks/here1", "")
         _give_gloo_a_peer(store)
     with pytest.raises(ConnectionError, match=f"under '{named}' was not written by this launch"):
-        Joined.by(_join(store.port), 0, (0,), torch.device("cpu"))
+        HostConnections.by(_join(store.port), 0, (0,), torch.device("cpu"))
 
 
 def _give_gloo_a_peer(store: SignedStore) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtensor.daft import Backend, Call, Mode, TaskError, launch_cluster
-from dtensor.daft.cluster.part import Part
+from dtensor.daft.cluster.subcluster import SubCluster
 from tests.daft.programs import function, pipeline, program
 
 
@@ -40,7 +40,7 @@ def grown(backend: Backend, mode: Mode, ranks_per_actor: int | None = None) -> N
         cluster.grow(4)
         assert cluster.size == 4 and len(cluster.get([()] * 4).get()) == 4
         assert ran(early, cluster).tolist() == [4.0] * 4
-        part = Part(cluster, (0, 1), "", "the first two")
+        part = SubCluster(cluster, (0, 1), "", "the first two")
         assert ran(early, part).tolist() == [4.0] * 4
         assert [n.item() for (n,) in part.get([("n",)] * 2).get()] == [3.0, 3.0]
         failed = cluster.run(undone, [{"x": torch.ones(4)}, {}, {}, {}], mode=mode)

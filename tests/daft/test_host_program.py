@@ -12,8 +12,8 @@ from dtensor.daft.ray.ranks.ranks import packed, unpacked
 from dtensor.daft.run.engine import Engine
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Counted, HostRun, Stored
+from dtensor.daft.undo.failed_run import UndoneRun
 from dtensor.daft.undo.rollback import TableChange
-from dtensor.daft.undo.undone import Undone
 from dtensor.daft.verification.pairing import merge_sites
 from tests.daft.programs import Collectives, function, parts_of, pipeline, program
 
@@ -68,7 +68,7 @@ def test_an_engine_of_one_rank_asks_for_all_ranks(writes: bool, undone: bool) ->
     own = next(host_programs(made, hosts, merge_sites(made, hosts)))
     engine = Engine(own, {(0, "w"): torch.zeros(2)}, LocalTransport())
     if undone:
-        assert isinstance(engine.run({0: {}}), Undone)
+        assert isinstance(engine.run({0: {}}), UndoneRun)
     else:
         with pytest.raises(TaskError, match="nothing"):
             engine.run({0: {}})

@@ -25,13 +25,13 @@ import torch
 
 import dtensor as dt
 from dtensor.__main__ import main
-from dtensor.daft.diagnosis.lines import Lines
+from dtensor.daft.diagnosis.program_lines import ProgramLines
 from dtensor.daft.ray.bootstrap import launch_folder, progress
 from dtensor.daft.ray.bootstrap import user_folder as own_folder
 from dtensor.daft.ray.bootstrap.launch_folder import LaunchFolder, launches
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder, own_directory, sweep
-from dtensor.daft.ray.diagnosis.stragglers import Late
+from dtensor.daft.ray.diagnosis.stragglers import StragglerWarnings
 from dtensor.daft.verification.verifier import verify
 from tests.daft.programs import function
 from tests.daft.test_status import ALL
@@ -64,7 +64,7 @@ def launched() -> Iterator[tuple[LaunchFolder, list[ProgramCounter]]]:
     threads = [threading.Thread(target=_host, args=(counter, done)) for counter in counters]
     try:
         folder.say("ranks", {f"host{h}": (h,) for h in range(3)})
-        folder.write_lines(0, Lines.of(ALL, verify(ALL).lists))
+        folder.write_lines(0, ProgramLines.of(ALL, verify(ALL).lists))
         for counter, thread in zip(counters, threads, strict=True):
             thread.start()
             while not counter.pid or not waits_in(thread, _host):
@@ -216,7 +216,7 @@ def test_a_program_whose_lines_find_no_room_runs_all_the_same(
         with monkeypatch.context() as patch:
             patch.setattr(Path, "write_text", full)
             with pytest.warns(RuntimeWarning, match="lines of program 'test' could not be written"):
-                folder.write_lines(0, Lines.of(ALL, verify(ALL).lists))
+                folder.write_lines(0, ProgramLines.of(ALL, verify(ALL).lists))
         status = launches()[0].status(0.05)
         assert [each.does for each in status.ranks] == ["sleeps"] * 3
         assert (status.waited_for, status.ranks[0].instruction) == (None, "")
@@ -297,7 +297,7 @@ def test_a_counter_says_since_when_and_how_long_usually(
 # -- what takes too long ---------------------------------------------------------------------------
 
 
-def told(late: Late, waited_s: float, times: int = 2) -> list[str]:
+def told(late: StragglerWarnings, waited_s: float, times: int = 2) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(times):
@@ -310,7 +310,7 @@ def test_a_run_that_takes_too_long_is_told_of(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, clock: SimpleNamespace
 ) -> None:
     with launched() as (folder, counters):
-        late = Late(folder.path)
+        late = StragglerWarnings(folder.path)
         assert told(late, 1.0) == []
         running_for(counters, 6.0, usual=0.1)
         assert told(late, 1.0) == []  # as it is turned off

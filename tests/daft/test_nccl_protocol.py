@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store
 
 from dtensor.daft import Buffer, Collective, Program, ProgramError, Wait, launch_cluster
 from dtensor.daft.cluster.cluster import hosts_of
+from dtensor.daft.ray.transports.connect import MAX_GROUPS, check_groups, check_routes
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.ray.transports.gloo import Messenger, gloo_group
-from dtensor.daft.ray.transports.joining import MAX_GROUPS, check_groups, check_routes
 from dtensor.daft.ray.transports.nccl import NcclWire, join_nccl
 from dtensor.daft.run.worker import HostRun, Worker
 from tests.daft.programs import Collectives, parts_of, pipeline, program, same_bits
@@ -272,7 +272,7 @@ def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
 def test_too_few_gpus_are_an_error_at_launch() -> None:
     ray = pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.bootstrap.machines import ranks_per_gpu
-    from dtensor.daft.ray.bootstrap.starting import end_ray
+    from dtensor.daft.ray.bootstrap.start_ray import end_ray
 
     end_ray()  # that of earlier tests
     with pytest.raises(ValueError, match="need 1000 free GPUs, one for each actor"):

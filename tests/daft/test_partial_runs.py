@@ -36,8 +36,8 @@ from dtensor.daft import (
     Wait,
     launch_cluster,
 )
-from dtensor.daft.cluster.counting import Counting
-from dtensor.daft.cluster.part import Part
+from dtensor.daft.cluster.counted_runs import CountedRuns
+from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.daft.errors import HostError
 from dtensor.daft.ray.cluster import RayCluster
 from dtensor.daft.run.worker import Counted
@@ -111,7 +111,7 @@ def test_ranks_outside_give_nothing_and_are_not_called() -> None:
         assert cluster.calls - before == 1 + 2 + 1 + 2
         assert cluster.get([()] * SIZE).get() == [()] * SIZE  # all are waited for
         assert cluster.calls - before == 6 + SIZE
-        part = Part(cluster, (2, 3), "part: ", "mesh(tp=2)")
+        part = SubCluster(cluster, (2, 3), "part: ", "mesh(tp=2)")
         before = cluster.calls
         assert part.get([()] * 2).get() == [()] * 2
         assert cluster.calls - before == 2
@@ -124,7 +124,7 @@ def test_a_part_receives_into_its_own_state() -> None:
     made = replace(made, ranks=tuple(replace(own, state=("w",)) for own in made.ranks))
     with launch_cluster(SIZE) as cluster:
         cluster.put([{"w": torch.zeros(1)}] * SIZE)
-        part = Part(cluster, (2, 3), "part: ", "mesh(tp=2)")
+        part = SubCluster(cluster, (2, 3), "part: ", "mesh(tp=2)")
         part.put([{"w": torch.ones(1)}, {"w": torch.zeros(1)}])
         part.run(part.load(made), [{}, {}]).get()
         assert part.get([("w",), ("w",)]).get() == [(torch.ones(1),)] * 2
@@ -143,7 +143,7 @@ def test_members() -> None:
 
 
 def test_who_has_to_be_asked_what_was_undone() -> None:
-    counting = Counting()
+    counting = CountedRuns()
     assert counting.to_ask("k", (0,)) == ()
     counting.add("k", 3, (0, 1), told=True)
     assert counting.to_ask("k", (0,)) == counting.to_ask("k", (0, 1)) == ()
@@ -320,7 +320,7 @@ class _kept:
 
 def await_places(cluster: RayCluster, places: dict[int, int]) -> None:
     """Return when these hosts are at these positions of their lists, where they stay."""
-    while any(cluster.crew.host(h).counter.read().position != at for h, at in places.items()):
+    while any(cluster.membership.host(h).counter.read().position != at for h, at in places.items()):
         time.sleep(0.01)
 
 

@@ -10,14 +10,14 @@ import pytest
 import dtensor as dt
 from dtensor.api.launch.launching import together
 from dtensor.daft.launching import launch_cluster
-from dtensor.daft.ray.bootstrap.placing import Room, place
+from dtensor.daft.ray.bootstrap.actor_placement import MachineCapacity, place
 from dtensor.daft.verification.pairing import Hosts
 from tests.machines import Machines, can_make
 
 
 def placed(mesh: dt.Mesh, rooms: list[int], **options: Any) -> list[int]:
     hosts: Hosts = tuple((rank,) for rank in range(mesh.size))
-    named = [Room(f"10.0.0.{number}", room) for number, room in enumerate(rooms, 1)]
+    named = [MachineCapacity(f"10.0.0.{number}", room) for number, room in enumerate(rooms, 1)]
     return place(hosts, together({mesh: None}), named, **options)
 
 

@@ -31,9 +31,9 @@ from dtensor.daft import (
 from dtensor.daft.ir.instructions import Buffer
 from dtensor.daft.ray.channel.run_channel import NotYet, RunChannel
 from dtensor.daft.ray.cluster import RayCluster
-from dtensor.daft.ray.diagnosis import watch
-from dtensor.daft.ray.diagnosis.watch import HostWatch
-from dtensor.daft.ray.transports.joining import check_routes
+from dtensor.daft.ray.diagnosis import failure_detector
+from dtensor.daft.ray.diagnosis.failure_detector import FailureDetector
+from dtensor.daft.ray.transports.connect import check_routes
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft.programs import Collectives, function, pipeline, precisions, program, same_bits
@@ -367,7 +367,7 @@ def test_an_interrupt_while_the_controller_waits(
 
 def test_a_connection_that_breaks(ray_session: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both processes are alive, so the one that cannot be called any longer is at fault."""
-    monkeypatch.setattr(watch, "SETTLE_S", 0.5)
+    monkeypatch.setattr(failure_detector, "SETTLE_S", 0.5)
     with launch_cluster(2, backend="ray", deadline_s=NEVER_S) as cluster:
         pids = _pids(cluster)
         assert isinstance(cluster, RayCluster)
@@ -406,7 +406,7 @@ def test_a_host_that_fails_since_another_is_lost_is_not_what_is_raised(
             cluster.load(alone), [fed, {}]
         )  # rank 0 is told of it when it has failed
         channel, watching = cluster.channel, cluster.watch
-        root, get = HostWatch.root, RunChannel.get
+        root, get = FailureDetector.root, RunChannel.get
 
         def first(self: RunChannel, replies: Any, seconds: float) -> list[Any]:
             if not watching.lost:  # what comes is not heard of before the loss is seen
@@ -414,14 +414,14 @@ def test_a_host_that_fails_since_another_is_lost_is_not_what_is_raised(
                 raise NotYet
             return get(self, replies, seconds)
 
-        def then(self: HostWatch, *given: Any) -> Exception:
+        def then(self: FailureDetector, *given: Any) -> Exception:
             found = root(self, *given)
             while not channel._lines[0].unread:
                 channel.listen(0.01)
             return found
 
         monkeypatch.setattr(RunChannel, "get", first)
-        monkeypatch.setattr(HostWatch, "root", then)
+        monkeypatch.setattr(FailureDetector, "root", then)
         go.touch()
         with pytest.raises(ActorLost, match="rank 1"):
             behind.get()

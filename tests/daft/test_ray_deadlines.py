@@ -35,7 +35,7 @@ from tests.extras import missing
 pytest.importorskip("ray", reason=missing("ray"))
 
 from dtensor.daft.ray.cluster import RayCluster
-from dtensor.daft.ray.diagnosis import watch
+from dtensor.daft.ray.diagnosis import failure_detector
 
 SUM = Buffer((1,), torch.float32)
 
@@ -79,7 +79,7 @@ def held(cluster: Cluster) -> None:
     """Return when rank 1 is in its call and rank 0 waits for it; from now on nobody may stand still
     for more than a second."""
     assert isinstance(cluster, RayCluster)
-    while [cluster.crew.host(h).counter.read().position for h in (0, 1)] != [2, 0]:
+    while [cluster.membership.host(h).counter.read().position for h in (0, 1)] != [2, 0]:
         time.sleep(0.01)
     cluster.watch.deadline_s = 1.0
 
@@ -89,7 +89,7 @@ def clock_of(cluster: Cluster, host: int) -> Iterator[None]:
     """Within, the controller's clock goes as this host computes: else one that computes all the
     time seems to stand still with a machine that does."""
     assert isinstance(cluster, RayCluster)
-    process, now = cluster.crew.host(host), time.monotonic()
+    process, now = cluster.membership.host(host), time.monotonic()
     begun = process.cpu_s
 
     def monotonic() -> float:
@@ -99,7 +99,7 @@ def clock_of(cluster: Cluster, host: int) -> Iterator[None]:
         return now
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "time", SimpleNamespace(monotonic=monotonic))
+        patch.setattr(failure_detector, "time", SimpleNamespace(monotonic=monotonic))
         yield
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_ends_as_the_deadline_passes(
         one = program([Call("one", (), ("y",))], functions=[ONE], outputs=[("y",)])
         future = cluster.run(cluster.load(one), [{}])
         assert isinstance(cluster, RayCluster)
-        while not cluster.crew.host(0).counter.read().has_ended(0):
+        while not cluster.membership.host(0).counter.read().has_ended(0):
             time.sleep(0.01)
         cluster.watch.deadline_s = 1.0
         end, get = time.monotonic() + 3.0, RunChannel.get

@@ -14,7 +14,7 @@ from tests.extras import missing
 
 pytest.importorskip("ray", reason=missing("ray"))
 
-from dtensor.daft.ray.bootstrap import private_ray, starting
+from dtensor.daft.ray.bootstrap import private_ray, start_ray
 
 Sleeper = subprocess.Popen[bytes]
 
@@ -73,14 +73,14 @@ def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(monkeypatch: pytest.MonkeyPatch, init: Callable[..., object]) -> None:
-    monkeypatch.setattr(starting, "_ray", SimpleNamespace(init=init))
-    monkeypatch.setattr(starting, "directory_of_sockets", Path)
+    monkeypatch.setattr(start_ray, "_ray", SimpleNamespace(init=init))
+    monkeypatch.setattr(start_ray, "directory_of_sockets", Path)
 
 
 def test_where_a_raylet_has_ended_another_one_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     services = Services(monkeypatch, known_at=100, dies_at=5)
     play(monkeypatch, lambda **settings: services.init(**settings))
-    starting._start()
+    start_ray._start()
     assert [process.poll() for process in services.started] == [-9, -9, None, None]
     services.end()
 
@@ -94,17 +94,17 @@ def test_but_not_more_than_some(monkeypatch: pytest.MonkeyPatch) -> None:
 
     play(monkeypatch, dies)
     with pytest.raises(private_ray.RayletEnded, match="has ended while it started, by -9"):
-        starting._start()
-    assert [process.returncode for process in services.started] == [-9] * 2 * starting.STARTS
+        start_ray._start()
+    assert [process.returncode for process in services.started] == [-9] * 2 * start_ray.STARTS
 
 
 def test_a_process_that_ray_does_not_wait_for_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray waits a second for one that it has killed."""
     process = subprocess.Popen(["sleep", "1e6"])
     monkeypatch.setattr(private_ray, "own_processes", lambda: [process])
-    monkeypatch.setattr(starting, "_ray", SimpleNamespace(shutdown=process.kill))
-    monkeypatch.setattr(starting, "_read_token", lambda: None)
-    starting.end_ray()
+    monkeypatch.setattr(start_ray, "_ray", SimpleNamespace(shutdown=process.kill))
+    monkeypatch.setattr(start_ray, "_read_token", lambda: None)
+    start_ray.end_ray()
     assert process.returncode == -9
 
 

@@ -46,13 +46,13 @@ def launched(size: int = 2, **options: Any) -> Iterator[RayCluster]:
     with warnings.catch_warnings(), launch_cluster(size, backend="ray", **options) as cluster:
         warnings.simplefilter("ignore", RuntimeWarning)
         assert isinstance(cluster, RayCluster)
-        while not cluster.crew.ready:
+        while not cluster.membership.ready:
             time.sleep(0.05)
         yield cluster
 
 
 def lose(cluster: RayCluster, host: int, how: signal.Signals = signal.SIGKILL) -> None:
-    os.kill(cluster.crew.host(host).counter.pid, how)
+    os.kill(cluster.membership.host(host).counter.pid, how)
 
 
 def counting(size: int = 2) -> Program:
@@ -135,7 +135,7 @@ def test_another_is_lost_while_one_is_replaced(
         handle = cluster.load(counting())
         cluster.run(handle, fed(1.0)).get()
         lose(cluster, 1)
-        replace = cluster.crew.replace
+        replace = cluster.membership.replace
 
         def loses_another(host: int, places: Sequence[str]) -> Any:
             found = replace(host, places)  # which is starting
@@ -143,7 +143,7 @@ def test_another_is_lost_while_one_is_replaced(
                 lose(cluster, 0)
             return found
 
-        monkeypatch.setattr(cluster.crew, "replace", loses_another)
+        monkeypatch.setattr(cluster.membership, "replace", loses_another)
         assert cluster.run(handle, fed(1.0)).get()[0]["y"][0] == 4.0
         assert cluster.run(handle, fed(1.0)).get()[1]["y"][0] == 6.0
         assert sorted(r for found in cluster.recoveries for r in found.ranks) == [0, 1]
@@ -334,13 +334,13 @@ def test_leaving_while_one_is_replaced(ray_session: None, monkeypatch: pytest.Mo
         handle = cluster.load(counting())
         cluster.run(handle, fed(1.0)).get()
         lose(cluster, 1)
-        replace = cluster.crew.replace
+        replace = cluster.membership.replace
 
         def interrupted(host: int, places: Sequence[str]) -> Any:
             replace(host, places)
             raise KeyboardInterrupt  # also where the shell has this process ignore the signal
 
-        monkeypatch.setattr(cluster.crew, "replace", interrupted)
+        monkeypatch.setattr(cluster.membership, "replace", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cluster.run(handle, fed(1.0)).get()
         with pytest.raises(Exception, match="interrupted"):

@@ -30,9 +30,9 @@ from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.channel import run_channel
 from dtensor.daft.ray.channel.host import Host
 from dtensor.daft.ray.channel.messages import (
-    ASKED,
-    GAVE,
-    TOLD,
+    ONE_WAY,
+    REQUEST,
+    RESPONSE,
     Packed,
     encoded,
     incoming,
@@ -96,10 +96,10 @@ def channel_of(folder: Path, count: int = 1, address: str | None = None) -> Iter
         for index in range(count):
             ProgramCounter.make(folder / f"host{index}")
             hosts.append(Host(str(folder / f"host{index}"), Echo))
-            invitation = channel.invitation(index)
+            credentials = channel.credentials(index)
             if address is not None:
-                invitation = replace(invitation, path=str(folder / "nowhere"))
-            threads.append(threading.Thread(target=hosts[-1].serve, args=(invitation,)))
+                credentials = replace(credentials, path=str(folder / "nowhere"))
+            threads.append(threading.Thread(target=hosts[-1].serve, args=(credentials,)))
             threads[-1].start()
         yield channel, [host._hosted for host in hosts]
     finally:
@@ -113,7 +113,7 @@ def channel_of(folder: Path, count: int = 1, address: str | None = None) -> Iter
 
 
 def ask(channel: RunChannel, what: Callable[..., Any], *given: object, host: int = 0) -> Any:
-    return channel.send(host, ASKED, (what,), given)
+    return channel.send(host, REQUEST, (what,), given)
 
 
 def joined(channel: RunChannel) -> None:
@@ -127,7 +127,7 @@ def joined(channel: RunChannel) -> None:
 def test_calls_keep_their_order(tmp_path: Path, address: str | None) -> None:
     with channel_of(tmp_path, 2, address) as (channel, _):
         for value in range(100):
-            channel.send(value % 2, TOLD, (Echo.keep,), (value,))
+            channel.send(value % 2, ONE_WAY, (Echo.keep,), (value,))
         first, second = [ask(channel, Echo.all, host=host) for host in (0, 1)]
         assert channel.get([second], PATIENCE_S) == [list(range(1, 100, 2))]
         assert channel.get([first, second], PATIENCE_S) == [list(range(h, 100, 2)) for h in (0, 1)]
@@ -195,10 +195,10 @@ def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, _):
         joined(channel)
         for _ in range(100):  # many times what sockets hold
-            channel.send(0, ASKED, (Echo.make,), (1 << 16,))
+            channel.send(0, REQUEST, (Echo.make,), (1 << 16,))
         end = time.monotonic() + PATIENCE_S
         while len(channel._lines[0].expected) >= MOST_UNREAD and time.monotonic() < end:
-            channel.send(0, TOLD, (Echo.keep,), (1,))
+            channel.send(0, ONE_WAY, (Echo.keep,), (1,))
             time.sleep(0.02)  # the socket must not fill
         assert len(channel._lines[0].expected) < MOST_UNREAD
         assert channel._writer is None  # which would have read, too
@@ -206,7 +206,7 @@ def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
 
 def test_what_was_sent_may_be_changed(tmp_path: Path) -> None:
     with channel_of(tmp_path) as (channel, (echo,)):
-        channel.send(0, ASKED, (Echo.wait,), ())
+        channel.send(0, REQUEST, (Echo.wait,), ())
         given = torch.ones(LARGE // 4)
         reply = ask(channel, Echo.give, given)
         given.fill_(2.0)
@@ -217,13 +217,13 @@ def test_what_was_sent_may_be_changed(tmp_path: Path) -> None:
 def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
     """Unless it is to be changed while some of it is unwritten."""
     with channel_of(tmp_path) as (channel, (echo,)):
-        channel.send(0, TOLD, (Echo.wait,), ())
+        channel.send(0, ONE_WAY, (Echo.wait,), ())
         lent, own = torch.zeros(LARGE // 4), torch.zeros(LARGE // 4)
-        channel.send(0, TOLD, (Echo.keep,), (lent,), lent=True)
-        channel.send(0, TOLD, (Echo.keep,), (own,))
+        channel.send(0, ONE_WAY, (Echo.keep,), (lent,), lent=True)
+        channel.send(0, ONE_WAY, (Echo.keep,), (own,))
         channel.own()
         lent[-1] = own[-1] = 1.0
-        reply = channel.send(0, ASKED, (Echo.keep,), (lent,), lent=True)
+        reply = channel.send(0, REQUEST, (Echo.keep,), (lent,), lent=True)
         lent[-1] = 2.0
         echo.go.set()
         channel.get([reply], PATIENCE_S)
@@ -236,7 +236,7 @@ def test_a_value_for_several_hosts(tmp_path: Path) -> None:
         once = Packed.of({"w": torch.arange(50_000)})
         assert len(once.data) < 8 * 50_000 // 3
         for host in (0, 1):
-            channel.send(host, TOLD, (Echo.keep,), (once,))
+            channel.send(host, ONE_WAY, (Echo.keep,), (once,))
             channel.get([ask(channel, Echo.give, None, host=host)], PATIENCE_S)
         for echo in echoes:
             assert torch.equal(echo.kept[0].value()["w"], torch.arange(50_000))
@@ -279,7 +279,7 @@ def test_what_a_call_raises(tmp_path: Path) -> None:
         with pytest.raises(HostError, match="TypeError: cannot pickle") as unpicklable:
             channel.get([ask(channel, Echo.give_what_does_not_pickle)], PATIENCE_S)
         assert isinstance(unpicklable.value.__cause__, TypeError)
-        channel.send(0, TOLD, (Echo.fail,), ("told",))
+        channel.send(0, ONE_WAY, (Echo.fail,), ("told",))
         with pytest.raises(LookupError, match="told"):
             channel.get([ask(channel, Echo.give, 1)], PATIENCE_S)
         assert channel.get([ask(channel, Echo.give, 1)], PATIENCE_S) == [1]
@@ -293,7 +293,7 @@ def test_a_host_that_goes(tmp_path: Path) -> None:
         host = incoming(sock)
         message = next(host)
         assert message is not None
-        send(sock, encoded(message.number, GAVE, (), 1))
+        send(sock, encoded(message.number, RESPONSE, (), 1))
         sock.close()
         assert channel.get([before], PATIENCE_S) == [1]
         with pytest.raises(CallLost):
@@ -321,7 +321,7 @@ def test_a_machine_out_of_reach_ends_the_stream(number: int) -> None:
 def join_in_thread(channel: RunChannel) -> Iterator[socket.socket]:
     """The host's end of line 0; the controller has to read meanwhile."""
     found: list[socket.socket] = []
-    thread = threading.Thread(target=lambda: found.append(join(channel.invitation(0), PATIENCE_S)))
+    thread = threading.Thread(target=lambda: found.append(join(channel.credentials(0), PATIENCE_S)))
     thread.start()
     read_while_alive(channel, thread)
     with found[0] as sock:
@@ -338,7 +338,7 @@ def read_while_alive(channel: RunChannel, thread: threading.Thread) -> None:
 def test_a_stranger_is_shown_out(tmp_path: Path) -> None:
     channel = RunChannel(tmp_path, 1, "127.0.0.1")
     try:
-        stranger = replace(channel.invitation(0), key=b"x" * 32)
+        stranger = replace(channel.credentials(0), key=b"x" * 32)
         failed: list[Exception] = []
 
         def knock() -> None:
@@ -354,7 +354,7 @@ def test_a_stranger_is_shown_out(tmp_path: Path) -> None:
         # a host that is called by another is not taken in either
         with socket.create_server(("127.0.0.1", 0)) as other:
             address = other.getsockname()[:2]
-            false = replace(channel.invitation(0), path=None, address=address)
+            false = replace(channel.credentials(0), path=None, address=address)
             caller = threading.Thread(target=lambda: _answer_falsely(other))
             caller.start()
             with pytest.raises(ConnectionError, match="not the controller"):

@@ -32,9 +32,9 @@ from dtensor.daft import (
 )
 from dtensor.daft.ray.transports import same_host, slots
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
-from dtensor.daft.ray.transports.peers import own_place
 from dtensor.daft.ray.transports.same_host import SameHostTransport
 from dtensor.daft.ray.transports.segments import SLICE_S, Segment
+from dtensor.daft.ray.transports.shared_memory_peers import own_place
 from tests.daft.actors_here import Here, Hosted, actors, each
 from tests.daft.explore import drawn
 from tests.daft.programs import Collectives, function, pipeline, program, same_bits, values
@@ -433,7 +433,7 @@ def _opens_and_closes(here: Here, count: int) -> tuple[int, str]:
             try:
                 hosted.run(bad, fed)
             except Exception:
-                hosted.transport.close()  # as `Joined.running` does it
+                hosted.transport.close()  # as `HostConnections.running` does it
             else:
                 return number, "no failure"
         hosted.worker.close()

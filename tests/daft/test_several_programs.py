@@ -37,7 +37,7 @@ from dtensor.daft import (
     launch_cluster,
 )
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
-from dtensor.daft.ray.transports.joining import Join, connect_cpu, lost_key, meet
+from dtensor.daft.ray.transports.connect import Rendezvous, connect_cpu, lost_key, meet
 from tests.daft.actor_classes import Model, same
 from tests.daft.pairs import (
     HANGS,
@@ -163,7 +163,7 @@ def test_compiled_functions() -> None:
         assert conflict.second.source is not None and "b.execute(x)" in conflict.second.source
         assert interference(f, h).independent and interference(f, h).commutes
         assert "none in both" in str(interference(f, h))
-        with pytest.raises(TypeError, match="no actor in common: Frozen, Program"):
+        with pytest.raises(TypeError, match="no actor in common: LoweredTasks, Program"):
             interference(f, scale())  # type: ignore[arg-type]
 
 
@@ -347,7 +347,7 @@ def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
 
     def join(prefix: str) -> None:
         own = SignedStore.join("127.0.0.1", store.port, b"secret", timedelta(seconds=600))
-        both = Join(
+        both = Rendezvous(
             address="",
             port=0,
             secret=b"",

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtensor.daft import Call, Free, Function, TaskError, launch_cluster
-from dtensor.daft.cluster.changes import Changes
+from dtensor.daft.cluster.recovery_line import ChangeLog
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import HostRun, Worker
+from dtensor.daft.undo.failed_run import UndoneRun
 from dtensor.daft.undo.rollback import TableChange
 from dtensor.daft.undo.snapshot_file import SnapshotFile, nbytes_of
-from dtensor.daft.undo.snapshots import Copies, Snapshots
-from dtensor.daft.undo.undone import Undone
+from dtensor.daft.undo.snapshots import MemorySnapshots, Snapshots
 from dtensor.daft.verification.verifier import verify
 from tests.daft.cuts import World, differs, drawn
 from tests.daft.programs import program
@@ -110,7 +110,7 @@ def test_what_is_behind_the_cut_is_done_again(
 
 
 def test_a_host_may_free_what_nobody_can_ask_for() -> None:
-    changes = Changes(3)
+    changes = ChangeLog(3)
     assert changes.add((0, 1, 2), together=False) == (1, [0, 0, 0], True)
     assert changes.add((0, 1, 2), commits=True) == (2, [1, 1, 1], True)
     assert changes.add((0, 1, 2)) == (3, [0, 0, 0], True)  # it has no commit point
@@ -119,11 +119,11 @@ def test_a_host_may_free_what_nobody_can_ask_for() -> None:
     for host in range(3):
         changes.heard(host, 3)
     assert changes.base == [3, 3, 3]
-    assert changes.cut([4, 3, 3]) == {0: 3, 1: 3, 2: 3}
-    assert changes.cut([4, 4, 3]) == {0: 4, 1: 4, 2: 3}
-    seldom = Changes(2, every=2)
+    assert changes.recovery_line([4, 3, 3]) == {0: 3, 1: 3, 2: 3}
+    assert changes.recovery_line([4, 4, 3]) == {0: 4, 1: 4, 2: 3}
+    seldom = ChangeLog(2, every=2)
     assert [seldom.add((0, 1), commits=True)[2] for _ in range(4)] == [False, True, False, True]
-    assert seldom.cut([3, 4]) == {0: 2, 1: 2}
+    assert seldom.recovery_line([3, 4]) == {0: 2, 1: 2}
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_a_value_in_place_stays_in_place(kind: str, shm: Path) -> None:
         (0, "b"): flat[2:].view(2, 2),
         (0, "n"): [1, 2],
     }
-    store = Copies() if kind == "copies" else SnapshotFile.create(shm, (0,))
+    store = MemorySnapshots() if kind == "copies" else SnapshotFile.create(shm, (0,))
     snapshots = Snapshots(table, store)
     keys = tuple(table)
     snapshots.begin(())
@@ -280,7 +280,7 @@ def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) 
         return worker.run(HostRun(0, 0, {0: {"x": torch.tensor(x)}}, drop=drop, change=change))
 
     run(1.0, TableChange(2, taken=False), {})
-    assert isinstance(run(200.0, TableChange(3), {0: ["old"]}), Undone)
+    assert isinstance(run(200.0, TableChange(3), {0: ["old"]}), UndoneRun)
     assert worker.get({0: ["w"]})[0][0].tolist() == [1.0, 1.0]  # type: ignore[index]
     with pytest.raises(LookupError):
         worker.get({0: ["old"]})

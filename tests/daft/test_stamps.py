@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dtensor.daft import Function
 from dtensor.daft.ir.code import Body, CodeLine
-from dtensor.daft.run.stamps import stamped
+from dtensor.daft.run.timestamps import stamped
 
 LINES = (
     CodeLine("a = x + y", ("a",), ("x", "y"), source="net.py:1: a"),

@@ -12,9 +12,9 @@ import torch
 
 import dtensor as dt
 from dtensor.daft import Buffer, Call, Collective, Label, Program, Wait
-from dtensor.daft.diagnosis.diagnosis import FIRST_S, LEAST_S, Launched, diagnose, limit_s
-from dtensor.daft.diagnosis.lines import Lines
-from dtensor.daft.diagnosis.seen import Progress, Seen, ThreadSeen
+from dtensor.daft.diagnosis.diagnosis import FIRST_S, LEAST_S, ObservedLaunch, diagnose, limit_s
+from dtensor.daft.diagnosis.observation import Observation, Progress, ThreadSeen
+from dtensor.daft.diagnosis.program_lines import ProgramLines
 from dtensor.daft.ir.instructions import Recv, Send
 from dtensor.daft.status import Status
 from dtensor.daft.verification.verifier import verify
@@ -59,7 +59,9 @@ def chain(size: int) -> Program:
     )
 
 
-def stuck(lines: Lines, ends: Sequence[int], held: dict[int, int], unheard: dict[int, int]) -> Any:
+def stuck(
+    lines: ProgramLines, ends: Sequence[int], held: dict[int, int], unheard: dict[int, int]
+) -> Any:
     """Where all hosts are in the end: host h does not go past position `held[h]`, and what it has
     started from `unheard[h]` on, nobody hears of."""
     at = [0] * len(ends)
@@ -80,16 +82,18 @@ def stuck(lines: Lines, ends: Sequence[int], held: dict[int, int], unheard: dict
     return at
 
 
-def seen(host: int, position: int, end: int, **what: Any) -> Seen:
+def seen(host: int, position: int, end: int, **what: Any) -> Observation:
     state, cpu_s = what.pop("state", "S"), what.pop("cpu_s", 0.0)
     at = Progress(position if position < end else -1, 0, RUN, 0.1, 100 + host, 100 + host)
     at = replace(at, **(dict(running_s=1.0, standing_s=0.9, asked=RUN) | what))
-    return Seen(host, at, ThreadSeen(state, cpu_s), 10.0)
+    return Observation(host, at, ThreadSeen(state, cpu_s), 10.0)
 
 
-def status_of(lines: Lines, hosts: Any, found: Sequence[Seen], before: Any = None) -> Status:
+def status_of(
+    lines: ProgramLines, hosts: Any, found: Sequence[Observation], before: Any = None
+) -> Status:
     earlier = [replace(s, moment=9.7, thread=replace(s.thread, cpu_s=0.0)) for s in found]
-    launched = Launched(
+    launched = ObservedLaunch(
         title="Launch", pid=1, hosts=hosts, lines=lambda program: lines if program == 0 else None
     )
     return diagnose(launched, before or earlier, found)
@@ -100,7 +104,7 @@ def status_of(lines: Lines, hosts: Any, found: Sequence[Seen], before: Any = Non
 def test_whoever_is_held_fast_is_named(training: Program, hosts: Any) -> None:
     """In the lists of a training step, at every call of every host."""
     lists = verify(training, hosts).lists
-    lines, ends = Lines.of(training, lists), [len(own) for own in lists]
+    lines, ends = ProgramLines.of(training, lists), [len(own) for own in lists]
     cases = 0
     for host, own in enumerate(lists):
         for position in range(len(own)):
@@ -127,7 +131,7 @@ def test_whoever_is_held_fast_is_named(training: Program, hosts: Any) -> None:
 def test_whoever_holds_a_message_back_is_named(training: Program) -> None:
     hosts = ((0,), (1,), (2,), (3,))
     lists = verify(training, hosts).lists
-    lines, ends = Lines.of(training, lists), [len(own) for own in lists]
+    lines, ends = ProgramLines.of(training, lists), [len(own) for own in lists]
     cases = 0
     for host, own in enumerate(lists):
         for position in range(0, len(own), 3):
@@ -146,8 +150,8 @@ def test_whoever_holds_a_message_back_is_named(training: Program) -> None:
 
 def test_lines_are_data(training: Program) -> None:
     lists = verify(training).lists
-    lines = Lines.of(training, lists)
-    again = Lines.read(json.loads(json.dumps(lines.data())))
+    lines = ProgramLines.of(training, lists)
+    again = ProgramLines.read(json.loads(json.dumps(lines.data())))
     assert again.program == training.name and again.at(0, len(lists[0])) is None
     kinds = set()
     for host, own in enumerate(lists):
@@ -163,7 +167,7 @@ def test_lines_are_data(training: Program) -> None:
 
 ALL = chain(3)
 HOSTS = ((0,), (1,), (2,))
-LINES = Lines.of(ALL, verify(ALL).lists)
+LINES = ProgramLines.of(ALL, verify(ALL).lists)
 """Positions: 0 the call, 1 the start, 2 the wait, 3 the end."""
 
 
@@ -255,7 +259,7 @@ def test_runs_on_ranks_of_their_own() -> None:
 
     def status(**of_two: Any) -> Status:
         alone = Progress(0, 0, 9, 0.1, 1, 1, running_s=1.0, standing_s=8.0, asked=9)
-        far = Seen(2, replace(alone, **of_two), ThreadSeen("S", 0.2), 10.0)
+        far = Observation(2, replace(alone, **of_two), ThreadSeen("S", 0.2), 10.0)
         idle = seen(1, 3, 3, run=RUN - 1, asked=RUN - 1)
         return status_of(LINES, HOSTS, [seen(0, 2, 3), idle, far])
 
@@ -267,7 +271,7 @@ def test_runs_on_ranks_of_their_own() -> None:
 
 def test_a_controller_that_is_stopped() -> None:
     found = [seen(h, 3, 3) for h in range(3)]
-    launched = Launched(
+    launched = ObservedLaunch(
         title="Launch",
         pid=1,
         hosts=HOSTS,
@@ -287,12 +291,12 @@ def test_nothing_is_under_way() -> None:
     )
     stopped = at(3, 3, 3, state="T")
     assert stopped.reason == "Rank 2 is stopped; no rank waits for it yet." and stopped.hangs
-    new = [Seen(h, Progress(-1, -1, -1, None), ThreadSeen("", 0.0), 10.0) for h in range(3)]
+    new = [Observation(h, Progress(-1, -1, -1, None), ThreadSeen("", 0.0), 10.0) for h in range(3)]
     assert status_of(LINES, HOSTS, new).reason == "Ranks 0, 1 and 2 are starting."
 
 
 def test_what_is_on_another_machine_is_not_judged() -> None:
-    far = Seen(2, Progress(-1, -1, -1, None, asked=RUN), ThreadSeen("", 0.0), 10.0)
+    far = Observation(2, Progress(-1, -1, -1, None, asked=RUN), ThreadSeen("", 0.0), 10.0)
     status = status_of(LINES, HOSTS, [seen(0, 2, 3), seen(1, 2, 3), far])
     assert status.waited_for is None
     assert status.reason == (
@@ -330,7 +334,7 @@ def test_several_ranks_of_a_process() -> None:
     )
     hosts = ((0, 1), (2,))
     lists = verify(sends, hosts).lists
-    lines = Lines.of(sends, lists)
+    lines = ProgramLines.of(sends, lists)
     of_one = lists[0].index((1, 0))
     status = status_of(lines, hosts, [seen(0, of_one, 9), seen(1, 1, 9)])
     assert (status.waited_for, status.ranks[0].text) == (1, "shares the process of rank 1")

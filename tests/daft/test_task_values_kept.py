@@ -19,7 +19,7 @@ import torch
 
 from dtensor import daft
 from dtensor.daft.ray.actors.object_store import ObjectStore
-from dtensor.daft.tasks.task import Subject
+from dtensor.daft.tasks.task import HostedObject
 from tests.chaos.actors import wait_for_file
 from tests.daft.actor_classes import Model
 
@@ -60,7 +60,7 @@ class Keeper:
             self.kept = number
 
     def streams(self) -> int:
-        return sum(len(o.streams) for o in gc.get_objects() if type(o) is Subject)
+        return sum(len(o.streams) for o in gc.get_objects() if type(o) is HostedObject)
 
     def wanted(self) -> int:
         return sum(len(o._wanted) for o in gc.get_objects() if type(o) is ObjectStore)

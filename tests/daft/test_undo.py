@@ -207,7 +207,7 @@ def test_no_rank_writes(mode: Mode) -> None:
 
 
 def test_what_a_failed_run_was_to_keep() -> None:
-    """It is spoiled, and so is what is made of it; what was there before stays."""
+    """It is poisoned, and so is what is made of it; what was there before stays."""
     with launch_cluster(2) as cluster:
         cluster.put([{"w": torch.zeros(()), "old": torch.ones(())}] * 2)
         handle = cluster.load(update())

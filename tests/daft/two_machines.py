@@ -58,14 +58,14 @@ def controller() -> None:
     with trained() as (run, step, model, opt):
         found["undisturbed"] = [loss(step, i) for i in range(8)], state(model, opt)
         cluster = run.cluster
-        found["machines"] = len({p.machine for p in cluster.crew.all})
+        found["machines"] = len({p.machine for p in cluster.membership.all})
         found["copies"] = cluster.copies
     found["left on the first"] = left()
     warnings.simplefilter("ignore", RuntimeWarning)
     with trained() as (run, step, model, opt):
         cluster = run.cluster
         losses = [loss(step, i) for i in range(3)]
-        end(cluster.crew.host(3))  # the process alone
+        end(cluster.membership.host(3))  # the process alone
         losses += [loss(step, i) for i in range(3, 5)]
         pending = [step(*batch(i)) for i in range(5, 7)]
         say("lose")
@@ -80,7 +80,7 @@ def controller() -> None:
         # now all is on one machine, and there are no copies
         for kept in Path("/dev/shm").glob("dtensor-*/ranks-0-0"):
             kept.unlink()
-        end(cluster.crew.host(0))
+        end(cluster.membership.host(0))
         try:
             loss(step, 8)
         except ActorLost as error:

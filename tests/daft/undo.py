@@ -40,7 +40,7 @@ from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import WORD
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import LocalTransport
-from dtensor.daft.undo.undone import Undone
+from dtensor.daft.undo.failed_run import UndoneRun
 from dtensor.daft.verification.pairing import pair, wait_edges
 from tests.daft.explore import Transfer, can_hang, drawn
 from tests.daft.programs import function, program
@@ -62,7 +62,7 @@ class Rank:
     """What it knows: whether it calls nothing any more, the word that it would commit on, what it
     gave to its reductions, and how often it wrote."""
 
-    spoiled: bool = False
+    poisoned: bool = False
     word: int = 0
     given: tuple[tuple[int, int], ...] = ()
     writes: int = 0
@@ -177,17 +177,17 @@ def ends(small: Small, failing: Failing, buffered: bool) -> set[tuple[int, ...]]
             if (sent if buffered and sender else done)[key] <= place:
                 return None
             if keys[key][0] == "reduce":
-                me = Rank(me.spoiled, summed(state, rank, n), me.given, me.writes)
+                me = Rank(me.poisoned, summed(state, rank, n), me.given, me.writes)
         elif what == "start":
-            me = Rank(me.spoiled, me.word, (*me.given, (n, me.word)), me.writes)
+            me = Rank(me.poisoned, me.word, (*me.given, (n, me.word)), me.writes)
         elif what == "call":
-            me = Rank(me.spoiled or (rank, n) in failing, me.word, me.given, me.writes)
+            me = Rank(me.poisoned or (rank, n) in failing, me.word, me.given, me.writes)
         elif what == "vote":
-            me = Rank(me.spoiled, int(me.spoiled), me.given, me.writes)
+            me = Rank(me.poisoned, int(me.poisoned), me.given, me.writes)
         elif what == "commit":
-            me = Rank(me.spoiled or me.word > 0, me.word, me.given, me.writes)
+            me = Rank(me.poisoned or me.word > 0, me.word, me.given, me.writes)
         else:
-            me = Rank(me.spoiled, me.word, me.given, me.writes + (not me.spoiled))
+            me = Rank(me.poisoned, me.word, me.given, me.writes + (not me.poisoned))
         return (_with(at, rank, at[rank] + 1), done, sent, _with(known, rank, me))
 
     zeros = (0,) * len(keys)
@@ -290,7 +290,7 @@ def played(runs: Sequence[tuple[Small, Failing]], seed: int) -> tuple[int, ...]:
         done.add((run, (rank, index)))
         at[rank] = (run, index + 1)
         if index + 1 == len(engine.sites):
-            assert isinstance(engine.finish((rank,)), Undone) == bool(failing)
+            assert isinstance(engine.finish((rank,)), UndoneRun) == bool(failing)
             assert not engine.values and not engine._pending
             at[rank] = (run + 1, 0)
     assert not any(channel.open for channel in transport._channels.values())

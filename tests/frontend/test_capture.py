@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.annotate import annotate
 from dtensor.frontend.capture import canonical
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.graph import Arg, Const, Grad, ModuleBuffer, Mutation, Param, Tangent
-from dtensor.frontend.marks import annotate
 from tests.frontend.eager import check, close, run_graph
 from tests.models import GPT, MLP, Llama, SwiGLU, batch, loss_fn
 

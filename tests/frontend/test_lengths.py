@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.sym_node import SymNode
 
 from dtensor.api.step.lengths import difference
-from dtensor.frontend.alone import is_capturing
+from dtensor.frontend.call_lock import is_capturing
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.lengths import ForLengths, NotForLengths, export_for_lengths
 from tests.models import GPT, Llama, batch, loss_fn

@@ -10,9 +10,9 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
+from dtensor.frontend.annotate import annotate
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.graph import Graph
-from dtensor.frontend.marks import annotate
 from dtensor.frontend.source import Source
 from dtensor.sharding.spec.placements import Replicate, Shard
 from tests.models import GPT, MLP, Llama, batch, loss_fn

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dtensor.frontend.reads.thread_profile import ThreadProfile
+from dtensor.frontend.guards.thread_profile import ThreadProfile
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="for Python 3.12 and later")
 

@@ -6,8 +6,8 @@ import pytest
 
 from dtensor.daft import Call, Collective, Free, Program, Recv, Send
 from dtensor.daft.verification.verifier import verify
-from dtensor.runtime.lower.builder import MAX_LINES, Roles
 from dtensor.runtime.lower.program import lower
+from dtensor.runtime.lower.rank_builder import MAX_LINES, Roles
 from dtensor.runtime.schedule import GPipe, OneFOneB
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh

@@ -14,11 +14,11 @@ from dtensor.runtime.schedule import (
     ZBH1,
     Action,
     Costs,
-    Found,
     Grid,
     Interleaved1F1B,
     OneFOneB,
     Searched,
+    SearchedGrid,
     place,
     timeline,
     validate,
@@ -34,7 +34,7 @@ def search(
     costs: Costs = EQUAL,
     most_held: int | None = None,
     halves: bool = True,
-) -> Found:
+) -> SearchedGrid:
     schedule = Searched(microbatches=microbatches, costs=costs, most_held=most_held, halves=halves)
     return schedule.search(num_stages, num_ranks)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtensor.runtime.optimizer.flat import SMALL, WIDTH
+from dtensor.runtime.optimizer.flat_buffers import SMALL, WIDTH
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
     FUSED,

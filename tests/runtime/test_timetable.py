@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dtensor as dt
-from dtensor.commands.as_data import row_data
+from dtensor.commands.json_data import row_data
 from dtensor.explorer.contents import contents
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.simulate.simulator import simulate

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from dtensor.daft import launch_cluster
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, lower, on_mesh
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan

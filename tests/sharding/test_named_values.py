@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dtensor.daft import TaskError, launch_cluster
 from dtensor.errors import PlanningError
 from dtensor.runtime.transfer.between_meshes import sync_program
-from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
+from dtensor.sharding.redistribute.sync_plan import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtensor.frontend.marks import annotate
+from dtensor.frontend.annotate import annotate
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Accumulate, Compute, Redistribute, Transfer
 from dtensor.sharding.spec.mesh import Mesh

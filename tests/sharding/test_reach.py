@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.annotate import annotate
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
-from dtensor.frontend.marks import annotate
 from dtensor.sharding.plan.choose.opened_factors import Pin, Reach, reach
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.planner import rules_of

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dtensor.sharding.ops.call import Meta, OpCall, Operand, Slot
+from dtensor.sharding.ops.call import Meta, OpCall, Operand, RunNumber
 from dtensor.sharding.plan.choose import choose_axis, solve, split_through_op
 from dtensor.sharding.plan.choose.solve import Node, Price, Solution
 from dtensor.sharding.rules import registry, rule_for
@@ -62,8 +62,8 @@ def test_equal_calls_share_a_rule_and_others_do_not() -> None:
         1,
         True,
         float("nan"),
-        Slot.of(0.0, "a"),
-        Slot.of(0.0, "b"),
+        RunNumber.of(0.0, "a"),
+        RunNumber.of(0.0, "b"),
     )
     rules = [rule_for(_full(number)) for number in numbers]
     assert len({id(rule) for rule in rules}) == len(numbers)

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 import dtensor as dt
-from dtensor.commands.as_data import plan_data
+from dtensor.commands.json_data import plan_data
 from dtensor.explorer.contents import contents
 from dtensor.sharding.plan.text.words import seconds_text, size_text
 from tests.models import GPT, loss_fn

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.daft import Call, Collective, Wait
-from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import lower
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.plan.storage import layer_of, stored_spec

@@ -35,20 +35,20 @@ from torch import Tensor
 
 from dtensor.api.checkpoint.exit_status import not_zero
 from dtensor.api.checkpoint.matching import OWN, keys_in_state
-from dtensor.api.model.initial import labels_in_state
+from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.store.default_home import kept
-from dtensor.api.store.home import Resident
+from dtensor.api.store.home import ModelHome
 from dtensor.api.store.session import MeshSession, launched, session_at_hand
 from dtensor.api.values.lazy_parameters import (
-    AwayState,
+    LazyOptimizerState,
     holder_of,
 )
 from dtensor.api.values.on_disk import read_whole
 from dtensor.api.values.randomness import counts, initial_seed
 from dtensor.daft import Future
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.source import Source, lines_text, source_here
 from dtensor.runtime.checkpoint import (
     CheckpointError,
@@ -72,7 +72,7 @@ from dtensor.runtime.checkpoint.saving import (
     save_program,
     state_of,
 )
-from dtensor.runtime.optimizer.elementwise.rule import changed_attributes, python_numbers
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attributes, python_numbers
 from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import held_back, wait
@@ -239,40 +239,40 @@ class _Located:
 def submitted(
     stated: SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
 ) -> Saved:
-    with ONE_AT_A_TIME, held_back():  # it only begins here
+    with CALL_LOCK, held_back():  # it only begins here
         model.look()
         session = session_at_hand(model.mesh)
         if session is not None and launched() is not None:
             _hold_what_is_on_meta(session, model)
-        resident = session.residents.get(id(model)) if session is not None else None
-        if resident is not None:
-            resident.settle()
+        model_home = session.model_homes.get(id(model)) if session is not None else None
+        if model_home is not None:
+            model_home.settle()
         state = _Located()
-        _locate_model(state, model, resident, () if stated.format == "hf" else ("model",))
+        _locate_model(state, model, model_home, () if stated.format == "hf" else ("model",))
         if optimizer is not None:
-            _locate_optimizer(state, model, optimizer, resident)
+            _locate_optimizer(state, model, optimizer, model_home)
         writing = _begun(stated, model, state)
         saving = Saving(folder=writing.folder, previous=writing.previous, format=stated.format)
         try:
             run = None
-            if session is not None and resident is not None and state.on_ranks:
-                run = _copied_by_ranks(saving, session, resident, state.on_ranks)
+            if session is not None and model_home is not None and state.on_ranks:
+                run = _copied_by_ranks(saving, session, model_home, state.on_ranks)
             if state.here:
                 pieces = [_whole(path, tensor) for path, tensor in state.here.items()]
                 hand_over(saving, model.mesh.size, pieces)
         except BaseException:
             writing.abort()
             raise
-        own = {"seed": initial_seed(), "counts": counts(), "steps": model.steps.present()}
+        counters = {"seed": initial_seed(), "counts": counts(), "steps": model.steps.present()}
         if optimizer is not None:
-            own["optimizer"] = type(optimizer).__name__
-            own["attributes"] = changed_attributes(optimizer)
-            own["numbers"] = python_numbers(optimizer)
+            counters["optimizer"] = type(optimizer).__name__
+            counters["attributes"] = changed_attributes(optimizer)
+            counters["numbers"] = python_numbers(optimizer)
         ending = _Ending(
-            stated, writing, saving, state, own, model.mesh.size, session, resident, run
+            stated, writing, saving, state, counters, model.mesh.size, session, model_home, run
         )
-        if resident is not None:
-            resident.unsaved = False
+        if model_home is not None:
+            model_home.unsaved = False
         try:
             saved = Saved(stated.path, ending.finish, source_here())
         except BaseException:  # as in a process that ends, which starts no thread
@@ -302,12 +302,12 @@ def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
     labels = set(labels_in_state(model.module, model.seen).values()) & tensors.keys()
     missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
     if missing:
-        homes = kept(model, session.ranks, session.residents.get(id(model)))
+        homes = kept(model, session.ranks, session.model_homes.get(id(model)))
         session.hold(model, {label: homes[label] for label in missing})
 
 
 def _locate_model(
-    state: _Located, model: ParallelModule, resident: Resident | None, prefix: Names
+    state: _Located, model: ParallelModule, model_home: ModelHome | None, prefix: Names
 ) -> None:
     tensors = model.seen.tensors
     first: dict[str, Names] = {}
@@ -324,38 +324,40 @@ def _locate_model(
             continue
         tensor = tensors[label]
         holder = model.initial.holders.get(label) if tensor.is_meta else holder_of(tensor)
-        if resident is None or holder is not resident:
+        if model_home is None or holder is not model_home:
             state.here[path] = model.initial.value(label, tensor).detach()
-        elif resident.stored[label].is_pending:
-            state.here[path] = resident.gather([label])[label]
+        elif model_home.stored[label].is_pending:
+            state.here[path] = model_home.gather([label])[label]
         else:
-            state.on_ranks[path] = resident.stored[label]
+            state.on_ranks[path] = model_home.stored[label]
 
 
 def _locate_optimizer(
     state: _Located,
     model: ParallelModule,
     optimizer: torch.optim.Optimizer,
-    resident: Resident | None,
+    model_home: ModelHome | None,
 ) -> None:
     keys = keys_in_state(model, optimizer)
     state.small["optimizer", "param_groups"] = [
         {**_options(group), "params": [keys[id(p)] for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-    home = resident.optimizers.get(id(optimizer)) if resident is not None else None
+    home = model_home.optimizers.get(id(optimizer)) if model_home is not None else None
     if home is not None and home.current:
         for (label, key), stored in home.owner.stored.items():
             name = keys[id(home.parameters[label])]
             state.on_ranks["optimizer", "state", name, key] = stored
-        entries = {p: read_whole(own) for p, own in home.rest.items()}
+        entries = {p: read_whole(state_of_parameter) for p, state_of_parameter in home.rest.items()}
     else:
         held: object = optimizer.state
-        entries = held.refresh() if isinstance(held, AwayState) else dict(optimizer.state)
-    for parameter, own in entries.items():
-        if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+        entries = held.refresh() if isinstance(held, LazyOptimizerState) else dict(optimizer.state)
+    for parameter, state_of_parameter in entries.items():
+        if any(
+            isinstance(value, Tensor) and value.is_meta for value in state_of_parameter.values()
+        ):
             continue  # Adagrad's initial value, of a parameter on the meta device
-        for key, value in own.items():
+        for key, value in state_of_parameter.items():
             path = "optimizer", "state", keys[id(parameter)], key
             if isinstance(value, Tensor):
                 state.here[path] = value
@@ -380,14 +382,17 @@ def _whole(path: Names, tensor: Tensor) -> TensorPiece:
 
 
 def _copied_by_ranks(
-    saving: Saving, session: MeshSession, resident: Resident, values: Mapping[Names, StoredTensor]
+    saving: Saving,
+    session: MeshSession,
+    model_home: ModelHome,
+    values: Mapping[Names, StoredTensor],
 ) -> Future:
     """The run in which each rank copies its share; it returns the number of the next step."""
-    model = resident.model
-    counted = session.counted(f"{resident.prefix}steps", model.steps, takes=False)
+    model = model_home.model
+    counted = session.counted(f"{model_home.prefix}steps", model.steps, takes=False)
     fed: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
     key = "save", id(model), saving["format"]
-    return resident.store.save(key, values, partial(save_program, values), fed, counted)
+    return model_home.store.save(key, values, partial(save_program, values), fed, counted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,15 +407,15 @@ class _Ending:
     own: dict[str, Any]
     size: int
     session: MeshSession | None
-    resident: Resident | None
+    model_home: ModelHome | None
     run: Future | None
 
     def finish(self) -> None:
         try:
             self._finish()
         except BaseException as error:
-            if self.resident is not None:
-                self.resident.unsaved = True
+            if self.model_home is not None:
+                self.model_home.unsaved = True
             if self.writing.replaces and not self.writing.published:
                 error.add_note(f"the earlier contents of {self.stated.path} are unchanged.")
             raise
@@ -428,13 +433,13 @@ class _Ending:
             self.writing.abort()
             raise
         self.writing.finish(parts, keep=self.stated.keep)
-        if self.resident is not None and steps >= self.resident.saved[1]:
-            self.resident.saved = f"{self.stated.path} has the last save", steps
+        if self.model_home is not None and steps >= self.model_home.saved[1]:
+            self.model_home.saved = f"{self.stated.path} has the last save", steps
 
     def _parts(self) -> list[PartRecord]:
         """The records of all parts. If one fails, the others are still waited for: they write
         there."""
-        folder, found, failed = self.writing.folder, dict[int, PartRecord](), dict[int, str]()
+        folder, records, failed = self.writing.folder, dict[int, PartRecord](), dict[int, str]()
         waiting = [*(range(self.size) if self.run is not None else ())]
         waiting += [self.size] if self.state.here else []
         asked = time.monotonic()
@@ -442,10 +447,10 @@ class _Ending:
             for rank in waiting:
                 part = read_part(folder, rank)
                 if part is not None:
-                    found[rank] = part
+                    records[rank] = part
                 elif why := error_of(folder, rank):
                     failed[rank] = why
-            waiting = [rank for rank in waiting if rank not in found and rank not in failed]
+            waiting = [rank for rank in waiting if rank not in records and rank not in failed]
             if not waiting:
                 break
             if self.session is not None and self.session.cluster.failure is not None:
@@ -458,7 +463,7 @@ class _Ending:
             who = "the controller" if rank == self.size else f"rank {rank}"
             kind = WriterLost if why == GONE else CheckpointError
             raise kind(f"{who} could not write its part of {self.stated.path}: {why}")
-        return list(found.values())
+        return list(records.values())
 
     def _fallen(self, waiting: Sequence[int]) -> dict[int, str]:
         """The ranks that will write nothing, and why: the process was lost, or could not even
@@ -468,9 +473,9 @@ class _Ending:
         if self.session is not None and self.run is not None:
             cluster = self.session.cluster
             handle = cluster.load(ask_program(self.size))
-            found = cluster.run(handle, [{SAVING: self.saving}] * self.size).get()
+            states_by_rank = cluster.run(handle, [{SAVING: self.saving}] * self.size).get()
             cluster.unload(handle)
-            states |= {rank: own["state"] for rank, own in enumerate(found)}
+            states |= {rank: own["state"] for rank, own in enumerate(states_by_rank)}
         fallen = {r: states[r] for r in waiting if states[r] not in (WRITTEN, WRITING)}
         for rank in waiting:
             if states[rank] == WRITTEN and read_part(folder, rank) is None:

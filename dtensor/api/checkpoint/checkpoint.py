@@ -21,7 +21,7 @@ its own ranges from the files; outside, the controller's tensors are filled, exc
 the meta device stay on the disk until ranks need them.
 
 Not here: the steps of a save (async_save.py), the matching of names (matching.py), the files
-(runtime/checkpoint), whole states in memory (state.py).
+(runtime/checkpoint), whole states in memory (state_dict.py).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from dtensor.api.checkpoint.matching import OWN, matched, matched_state
 from dtensor.api.checkpoint.state_dict import checked_optional
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.store.default_home import kept
-from dtensor.api.store.home import Resident
+from dtensor.api.store.home import ModelHome
 from dtensor.api.store.session import MeshSession, launched, session_at_hand
-from dtensor.api.values.lazy_parameters import at_hand, bring_back, holder_of
+from dtensor.api.values.lazy_parameters import fault_in, holder_of, make_plain
 from dtensor.api.values.on_disk import OnDisk
 from dtensor.api.values.randomness import restore_counts
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.checkpoint import Checkpoint, latest
 from dtensor.runtime.checkpoint.saving import load_program
 
@@ -157,24 +157,28 @@ def load(
     checkpoint.check_files()
     model.look()
     values = matched(checkpoint, model, convert=dtype == "model")
-    found = None if optimizer is None else matched_state(checkpoint, model, optimizer)
-    with ONE_AT_A_TIME:
+    saved_state = None if optimizer is None else matched_state(checkpoint, model, optimizer)
+    with CALL_LOCK:
         session = session_at_hand(model.mesh) if launched() is not None else None
-        if session is None and found is not None and not any(p.is_meta for p in model.parameters()):
-            found.read()
+        if (
+            session is None
+            and saved_state is not None
+            and not any(p.is_meta for p in model.parameters())
+        ):
+            saved_state.read()
         if session is None:
             _fill_here(checkpoint, model, values)
         else:
             _fill_ranks(checkpoint, session, model, values)
-        if optimizer is not None and found is not None:
-            found.give(optimizer)
-        own = checkpoint.small.get(OWN)
-        if own is not None:
-            restore_counts(own["seed"], own["counts"])
-            model.steps.restore(own["steps"])
+        if optimizer is not None and saved_state is not None:
+            saved_state.give(optimizer)
+        counters = checkpoint.small.get(OWN)
+        if counters is not None:
+            restore_counts(counters["seed"], counters["counts"])
+            model.steps.restore(counters["steps"])
         if session is not None:
             where = f"{checkpoint.path} has the values that were loaded"
-            session.resident(model).saved = where, model.steps.present()
+            session.model_home(model).saved = where, model.steps.present()
     return _told(checkpoint, path)
 
 
@@ -209,8 +213,10 @@ def resume(
 
 
 def _told(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Loaded:
-    own = checkpoint.small.get(OWN)
-    step = own["steps"] if checkpoint.step is None and own is not None else checkpoint.step
+    counters = checkpoint.small.get(OWN)
+    step = (
+        counters["steps"] if checkpoint.step is None and counters is not None else checkpoint.step
+    )
     return Loaded(step, checkpoint.extra, os.fspath(path))
 
 
@@ -246,32 +252,32 @@ def _fill_ranks(
     values: Mapping[str, OnDisk],
 ) -> None:
     """Each rank reads its shards of all values."""
-    resident = session.resident(model)
-    resident.settle()
-    tensors, homes = model.seen.tensors, kept(model, session.ranks, resident)
+    model_home = session.model_home(model)
+    model_home.settle()
+    tensors, homes = model.seen.tensors, kept(model, session.ranks, model_home)
     folder = os.path.abspath(checkpoint.path)
     wanted = {stored.name: homes[label] for label, stored in values.items()}
-    resident.store.load(
-        resident.owner,
+    model_home.store.load(
+        model_home.owner,
         {label: homes[label] for label in values},
         lambda cluster: load_program(folder, wanted, cluster.size, cluster.device),
     )
     for label in values:
-        _leave_other_holder(tensors[label], resident)
+        _leave_other_holder(tensors[label], model_home)
     model.initial.leave_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})
-    resident.keep({label: tensors[label] for label in values})
-    resident.stale |= values.keys() & resident.own.keys()
-    resident.changed = any(
-        tensors[label].is_meta for label in resident.stored.keys() - values.keys()
+    model_home.keep({label: tensors[label] for label in values})
+    model_home.stale |= values.keys() & model_home.own.keys()
+    model_home.changed = any(
+        tensors[label].is_meta for label in model_home.stored.keys() - values.keys()
     )
-    resident.unsaved = False
+    model_home.unsaved = False
 
 
-def _leave_other_holder(tensor: Tensor, resident: Resident) -> None:
+def _leave_other_holder(tensor: Tensor, model_home: ModelHome) -> None:
     """The value on another cluster is no longer valid; tell that holder, if it still answers."""
     holder = holder_of(tensor)
-    if holder is not None and holder is not resident:
+    if holder is not None and holder is not model_home:
         if holder.gone:
-            bring_back(tensor)
+            make_plain(tensor)
         else:
-            at_hand(tensor)
+            fault_in(tensor)

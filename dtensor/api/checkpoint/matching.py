@@ -23,12 +23,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dtensor.api.model.initial import labels_in_state
+from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule, not_the_models
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.api.values.lazy_parameters import (
-    AwayState,
     Entries,
+    LazyOptimizerState,
     as_it_is,
 )
 from dtensor.api.values.on_disk import OnDisk, read_whole
@@ -39,7 +39,7 @@ from dtensor.runtime.checkpoint import (
     TensorRecord,
 )
 from dtensor.runtime.checkpoint.saving import opened, read_shard
-from dtensor.runtime.optimizer.elementwise.rule import give_attributes
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import give_attributes
 from dtensor.sharding.ops.philox import Pieces
 
 OWN = ("dtensor",)
@@ -72,15 +72,17 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
     named: dict[str, list[str]] = {}
     for key, label in keys.items():
         named.setdefault(label, []).append(key)
-    missing = [own[0] for own in named.values() if not any(key in stored for key in own)]
+    missing = [
+        possible[0] for possible in named.values() if not any(key in stored for key in possible)
+    ]
     unexpected = sorted(stored.keys() - keys.keys())
     if missing or unexpected:
         raise _other_names(checkpoint, missing, unexpected, list(keys), list(stored))
-    found: dict[str, OnDisk] = {}
+    in_checkpoint: dict[str, OnDisk] = {}
     shapes: list[str] = []
     dtypes: list[str] = []
-    for label, own in named.items():
-        there = [key for key in own if key in stored]
+    for label, possible in named.items():
+        there = [key for key in possible if key in stored]
         record = stored[there[0]]
         with as_it_is():
             shape, dtype = tuple(tensors[label].shape), tensors[label].dtype
@@ -94,7 +96,9 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
             dtypes.append(line)
         for other in there[1:]:
             _check_tied(checkpoint, there[0], record, other, stored[other])
-        found[label] = InCheckpoint(record.name, shape, dtype, os.path.abspath(checkpoint.path))
+        in_checkpoint[label] = InCheckpoint(
+            record.name, shape, dtype, os.path.abspath(checkpoint.path)
+        )
     if shapes:
         raise _not_alike(checkpoint, "shapes", shapes, "build the model like the saved one")
     if dtypes:
@@ -102,7 +106,7 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
             'dt.load(path, model, dtype="model") converts to the model\'s, or model.to(...) before'
         )
         raise _not_alike(checkpoint, "dtypes", dtypes, fix)
-    return found
+    return in_checkpoint
 
 
 def _not_alike(checkpoint: Checkpoint, what: str, lines: Sequence[str], fix: str) -> PlanningError:
@@ -208,21 +212,21 @@ class MatchedState:
 
     def read(self) -> Entries:
         """The entries, whole, on their parameters' devices."""
-        read = {p: self._numbers(read_whole(own)) for p, own in self.entries.items()}
-        self.whole = {p: _beside(p, own) for p, own in read.items()}
+        read = {p: self._numbers(read_whole(state)) for p, state in self.entries.items()}
+        self.whole = {p: _beside(p, state) for p, state in read.items()}
         return self.whole
 
     def _numbers(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         kinds = {"bool": bool, "int": int, "float": float}
-        own = {k: kinds[kind] for k, kind in self.numbers.items() if k in entries}
-        return {k: own[k](v) if k in own else v for k, v in entries.items()}
+        types = {k: kinds[kind] for k, kind in self.numbers.items() if k in entries}
+        return {k: types[k](v) if k in types else v for k, v in entries.items()}
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         state = defaultdict[Tensor, dict[str, Any]](dict, self.whole or {})
         optimizer.__setstate__({"state": state, "param_groups": self.groups})
         give_attributes(optimizer, self.attributes)
         if self.whole is None:
-            optimizer.state = cast(Any, AwayState({}, self.read, self.entries))
+            optimizer.state = cast(Any, LazyOptimizerState({}, self.read, self.entries))
 
 
 def _beside(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,8 +240,8 @@ def matched_state(
 ) -> MatchedState:
     """The matched state. PlanningError if groups, shapes or the optimizer differ."""
     keys = keys_in_state(model, optimizer)
-    own = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    groups = _groups_in(checkpoint, own)
+    labels = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    groups = _groups_in(checkpoint, labels)
     if groups is None:
         raise PlanningError(
             f"{checkpoint.path} has no state of an optimizer; nothing was loaded.\n"
@@ -252,10 +256,10 @@ def matched_state(
             f"loaded.\nfix: build the {saved_kind} that was saved, or dt.load(path, model) alone"
         )
     theirs = [list(group["params"]) for group in groups]
-    if [sorted(names) for names in own] != [sorted(names) for names in theirs]:
+    if [sorted(names) for names in labels] != [sorted(names) for names in theirs]:
         raise PlanningError(
             f"{checkpoint.path} has the optimizer's parameters in other groups; nothing was "
-            f"loaded.{_differing(own, theirs)}\n"
+            f"loaded.{_differing(labels, theirs)}\n"
             f"fix: build the optimizer over the groups that it had when it was saved"
         )
     entries = {
@@ -267,16 +271,16 @@ def matched_state(
         {**_as_theirs(group, theirs), "params": group["params"]}
         for group, theirs in zip(optimizer.param_groups, groups, strict=True)
     ]
-    entries = {parameter: own for parameter, own in entries.items() if own}
+    entries = {parameter: labels for parameter, labels in entries.items() if labels}
     return MatchedState(options, entries, saved.get("attributes", {}), saved.get("numbers", {}))
 
 
 def _groups_in(
-    checkpoint: Checkpoint, own: Sequence[Sequence[str]]
+    checkpoint: Checkpoint, labels: Sequence[Sequence[str]]
 ) -> Sequence[Mapping[str, Any]] | None:
     """The groups of the optimizer's options, with the names of their ``params``. Torch's tools
     split the list, or give each parameter its options; from those it makes the groups of
-    ``own``."""
+    ``labels``."""
     place = "optimizer", "param_groups"
     if place in checkpoint.small:
         return checkpoint.small[place]
@@ -289,13 +293,13 @@ def _groups_in(
     if numbered:
         return [numbered[number] for number in sorted(numbered)]
     groups: list[dict[str, Any]] = []
-    for keys in own:
+    for keys in labels:
         options: list[dict[str, Any]] = []
         for key in keys:
             prefix = f"optimizer.param_groups.{key}."
             ends = {n.removeprefix(prefix): p for n, p in by_name.items() if n.startswith(prefix)}
-            found = {end: checkpoint.small[p] for end, p in ends.items() if "." not in end}
-            options += [found] if found else []
+            options_here = {end: checkpoint.small[p] for end, p in ends.items() if "." not in end}
+            options += [options_here] if options_here else []
         if any(other != options[0] for other in options[1:]):
             raise PlanningError(
                 f"{checkpoint.path} has different options for parameters that are one group here; "
@@ -305,9 +309,9 @@ def _groups_in(
     return groups or None
 
 
-def _differing(own: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
-    lines = [f"\n  groups: {len(theirs)} in the checkpoint, {len(own)} here"]
-    for i, (mine, saved) in enumerate(zip(own, theirs, strict=False)):
+def _differing(ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
+    lines = [f"\n  groups: {len(theirs)} in the checkpoint, {len(ours)} here"]
+    for i, (mine, saved) in enumerate(zip(ours, theirs, strict=False)):
         for what, names in (
             ("only here", sorted(set(mine) - set(saved))),
             ("only in the checkpoint", sorted(set(saved) - set(mine))),
@@ -333,7 +337,7 @@ def _as_theirs(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
 
 def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str, Any]:
     prefix = f"optimizer.state.{key}."
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     with as_it_is():
         shape = tuple(parameter.shape)
     for name, record in checkpoint.tensors.items():
@@ -347,8 +351,8 @@ def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str
                 f"fix: build the model and the optimizer that were saved"
             )
         folder = os.path.abspath(checkpoint.path)
-        found[entry] = InCheckpoint(name, record.shape, record.dtype, folder)
+        entries[entry] = InCheckpoint(name, record.shape, record.dtype, folder)
     for path, value in checkpoint.small.items():
         if path[:3] == ("optimizer", "state", key) and len(path) == 4:
-            found[path[3]] = value
-    return found
+            entries[path[3]] = value
+    return entries

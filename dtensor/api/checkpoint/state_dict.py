@@ -23,14 +23,14 @@ from typing import Any, cast
 import torch
 
 from dtensor.api.checkpoint.nested_state import NestedState
-from dtensor.api.model.initial import labels_in_state
+from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.step.wrapped_optimizers import torchs_own
-from dtensor.api.store.home import Resident
-from dtensor.api.values.lazy_parameters import AwayState, as_it_is, by_holder, label_of
+from dtensor.api.store.home import ModelHome
+from dtensor.api.values.lazy_parameters import LazyOptimizerState, as_it_is, by_holder, label_of
 from dtensor.errors import PlanningError, check_kind
-from dtensor.frontend.alone import ONE_AT_A_TIME
-from dtensor.runtime.optimizer.elementwise.rule import changed_attributes, give_attributes
+from dtensor.frontend.call_lock import CALL_LOCK
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attributes, give_attributes
 
 _OPTIMIZER = torch.optim.Optimizer | None
 
@@ -52,7 +52,7 @@ def gather_state_dict(
     """
     check_parallel("gather_state_dict", model)
     optimizer = checked_optional(optimizer)
-    with ONE_AT_A_TIME:
+    with CALL_LOCK:
         return _gathered(model, optimizer)
 
 
@@ -60,7 +60,7 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
     model.look()
     with as_it_is():
         for holder, tensors in by_holder(model.seen.tensors.values()):
-            assert isinstance(holder, Resident)
+            assert isinstance(holder, ModelHome)
             for wait in holder.settling:  # a step that failed gives its number back
                 wait()
             holder.refresh([label_of(tensor) for tensor in tensors])
@@ -85,21 +85,21 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
 def _gathered_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, torch.Tensor]:
     """Values that the module itself has no memory for."""
     tensors, holders = model.seen.tensors, model.initial.holders
-    found: dict[str, torch.Tensor] = {}
+    gathered: dict[str, torch.Tensor] = {}
     for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
         for wait in holder.settling:  # a sync that failed brought nothing
             wait()
     for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
-        found |= holder.gather(sorted(n for n in labels if holders.get(n) is holder))
+        gathered |= holder.gather(sorted(n for n in labels if holders.get(n) is holder))
         holder.unsaved = False
-    rest = {n: model.initial.value(n, tensors[n]) for n in sorted(labels - found.keys())}
-    return {**found, **{n: value.detach().cpu().clone() for n, value in rest.items()}}
+    rest = {n: model.initial.value(n, tensors[n]) for n in sorted(labels - gathered.keys())}
+    return {**gathered, **{n: value.detach().cpu().clone() for n, value in rest.items()}}
 
 
 def _torch_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`optimizer.state_dict()`, current, which counts as no look at it."""
     held: object = optimizer.state
-    if not isinstance(held, AwayState):
+    if not isinstance(held, LazyOptimizerState):
         return optimizer.state_dict()
     optimizer.state = held.plain()
     try:
@@ -134,7 +134,7 @@ def load_state_dict(
             f"the state has no entry 'model', only {sorted(state)}; "
             f'fix: pass {{"model": ..., "optimizer": ...}}'
         )
-    with ONE_AT_A_TIME:
+    with CALL_LOCK:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
             model.module.load_state_dict(state["model"])

@@ -24,12 +24,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from dtensor.api.eager.run import changed, lend
+from dtensor.api.eager.execute_op import changed, lend
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Cell, Value, fresh_name
 from dtensor.api.model.mesh_history import mesh_since, num_switches
 from dtensor.api.model.stating.patterns import listing, nearest
-from dtensor.api.model.stating.placing import Stated, check_fit
+from dtensor.api.model.stating.stated_placements import Stated, check_fit
 from dtensor.api.step.loaded_program import load
 from dtensor.api.step.plan_call import (
     PROFILER,
@@ -44,10 +44,10 @@ from dtensor.api.store.session import Returned, session_for
 from dtensor.api.values.randomness import Counter, numbers_fed
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError, check_callable
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import Graph
-from dtensor.runtime.lower.builder import Roles
-from dtensor.runtime.lower.finite import DetectNan, checked_detect
+from dtensor.runtime.lower.detect_nan import DetectNan, checked_detect
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import checked_search
@@ -94,13 +94,13 @@ class CompiledFunction:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, its tensors as DTensors. It does not wait for their values."""
         call = BoundCall.of(self.fn, args, kwargs)
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             return self._run(call, self._planned(call))
 
     def profile(self, n: int, *args: Any, **kwargs: Any) -> Profile:

@@ -4,12 +4,12 @@
     in-place ops       a new value for the cell, computed as the functional op
     factories          zeros_like and its kin: placed like their operand
     reads              item(), bool(), torch.equal: wait, and give a number
-    all others         one planned op (run.py), whose results are new cells
+    all others         one planned op (execute_op.py), whose results are new cells
 
 What is made are cells and aliases; that they are DTensors is said above (tensor.py). Parts of a
-tensor (split, unbind) are slices and selections of it, so that each can be written back. Random
-ops draw by counter (draws.py); ops whose sizes depend on values are refused. `_foreach_` ops run as
-torch's own loops over single ops.
+tensor (split, unbind) are slices and selections of it, so that each can be written back. Random ops
+draw by counter (random_ops.py); ops whose sizes depend on values are refused. `_foreach_` ops run
+as torch's own loops over single ops.
 
 Invariant: an op that is not known to alias or to write gives a new cell; one that writes in a way
 not known here is refused, never run on a copy.
@@ -22,10 +22,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from dtensor.api.eager.draws import draw
 from dtensor.api.eager.errors import op_name, refused
-from dtensor.api.eager.graph import fake, fakes
-from dtensor.api.eager.run import execute, fill, own_value
+from dtensor.api.eager.execute_op import execute, fill, own_value
+from dtensor.api.eager.op_program import fake, fakes
+from dtensor.api.eager.random_ops import draw
 from dtensor.api.eager.values import Alias, Cell, CellTensor
 from dtensor.api.eager.views import functional_form, view_step
 from dtensor.api.store.handle import layout_of
@@ -111,9 +111,9 @@ def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
     form = functional_form(target)
     if form is None:
         raise refused(op_name(target), "its out= form has no functional twin", "leave out= away")
-    made = form(*args, **{k: v for k, v in kwargs.items() if k not in outs})
-    made = made if isinstance(made, (tuple, list)) else (made,)
-    for name, value in zip(outs, made, strict=True):
+    outputs = form(*args, **{k: v for k, v in kwargs.items() if k not in outs})
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    for name, value in zip(outs, outputs, strict=True):
         kwargs[name].copy_(value)
     return kwargs[outs[0]] if len(outs) == 1 else tuple(kwargs[n] for n in outs)
 
@@ -192,8 +192,8 @@ def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _random(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    found = draw(target, args, kwargs)
-    return _refuse_random(target, args, kwargs) if found is None else found
+    drawn = draw(target, args, kwargs)
+    return _refuse_random(target, args, kwargs) if drawn is None else drawn
 
 
 # -- copies and factories -----------------------------------------------------------------------

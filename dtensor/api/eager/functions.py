@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtensor.api.eager.graph import CallKey, OpGraph, placed
+from dtensor.api.eager.op_program import CallKey, OpGraph, placed
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import is_capturing
+from dtensor.frontend.call_lock import is_capturing
 from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.private_torch import DisableTorchFunctionSubclass
 
@@ -117,10 +117,12 @@ def _run_rewritten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def _rewrite(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], metas: tuple[Any, ...]
 ) -> fx.GraphModule | None:
-    made = OpGraph()
-    nodes = [made.read(f"x{i}", *meta) for i, meta in enumerate(metas)]
-    made.graph.output(made.call(target, *placed(args, nodes), **placed(dict(kwargs), nodes)))
-    module = fx.GraphModule(torch.nn.Module(), made.graph)
+    op_graph = OpGraph()
+    nodes = [op_graph.read(f"x{i}", *meta) for i, meta in enumerate(metas)]
+    op_graph.graph.output(
+        op_graph.call(target, *placed(args, nodes), **placed(dict(kwargs), nodes))
+    )
+    module = fx.GraphModule(torch.nn.Module(), op_graph.graph)
     canonicalise(module)
     same = any(n.target is target for n in module.graph.nodes)
     return None if same else module

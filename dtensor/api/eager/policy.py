@@ -128,12 +128,12 @@ def eager_collectives() -> Iterator[list[PlannedCollective]]:
 
     Reading a value, as `full_tensor` does, is no collective. Raises nothing of its own.
     """
-    found: list[PlannedCollective] = []
-    COUNTED.append(found)
+    collectives: list[PlannedCollective] = []
+    COUNTED.append(collectives)
     try:
-        yield found
+        yield collectives
     finally:
-        COUNTED[:] = [one for one in COUNTED if one is not found]
+        COUNTED[:] = [one for one in COUNTED if one is not collectives]
 
 
 # -- what one op sends -----------------------------------------------------------------------------
@@ -149,16 +149,16 @@ def moves_of(
     ``places``: the operands among the plan's inputs, as indices of ``operands``, their names.
     """
     labels = {name: operands[index] for name, index in places.items()}
-    found: list[tuple[str, Move]] = []
+    sent: list[tuple[str, Move]] = []
     for step in planned.steps:
         for operand, result, move in zip(step.reads, step.gives, step.moves):
             label = labels[result] = labels.get(operand, operand)
             if step.sends:
-                found.append((label, move))
+                sent.append((label, move))
         if step.op is not None:
             name = step.op.call.name
             view = name in _REARRANGING and len(step.reads) == 1
             source = labels.get(step.reads[0]) if view else None
-            made = source or f"the result of {name.removeprefix('aten.').split('.')[0]}"
-            labels.update(dict.fromkeys(step.gives, made))
-    return tuple(found)
+            label_of_result = source or f"the result of {name.removeprefix('aten.').split('.')[0]}"
+            labels.update(dict.fromkeys(step.gives, label_of_result))
+    return tuple(sent)

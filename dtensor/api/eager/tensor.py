@@ -7,7 +7,7 @@
 
 It is a torch.Tensor with the global shape: autograd, `nn.Module`, `torch.optim` and
 `torch.nn.functional` take it as it is. Below autograd each ATen op arrives in `__torch_dispatch__`
-and becomes a program of its own (dispatch.py, run.py), made by the planner, the lowering
+and becomes a program of its own (dispatch.py, execute_op.py), made by the planner, the lowering
 and the execution of `dt.compile`. Reading a value waits for it; nothing else does.
 
 Invariants: tensors that share storage in PyTorch share it here (values.py). Mixing clusters,
@@ -22,17 +22,17 @@ from typing import Any
 import torch
 
 from dtensor.api.eager.dispatch import dispatch, like_spec
+from dtensor.api.eager.execute_op import execute, fetch, own_value, spec_of
 from dtensor.api.eager.functions import torch_function
-from dtensor.api.eager.run import execute, fetch, own_value, spec_of
 from dtensor.api.eager.values import Alias, Cell, CellTensor, Value, ViewStep, fresh_name
-from dtensor.api.model.stating.placing import check_fit, restated
+from dtensor.api.model.stating.stated_placements import check_fit, restated
 from dtensor.api.store.handle import Layout, contiguous, contiguous_layout
 from dtensor.api.store.session import MeshSession, session_for
-from dtensor.api.values.lazy_parameters import Away, at_hand
+from dtensor.api.values.lazy_parameters import LazyTensor, fault_in
 from dtensor.daft import Future, GroupFuture
 from dtensor.daft.tasks.values import SENT_AS
 from dtensor.errors import PlanningError, check_kind
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.private_torch import make_wrapper_subclass
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.redistribute.between_meshes import holders_of
@@ -143,8 +143,8 @@ class DTensor(CellTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if any(issubclass(kind, Away) for kind in types):
-            at_hand((args, kwargs))
+        if any(issubclass(kind, LazyTensor) for kind in types):
+            fault_in((args, kwargs))
         return torch_function(func, args, kwargs or {})
 
     @classmethod
@@ -229,7 +229,7 @@ class DTensor(CellTensor):
 
 def _sent_to_actor(x: DTensor) -> torch.Tensor:
     # Not at the top: few programs have actors of their own.
-    from dtensor.api.eager.sent_to_actors import sent_to_actor
+    from dtensor.api.eager.actor_arguments import sent_to_actor
 
     return sent_to_actor(x)
 
@@ -237,16 +237,16 @@ def _sent_to_actor(x: DTensor) -> torch.Tensor:
 SENT_AS[DTensor] = _sent_to_actor
 
 
-def _as_tensors(made: Any) -> Any:
-    match made:
+def _as_tensors(result: Any) -> Any:
+    match result:
         case Cell():
-            return DTensor.of(made)
+            return DTensor.of(result)
         case Alias(cell, view):
             return DTensor.of(cell, view)
         case list() | tuple():
-            return type(made)(map(_as_tensors, made))
+            return type(result)(map(_as_tensors, result))
         case _:
-            return made
+            return result
 
 
 class _Redistribute(torch.autograd.Function):
@@ -287,7 +287,7 @@ def placed(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTen
     values: list[dict[str, object]] = [{} for _ in range(mesh.size)]
     for rank in holders_of(spec):
         values[rank][name] = shard_of(tensor, spec, mesh.coordinates(rank))
-    with ONE_AT_A_TIME:
+    with CALL_LOCK:
         session.put(values)
     return DTensor(spec, session, name)
 
@@ -338,9 +338,9 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     check_kind("the first argument of distribute", tensor, torch.Tensor, "a tensor", fix)
     check_placements(mesh, placements)
     wanted = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
-    made = placed(tensor.detach(), wanted, session_for(mesh))
-    made.requires_grad_(tensor.requires_grad)
-    return made
+    distributed = placed(tensor.detach(), wanted, session_for(mesh))
+    distributed.requires_grad_(tensor.requires_grad)
+    return distributed
 
 
 def check_placements(mesh: Mesh, placements: Mapping[str, Placement]) -> None:

@@ -14,7 +14,7 @@ change in place: then a new Value has the same shards. A cell's shape, dtype and
 its placement is that of the value it holds. Views are interned, like layouts: equal ones are one
 object, compared by identity.
 
-Not here: the computation of a value (run.py), the backward of a view (views.py).
+Not here: the computation of a value (execute_op.py), the backward of a view (views.py).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CachedView:
     """A view's own value, and the value of its cell from which it was made."""
 
     of: Value
@@ -130,7 +130,7 @@ class CellTensor(TensorHandle):
 
     _cell: Cell
     _view: ViewStep | None
-    _made: Made | None
+    _made: CachedView | None
 
     @property
     def session(self) -> MeshSession:

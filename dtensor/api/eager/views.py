@@ -6,7 +6,7 @@
 
 `view_step` says what a view looks like; `functional` gives the value that an in-place op's operand
 is to have; `written_back` the value of the whole that the operand is a view of. The latter two
-write calls into the graph that is being built (graph.py).
+write calls into the graph that is being built (op_program.py).
 
 Invariant: an in-place op or a view that is not known here is refused by name.
 """
@@ -37,14 +37,14 @@ def view_step(x: CellTensor, target: Any, args: tuple[Any, ...]) -> ViewStep:
     parent = x._view
     seen = (tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
     key = (seen if parent is None else parent, target, _hashable(args))
-    found = _steps.get(key)
-    if found is None:
+    step = _steps.get(key)
+    if step is None:
         # on the meta device, not fake: its errors are those of torch's own kernels
         reach = sum(max(n - 1, 0) * s for n, s in zip(x.shape, x.stride(), strict=True))
         storage = torch.empty(x.storage_offset() + reach + 1, dtype=x.dtype, device="meta")
         with torch.no_grad():
             new = target(storage.as_strided(x.shape, x.stride(), x.storage_offset()), *args)
-        found = _steps[key] = ViewStep(
+        step = _steps[key] = ViewStep(
             parent,
             target,
             args,
@@ -53,7 +53,7 @@ def view_step(x: CellTensor, target: Any, args: tuple[Any, ...]) -> ViewStep:
             int(new.storage_offset()),
             new.dtype,
         )
-    return found
+    return step
 
 
 def _hashable(value: Any) -> Any:
@@ -80,10 +80,10 @@ def functional(
                     op_name(target), "it has no out-of-place form", "compute a new tensor instead"
                 )
             new = call(form, *args, **kwargs)
-            found = new.meta["val"].dtype
-            if not torch.can_cast(found, dtype):
+            result_dtype = new.meta["val"].dtype
+            if not torch.can_cast(result_dtype, dtype):
                 raise RuntimeError(
-                    f"result type {found} can't be cast to the desired output type {dtype}"
+                    f"result type {result_dtype} can't be cast to the desired output type {dtype}"
                 )
     if new.meta["val"].dtype != dtype:
         new = call(aten._to_copy.default, new, dtype=dtype)

@@ -17,7 +17,7 @@ each position, and which transformers itself runs with caches of fixed length (s
 the mask says how long a text is). Windows of attention are masks over the whole length.
 
 Invariants: what cannot be right is refused by name here, before anything is planned.
-Not here: what a cache does (caches.py), programs and slots (generator.py).
+Not here: what a cache does (kv_cache.py), programs and slots (generator.py).
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from dtensor.api.generation.caches import Cache, LayerShape, causal
+from dtensor.api.generation.kv_cache import Cache, LayerShape, causal
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import ONE_AT_A_TIME, capturing, is_capturing
+from dtensor.frontend.call_lock import CALL_LOCK, capturing, is_capturing
 from dtensor.frontend.capture.call_as_module import held_per_thread
 from dtensor.frontend.capture.patches import FLAGS, load_compiler
-from dtensor.frontend.capture.replaced import answered_here, replaced
+from dtensor.frontend.capture.thread_patches import answered_here, replaced
 from dtensor.frontend.graph import type_text
 from dtensor.private_torch import FakeTensorMode, compile_lock
 from dtensor.signals import as_set
@@ -220,12 +220,12 @@ def _windows(
     if other := sorted(set(kinds) - known):
         why = f"its cache has layers of {', '.join(other)}, which is more than keys and values"
         raise refused(why, "a model whose layers are full_attention or sliding_attention")
-    found = {s["sliding_window"] for s in stated if s.get("sliding_window")}
-    if not found or min(found) >= length:
+    windows = {s["sliding_window"] for s in stated if s.get("sliding_window")}
+    if not windows or min(windows) >= length:
         return len(kinds), {"": None}
-    if len(found) > 1:
-        raise refused(f"its layers have windows of {sorted(found)}", f"length={min(found)}")
-    window = found.pop()
+    if len(windows) > 1:
+        raise refused(f"its layers have windows of {sorted(windows)}", f"length={min(windows)}")
+    window = windows.pop()
     if set(kinds) == known:
         return len(kinds), {"full_attention": None, "sliding_attention": window}
     return len(kinds), {"": window}
@@ -304,8 +304,8 @@ def _probe(module: nn.Module, call: Callable[..., Any]) -> _Probe:
         [(torch.compiler, f"_is_{what}_flag", True) for what in ("exporting", "compiling")]
     )  # as in the capture: models look
     with (
-        ONE_AT_A_TIME,
-        ONE_AT_A_TIME.and_then(compile_lock()),
+        CALL_LOCK,
+        CALL_LOCK.and_then(compile_lock()),
         capturing(),
         held_per_thread(list(module.modules())),
         answered_here(FLAGS),

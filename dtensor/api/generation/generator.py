@@ -18,7 +18,7 @@ planner splits them with the attention's projections, each layer's on the stage 
 Invariants: the tokens of a request are a function of its prompt, its options and its seed, to the
 bit in the same program. They do not depend on its slot, on other requests, on time or on ``ahead``.
 Another option, prompt or number of requests within a bucket needs no new capture. Not here: the
-caches (caches.py), calls of models (forwards.py), the draw of a token (sharding/ops/sampling.py).
+caches (kv_cache.py), calls of models (forwards.py), the draw of a token (sharding/ops/sampling.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ import torch
 from torch import Tensor
 
 from dtensor.api.eager.tensor import DTensor, placed
-from dtensor.api.generation.apart import Apart, check_length, refuse_no_prefill
+from dtensor.api.generation.disaggregated_prefill import (
+    DisaggregatedPrefill,
+    check_length,
+    refuse_no_prefill,
+)
 from dtensor.api.generation.forwards import evaluating, forward_of
 from dtensor.api.generation.programs import (
     axes_of_slots,
@@ -62,11 +66,11 @@ from dtensor.api.store.session import MeshSession, session_for
 from dtensor.api.values.randomness import Counter, initial_seed, key_of
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError, check_number, check_word
-from dtensor.frontend.alone import ONE_AT_A_TIME, is_capturing
+from dtensor.frontend.call_lock import CALL_LOCK, is_capturing
 from dtensor.frontend.graph import Graph
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.redistribute.sync_plan import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh
 
@@ -124,17 +128,21 @@ class Generator:
         pieces = 1
         for axis in self.rows_over:
             pieces *= model.mesh.axis_size(axis)
-        own = -(-slots // pieces)  # slots of a rank; spare ones pad it
-        self.rows: int = pieces * (own if own == 1 else -(-own // VECTOR) * VECTOR)
+        rows_per_rank = -(-slots // pieces)  # slots of a rank; spare ones pad it
+        self.rows: int = pieces * (
+            rows_per_rank if rows_per_rank == 1 else -(-rows_per_rank // VECTOR) * VECTOR
+        )
         self.caches: ParallelModule = caches_of(model, forward, self.rows, length, self.rows_over)
         self._decode = decode_program(forward, model.mesh, self.rows_over, topology)
         self._prefill = prefill_program(forward, model.mesh, self.rows_over, topology)
         self._apart = None
         if prefill is not None:
-            self._apart = Apart(model, self.caches, forward, length, prefill, topology)
+            self._apart = DisaggregatedPrefill(
+                model, self.caches, forward, length, prefill, topology
+            )
         self._switches = self._now_switches()
         self._settled = False
-        self._one = RLock()  # taken before ONE_AT_A_TIME
+        self._one = RLock()  # taken before CALL_LOCK
         self._asked = Counter("generate")  # counts requests without a stated seed
         self._numbers = 0
         self._session: MeshSession | None = None
@@ -159,7 +167,7 @@ class Generator:
         launches nothing."""
         check_word("which", which, ("prefill", "decode"))
         self._check_placed()
-        with ONE_AT_A_TIME, evaluating(self.model.module):
+        with CALL_LOCK, evaluating(self.model.module):
             self._settle()
             live = live_spec(self.model, self.rows, self.rows_over)
             if which == "decode":
@@ -181,12 +189,12 @@ class Generator:
         }
         for key, program in programs.items():
             program.graph = graphs.get(key)
-        found = self.plan("decode"), self.plan("prefill", bucket)
+        both = self.plan("decode"), self.plan("prefill", bucket)
         for key, program in programs.items():
             if program.plans.latest is not None:
                 graphs[key] = program.plans.latest.graph
             program.graph = None
-        return found
+        return both
 
     def transfer_plan(
         self, t: int, slot: int = 0, *, ranks: Mapping[Mesh, Sequence[int]] | None = None
@@ -203,7 +211,7 @@ class Generator:
             refuse_no_prefill()
         check_length(t, slot, min(self.buckets[-1], self.length - 1), self.slots)
         self._check_placed()
-        with ONE_AT_A_TIME, evaluating(self.model.module):
+        with CALL_LOCK, evaluating(self.model.module):
             self._settle()
         return self._apart.transfer_plan(t, slot, ranks)
 
@@ -348,14 +356,14 @@ class Generator:
         seeds = each("seed", stated, num)
         own = options.get("eos", "own")
         eos = self.eos if own == "own" else eos_of(own, tuple(self.eos))
-        made: list[TextRequest] = []
+        requests: list[TextRequest] = []
         for number, given in enumerate(listed):
             prompt = prompt_of(given, self.vocabulary)
             how = replace(self.sampling, **{n: column[number] for n, column in columns.items()})
             seed = self._seed(seeds[number], 0 if isinstance(stated, (list, tuple)) else number)
             most = self._most(prompt, limits[number])
-            made.append(TextRequest(number, prompt, most, how, seed, eos, events))
-        return made
+            requests.append(TextRequest(number, prompt, most, how, seed, eos, events))
+        return requests
 
     def _seed(self, seed: object, place: int) -> int:
         if seed is None:
@@ -404,7 +412,7 @@ class Generator:
         with self._one:
             self._check_placed()
             try:
-                with ONE_AT_A_TIME:
+                with CALL_LOCK:
                     self._enter()
                 self._advance_once()
             except BaseException:
@@ -415,19 +423,19 @@ class Generator:
         assert self._session is not None
         cluster = self._session.cluster
         if cluster.recovered != self._recovered:
-            with ONE_AT_A_TIME:
+            with CALL_LOCK:
                 self._begin_again()
         try:
             if not self._settled:
-                with ONE_AT_A_TIME, evaluating(self.model.module):
+                with CALL_LOCK, evaluating(self.model.module):
                     self._settle()
             asked = self._admit()
             seated = ((row, r) for row, r in enumerate(self._seats) if r is not None)
             sitting = tuple((row, r) for row, r in seated if not r.done)
             if sitting:
-                with ONE_AT_A_TIME, evaluating(self.model.module):
-                    made = self._decode(self.model, self.caches, self._live)
-                    self._went(sitting, made, whole=True)
+                with CALL_LOCK, evaluating(self.model.module):
+                    outputs = self._decode(self.model, self.caches, self._live)
+                    self._went(sitting, outputs, whole=True)
             self._read(self.ahead if asked or sitting else 0)
         except DaftError:
             if cluster.recovered == self._recovered:
@@ -467,9 +475,11 @@ class Generator:
             for first in range(0, len(group), self.prefill_batch):
                 some = group[first : first + self.prefill_batch]
                 asked = [self._arguments(request, row) for row, request in some]
-                with ONE_AT_A_TIME, evaluating(self.model.module):
-                    made = self._prefill(self.model, self.caches, self._live, *self._filled(asked))
-                    self._went(tuple(some), made, whole=False)
+                with CALL_LOCK, evaluating(self.model.module):
+                    outputs = self._prefill(
+                        self.model, self.caches, self._live, *self._filled(asked)
+                    )
+                    self._went(tuple(some), outputs, whole=False)
                 self._read(self.ahead)
         return bool(entering)
 
@@ -496,15 +506,15 @@ class Generator:
     def _went(
         self,
         of: tuple[tuple[int, TextRequest], ...],
-        made: Mapping[str, DTensor],
+        outputs: Mapping[str, DTensor],
         *,
         whole: bool,
     ) -> None:
         assert self._session is not None
-        self._live = made["live"]
+        self._live = outputs["live"]
         # worthless once the launch has ended: no warning that they were not gathered
-        self._session.resident(self.caches).unsaved = False
-        self._flying.append(_Run(of, made["token"], made["logprob"], whole))
+        self._session.model_home(self.caches).unsaved = False
+        self._flying.append(_Run(of, outputs["token"], outputs["logprob"], whole))
         for row, request in of:
             request.versions.append(self.model.version)
             if len(request.versions) == request.most:

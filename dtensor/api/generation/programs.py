@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from dtensor.api.eager.compiled import CompiledFunction, compile
-from dtensor.api.generation.caches import Decoding, Prefill, Slots
 from dtensor.api.generation.forwards import Forward
+from dtensor.api.generation.kv_cache import Decoding, KVSlots, Prefill
 from dtensor.api.model.parallel import ParallelModule, chosen_by, parallelize
 from dtensor.api.model.stating.stages import StagePlan
 from dtensor.api.store.session import MeshSession
@@ -45,7 +45,7 @@ def decode_program(
 ) -> CompiledFunction:
     """One token of every slot. ``topology``: the planner's prices."""
 
-    def decode(model: nn.Module, kv_cache: Slots, live: Tensor) -> dict[str, Tensor]:
+    def decode(model: nn.Module, kv_cache: KVSlots, live: Tensor) -> dict[str, Tensor]:
         cache = Decoding(kv_cache, live[:, 1:])
         at = live[:, 1] + 1
         logits = forward(model, live[:, :1], cache, torch.zeros(1, dtype=torch.int64))
@@ -62,12 +62,12 @@ def prefill_program(
     forward: Forward, mesh: Mesh, over: Split, topology: Topology | None = None
 ) -> CompiledFunction:
     """Prefill: prompts into slots, and their first tokens. ``where``: int64[b, 2], the row and the
-    length of each; ``request`` and ``knobs``: [b, 2], as in `Slots`. A repeated prompt has the
+    length of each; ``request`` and ``knobs``: [b, 2], as in `KVSlots`. A repeated prompt has the
     effect of one."""
 
     def prefill(
         model: nn.Module,
-        kv_cache: Slots,
+        kv_cache: KVSlots,
         live: Tensor,
         tokens: Tensor,
         where: Tensor,
@@ -120,8 +120,8 @@ def caches_of(
 ) -> ParallelModule:
     """A module on the meta device: each rank makes its own zeros."""
 
-    def build() -> Slots:
-        return Slots(forward.layers, rows, length)
+    def build() -> KVSlots:
+        return KVSlots(forward.layers, rows, length)
 
     with torch.device("meta"):
         slots = build()
@@ -132,15 +132,15 @@ def caches_of(
 
 def settle_caches(caches: ParallelModule, decode: Plan) -> None:
     """Settle the caches' placements for all programs by decode, which runs most."""
-    found = chosen_by(decode).items()
-    own = {n.removeprefix(CACHES): p for n, p in found if n.startswith(CACHES)}
-    caches.settle(own, decode.stage_ranks, caches.stage_plan)
+    placements = chosen_by(decode).items()
+    of_caches = {n.removeprefix(CACHES): p for n, p in placements if n.startswith(CACHES)}
+    caches.settle(of_caches, decode.stage_ranks, caches.stage_plan)
 
 
 def put_anew(session: MeshSession, caches: ParallelModule) -> None:
     """The caches' values on ranks are no longer valid: each rank makes zeros again."""
-    resident = session.resident(caches)
-    resident.forget(list(resident.stored))
+    model_home = session.model_home(caches)
+    model_home.forget(list(model_home.stored))
     caches.initial.holders.clear()
 
 
@@ -174,5 +174,5 @@ def _stages_around(module: str, plan: StagePlan) -> list[int]:
     while True:
         inside = [s for n, s in plan.held.items() if n.startswith(f"{module}." if module else "")]
         if inside or not module:
-            return sorted({stage for found in inside for stage in found})
+            return sorted({stage for stages_of in inside for stage in stages_of})
         module = module.rpartition(".")[0]

@@ -68,10 +68,10 @@ class Ledger:
             taken = sum(self._when[number] <= last for number in chosen)
             needed = number_open - later * self.batch_size - taken
             done = (n for n in self._completed if n not in chosen and self._when[n] <= last)
-            found = list(itertools.islice(done, max(0, needed)))
-            if len(found) < needed:
+            fresh = list(itertools.islice(done, max(0, needed)))
+            if len(fresh) < needed:
                 return None
-            chosen.update(dict.fromkeys(found))
+            chosen.update(dict.fromkeys(fresh))
         others = (number for number in self._completed if number not in chosen)
         chosen.update(dict.fromkeys(itertools.islice(others, size - len(chosen))))
         for number in chosen:

@@ -35,7 +35,7 @@ from dtensor.api.checkpoint.exit_status import not_zero
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Stages
-from dtensor.api.move.switch import Optimizers, Wanted, switch_of
+from dtensor.api.move.switch import Optimizers, SwitchTarget, switch_of
 from dtensor.api.store.session import (
     Launch,
     LocalKind,
@@ -47,16 +47,16 @@ from dtensor.api.store.session import (
 )
 from dtensor.daft import Backend, DaftError, Mode, launch_cluster
 from dtensor.daft.diagnosis.diagnosis import ranks_text
-from dtensor.daft.launching import Offer
+from dtensor.daft.launching import DeferredLaunch
 from dtensor.errors import PlanningError, check_kind, check_number, check_word
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.source import lines_text, source_here
 from dtensor.private_torch import cpp_compiler
 from dtensor.runtime.schedule import Schedule
-from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.redistribute.sync_plan import SyncPlan
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.signals import held_back, standing_in, waits_may_act
+from dtensor.signals import defer_signals, held_back, waits_may_act
 
 _State = Literal["never started", "given up", "running", "ended"]
 _NO_RANKS: tuple[_State, ...] = ("never started", "given up")
@@ -74,7 +74,7 @@ class LaunchSession(MeshSession):
         self,
         places: Mapping[Mesh, tuple[int, ...] | None],
         ranks: Callable[[], Launch],
-        actors: Callable[[], Offer],
+        actors: Callable[[], DeferredLaunch],
         bring_home: bool,
     ) -> None:
         self.mesh = next(iter(places))
@@ -110,8 +110,8 @@ class LaunchSession(MeshSession):
         If it runs already, it does nothing. A launch whose start has failed may be started again.
         Raises PlanningError if another launch runs, or this one has ended.
         """
-        with standing_in():
-            with ONE_AT_A_TIME:
+        with defer_signals():
+            with CALL_LOCK:
                 if self._state == "running":
                     return self
                 if self._state != "never started":
@@ -122,12 +122,12 @@ class LaunchSession(MeshSession):
             try:  # without the lock: other calls continue meanwhile
                 with waits_may_act():
                     running = self._start_ranks()
-                (first, own), *others = self._places.items()
-                super().__init__(first, running.part(first, own), running)
+                (first, ranks), *others = self._places.items()
+                super().__init__(first, running.part(first, ranks), running)
                 running.sessions[first] = self
                 for other, ranks_there in others:
                     running.add(other, ranks_there)
-                with ONE_AT_A_TIME:
+                with CALL_LOCK:
                     self._actors = self._offer_actors()
                     launches.append(running)
                     self._state = "running"
@@ -144,7 +144,7 @@ class LaunchSession(MeshSession):
 
         If it has ended, it does nothing; if it was never started, it cannot be started any more.
         """
-        with standing_in():
+        with defer_signals():
             if not self._ends():
                 return
             try:
@@ -175,13 +175,13 @@ class LaunchSession(MeshSession):
         if error is None:
             self.close()
             return
-        with standing_in():
+        with defer_signals():
             if self._ends():
                 self._leave_by(error)
 
     def end_with_process(self) -> None:
         """As `close`, but the process's end reports the failures of saves (async_save.py)."""
-        with standing_in():
+        with defer_signals():
             if self._ends():
                 try:
                     with waits_may_act():
@@ -196,7 +196,7 @@ class LaunchSession(MeshSession):
 
     def _ends(self) -> bool:
         """Mark it as ended, or given up; returns whether it ran."""
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             before = self._state
             self._state = "ended" if before in ("running", "ended") else "given up"
             forget(self)
@@ -213,7 +213,7 @@ class LaunchSession(MeshSession):
 
     def _leave(self) -> None:
         with held_back():
-            with ONE_AT_A_TIME:
+            with CALL_LOCK:
                 launches.remove(self.launch)
             try:
                 self._actors.end(quiet=True)
@@ -246,8 +246,8 @@ class LaunchSession(MeshSession):
             topology: the hardware of the price.
         """
         given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-        how = Wanted(placements or {}, given, inputs, schedule, ranks, topology)
-        with ONE_AT_A_TIME:
+        how = SwitchTarget(placements or {}, given, inputs, schedule, ranks, topology)
+        with CALL_LOCK:
             return switch_of(self.launch, model, optimizer, mesh, how).plan
 
     def switch(
@@ -282,11 +282,11 @@ class LaunchSession(MeshSession):
             ranks: the launch's numbers of the mesh's ranks, if the mesh is new there.
         """
         given = dict(stages=stages, zero=zero, recompute=recompute, misaligned=misaligned)
-        how = Wanted(placements or {}, given, inputs, schedule, ranks, None)
-        with ONE_AT_A_TIME:
-            found = switch_of(self.launch, model, optimizer, mesh, how)
-            found.carry_out()
-            return found.plan
+        how = SwitchTarget(placements or {}, given, inputs, schedule, ranks, None)
+        with CALL_LOCK:
+            switching = switch_of(self.launch, model, optimizer, mesh, how)
+            switching.carry_out()
+            return switching.plan
 
 
 _starting: list[LaunchSession] = []
@@ -419,7 +419,7 @@ def launch(
             f"{what} on Ray: ranks that are lost can be replaced in compiled mode on CPUs alone.\n"
             f"fix: leave spares and snapshot_every out"
         )
-    with ONE_AT_A_TIME:
+    with CALL_LOCK:
         _check_none_runs()
 
     def start_ranks() -> Launch:
@@ -440,7 +440,7 @@ def launch(
         atexit.register(_end_last, os.getpid())  # after Ray's: so it runs before
         return Launch(cluster, mode, local)
 
-    actors = partial(Offer, backend, address, deadline_s, call_deadline_s, warm)
+    actors = partial(DeferredLaunch, backend, address, deadline_s, call_deadline_s, warm)
     return LaunchSession(places, start_ranks, actors, bring_home)
 
 
@@ -474,12 +474,12 @@ def _end_last(controller: int) -> None:
 def together(places: Mapping[Mesh, Sequence[int] | None]) -> list[Sequence[int]]:
     """Ranks that send each other most, which should be inside a machine: for each mesh those along
     its last axis, for each place along the others. Axes of size 1 do not count."""
-    found: list[Sequence[int]] = []
-    for mesh, own in places.items():
-        ranks = range(mesh.size) if own is None else own
+    groups: list[Sequence[int]] = []
+    for mesh, stated in places.items():
+        ranks = range(mesh.size) if stated is None else stated
         size = next((n for n in reversed(mesh.shape.values()) if n > 1), 1)
-        found += [ranks[first : first + size] for first in range(0, len(ranks), size)]
-    return found
+        groups += [ranks[first : first + size] for first in range(0, len(ranks), size)]
+    return groups
 
 
 def _check_current(index: int) -> None:

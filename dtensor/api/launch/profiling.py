@@ -17,10 +17,10 @@ from collections.abc import Callable
 from numbers import Integral
 
 from dtensor.api.step.plan_call import PlanCache
-from dtensor.api.store.session import MeshSession, Noted
+from dtensor.api.store.session import MeshSession, TimedRun
 from dtensor.daft import DaftError
 from dtensor.errors import check_kind, check_number
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.profile import Profile
 from dtensor.runtime.simulate.breakdown import (
     Measured,
@@ -48,7 +48,7 @@ def profiled(
     fix = "step.profile(10, *batch): how many steps to time, then the batch"
     check_kind("n of profile", n, Integral, "a whole number", fix)
     check_number("n", n, least=1, whole=True, fix=fix)
-    with ONE_AT_A_TIME:
+    with CALL_LOCK:
         return _profiled(n, session, step, read, plans)
 
 
@@ -88,34 +88,34 @@ def _plain(
     """Seconds of a step without stamps."""
     begin = time.monotonic()
     with session.noting("compiled"):
-        made = step()
-    noted, _ = _results(session, made, read)
-    read(made)
+        result = step()
+    noted, _ = _results(session, result, read)
+    read(result)
     return time.monotonic() - begin - noted.settling
 
 
 def _timed(
     session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
-) -> tuple[Noted, TimedStep]:
+) -> tuple[TimedRun, TimedStep]:
     begin = time.monotonic()
     with session.noting("timed"):
-        made = step()
-    noted, outputs = _results(session, made, read)
+        result = step()
+    noted, outputs = _results(session, result, read)
     came = noted.returned if session.cluster.immediate else time.monotonic()
-    read(made)
+    read(result)
     seconds = time.monotonic() - begin - noted.settling
     run = came - noted.called
     return noted, TimedStep(controller=seconds - run, run=run, outputs=outputs)
 
 
 def _results(
-    session: MeshSession, made: object, read: Callable[[object], None]
-) -> tuple[Noted, list[dict[str, object]]]:
+    session: MeshSession, result: object, read: Callable[[object], None]
+) -> tuple[TimedRun, list[dict[str, object]]]:
     """The run that was noted, and what each rank gave; raises what the step raises."""
     noted, session.noted = session.noted, None
     assert noted is not None, "a step is a run"
     try:
         return noted, noted.future.get()
     except DaftError as error:
-        read(made)
+        read(result)
         raise session.told(error) from error.__cause__

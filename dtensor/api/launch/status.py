@@ -5,7 +5,7 @@
     status.waited_for, status.chain, status.hangs
 
 Not here: how it is found out (`daft/diagnosis/`), the warning of a step that takes too long
-(`daft/ray/diagnosis/watch.py`), and other processes' launches (`commands/status.py`).
+(`daft/ray/diagnosis/failure_detector.py`), and other processes' launches (`commands/status.py`).
 """
 
 from __future__ import annotations

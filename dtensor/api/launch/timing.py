@@ -133,9 +133,9 @@ def trace(
     else:
         session = session_for(step.mesh_of(BoundCall.of(step.fn, batch, kwargs)))
     with session.noting("timed"):
-        made = step(*batch, **kwargs)
-    if isinstance(made, Loss):
-        made.tensor()  # raises its failure, so that the next step does not
+        result = step(*batch, **kwargs)
+    if isinstance(result, Loss):
+        result.tensor()  # raises its failure, so that the next step does not
     noted, session.noted = session.noted, None
     assert noted is not None
     outputs = noted.future.get()
@@ -185,16 +185,16 @@ def calibrate(
     running = launched()
     if running is None:
         check_started()
-        whole = mesh or Mesh()
+        all_ranks = mesh or Mesh()
         with launch(
-            whole,
+            all_ranks,
             backend or "inprocess",
             device or "cpu",
             address=address,
             deadline_s=60.0 if deadline_s is None else deadline_s,
             ranks_per_actor=ranks_per_actor,
         ) as session:
-            return measured_topology(session.cluster, whole, dtype)
+            return measured_topology(session.cluster, all_ranks, dtype)
     given = dict(backend=backend, device=device, address=address, deadline_s=deadline_s)
     given |= dict(ranks_per_actor=ranks_per_actor)
     stated = [f"{name}={value!r}" for name, value in given.items() if value is not None]

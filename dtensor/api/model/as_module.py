@@ -97,10 +97,10 @@ class AsModule:
                 "AveragedModel finds no parameters in a parallelized model: its module has them.\n"
                 "fix: AveragedModel(model.module), and update_parameters(model.module) after a step"
             )
-        made = object.__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
 
 def _moved(call: str) -> PlanningError:

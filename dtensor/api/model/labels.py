@@ -98,14 +98,14 @@ class Labels:
         return label
 
     def _number(self, placed: tuple[tuple[str, str], ...]) -> int:
-        found = self._numbers.pop(placed, None)
-        if found is None:
+        number = self._numbers.pop(placed, None)
+        if number is None:
             self._last += 1
-            found = self._last
-        self._numbers[placed] = found  # the last used last
+            number = self._last
+        self._numbers[placed] = number  # the last used last
         while len(self._numbers) > _MOST_SEEN:
             del self._numbers[next(iter(self._numbers))]
-        return found
+        return number
 
 
 class _Held:

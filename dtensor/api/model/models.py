@@ -23,8 +23,8 @@ from typing import Any
 from torch import nn
 
 from dtensor.api.model.parallel import ParallelModule, chosen_by
-from dtensor.api.model.stating.placing import ParameterPlacement
 from dtensor.api.model.stating.stages import NO_STAGES, StagePlan
+from dtensor.api.model.stating.stated_placements import ParameterPlacement
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.sharding.plan.plan import Plan
@@ -77,12 +77,12 @@ class Models:
 
     def by_part(self, named: Mapping[str, Any]) -> list[tuple[ParallelModule, dict[str, Any]]]:
         """What is known by name in the program, by module and label there; each module is in it."""
-        found: list[tuple[ParallelModule, dict[str, Any]]] = [(m, {}) for m in self.parts.values()]
-        index = {id(model): own for model, own in found}
+        parts: list[tuple[ParallelModule, dict[str, Any]]] = [(m, {}) for m in self.parts.values()]
+        index = {id(model): values for model, values in parts}
         for name, value in named.items():
             if (owner := self.owner(name)) is not None:
                 index[id(owner[0])][owner[1]] = value
-        return found
+        return parts
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -103,9 +103,9 @@ class Models:
         if not others:
             return first[1].module
         view = nn.Module()
-        own = first[1].module
-        view._parameters, view._buffers = own._parameters, own._buffers
-        view._modules = {**own._modules, **{p.rstrip("."): m.module for p, m in others}}
+        module = first[1].module
+        view._parameters, view._buffers = module._parameters, module._buffers
+        view._modules = {**module._modules, **{p.rstrip("."): m.module for p, m in others}}
         return view
 
     @property

@@ -11,8 +11,9 @@ controller's values at first use. Reading the module's tensors fetches them (hom
     zero_of({"dp": 3}, mesh, None)                  # ("dp", 3)
     zero_of({"dp": 3}, Mesh(dp=1), None)            # None: one rank has nothing to split over
 
-Not here: the meaning of ``zero=`` (sharding/plan/passes), placements (model/stating/placing.py),
-stages (model/stating/stages.py), ``recompute=`` (model/stating/recomputed.py).
+Not here: the meaning of ``zero=`` (sharding/plan/passes), placements
+(model/stating/stated_placements.py), stages (model/stating/stages.py), ``recompute=``
+(model/stating/recomputed.py).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import torch
 from torch import nn
 
 from dtensor.api.model.as_module import AsModule
-from dtensor.api.model.initial import Init, Initial
+from dtensor.api.model.initial_values import Init, InitialValues
 from dtensor.api.model.labels import Labels, SeenModule
-from dtensor.api.model.stating.placing import ParameterPlacement, resolve, restated
 from dtensor.api.model.stating.recomputed import recompute_of
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, stage_of
+from dtensor.api.model.stating.stated_placements import ParameterPlacement, resolve, restated
 from dtensor.api.values.randomness import Counter
 from dtensor.errors import PlanningError, check_kind, check_word, checked_call
 from dtensor.sharding.plan.plan import Plan
@@ -79,7 +80,7 @@ class ParallelModule(AsModule):
         self.misaligned: OnMisaligned = misaligned
         self.recompute = recompute
         self.zero = zero
-        self.initial: Initial = Initial(module, init, self.seen)
+        self.initial: InitialValues = InitialValues(module, init, self.seen)
         self.mesh = mesh
         self.placements = placements
         self.stage_plan: StagePlan = stages
@@ -205,8 +206,8 @@ class ParallelModule(AsModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # like reads, so that the next step uses the new value
-        own = self.__dict__
-        if name in own or "module" not in own or hasattr(type(self), name):
+        attributes = self.__dict__
+        if name in attributes or "module" not in attributes or hasattr(type(self), name):
             super().__setattr__(name, value)
         else:
             setattr(self.module, name, value)
@@ -321,13 +322,13 @@ def not_the_models(parameter: torch.Tensor) -> PlanningError:
 
 def chosen_by(plan: Plan) -> dict[str, dict[str, Placement]]:
     """By name of a parameter or buffer, its placements on every axis that a stage has."""
-    found: dict[str, dict[str, Placement]] = {}
+    placements: dict[str, dict[str, Placement]] = {}
     for item in plan.inputs:
         if item.kind in ("parameter", "buffer"):
             split = restated(item.base)
-            whole = [a for a in plan.mesh.axes if a in item.spec.mesh.axes and a not in split]
-            found[item.label] = {**split, **dict.fromkeys(whole, REPLICATE)}
-    return found
+            unsplit = [a for a in plan.mesh.axes if a in item.spec.mesh.axes and a not in split]
+            placements[item.label] = {**split, **dict.fromkeys(unsplit, REPLICATE)}
+    return placements
 
 
 # -- zero= -----------------------------------------------------------------------------------------

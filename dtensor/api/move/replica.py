@@ -42,10 +42,10 @@ from dtensor.api.store.session import MeshSession, launched, session_for
 from dtensor.api.store.store import Moving
 from dtensor.api.values.lazy_parameters import as_it_is
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import named_tensors, type_text
 from dtensor.runtime.transfer.between_meshes import bucket_bytes
-from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
+from dtensor.sharding.redistribute.sync_plan import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.spec import TensorSpec
@@ -116,7 +116,7 @@ def sync_plan(
     """
     _check_pair(policy, actor)
     check_topology(topology)
-    with ONE_AT_A_TIME:
+    with CALL_LOCK:
         policy.look()
         actor.look()
         return _plan_of(policy, actor, ranks, topology)
@@ -139,8 +139,8 @@ def _plan_of(
             "fix: leave ranks out"
         )
     here, there = session_for(policy.mesh), session_for(actor.mesh)
-    source = kept(policy, here.ranks, here.residents.get(id(policy)))
-    target = kept(actor, there.ranks, there.residents.get(id(actor)))
+    source = kept(policy, here.ranks, here.model_homes.get(id(policy)))
+    target = kept(actor, there.ranks, there.model_homes.get(id(actor)))
     return _planned(policy, actor, source, target, here.cluster.device, topology)
 
 
@@ -162,7 +162,7 @@ def sync(policy: ParallelModule, actor: ParallelModule) -> int:
             f"fix: with dt.launch({policy.mesh!r}, {actor.mesh!r}): ..."
         )
     while True:
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             policy.look()
             actor.look()
             here, there = session_for(policy.mesh), session_for(actor.mesh)
@@ -182,8 +182,8 @@ class _Pair:
     def __init__(
         self, here: MeshSession, policy: ParallelModule, there: MeshSession, actor: ParallelModule
     ) -> None:
-        self.policy, self.here, self.source = policy, here, here.resident(policy)
-        self.actor, self.there, self.target = actor, there, there.resident(actor)
+        self.policy, self.here, self.source = policy, here, here.model_home(policy)
+        self.actor, self.there, self.target = actor, there, there.model_home(actor)
         self.unread: list[Moving] = []
         self.made: tuple[_Stored, _Stored] = {}, {}
         self.plan: SyncPlan | None = None

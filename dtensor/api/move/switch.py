@@ -49,18 +49,18 @@ from dtensor.api.step.training import (
 )
 from dtensor.api.step.wrapped_optimizers import torchs_own
 from dtensor.api.store.default_home import kept
-from dtensor.api.store.home import OptimizerHome, Resident
+from dtensor.api.store.home import ModelHome, OptimizerHome
 from dtensor.api.store.meshes import not_launched
 from dtensor.api.store.optimizer_state import updated_by
 from dtensor.api.store.session import Launch, MeshSession, homes_in, launched
 from dtensor.api.store.store import Owner
 from dtensor.api.values.lazy_parameters import Entries
-from dtensor.daft.cluster.part import Part
+from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.errors import PlanningError, check_kind
-from dtensor.runtime.optimizer.elementwise.rule import rule_of
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import rule_of
 from dtensor.runtime.schedule import Schedule
 from dtensor.runtime.transfer.between_meshes import bucket_bytes
-from dtensor.sharding.redistribute.named_values import SyncPlan, plan_sync
+from dtensor.sharding.redistribute.sync_plan import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
 from dtensor.sharding.spec.stored import StoredTensor
@@ -69,7 +69,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SwitchTarget:
     """``given``: the other arguments, those of `parallelize`."""
 
     placements: Mapping[str, StatedRoles]
@@ -81,7 +81,7 @@ class Wanted:
 
 
 def switch_of(
-    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: Wanted
+    launch: Launch, model: ParallelModule, optimizer: Optimizers, mesh: Mesh, how: SwitchTarget
 ) -> _Switch:
     """The switch. PlanningError if it is impossible."""
     _check_running(launch)
@@ -102,19 +102,19 @@ def switch_of(
     other = parallelize(model.module, mesh, how.placements, **how.given)
     model.look()
     other.initial, other.labels, other.seen = model.initial, model.labels, model.seen
-    resident = here.residents.get(id(model))
-    optimizers = _optimizers(model, optimizer, resident)
+    model_home = here.model_homes.get(id(model))
+    optimizers = _optimizers(model, optimizer, model_home)
     launch.settle()
-    if resident is not None:
-        resident.settle()
-    steps = _planned_steps(model, other, resident, optimizers, how)
-    if resident is not None and other.stage_plan.waiting:
+    if model_home is not None:
+        model_home.settle()
+    steps = _planned_steps(model, other, model_home, optimizers, how)
+    if model_home is not None and other.stage_plan.waiting:
         raise PlanningError(
             f'stages="auto": a step chooses them, and none has run with this model, whose values '
             f"are on {model.mesh} and have to be somewhere.\n"
             f"fix: state them, or take a step before"
         )
-    return _Switch(launch, model, other, here, numbers, resident, steps, how.topology)
+    return _Switch(launch, model, other, here, numbers, model_home, steps, how.topology)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class _PlannedStep:
     options: StepOptions
 
     @staticmethod
-    def of(step: TrainStep, other: ParallelModule, how: Wanted) -> _PlannedStep:
+    def of(step: TrainStep, other: ParallelModule, how: SwitchTarget) -> _PlannedStep:
         last, options = step.last, step.options
         assert last is not None, "it has run"
         planning = options.planning
@@ -235,7 +235,7 @@ class _Switch:
         other: ParallelModule,
         here: MeshSession,
         numbers: tuple[int, ...],
-        resident: Resident | None,
+        model_home: ModelHome | None,
         steps: Sequence[_PlannedStep],
         topology: Topology | None,
     ) -> None:
@@ -244,7 +244,7 @@ class _Switch:
         self.other: ParallelModule = other
         self.here: MeshSession = here
         self.numbers: tuple[int, ...] = numbers
-        self.resident: Resident | None = resident
+        self.model_home: ModelHome | None = model_home
         self.steps: Sequence[_PlannedStep] = steps
         self.by_steps: dict[str, StoredTensor] = {}
         self.now: dict[str, StoredTensor] = {}
@@ -252,28 +252,28 @@ class _Switch:
         self.moves: dict[str, tuple[StoredTensor, StoredTensor]] = {}
         """By its name in the plan, each value on ranks, with its old and its new home."""
         self.into: dict[str, tuple[Owner[Any], Any]] = {}
-        if resident is not None:
+        if model_home is not None:
             stated = kept(other, numbers, None)
-            _check_here(resident, stated)
+            _check_here(model_home, stated)
             for step in steps:
-                self.by_steps |= step.homes(resident.prefix, numbers)
-            for label, before in resident.stored.items():
-                own = self.by_steps.get(label) or replace(stated[label], label=before.label)
-                self.now[label] = own
-                self.moves[label], self.into[label] = (before, own), (resident.owner, label)
-            for home in resident.optimizers.values():
+                self.by_steps |= step.homes(model_home.prefix, numbers)
+            for label, before in model_home.stored.items():
+                target = self.by_steps.get(label) or replace(stated[label], label=before.label)
+                self.now[label] = target
+                self.moves[label], self.into[label] = (before, target), (model_home.owner, label)
+            for home in model_home.optimizers.values():
                 self.states.append(_MovedState.of(home, steps, numbers))
-                for which, own in self.states[-1].now.items():
-                    called = own.label.removeprefix(resident.prefix)
-                    self.moves[called] = home.owner.stored[which], own
+                for which, target in self.states[-1].now.items():
+                    called = target.label.removeprefix(model_home.prefix)
+                    self.moves[called] = home.owner.stored[which], target
                     self.into[called] = home.owner, which
         self.plan: SyncPlan = self._plan(topology)
 
     def _plan(self, topology: Topology | None) -> SyncPlan:
         name = type(self.model.module).__name__
         most = bucket_bytes(self.launch.cluster.device)
-        found = plan_sync(name, self.moves, topology=topology, bucket_bytes=most)
-        return replace(found, what="switch")
+        sync_plan = plan_sync(name, self.moves, topology=topology, bucket_bytes=most)
+        return replace(sync_plan, what="switch")
 
     # -- carrying it out --------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class _Switch:
             _grow(launch, max(self.numbers) + 1)
         known_as = dict(launch.cluster.known_as)
         there = launch.sessions.get(self.other.mesh) or launch.add(self.other.mesh, self.numbers)
-        resident = self.resident
+        model_home = self.model_home
         try:
             rest = [_gathered(state) for state in self.states]
             self._move(there)
@@ -296,13 +296,13 @@ class _Switch:
         restate(self.model, self.other)
         for one in self.steps:
             one.go_on()
-        if resident is not None:
-            resident.session, resident.placed = there, None
-            self.launch.store.settle_anew(resident.owner, self.by_steps)
+        if model_home is not None:
+            model_home.session, model_home.placed = there, None
+            self.launch.store.settle_anew(model_home.owner, self.by_steps)
             for state, own in zip(self.states, rest, strict=True):
                 _settle_state(state, own, there)
-            del self.here.residents[id(self.model)]
-            there.residents[id(self.model)] = resident
+            del self.here.model_homes[id(self.model)]
+            there.model_homes[id(self.model)] = model_home
         self.here.left.add(id(self.model))
 
     def _move(self, there: MeshSession) -> None:
@@ -328,8 +328,8 @@ class _Switch:
         for state in self.states:
             gone = [which for which in state.home.owner.stored if which not in state.now]
             store.forget(state.home.owner, gone, delete=True)
-        if self.resident is not None:
-            gradients = self.resident.gradients
+        if self.model_home is not None:
+            gradients = self.model_home.gradients
             store.forget(gradients, gradients.stored, delete=True)
         here.drop()
         names = [] if there is here else [state.home.name for state in self.states]
@@ -343,11 +343,11 @@ def _gathered(state: _MovedState) -> Entries:
     home = state.home
     if not home.current:
         return {}
-    found = {parameter: dict(entries) for parameter, entries in home.rest.items()}
+    gathered = {parameter: dict(entries) for parameter, entries in home.rest.items()}
     left = {which: home.owner.stored[which] for which in state.left}
-    for parameter, entries in home.resident.gather_values(home, left).items():
-        found.setdefault(parameter, {}).update(entries)
-    return found
+    for parameter, entries in home.model_home.gather_values(home, left).items():
+        gathered.setdefault(parameter, {}).update(entries)
+    return gathered
 
 
 def _settle_state(state: _MovedState, rest: Entries, there: MeshSession) -> None:
@@ -357,9 +357,9 @@ def _settle_state(state: _MovedState, rest: Entries, there: MeshSession) -> None
     there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
 
 
-def _check_here(resident: Resident, stated: Mapping[str, StoredTensor]) -> None:
+def _check_here(model_home: ModelHome, stated: Mapping[str, StoredTensor]) -> None:
     """PlanningError for a tensor without memory here that has left the module."""
-    for label in resident.stored.keys() - stated.keys():
+    for label in model_home.stored.keys() - stated.keys():
         raise PlanningError(
             f"{label} is on the meta device and has left the module, so no placement is "
             f"stated for it, and its value on the ranks would be lost.\n"
@@ -373,31 +373,31 @@ def _check_here(resident: Resident, stated: Mapping[str, StoredTensor]) -> None:
 def _planned_steps(
     model: ParallelModule,
     other: ParallelModule,
-    resident: Resident | None,
+    model_home: ModelHome | None,
     optimizers: Sequence[torch.optim.Optimizer],
-    how: Wanted,
+    how: SwitchTarget,
 ) -> list[_PlannedStep]:
     """The last step of each optimizer; their plans settle ``other``."""
-    found: list[_PlannedStep] = []
+    steps: list[_PlannedStep] = []
     for optimizer in optimizers:
-        step = resident.trained_by.get(id(optimizer)) if resident is not None else None
+        step = model_home.trained_by.get(id(optimizer)) if model_home is not None else None
         if step is not None:
             assert isinstance(step, TrainStep)
-            found.append(_PlannedStep.of(step, other, how))
-            found[-1].settle()
+            steps.append(_PlannedStep.of(step, other, how))
+            steps[-1].settle()
     for name, given in (("inputs", how.inputs), ("schedule", how.schedule)):
-        if given is not None and not found:
+        if given is not None and not steps:
             raise PlanningError(
                 f"{name}= changes the model's later steps, and none has run with this model and "
                 f"optimizer.\n"
                 f"fix: leave it out, and dt.train_step(model, loss_fn, optimizer, {name}=...) "
                 f"afterwards"
             )
-    return found
+    return steps
 
 
 def _optimizers(
-    model: ParallelModule, given: Optimizers, resident: Resident | None
+    model: ParallelModule, given: Optimizers, model_home: ModelHome | None
 ) -> tuple[torch.optim.Optimizer, ...]:
     fix = "run.switch(model, opt, mesh, placements)"
     kinds = torch.optim.Optimizer | list | tuple | None
@@ -412,7 +412,7 @@ def _optimizers(
                 f"the {type(one).__name__} holds parameters that are not the model's.\n"
                 f"fix: pass the optimizer that was built over model.parameters()"
             )
-    for home in resident.optimizers.values() if resident is not None else ():
+    for home in model_home.optimizers.values() if model_home is not None else ():
         if not any(home.optimizer is one for one in listed):
             kind = type(home.optimizer).__name__
             raise PlanningError(
@@ -428,7 +428,7 @@ def _optimizers(
 
 def _is_left(session: MeshSession, model: ParallelModule) -> bool:
     """Whether its ranks are free for the model: it was there, or the models there have left."""
-    return id(model) in session.left or (bool(session.left) and not session.residents)
+    return id(model) in session.left or (bool(session.left) and not session.model_homes)
 
 
 def _ranks_of(
@@ -451,16 +451,16 @@ def _ranks_of(
             )
         return known.ranks
     if stated is not None:
-        found = tuple(rank for rank in stated if type(rank) is int and rank >= 0)
-        new = sorted(rank for rank in found if rank >= size)
-        distinct = len(set(found)) == len(stated) == mesh.size
+        ranks = tuple(rank for rank in stated if type(rank) is int and rank >= 0)
+        new = sorted(rank for rank in ranks if rank >= size)
+        distinct = len(set(ranks)) == len(stated) == mesh.size
         if not distinct or new != list(range(size, size + len(new))):
             raise PlanningError(
                 f"ranks={list(stated)} for {mesh}, which has {mesh.size} ranks, in a launch of "
                 f"ranks 0..{size - 1}.\n"
                 f"fix: {mesh.size} different numbers of ranks; new ones are {size}, {size + 1}, ..."
             )
-        return found
+        return ranks
     used = (s for s in launch.sessions.values() if s is not here and not _is_left(s, model))
     others = {rank for session in used for rank in session.ranks}
     free = (r for r in range(size) if r not in here.ranks and r not in others)
@@ -470,11 +470,11 @@ def _ranks_of(
 
 def _grow(launch: Launch, size: int) -> None:
     """Grow the cluster to ``size`` ranks; each mesh keeps its ranks."""
-    whole = launch.cluster
-    whole.grow(size)
+    cluster = launch.cluster
+    cluster.grow(size)
     for mesh, session in launch.sessions.items():
-        if session.cluster is whole:  # the only mesh so far: its names stay as they are
-            session.cluster = Part(whole, range(mesh.size), "", str(mesh))
+        if session.cluster is cluster:  # the only mesh so far: its names stay as they are
+            session.cluster = SubCluster(cluster, range(mesh.size), "", str(mesh))
 
 
 def _check_running(launch: Launch) -> None:

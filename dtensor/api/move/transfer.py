@@ -29,7 +29,7 @@ from dtensor.api.eager.values import fresh_name
 from dtensor.api.store.meshes import listed
 from dtensor.api.store.session import MeshSession, launched, session_for
 from dtensor.errors import PlanningError, check_kind
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.transfer.between_meshes import pieces_of, shard_from
 from dtensor.sharding.redistribute.between_meshes import (
     Piece,
@@ -58,9 +58,9 @@ def transfer(
     target, spec = _target(x, mesh, ranks, placements)
     if target is x.session:
         return x.redistribute(**placements)
-    found = _Transfer.apply(x, target, spec)
-    assert isinstance(found, DTensor)
-    return found
+    transferred = _Transfer.apply(x, target, spec)
+    assert isinstance(transferred, DTensor)
+    return transferred
 
 
 def transfer_plan(
@@ -88,7 +88,7 @@ class _Transfer(torch.autograd.Function):
 
 
 def _moved(x: DTensor, target: MeshSession, spec: TensorSpec) -> DTensor:
-    with ONE_AT_A_TIME:
+    with CALL_LOCK:
         pending = _pending(x.spec)
         x = x.redistribute(**pending) if pending else x
         value = x.value()
@@ -169,6 +169,6 @@ def _through_controller(source: MeshSession, target: MeshSession, plan: Transfer
     cpu = torch.device("cpu")
     values: list[dict[str, object]] = []
     for index, rank in plan.there.numbers.items():
-        own = [blocks[piece] for piece in plan.pieces if piece.target_rank == rank]
-        values.append({plan.there.label: shard_from(plan, index, own, cpu)})
+        blocks_of_rank = [blocks[piece] for piece in plan.pieces if piece.target_rank == rank]
+        values.append({plan.there.label: shard_from(plan, index, blocks_of_rank, cpu)})
     target.put(values)

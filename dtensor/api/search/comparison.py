@@ -41,7 +41,7 @@ from dtensor.api.step.wrapped_optimizers import torchs_own
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
 from dtensor.private_torch import pytree
-from dtensor.runtime.optimizer.elementwise.rule import check_optimizer
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import check_optimizer
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.plan import Plan
@@ -413,25 +413,25 @@ def _decides(rows: Sequence[Compared], planned: Sequence[Compared]) -> list[list
     """One line for each strategy; for one without a plan, the reason."""
     block = _block("strategy", _DECIDING, planned, [r for r in planned if r.fits] or planned)
     texts = {row.name: cells for row, cells in zip(planned, block[1:], strict=True)}
-    found = [[block[0][0], "mesh", *block[0][1:]]]
+    lines = [[block[0][0], "mesh", *block[0][1:]]]
     for row in rows:
         if row.error is None:
-            found.append([row.name, str(row.mesh), *texts[row.name][1:]])
+            lines.append([row.name, str(row.mesh), *texts[row.name][1:]])
         else:
-            found.append([row.name, f"no plan: {str(row.error).splitlines()[0]}"])
-    return found
+            lines.append([row.name, f"no plan: {str(row.error).splitlines()[0]}"])
+    return lines
 
 
 def _sent(planned: Sequence[Compared]) -> list[list[str]]:
     """A line for each strategy and axis; axes do not compete, so nothing is marked."""
-    found = [["sent per rank and step", "axis", *(f"{phase}  " for phase in _PHASES)]]
+    lines = [["sent per rank and step", "axis", *(f"{phase}  " for phase in _PHASES)]]
     for row in planned:
         name = row.name
         for axis in (axis for axis, num in row.mesh.shape.items() if num > 1):
             sent = [_size(row.bytes.get((axis, phase), 0)) for phase in _PHASES]
-            found.append([name, axis, *(f"{text}  " for text in sent)])
+            lines.append([name, axis, *(f"{text}  " for text in sent)])
             name = ""
-    return found
+    return lines
 
 
 def _block(
@@ -441,18 +441,18 @@ def _block(
     candidates: Sequence[Compared],
 ) -> list[list[str]]:
     """The title and the columns' titles; then each row's cells, the least of candidates marked."""
-    found = [[title], *([row.name] for row in rows)]
+    lines = [[title], *([row.name] for row in rows)]
     for column in columns:
         among = [column.number(row) for row in candidates]
         least = min(among) if len(set(among)) > 1 else None
-        found[0].append(column.title + "  ")
-        for cells, row in zip(found[1:], rows, strict=True):
+        lines[0].append(column.title + "  ")
+        for cells, row in zip(lines[1:], rows, strict=True):
             number = column.number(row)
             mark = "*" if number == least and row in candidates else " "
             if column.title in ("memory", "total") and not row.fits:
                 mark = "!"
             cells.append(f"{column.text(number)} {mark}")
-    return found
+    return lines
 
 
 def _aligned(rows: Sequence[Sequence[str]], first: int) -> list[str]:

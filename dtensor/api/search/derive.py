@@ -165,8 +165,8 @@ class _Derivation:
             if base is None:
                 self._take(split)
             else:
-                own = self._label(split.value)
-                self.whole[split.value] = f"it adapts {_list([base], own)}, and fits its split"
+                label = self._label(split.value)
+                self.whole[split.value] = f"it adapts {_list([base], label)}, and fits its split"
                 self.adapters |= {split.value, *split.followed.summed}
         for value in self.contractions:
             if value not in self.chosen:
@@ -293,15 +293,15 @@ class _Derivation:
 
     def _products(self, values: list[str]) -> list[Op]:
         """The nearest products of weights that the values come from."""
-        of_weights, found = {op for op, _ in self.weights}, list[Op]()
+        of_weights, products = {op for op, _ in self.weights}, list[Op]()
         waiting = list(values)
         while waiting:
             op = self.flow.producers.get(waiting.pop())
             if op is not None and op.name in of_weights:
-                found.append(op)
-            elif op is not None and len(found) < _MAX_JOINED:
+                products.append(op)
+            elif op is not None and len(products) < _MAX_JOINED:
                 waiting += self._inputs(op)
-        return found
+        return products
 
     def _through(self, value: str, shard: Shard, sizes: Sequence[int]) -> _Followed:
         for num in sizes:
@@ -313,39 +313,39 @@ class _Derivation:
     def _follow(self, value: str, shard: Shard, num: int) -> _Followed:
         """The split of a parameter over an axis of ``num`` ranks, up to the first obstacle: the
         many trials of a derivation must be cheap."""
-        found = _Followed()
+        followed = _Followed()
         returned = {o.value for o in self.flow.outputs if o.kind == "result"}
         queue = deque([(value, shard)])
-        while queue and found.gets_through:
+        while queue and followed.gets_through:
             value, shard = queue.popleft()
             shape = self.flow.metas[value].shape
             plain = simplest(shard, shape, num)
             assert isinstance(plain, Shard)
-            if value in found.shards:
-                found.crooked = not same(found.shards[value], plain, shape, num)
+            if value in followed.shards:
+                followed.crooked = not same(followed.shards[value], plain, shape, num)
                 continue
-            found.shards[value] = plain
-            found.ends |= value in returned
+            followed.shards[value] = plain
+            followed.ends |= value in returned
             for op, tensor, strategy in around(self.flow, self.rules, value, plain, num):
                 if strategy == CROOKED:
-                    found.crooked = True
+                    followed.crooked = True
                 elif strategy is None:
                     # A value without arguments (a mask) is made whole; each rank takes its part.
                     if tensor < len(op.operands) or value in self.batch:
-                        found.obstacle = found.obstacle or _Obstacle(op, "cannot split")
-                elif self._sums_unasked(op, strategy, found):
-                    found.obstacle = found.obstacle or _Obstacle(op, "sums over")
+                        followed.obstacle = followed.obstacle or _Obstacle(op, "cannot split")
+                elif self._sums_unasked(op, strategy, followed):
+                    followed.obstacle = followed.obstacle or _Obstacle(op, "sums over")
                 else:
-                    found.ops[op.call.name] = None
+                    followed.ops[op.call.name] = None
                     queue += split_by(op, strategy)
-        return found
+        return followed
 
-    def _sums_unasked(self, op: Op, strategy: Strategy, found: _Followed) -> bool:
+    def _sums_unasked(self, op: Op, strategy: Strategy, followed: _Followed) -> bool:
         """Whether there is a pending sum of neither a weight nor a loss."""
         if not any(isinstance(p, Partial) for p in strategy.results):
             return False
         if self.rules[op.name].of_loss:
-            found.ends = True
+            followed.ends = True
             return False
         weights = [self.weights.get((op.name, i)) for i, _ in enumerate(op.operands)]
         summed = [
@@ -353,7 +353,7 @@ class _Derivation:
             for weight, placed in zip(weights, strategy.operands, strict=True)
             if weight is not None and isinstance(placed, Shard)
         ]
-        found.summed.update(dict.fromkeys(summed))
+        followed.summed.update(dict.fromkeys(summed))
         return not summed
 
     def _candidates(self, value: str, dim: int, alike: str) -> Iterator[_Candidate]:
@@ -406,24 +406,24 @@ class _Derivation:
 
     def _placement(self, split: _Split, value: str) -> Shard:
         """The placement of the split on a weight that it reaches, with its boundaries stated."""
-        found = split.followed.shards[value]
+        shard = split.followed.shards[value]
         shape = self.flow.metas[value].shape
         if value == split.value:
-            found = split.shard
+            shard = split.shard
         elif split.any_size:
-            parts = blocks_of(found, shape[found.dim])
+            parts = blocks_of(shard, shape[shard.dim])
             unit = math.gcd(*parts) // split.units if len(set(parts)) == 1 else 1
-            trial = with_unit(found, max(1, unit))
-            if fits(trial, shape[found.dim]) and same(trial, found, shape, _SIZES[-1]):
-                found = trial
+            trial = with_unit(shard, max(1, unit))
+            if fits(trial, shape[shard.dim]) and same(trial, shard, shape, _SIZES[-1]):
+                shard = trial
         if self.size is not None:
-            plain = simplest(found, shape, self.size)
+            plain = simplest(shard, shape, self.size)
             assert isinstance(plain, Shard)
             return plain
-        return counted(found, shape[found.dim])
+        return counted(shard, shape[shard.dim])
 
     def _column(self, split: _Split, value: str, columns: list[str], rows: list[str]) -> str:
-        own = self._label(value)
+        label = self._label(value)
         if not rows:
             tied = any(c.lookup for c in self.contractions[value])
             also = ", and the embedding reads it by its rows" if tied else ""
@@ -432,7 +432,7 @@ class _Derivation:
         parts = blocks_of(shard, self.flow.metas[value].shape[shard.dim])
         fused = f"; {len(parts)} projections in one" if len(parts) > 1 else ""
         others = self._names([v for v in columns if v != value])
-        beside = f" with {_list(others, own)}" if others else ""
+        beside = f" with {_list(others, label)}" if others else ""
         if split.in_attention and split.any_size:
             width = min(parts) // split.units
             return (
@@ -441,7 +441,7 @@ class _Derivation:
         if split.in_attention:
             over = f"over {self.size or 2} ranks, not over any number"
             return f"column{beside}: heads, each attended alone; lines up {over}{fused}"
-        to = _list(self._names(rows), own)
+        to = _list(self._names(rows), label)
         return f"column{beside}: elementwise ops lead to {to}{fused}"
 
     def _names(self, values: list[str]) -> list[str]:
@@ -503,9 +503,9 @@ def _fits(shard: Shard, dim: int, size: int) -> bool:
     return shard.dim == dim and fits(shard, size)
 
 
-def _list(labels: Iterable[str], own: str) -> str:
-    """Short names relative to ``own``: ``q_proj and k_proj`` beside ``attn.v_proj``."""
-    here = own.split(".")
+def _list(labels: Iterable[str], beside: str) -> str:
+    """Short names relative to ``beside``: ``q_proj and k_proj`` beside ``attn.v_proj``."""
+    here = beside.split(".")
     short: list[str] = []
     for label in labels:
         parts = label.removesuffix(".weight").split(".")
@@ -516,7 +516,7 @@ def _list(labels: Iterable[str], own: str) -> str:
 
 def _blocks(flow: Dataflow, rules: Mapping[str, Rule], size: int) -> list[_Blocks]:
     """One block, then the ways in which the program takes a dim of this size apart."""
-    found: dict[_Blocks, None] = {1: None}
+    blocks: dict[_Blocks, None] = {1: None}
     # nn.MultiheadAttention views its fused projection as (3 e) and takes each of the 3
     taken = {
         op.call.operands[0].shape[op.call.args[1]]
@@ -530,9 +530,9 @@ def _blocks(flow: Dataflow, rules: Mapping[str, Rule], size: int) -> list[_Block
                     continue
                 if len(dim) > 1:
                     parts = tuple(math.prod(rule.size[f] for f in product) for product in dim)
-                    found[len(parts) if len(set(parts)) == 1 else parts] = None
+                    blocks[len(parts) if len(set(parts)) == 1 else parts] = None
                 for product in dim:
                     major = rule.size[product[0]] if len(product) > 1 else 1
                     if len(dim) == 1 and (len(product) > 2 or major in taken):
-                        found[major] = None
-    return list(found)
+                        blocks[major] = None
+    return list(blocks)

@@ -5,7 +5,8 @@
     program.planned(point)       # Compared: the point's plan, or the error that it has none
 
 The step is captured once; placements are derived from the forward within it, boundaries stated
-(``Row(unit=64)``), so that they hold for every size of tp. Not here: what is cheap (family.py).
+(``Row(unit=64)``), so that they hold for every size of tp. Not here: what is cheap
+(strategy_family.py).
 """
 
 from __future__ import annotations
@@ -66,20 +67,20 @@ class SearchedProgram:
 
     def strategy(self, point: SearchPoint) -> dict[str, Any]:
         """As `compare` takes it."""
-        found: dict[str, Any] = {"mesh": point.mesh}
+        strategy: dict[str, Any] = {"mesh": point.mesh}
         if point.tp > 1:
-            found["placements"] = dict(self.placements)
+            strategy["placements"] = dict(self.placements)
         if point.pp > 1:
-            found["stages"] = {"pp": Auto(num_stages=point.num_stages)}
+            strategy["stages"] = {"pp": Auto(num_stages=point.num_stages)}
         if point.zero:
-            found["zero"] = {"dp": point.zero}
+            strategy["zero"] = {"dp": point.zero}
         if point.dp > 1:
-            found["inputs"] = {"dp": Row()}
+            strategy["inputs"] = {"dp": Row()}
         if point.schedule is not None:
-            found["schedule"] = point.schedule
+            strategy["schedule"] = point.schedule
         if point.recompute:
-            found["recompute"] = list(self.layers)
-        return found
+            strategy["recompute"] = list(self.layers)
+        return strategy
 
     def planned(self, point: SearchPoint) -> Compared:
         if point not in self.made:
@@ -121,14 +122,14 @@ def divides(placements: Placements, model: torch.nn.Module, num: int) -> bool:
 
 def priced_axes(topology: Topology) -> tuple[str, ...]:
     """The axes of meshes that it has a price for."""
-    found: list[str] = []
+    axes: list[str] = []
     for axis in ("pp", "dp", "tp"):
         try:
             topology.collective_seconds("all_gather", axis, num=2, bytes_sent=1)
         except PlanningError:
             continue
-        found.append(axis)
-    return tuple(found)
+        axes.append(axis)
+    return tuple(axes)
 
 
 def _rows(step: CapturedStep) -> int:

@@ -140,35 +140,35 @@ def tokens_text(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
-def _lines(found: SearchResult) -> Iterator[str]:
-    by = f"by {_WHAT[found.objective]}"
-    yield f"search {found.name}    {found.optimizer}    {found.num_ranks} ranks    {by}"
+def _lines(result: SearchResult) -> Iterator[str]:
+    by = f"by {_WHAT[result.objective]}"
+    yield f"search {result.name}    {result.optimizer}    {result.num_ranks} ranks    {by}"
     yield ""
-    generates = found.objective == "tokens"
+    generates = result.objective == "tokens"
     head = ["tokens/s", "a token", "a prompt"] if generates else ["step", "bubble"]
     rows = [["", "strategy", *head, "sent", "memory", ""]]
-    for number, row in enumerate(found.rows, 1):
+    for number, row in enumerate(result.rows, 1):
         memory = size_text(row.memory.total)
         figures = [seconds_text(row.seconds), f"{row.bubble:.0%}"]
         if row.prefill_seconds is not None and row.tokens_per_second is not None:
             both = (row.seconds, row.prefill_seconds)
             figures = [tokens_text(row.tokens_per_second), *map(seconds_text, both)]
-        mark = "best" if number == 1 else "tie" if row in found.ties else ""
+        mark = "best" if number == 1 else "tie" if row in result.ties else ""
         rows.append([str(number), row.name, *figures, size_text(row.bytes_sent), memory, mark])
     yield from _table(rows)
     yield ""
-    if found.ties:
+    if result.ties:
         yield f"tie: within {TIE:.0%} of the best, the error of prices"
-    yield found.space
-    how = f"{found.num_estimated:,} estimated from {found.num_bases} plans, "
+    yield result.space
+    how = f"{result.num_estimated:,} estimated from {result.num_bases} plans, "
     yield (
-        f"{found.num_points:,} points: {how if found.num_bases else ''}"
-        f"{found.num_planned:,} planned; {found.over_memory:,} are above the "
-        f"{size_text(int(found.memory_bytes))} of a rank"
+        f"{result.num_points:,} points: {how if result.num_bases else ''}"
+        f"{result.num_planned:,} planned; {result.over_memory:,} are above the "
+        f"{size_text(int(result.memory_bytes))} of a rank"
     )
-    for reason, count in found.refused.items():
+    for reason, count in result.refused.items():
         yield f"refused {count:,}: {reason}"
-    yield f"priced for {found.hardware}"
+    yield f"priced for {result.hardware}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

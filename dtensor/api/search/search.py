@@ -6,11 +6,11 @@
 
 The step is captured once. Points of the space (space.py) are visited in the order of a lower bound
 of their cost; the cost of those that may be good enough is estimated, from the plans of a few
-(family.py), and the nearest are planned, until every other point is dearer than the fifth best plan
-by more than the observed error of estimates. Printed figures come from plans alone. Nothing is
-launched or computed, the model may be on the meta device.
+(strategy_family.py), and the nearest are planned, until every other point is dearer than the fifth
+best plan by more than the observed error of estimates. Printed figures come from plans alone.
+Nothing is launched or computed, the model may be on the meta device.
 
-Not here: the printed result (result.py), generation (generating.py).
+Not here: the printed result (result.py), generation (generation_search.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ import torch
 from torch import nn
 
 from dtensor.api.search.comparison import CapturedStep, Compared, MakeOptimizer, check_model
-from dtensor.api.search.family import Estimate, Family
-from dtensor.api.search.generating import Generating, Traffic
+from dtensor.api.search.generation_search import GenerationSearch, Traffic
 from dtensor.api.search.program import SearchedProgram
 from dtensor.api.search.result import (
     FoundStrategy,
@@ -37,6 +36,7 @@ from dtensor.api.search.result import (
     python_text,
 )
 from dtensor.api.search.space import SearchPoint, points_of, space_text
+from dtensor.api.search.strategy_family import Estimate, StrategyFamily
 from dtensor.errors import PlanningError, check_callable, check_number, check_word
 from dtensor.sharding.plan.text.words import size_text
 from dtensor.sharding.redistribute.topology import Topology, check_topology
@@ -97,7 +97,7 @@ def search(
     generation = dict(slots=slots, length=length, prompt=prompt)
     if objective == "tokens":
         _check_no_step(loss_fn, batch, kwargs, optimizer)
-        return Generating(
+        return GenerationSearch(
             model=model,
             num_ranks=num_ranks,
             traffic=Traffic.of(**generation),
@@ -159,8 +159,8 @@ class _Training:
     optimizer: MakeOptimizer | torch.optim.Optimizer
     stated: bool
     told: Progress
-    families: dict[tuple[int, int], Family | PlanningError] = field(
-        default_factory=dict[tuple[int, int], Family | PlanningError]
+    families: dict[tuple[int, int], StrategyFamily | PlanningError] = field(
+        default_factory=dict[tuple[int, int], StrategyFamily | PlanningError]
     )
     estimates: dict[SearchPoint, Estimate] = field(default_factory=dict[SearchPoint, Estimate])
     refused: Counter[str] = field(default_factory=Counter[str])
@@ -223,11 +223,11 @@ class _Training:
 
     # -- estimates, plans ----------------------------------------------------------------------
 
-    def _family(self, tp: int, zero: int) -> Family | PlanningError:
+    def _family(self, tp: int, zero: int) -> StrategyFamily | PlanningError:
         if (tp, zero) not in self.families:
             self.told(len(self.families), len(self.families) + 1, f"prices tp={tp}, zero {zero}")
             try:
-                self.families[tp, zero] = Family.of(self.program, tp, zero)
+                self.families[tp, zero] = StrategyFamily.of(self.program, tp, zero)
             except PlanningError as error:
                 self.families[tp, zero] = error
         return self.families[tp, zero]
@@ -335,8 +335,8 @@ def _optimizer_lines(optimizer: MakeOptimizer | torch.optim.Optimizer) -> list[s
     name = getattr(optimizer, "__name__", "")
     if isinstance(optimizer, type) and optimizer.__module__.startswith("torch.optim"):
         return [f"optimizer = torch.optim.{name}(model.parameters())"]
-    made = name if name.isidentifier() else "make_optimizer"
-    return [f"optimizer = {made}(model.parameters())"]
+    constructor = name if name.isidentifier() else "make_optimizer"
+    return [f"optimizer = {constructor}(model.parameters())"]
 
 
 def _empty(program: SearchedProgram) -> PlanningError:

@@ -9,7 +9,7 @@ that cost the same, as those of repeated layers do. What is assumed is that the 
 same placements at other sizes. Where it chooses better ones the plan is cheaper than what is said
 here.
 
-Not here: whose steps they are, stages, schedules (family.py).
+Not here: whose steps they are, stages, schedules (strategy_family.py).
 """
 
 from __future__ import annotations
@@ -56,12 +56,14 @@ class StepPrices:
     def of(plan: PlanRecord) -> StepPrices:
         numbers: dict[StepCost, int] = {}
         steps = plan.steps
-        found = [numbers.setdefault(step_cost(plan, s, s.stage), len(numbers)) for s in steps]
+        cost_numbers = [
+            numbers.setdefault(step_cost(plan, s, s.stage), len(numbers)) for s in steps
+        ]
         return StepPrices(
             at=Scale(plan.inner.shape.get("dp", 1), plan.num_microbatches),
             topology=plan.topology,
             costs=tuple(numbers),
-            number=np.array(found, np.int64),
+            number=np.array(cost_numbers, np.int64),
             repeats=np.array([s.in_microbatch and not s.once for s in steps], np.bool_),
             sums=np.array([s.sums_microbatches for s in steps], np.bool_),
         )
@@ -74,9 +76,11 @@ class StepPrices:
         to, topology = self.resized(scale), self.topology
         costs = [cost.resized(to) for cost in self.costs]
         starts = np.array([sum(m.starts(topology) for m in cost.messages) for cost in costs])
-        whole = [c.compute_seconds(topology) + c.communication_seconds(topology) for c in costs]
+        seconds_by_step = [
+            c.compute_seconds(topology) + c.communication_seconds(topology) for c in costs
+        ]
         there = np.where(self.sums, scale.microbatches > 1, True)
-        return there * (np.array(whole) - starts)[self.number], starts[self.number]
+        return there * (np.array(seconds_by_step) - starts)[self.number], starts[self.number]
 
     def times(self, scale: Scale) -> NDArray[np.int64]:
         """How often each step runs."""

@@ -36,7 +36,7 @@ from dtensor.private_torch import pytree
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.lengths import ForLengths
-    from dtensor.frontend.reads.walk import RanCode
+    from dtensor.frontend.guards.walk import ExecutedCode
 
 Dim = tuple[int, int]
 """The number of a leaf of the call, and a dim of it."""
@@ -121,7 +121,7 @@ class Lengths:
             raise NotForLengths("nothing was read" if reads is None else changed)
         return self._try(program, call, sizes, reads.ran)
 
-    def _try(self, program: _Program, call: Call, sizes: Sizes, ran: RanCode | None) -> Graph:
+    def _try(self, program: _Program, call: Call, sizes: Sizes, ran: ExecutedCode | None) -> Graph:
         """Makes an export, for these sizes and those that were tried before. ``ran``: the code
         that the first capture ran."""
         from dtensor.frontend.capture.lengths import NotForLengths, export_for_lengths

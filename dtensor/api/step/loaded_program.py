@@ -33,8 +33,8 @@ from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.kernels.registry import current
-from dtensor.runtime.lower.builder import Roles
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.placements import REPLICATE
@@ -88,19 +88,19 @@ class LoadedProgram:
     def results(self) -> dict[str, Layout]:
         """By result of the function, in order, its name in the program and its layout."""
         plan = self.planned.plan
-        found = sorted((o for o in plan.outputs if o.kind == "result"), key=lambda o: int(o.of))
-        specs = {f"result {o.of}": on_stage(plan, o.spec, o.values[0][0]) for o in found}
+        results = sorted((o for o in plan.outputs if o.kind == "result"), key=lambda o: int(o.of))
+        specs = {f"result {o.of}": on_stage(plan, o.spec, o.values[0][0]) for o in results}
         return {name: contiguous_layout(spec) for name, spec in specs.items()}
 
     @cached_property
     def returned(self) -> frozenset[str]:
         """The results that come back with the run: the first that have RETURNED_BYTES on a rank."""
-        room, found = RETURNED_BYTES, set[str]()
+        room, returned = RETURNED_BYTES, set[str]()
         for name, layout in self.results.items():
             if (nbytes := layout.spec.max_local_nbytes) <= room:
-                found.add(name)
+                returned.add(name)
                 room -= nbytes
-        return frozenset(found)
+        return frozenset(returned)
 
     def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put tensors, by the labels of the program's constants, or replacements of them."""
@@ -168,14 +168,14 @@ class LoadedProgram:
         fed: list[dict[str, object]] = []
         cut: dict[tuple[str, object], torch.Tensor] = {}
         for rank, program in enumerate(self.program.ranks):
-            own: dict[str, object] = dict(extra or {})
+            inputs: dict[str, object] = dict(extra or {})
             for name in program.inputs:
                 if name in common:
-                    own[name] = common[name]
+                    inputs[name] = common[name]
                 else:
                     leaf = call.leaves[self.planned.arguments[name]]
-                    own[name] = self._shard(name, leaf, rank, cut)
-            fed.append(own)
+                    inputs[name] = self._shard(name, leaf, rank, cut)
+            fed.append(inputs)
         return fed
 
     def _stored(self, name: str, x: TensorHandle) -> Stored:
@@ -298,10 +298,10 @@ def load(
         if session.local == "inductor":
             lowered = _fused(session, planned, lowered, roles, state)
         plan = planned.plan
-        made = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
+        constants = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
         training = roles.optimizer is not None
         loaded = LoadedProgram(session, planned, lowered, state, training=training)
-        loaded.put_constants(made)
+        loaded.put_constants(constants)
         if planned.models:
             check_apart(named_tensors(planned.models.module), loaded.writes)
         programs[key] = loaded
@@ -335,38 +335,38 @@ def _fused(
         )
     plan = planned.plan
     given: list[dict[str, object]] = []
-    for rank, own in enumerate(program.ranks):
-        here, known = session.mesh.coordinates(rank), {*own.inputs, *own.state}
-        found: dict[str, object] = {}
+    for rank, rank_program in enumerate(program.ranks):
+        here, known = session.mesh.coordinates(rank), {*rank_program.inputs, *rank_program.state}
+        buffers: dict[str, object] = {}
         for item in plan.inputs:
             name = state.get(item.name, item.name)
             if name in known:
                 held = item.held if item.name in state else item.spec
-                found[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
+                buffers[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
         unknown = {"options", roles.optimizer}
-        unknown |= {n for n in own.state if n.startswith(f"{roles.optimizer}: ")}
-        numbers = known.difference(found, unknown)
-        given.append(found | dict.fromkeys(numbers, 0))
+        unknown |= {n for n in rank_program.state if n.startswith(f"{roles.optimizer}: ")}
+        numbers = known.difference(buffers, unknown)
+        given.append(buffers | dict.fromkeys(numbers, 0))
     return fused(program, given)
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:
     """The parameters that an optimizer updates, and the state that forward changes."""
     known = {i.label for i in planned.plan.inputs if i.kind in ("parameter", "buffer")}
-    found = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & known
+    written = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & known
     if training and planned.request.training is not None:
-        found |= planned.request.training.trained & known
-    return frozenset(found)
+        written |= planned.request.training.trained & known
+    return frozenset(written)
 
 
 def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
     """Plan input to the name of its value in the actors' tables."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     launch = session.launch
     launch.num_programs += 1
     for item in planned.plan.inputs:
         if item.kind == "constant":
-            found[item.name] = f"constant {launch.num_programs}: {item.label}"
+            names[item.name] = f"constant {launch.num_programs}: {item.label}"
         elif item.kind in ("parameter", "buffer"):
             owner = planned.models.owner(item.label)
             if owner is None:
@@ -375,8 +375,8 @@ def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
                     f"fix: pass dt.parallelize(module, mesh, {{}})"
                 )
             model, label = owner
-            found[item.name] = session.resident(model).name(label)
-    return found
+            names[item.name] = session.model_home(model).name(label)
+    return names
 
 
 def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:

@@ -8,7 +8,7 @@
 Leaves of a call may be tensors (also on the meta device), DTensors, specs, parallelized or plain
 modules, and anything else, which is a constant of the program. A program depends on the shapes of
 tensors and specs, on numbers and strings, on anything else by identity; on all that its capture
-read besides (frontend/reads): where that has changed, the call is captured again, and what was
+read besides (frontend/guards): where that has changed, the call is captured again, and what was
 planned before is kept for when it changes back; and on what programs of the same model that ran
 before chose for parameters that nothing was stated of.
 
@@ -31,28 +31,28 @@ from torch import nn
 from dtensor.api.model.models import Models
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.stating.auto_stages import cut
-from dtensor.api.model.stating.placing import (
+from dtensor.api.model.stating.recomputed import recomputed_modules
+from dtensor.api.model.stating.stages import StagePlan, stage_at, with_parts
+from dtensor.api.model.stating.stated_placements import (
     InputPins,
     input_pins,
     planner_pins,
     restated,
 )
-from dtensor.api.model.stating.recomputed import recomputed_modules
-from dtensor.api.model.stating.stages import StagePlan, stage_at, with_parts
+from dtensor.api.step.flatten_arguments import flatten_arguments
 from dtensor.api.step.lengths import Lengths
-from dtensor.api.step.open_arguments import opened
 from dtensor.api.store.handle import TensorHandle, contiguous_layout
 from dtensor.api.store.session import MeshSession
 from dtensor.api.values.lazy_parameters import as_it_is
 from dtensor.errors import PlanningError, check_word
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.capture.capture import capture, forget_fakes
 from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.dataflow.per_microbatch import per_microbatch
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result
-from dtensor.frontend.reads.reads import Reads, custom_ops
+from dtensor.frontend.guards.guards import Guards, custom_ops
 from dtensor.frontend.source import caller_level
 from dtensor.private_torch import pytree
 from dtensor.provider import Provider
@@ -95,7 +95,7 @@ class BoundCall:
         """PlanningError for an argument whose tensors are out of sight."""
         if not kwargs and all(isinstance(x, _LEAVES) for x in args):
             return BoundCall(fn, args, _flat(len(args)))
-        leaves, tree = opened(args, dict(kwargs))
+        leaves, tree = flatten_arguments(args, dict(kwargs))
         return BoundCall(fn, leaves, tree)
 
     def key(self) -> object:
@@ -108,8 +108,8 @@ class BoundCall:
     def models(self, mesh: Mesh) -> Models:
         """The parallelized modules among the arguments. PlanningError for those that cannot be in
         one program on ``mesh``."""
-        found = {id(x): (x, i) for i, x in reversed(list(enumerate(self.modules())))}
-        ordered = sorted(found.values(), key=lambda pair: pair[1])
+        modules = {id(x): (x, i) for i, x in reversed(list(enumerate(self.modules())))}
+        ordered = sorted(modules.values(), key=lambda pair: pair[1])
         names = ["the model"]
         if len(ordered) > 1:
             args, kwargs = pytree.tree_unflatten(self.leaves, self.tree)
@@ -192,8 +192,8 @@ class Planned:
     @cached_property
     def changed(self) -> tuple[int, ...]:
         """The leaves of the call that the program changes."""
-        found = (o.index for o in self.graph.outputs if isinstance(o, Mutation))
-        return tuple(index for index in found if index is not None)
+        indices = (o.index for o in self.graph.outputs if isinstance(o, Mutation))
+        return tuple(index for index in indices if index is not None)
 
     def same(self) -> bool:
         """Whether all that the capture read is the very same; False may be a false alarm."""
@@ -261,18 +261,18 @@ class PlanCache:
         constants = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
         ops = custom_ops(graph.fx)
         key = (str(graph), str(graph.out_tree), tuple(ops.items()), others)
-        found = [p for p in self._plans.get(key, ()) if self._agrees(p)]
-        if not found:
-            alone = replace(graph, reads=Reads((), None, constants, ops))
-            found = [make(alone)]
-            self._settled[id(found[0])] = found[0].models.settlement
-            self._keep(key, found)
-        self.latest = found[0]
-        self._used.move_to_end(id(found[0]))
-        reads = found[0].graph.reads
+        plans = [p for p in self._plans.get(key, ()) if self._agrees(p)]
+        if not plans:
+            alone = replace(graph, reads=Guards((), None, constants, ops))
+            plans = [make(alone)]
+            self._settled[id(plans[0])] = plans[0].models.settlement
+            self._keep(key, plans)
+        self.latest = plans[0]
+        self._used.move_to_end(id(plans[0]))
+        reads = plans[0].graph.reads
         assert reads is not None
         reads.hold(constants)
-        return found[0]
+        return plans[0]
 
     def get(
         self,
@@ -360,12 +360,12 @@ class PlanCache:
     def _made(self, changed: str | None, make: Callable[[], Planned]) -> Planned:
         began = time.perf_counter()
         try:
-            found = make()
+            planned = make()
         except Exception as error:
             from dtensor.frontend.capture.failures import without_ours  # seldom needed
 
             raise without_ours(error)  # noqa: B904 - it is the same
-        self._settled[id(found)] = found.models.settlement
+        self._settled[id(planned)] = planned.models.settlement
         if changed is not None:
             what = changed.partition(": ")[0]
             spent = self._changed.setdefault(what, [])
@@ -377,7 +377,7 @@ class PlanCache:
                     f"fix: pass torch.tensor(...) of it as an argument of the step, and read that",
                     stacklevel=caller_level(),
                 )
-        return found
+        return planned
 
     def _agrees(self, planned: Planned) -> bool:
         settlement = planned.models.settlement
@@ -409,7 +409,7 @@ def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
 
 def plan_call(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: str) -> Planned:
     """Capture and plan. Raises PlanningError; nothing is launched, nothing computed."""
-    with ONE_AT_A_TIME, collector_paused(), as_set():
+    with CALL_LOCK, collector_paused(), as_set():
         return _planned(call, mesh, grads, options, name)
 
 
@@ -421,8 +421,8 @@ def _planned(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: 
     if stages.waiting:
         one = replace(stages, num_stages=1)
         alone = replace(options, timetable=ONE_BY_ONE)
-        whole = _request(call, graph, models, mesh, one, alone, name)
-        stages = cut(models.module, stages, whole, plan, options.timetable.in_flight)
+        unstaged = _request(call, graph, models, mesh, one, alone, name)
+        stages = cut(models.module, stages, unstaged, plan, options.timetable.in_flight)
     request = _request(call, graph, models, mesh, stages, options, name)
     changed = [o.name for o in graph.outputs if isinstance(o, Mutation) and o.index is not None]
     if changed and stages.num_stages > 1:
@@ -462,14 +462,14 @@ def _request(
     flow = dataflow(graph, stages.held, stages.num_stages, stages.homes, at)
     results = options.results(graph, flow) if options.results else {}
     if returned := _returned(graph, results):
-        own = (o for o in flow.outputs if o.kind != "result" or o.of not in returned)
-        flow = replace(flow, outputs=tuple(own))
+        kept_outputs = (o for o in flow.outputs if o.kind != "result" or o.of not in returned)
+        flow = replace(flow, outputs=tuple(kept_outputs))
     named = _arguments(flow, graph)
     metas = {entry.name: item.meta for item, entry in named}
     leaves = {entry.name: call.leaves[entry.index] for _, entry in named}
     pins = _input_pins(metas, leaves, options, mesh, stages)
-    found = planner_pins(flow, models.placements, pins)
-    stated = dict(found.pins)
+    planner_input = planner_pins(flow, models.placements, pins)
+    stated = dict(planner_input.pins)
     settled: set[str] = set()
     before = models.settled
     for item in flow.inputs:
@@ -485,7 +485,7 @@ def _request(
             )
     num_microbatches = options.num_microbatches
     if num_microbatches > 1:
-        num_microbatches = _with_rows(num_microbatches, flow, stated, found.batch, mesh)
+        num_microbatches = _with_rows(num_microbatches, flow, stated, planner_input.batch, mesh)
     fewer = num_microbatches < options.num_microbatches
     timetable = options.timetable.first(num_microbatches) if fewer else options.timetable
     request = Request(
@@ -493,9 +493,9 @@ def _request(
         flow=flow,
         mesh=mesh,
         pins=stated,
-        pinned_by=found.pinned_by,
+        pinned_by=planner_input.pinned_by,
         settled=frozenset(settled),
-        batch=found.batch,
+        batch=planner_input.batch,
         results=results,
         split_results=options.split_results,
         stage_axis=stages.axis,
@@ -557,7 +557,7 @@ def _arguments(flow: Dataflow, graph: Graph) -> list[tuple[Input, Arg]]:
 
 def _lie_at(call: BoundCall, graph: Graph, mesh: Mesh, stages: StagePlan) -> dict[str, int]:
     """Plan input to its stage, of arguments that only a part of the mesh holds."""
-    found: dict[str, int] = {}
+    stage_of_input: dict[str, int] = {}
     for node, entry in zip(graph.placeholders, graph.inputs, strict=True):
         if not isinstance(entry, Arg):
             continue
@@ -572,8 +572,8 @@ def _lie_at(call: BoundCall, graph: Graph, mesh: Mesh, stages: StagePlan) -> dic
             )
         stage = stage_at(entry.name, spec, stages, mesh)
         if stages.num_stages > 1:  # those of stages that are still to be chosen are one
-            found[node.name] = stage
-    return found
+            stage_of_input[node.name] = stage
+    return stage_of_input
 
 
 def _spec_of(leaf: TensorHandle | TensorSpec) -> TensorSpec:

@@ -60,15 +60,15 @@ from dtensor.errors import (
     check_word,
     checked_call,
 )
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
 from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import stage_costs
-from dtensor.runtime.lower.builder import Roles
-from dtensor.runtime.lower.finite import DetectNan, checked_detect
+from dtensor.runtime.lower.detect_nan import DetectNan, checked_detect
+from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.lower.timetable import GridTimetable
-from dtensor.runtime.optimizer.elementwise.rule import (
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
     check_optimizer,
     known_rule,
     rule_of,
@@ -87,7 +87,7 @@ from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.showing import html_text, screen
-from dtensor.signals import standing_in
+from dtensor.signals import defer_signals
 
 if TYPE_CHECKING:
     from dtensor.runtime.optimizer.elementwise.probe import ProbeReport
@@ -151,18 +151,18 @@ class Loss(ReadsAsFloat):
     def wait(self) -> list[dict[str, torch.Tensor]]:
         """What each rank returned; does not count as reading it."""
         try:
-            found = self._future.get()
+            results = self._future.get()
         except DaftError:
             if self._session.cluster.failure is None:
                 self._tell(well=False)
             raise
         self._tell(well=True)
-        return found
+        return results
 
     def _tell(self, *, well: bool) -> None:
         if self._ended is None:
             return
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             ended, self._ended = self._ended, None
             if ended is not None:
                 ended(well)
@@ -171,9 +171,9 @@ class Loss(ReadsAsFloat):
         name = f"result {index}"
         flow = self._planned.plan.flow
         value = next(o.value for o in flow.outputs if o.kind == "result" and o.of == index)
-        for found in self._get():
-            if name in found:  # a sum over microbatches of 16 bits comes in float32
-                return found[name].to(flow.metas[value].dtype)
+        for results in self._get():
+            if name in results:  # a sum over microbatches of 16 bits comes in float32
+                return results[name].to(flow.metas[value].dtype)
         raise AssertionError(f"no rank returned {name}")
 
     def done(self) -> bool:
@@ -209,9 +209,9 @@ class Loss(ReadsAsFloat):
     @property
     def grad_norm(self) -> float | None:
         """The global norm of the gradients before clipping; None without ``clip_grad_norm``."""
-        for found in self._get():
-            if "norm" in found:
-                return float(found["norm"])
+        for results in self._get():
+            if "norm" in results:
+                return float(results["norm"])
         return None
 
     def backward(self) -> None:
@@ -260,7 +260,7 @@ class TrainStep:
         self.plans: PlanCache = PlanCache("loss")
         self._grid = model.switches, grid_of(options.schedule, model)
         self._groups = _GroupNames(model, optimizer)
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             model.look()
             self._groups()
         self.last: Planned | None = None
@@ -282,9 +282,9 @@ class TrainStep:
     def grid(self) -> Grid:
         """Its schedule, for the stages that the model has now."""
         if self._grid[0] != self.model.switches:
-            found = grid_of(self.options.schedule, self.model)
-            self.model.claim_homes(found.home())
-            self._grid = self.model.switches, found
+            grid = grid_of(self.options.schedule, self.model)
+            self.model.claim_homes(grid.home())
+            self._grid = self.model.switches, grid
         return self._grid[1]
 
     def __repr__(self) -> str:
@@ -333,12 +333,12 @@ class TrainStep:
             moved = (s for s in planned.plan.steps if isinstance(s, Redistribute))
             if all(step.phase != "forward" or not step.is_free for step in moved):
                 return planned
-            from dtensor.sharding.plan.swapped import swapped  # seldom needed
+            from dtensor.sharding.plan.swapped_pairs import swapped  # seldom needed
 
             pairs = swapped(planned.request, planned.plan)
             return replace(planned, plan=replace(planned.plan, swapped=pairs)) if pairs else planned
 
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             call.look()
             groups = self._groups()
             _refuse_early_hooks(self.optimizer)
@@ -384,14 +384,14 @@ class TrainStep:
 
             refuse_accumulation(self.accelerated)
         call = self._call(batch, kwargs)
-        with ONE_AT_A_TIME:
-            planned, turn = self._plan(call), ONE_AT_A_TIME.turn
+        with CALL_LOCK:
+            planned, turn = self._plan(call), CALL_LOCK.turn
         while (oldest := self._oldest()) is not None:  # without the lock: others go on meanwhile
             self._read(oldest)
         with ExitStack() as block:
-            with ONE_AT_A_TIME:
-                block.enter_context(standing_in())  # longer than the lock
-                if ONE_AT_A_TIME.turn != turn:  # another thread may have changed what was planned
+            with CALL_LOCK:
+                block.enter_context(defer_signals())  # longer than the lock
+                if CALL_LOCK.turn != turn:  # another thread may have changed what was planned
                     planned = self._plan(call)
                 loss = self._run(call, planned)
             if not loss.was_read:  # it was not undone for a signal
@@ -406,7 +406,7 @@ class TrainStep:
         most = RUN_AHEAD if rule is None or rule.runs_ahead else 1
         if len(self._running) < most:
             return None
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             return self._running[0] if len(self._running) >= most else None
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
@@ -434,15 +434,15 @@ class TrainStep:
         options = {"options": home.rule.told(self.optimizer)}
         gradients = self._gradients(session, planned) if self.options.keep_gradients else {}
         kept = {f"gradient {name}": stored.label for name, stored in gradients.items()}
-        steps, resident = self.model.steps, session.resident(self.model)
-        counted = session.counted(f"{resident.prefix}steps", steps, takes=True)
+        steps, model_home = self.model.steps, session.model_home(self.model)
+        counted = session.counted(f"{model_home.prefix}steps", steps, takes=True)
         resets = steps.resets
         numbers = numbers_fed(steps.advance(), "train")
         fed = program.feed(call, numbers, options)
         future = program.run(fed, kept, counted)
         self.last = planned
         session.wrote(program.written, home)
-        session.launch.store.keep(resident.gradients, gradients)
+        session.launch.store.keep(model_home.gradients, gradients)
         updated = home.updated
         undo = home.advance()
 
@@ -462,10 +462,10 @@ class TrainStep:
                 loss.was_read = True
             except DaftError:  # raised where it is read
                 pass
-        resident.trained_by[id(self.optimizer)] = self
+        model_home.trained_by[id(self.optimizer)] = self
         if session is not self._session:
             self._session = session
-            for settling in (session.settling, resident.settling):
+            for settling in (session.settling, model_home.settling):
                 if self._settle not in settling:
                     settling.append(self._settle)
         return loss
@@ -499,18 +499,18 @@ class TrainStep:
         gradients: dict[str, torch.Tensor] = {}
         if batch or kwargs:
             call = self._call(batch, kwargs)
-            with ONE_AT_A_TIME:
+            with CALL_LOCK:
                 planned = self._plan(call)
                 roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
                 program = load(session, planned, roles, planned.grid, owner=self)
                 session.place(planned.models, planned.plan, planned.stages)
-                name = f"{session.resident(self.model).prefix}steps"
+                name = f"{session.model_home(self.model).prefix}steps"
                 counted = session.counted(name, self.model.steps, takes=False)
                 numbers = numbers_fed(self.model.steps.present(), "train")
                 run = program.run(program.feed(call, numbers), {}, counted)
-            found = run.get()
+            results = run.get()
             for label, spec in gradient_specs(planned).items():
-                shards = {rank: found[rank][f"gradient {label}"] for rank in holders_of(spec)}
+                shards = {rank: results[rank][f"gradient {label}"] for rank in holders_of(spec)}
                 gradients[label] = assemble_at(shards, spec)
         else:
             kept = self.options.keep_gradients and self._session is session
@@ -522,8 +522,8 @@ class TrainStep:
                 )
             planned = self.last
             wanted = self._gradients(session, planned)
-            found = session.launch.store.get(wanted)
-            gradients = {name: value for name, value in found if value is not None}
+            results = session.launch.store.get(wanted)
+            gradients = {name: value for name, value in results if value is not None}
         if self.options.master_weights:
             return {n: g.float() if is_narrow(g.dtype) else g for n, g in gradients.items()}
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
@@ -531,7 +531,7 @@ class TrainStep:
 
     def _gradients(self, session: MeshSession, planned: Planned) -> dict[str, StoredTensor]:
         """By name, those that stay on the ranks."""
-        prefix, specs = session.resident(self.model).prefix, gradient_specs(planned)
+        prefix, specs = session.model_home(self.model).prefix, gradient_specs(planned)
         return {n: session.stored(f"{prefix}gradient {n}", spec) for n, spec in specs.items()}
 
     def _raise_unread(self) -> None:
@@ -554,7 +554,7 @@ class TrainStep:
                 error.add_note("an earlier step failed; the one called now has not run.")
             raise
         finally:
-            with ONE_AT_A_TIME:
+            with CALL_LOCK:
                 if loss.was_read and self._running and self._running[0] is loss:
                     self._running.popleft()
 
@@ -715,10 +715,10 @@ def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
     if not isinstance(schedule, Published):
         validate(grid)
         wanted = stages.num_stages, ranks, schedule.microbatches
-        found = grid.num_stages, grid.num_ranks, grid.num_microbatches
-        if found != wanted:
+        sizes = grid.num_stages, grid.num_ranks, grid.num_microbatches
+        if sizes != wanted:
             raise PlanningError(
-                f"{type(schedule).__name__} gives a grid of {found} stages, ranks and "
+                f"{type(schedule).__name__} gives a grid of {sizes} stages, ranks and "
                 f"microbatches, where {wanted} were asked for:\n{grid}\n"
                 f"fix: make the grid from the numbers that `grid` is given"
             )

@@ -20,38 +20,38 @@ import torch
 from torch import nn
 
 from dtensor.api.model.parallel import ParallelModule
-from dtensor.api.store.home import Resident
+from dtensor.api.store.home import ModelHome
 from dtensor.api.values.lazy_parameters import as_it_is
 from dtensor.runtime.transfer.between_meshes import bucket_bytes
 from dtensor.sharding.plan.storage import stored_spec
-from dtensor.sharding.redistribute.named_values import plan_sync
+from dtensor.sharding.redistribute.sync_plan import plan_sync
 from dtensor.sharding.spec.placements import Placement
 from dtensor.sharding.spec.spec import make_spec
 from dtensor.sharding.spec.stored import StoredTensor
 
 
 def kept(
-    model: ParallelModule, numbers: Sequence[int], resident: Resident | None
+    model: ParallelModule, numbers: Sequence[int], model_home: ModelHome | None
 ) -> dict[str, StoredTensor]:
     """Every parameter and buffer, by label, as it is on a cluster, or would be put there now;
     ``numbers``: what each rank of the mesh is in the launch."""
-    found: dict[str, StoredTensor] = {}
+    homes: dict[str, StoredTensor] = {}
     for label, tensor in model.seen.tensors.items():
-        if resident is not None and label in resident.stored:
-            found[label] = resident.stored[label]
-        elif resident is not None and label in resident.owner.settled:
-            found[label] = resident.owner.settled[label]
+        if model_home is not None and label in model_home.stored:
+            homes[label] = model_home.stored[label]
+        elif model_home is not None and label in model_home.owner.settled:
+            homes[label] = model_home.owner.settled[label]
         else:
-            called = label if resident is None else resident.name(label)
-            found[label] = _as_stated(model, label, tensor, called, numbers)
-    return found
+            called = label if model_home is None else model_home.name(label)
+            homes[label] = _as_stated(model, label, tensor, called, numbers)
+    return homes
 
 
-def keep_as_planned(resident: Resident, planned: Mapping[str, StoredTensor]) -> None:
+def keep_as_planned(model_home: ModelHome, planned: Mapping[str, StoredTensor]) -> None:
     """A program has values there; those that are as none had said yet are moved."""
-    name, most = type(resident.model.module).__name__, bucket_bytes(resident.cluster.device)
+    name, most = type(model_home.model.module).__name__, bucket_bytes(model_home.cluster.device)
     plan = partial(plan_sync, name, bucket_bytes=most)
-    resident.store.settle(resident.owner, planned, plan)
+    model_home.store.settle(model_home.owner, planned, plan)
 
 
 def _as_stated(
@@ -59,8 +59,8 @@ def _as_stated(
 ) -> StoredTensor:
     name, stated = model.seen.names[label], model.settled.get(label, {})
     if label not in model.settled:
-        own = next((p.placements for p in model.placements if p.name == name), {})
-        stated = {axis: p for axis, p in own.items() if isinstance(p, Placement)}
+        placements = next((p.placements for p in model.placements if p.name == name), {})
+        stated = {axis: p for axis, p in placements.items() if isinstance(p, Placement)}
     with as_it_is():
         shape, dtype = tuple(tensor.shape), tensor.dtype
     spec = make_spec(shape, dtype, model.mesh, stated)

@@ -1,23 +1,25 @@
 """The homes of a model's values: its state on a cluster, and the module's tensors meanwhile.
 
-    resident.keep("up.weight", tensor)   # its shards were put: the tensor is lazy from now on
-    resident.wrote({"up.weight"})              # a step changed the shards
+    model_home.keep("up.weight", tensor)  # its shards were put: the tensor is lazy from now on
+    model_home.wrote({"up.weight"})            # a step changed the shards
     tensor.sum()                               # bring: gathered, written in place, plain again
-    resident.settle()                          # before the next step: if the tensor was written,
+    model_home.settle()                        # before the next step: if the tensor was written,
                                                # it is put anew; else it is evicted again
-    resident.come_home()                       # the launch ends: every value returns, in place
+    model_home.come_home()                     # the launch ends: every value returns, in place
 
 Each value has one home. A tensor that was put is a lazy remote tensor until the user reads it. A
 tensor that was read is compared with a copy of the value that was brought, before the next program
 runs, so a write through it is never missed. A step without reads in between checks one thing:
 whether the tensors were written. A tensor that has left the module comes home with its state, and
-leaves the ranks. An optimizer's state follows the same rules: `opt.state` is an `AwayState` while
-the ranks have it, and entries that were read are put anew. Names here are labels (labels.py).
+leaves the ranks. An optimizer's state follows the same rules: `opt.state` is an
+`LazyOptimizerState` while the ranks have it, and entries that were read are put anew. Names here
+are labels (labels.py).
 
 Tensors on the meta device have no memory to come home to: they stay on the ranks, and
-`Initial.holder` knows their holder.
+`InitialValues.holder` knows their holder.
 
-Not here: what is put where (session.py, optimizer_state.py), whole states in and out (state.py).
+Not here: what is put where (session.py, optimizer_state.py), whole states in and out
+(state_dict.py).
 """
 
 from __future__ import annotations
@@ -35,26 +37,26 @@ from torch import Tensor
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.store.store import MeshRanks, Owner, TensorStore, buckets
 from dtensor.api.values.lazy_parameters import (
-    AwayState,
     Entries,
+    LazyOptimizerState,
     as_it_is,
-    bring_back,
     by_holder,
+    evict,
     holder_of,
     label_of,
+    make_plain,
     plainly,
-    send_away,
 )
 from dtensor.daft import Cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.optimizer.elementwise.rule import OptimizerRule
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act
 
 if TYPE_CHECKING:
-    from dtensor.runtime.optimizer.elementwise.ghost import Ghost
+    from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer
 
 LOAD = "dt.load_state_dict(model, opt, state)"
 _version = attrgetter("_version")
@@ -78,7 +80,7 @@ class OptimizerHome:
     masters: bool
     keys: tuple[tuple[str, ...], ...]
     rule: OptimizerRule
-    resident: Resident
+    model_home: ModelHome
     given: InitVar[Entries]
     rest: Entries
     placed: Plan | None = None
@@ -88,11 +90,11 @@ class OptimizerHome:
     on_disk: bool = False
     groups: tuple[tuple[str, ...], ...] = ()
     trained: frozenset[str] = frozenset()
-    ghost: Ghost | None = None
-    state: AwayState = field(init=False)
+    shadow: ShadowOptimizer | None = None
+    state: LazyOptimizerState = field(init=False)
 
     def __post_init__(self, given: Entries) -> None:
-        self.state = AwayState(given, lambda: self.resident.gather_optimizer(self))
+        self.state = LazyOptimizerState(given, lambda: self.model_home.gather_optimizer(self))
         self.optimizer.state = cast(Any, self.state)
 
     @property
@@ -106,29 +108,29 @@ class OptimizerHome:
         """The state on the ranks, by parameter and key. A parameter's entries exist from its first
         step on. Waits for running steps. Entries that no program has updated are in ``rest``,
         whole."""
-        for settle in self.resident.settling if wait else ():
+        for settle in self.model_home.settling if wait else ():
             settle()
         return {k: one for k, one in self.owner.stored.items() if self.owner.is_there(k)}
 
     def ended(self, updated: frozenset[tuple[str, str]]) -> None:
         """A step that updated these has ended without failure."""
-        self.resident.store.written(self.owner, updated)
+        self.model_home.store.written(self.owner, updated)
 
     def take_rule(self, rule: OptimizerRule) -> None:
         """Use another rule from now on: its options have changed."""
-        self.rule, ghost = rule, rule.ghost({})
-        if ghost is not None and self.ghost is not None:
-            ghost.of, ghost.state = self.ghost.of, self.ghost.state
-        self.ghost = ghost
+        self.rule, shadow = rule, rule.shadow({})
+        if shadow is not None and self.shadow is not None:
+            shadow.of, shadow.state = self.shadow.of, self.shadow.state
+        self.shadow = shadow
 
     def advance(self) -> Callable[[], None]:
         """A step was called: write its changes of the groups' options and of the attributes to the
         optimizer. Returns the function that reverts them, if the step is undone."""
-        if self.ghost is None:
+        if self.shadow is None:
             return _nothing
-        from dtensor.runtime.optimizer.elementwise.ghost import advance
+        from dtensor.runtime.optimizer.elementwise.shadow_optimizer import advance
 
-        return advance(self.optimizer, self.ghost, self.groups, self.trained)
+        return advance(self.optimizer, self.shadow, self.groups, self.trained)
 
     def come_home(self) -> None:
         if self.current:
@@ -139,16 +141,16 @@ class OptimizerHome:
         ranks."""
         left = {which: one for which, one in self.owner.stored.items() if which[0] in labels}
         if self.current:
-            for parameter, entries in self.resident.gather_values(self, left).items():
+            for parameter, entries in self.model_home.gather_values(self, left).items():
                 self.rest.setdefault(parameter, {}).update(entries)
-        self.resident.store.forget(self.owner, left, delete=True)
+        self.model_home.store.forget(self.owner, left, delete=True)
         for label in labels & self.parameters.keys():
             del self.parameters[label]
         self.updated, self.placed = self.updated - left.keys(), None
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Resident:
+class ModelHome:
     """A model's state on the ranks of a session's mesh: labels begin with ``prefix``.
 
     ``own``: label to the module's tensor whose shards were put, without those on meta; ``owner``:
@@ -215,7 +217,8 @@ class Resident:
     # -- the user's side --------------------------------------------------------------------------
 
     def bring(self, tensors: Sequence[Tensor]) -> None:
-        """See `away.Holder`. Reads in order fetch more and more tensors at a time."""
+        """See `lazy_parameters.ValueHolder`. Reads in order fetch more and more tensors at a
+        time."""
         labels = [label_of(tensor) for tensor in tensors]
         if self.gone:
             name = self.model.seen.name(labels[0])
@@ -225,11 +228,11 @@ class Resident:
             self._ahead *= 2
         with plainly():
             for label, tensor in zip(labels, tensors, strict=True):
-                bring_back(tensor)
+                make_plain(tensor)
                 self.touched[label] = tensor.detach().clone()
 
     def give_up(self, tensor: Tensor) -> None:
-        """See `away.Holder`: a lost value no longer belongs to this object."""
+        """See `lazy_parameters.ValueHolder`: a lost value no longer belongs to this object."""
 
     def _following(self, label: str) -> list[str]:
         """Stale labels after this one, as many as a read fetches, and one bucket at most."""
@@ -249,9 +252,9 @@ class Resident:
         for bucket in buckets({label: self.stored[label] for label in wanted}):
             with plainly():
                 for label, value in self.gather([*bucket]).items():
-                    own = self.own[label]
-                    with torch.inference_mode() if own.is_inference() else nullcontext():
-                        own.copy_(value)
+                    tensor = self.own[label]
+                    with torch.inference_mode() if tensor.is_inference() else nullcontext():
+                        tensor.copy_(value)
             self.stale.difference_update(bucket)
             self._note_versions(bucket)
 
@@ -278,7 +281,7 @@ class Resident:
             for holder, _ in by_holder([tensor]):  # another mesh has it now
                 holder.bring([tensor])
             if _same(tensor, shown):
-                send_away(tensor, self, label)
+                evict(tensor, self, label)
             else:
                 changed.append(label)
         self._note_versions(touched)
@@ -294,7 +297,7 @@ class Resident:
             home.let_go(set(gone))
         for label in gone:
             if holder_of(self.own[label]) is self:
-                bring_back(self.own[label])
+                make_plain(self.own[label])
         self.forget(gone, delete=True)
         self.session.drop()
         self.store.unsettle(self.owner, self.owner.settled.keys() - self.model.labels.known)
@@ -307,7 +310,7 @@ class Resident:
         self._refuse([label for label in written if label in self.stale])
         for label in written:
             if holder_of(self.own[label]) is self:
-                bring_back(self.own[label])
+                make_plain(self.own[label])
         self.forget(written)
 
     def _written(self, labels: Iterable[str]) -> list[str]:
@@ -350,7 +353,7 @@ class Resident:
                 self.model.initial.holders[label] = self
             else:
                 self.own[label] = tensor
-                send_away(tensor, self, label)
+                evict(tensor, self, label)
         self._note_versions(self.own.keys() & tensors)
 
     def wrote(self, labels: frozenset[str], optimizer: OptimizerHome | None = None) -> None:
@@ -366,8 +369,8 @@ class Resident:
         """The whole values, on the CPU. Waits for running steps."""
         if self.lost:
             raise RuntimeError(f"{self.model.seen.name(labels[0])} {self.lost}")
-        found = self.store.get({label: self.stored[label] for label in labels})
-        return {label: value for label, value in found if value is not None}
+        values = self.store.get({label: self.stored[label] for label in labels})
+        return {label: value for label, value in values if value is not None}
 
     def gather_optimizer(self, home: OptimizerHome) -> Entries:
         """Parameter to its state entries, whole, where the parameter is."""
@@ -388,14 +391,14 @@ class Resident:
     ) -> Entries:
         """Parameter to those of its state entries that are ``wanted`` and exist, whole."""
         gathered: Entries = {}
-        for (label, key), whole in self.store.get(wanted):
-            if whole is not None:
+        for (label, key), value in self.store.get(wanted):
+            if value is not None:
                 entry, parameter = home.rule.entry(key), home.parameters[label]
                 if entry.number:
-                    whole = entry.given(whole)
+                    value = entry.given(value)
                 elif not parameter.is_meta:
-                    whole = whole.to(parameter.device)
-                gathered.setdefault(parameter, {})[key] = whole
+                    value = value.to(parameter.device)
+                gathered.setdefault(parameter, {})[key] = value
         return gathered
 
     # -- the end ----------------------------------------------------------------------------------
@@ -447,7 +450,7 @@ class Resident:
                 home.come_home()
         for label, tensor in self.own.items():
             if holder_of(tensor) is self and label not in self.stale:
-                bring_back(tensor)
+                make_plain(tensor)
         holders = self.model.initial.holders
         for label in [label for label in holders if holders[label] is self and not self.changed]:
             del holders[label]  # a new one is the same

@@ -43,8 +43,8 @@ def by_position(
 
 def listed(places: Mapping[Mesh, tuple[int, ...]]) -> str:
     """Meshes and their ranks, as a message has them."""
-    found = [f"{mesh} on ranks {_numbers(ranks)}" for mesh, ranks in places.items()]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
+    texts = [f"{mesh} on ranks {_numbers(ranks)}" for mesh, ranks in places.items()]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def not_launched(mesh: Mesh, places: Mapping[Mesh, tuple[int, ...]]) -> PlanningError:
@@ -89,11 +89,11 @@ def ranks_of_meshes(
     places: dict[Mesh, tuple[int, ...]] = {}
     end = 0
     for mesh in meshes:
-        own = tuple(range(end, end + mesh.size))
+        numbers = tuple(range(end, end + mesh.size))
         if mesh in wanted:
-            own = _checked(mesh, wanted[mesh])
-        places[mesh] = own
-        end = max(end, *(rank + 1 for rank in own))
+            numbers = _checked(mesh, wanted[mesh])
+        places[mesh] = numbers
+        end = max(end, *(rank + 1 for rank in numbers))
     free = sorted(set(range(end)).difference(*places.values()))
     if free:
         raise PlanningError(
@@ -108,14 +108,18 @@ def _checked(mesh: Mesh, ranks: object) -> tuple[int, ...]:
     fix = f"ranks={{{mesh!r}: {tuple(range(mesh.size))}}}"
     check_kind(f"ranks= of {mesh}", ranks, list | tuple | range, "a list of ranks", fix)
     assert isinstance(ranks, list | tuple | range)
-    own: tuple[object, ...] = tuple(ranks)  # pyright: ignore[reportUnknownArgumentType]
-    found = tuple(rank for rank in own if type(rank) is int and rank >= 0)
-    if len(found) != len(own) or len(found) != mesh.size or len(set(found)) != len(found):
+    stated: tuple[object, ...] = tuple(ranks)  # pyright: ignore[reportUnknownArgumentType]
+    numbers = tuple(rank for rank in stated if type(rank) is int and rank >= 0)
+    if (
+        len(numbers) != len(stated)
+        or len(numbers) != mesh.size
+        or len(set(numbers)) != len(numbers)
+    ):
         raise PlanningError(
-            f"ranks= states {list(own)} for {mesh}, which has {mesh.size} ranks.\n"
+            f"ranks= states {list(stated)} for {mesh}, which has {mesh.size} ranks.\n"
             f"fix: {mesh.size} different numbers of ranks, as in {fix}"
         )
-    return found
+    return numbers
 
 
 def _numbers(ranks: Sequence[int]) -> str:

@@ -27,11 +27,11 @@ from dtensor.api.model.stating.stages import StagePlan
 from dtensor.api.store.home import OptimizerHome
 from dtensor.api.store.session import MeshSession
 from dtensor.api.store.store import Source
-from dtensor.api.values.lazy_parameters import AwayState, Entries
+from dtensor.api.values.lazy_parameters import Entries, LazyOptimizerState
 from dtensor.api.values.on_disk import OnDisk
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import holders, on_mesh
-from dtensor.runtime.optimizer.elementwise.rule import OptimizerRule, rule_of
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule, rule_of
 from dtensor.runtime.optimizer.shard_optimizer import MASTER, value_name
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import updates_of
@@ -40,7 +40,7 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 from dtensor.sharding.spec.stored import StoredTensor
 
 if TYPE_CHECKING:
-    from dtensor.runtime.optimizer.elementwise.ghost import Ghost
+    from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer
 
 
 def place_optimizer(
@@ -62,8 +62,8 @@ def place_optimizer(
     PlanningError if two steps share an optimizer and only one of them uses masters, or if a state
     lacks a value that the class reads.
     """
-    resident = session.resident(model)
-    home = resident.optimizers.get(id(optimizer))
+    model_home = session.model_home(model)
+    home = model_home.optimizers.get(id(optimizer))
     if home is not None and home.masters != masters:
         raise PlanningError(
             f"two steps share a {type(optimizer).__name__}: one has "
@@ -77,7 +77,7 @@ def place_optimizer(
     known_so = home is not None and home.rule is rule and home.keys == keys
     if home is not None and known_so and home.current and home.placed is plan:
         return home
-    name = home.name if home else f"{resident.prefix}optimizer {len(resident.optimizers)}"
+    name = home.name if home else f"{model_home.prefix}optimizer {len(model_home.optimizers)}"
     updated = updated_by(session.ranks, plan, groups, keys, name, models.labels, rule)
     known = {} if home is None else home.owner.stored
     if known:
@@ -85,16 +85,16 @@ def place_optimizer(
     elsewhere = any(w in known and not set(updated[w].at) <= set(known[w].at) for w in updated)
     if home is None or not home.current or elsewhere:
         held: object = optimizer.state
-        entries = held.to_place() if isinstance(held, AwayState) else dict(optimizer.state)
+        entries = held.to_place() if isinstance(held, LazyOptimizerState) else dict(optimizer.state)
         new = {**known, **updated}
-        kept_by = (optimizer, name, masters, keys, rule, resident, entries, dict(entries))
+        kept_by = (optimizer, name, masters, keys, rule, model_home, entries, dict(entries))
         before = {} if home is None else home.parameters
         home = OptimizerHome(*kept_by, parameters=before)
-        home.ghost = _ghost(model, rule, entries)
-        if isinstance(held, AwayState) and held.on_disk is not None:
+        home.shadow = _ghost(model, rule, entries)
+        if isinstance(held, LazyOptimizerState) and held.on_disk is not None:
             home.on_disk = True
             home.state.changed()
-        resident.optimizers[id(optimizer)] = home
+        model_home.optimizers[id(optimizer)] = home
         session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
     else:
         if home.rule is not rule:  # its options have another kind than before
@@ -111,21 +111,21 @@ def place_optimizer(
     return home
 
 
-def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Ghost | None:
+def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> ShadowOptimizer | None:
     """A ghost for existing states: it gets their numbers, and the keys of other entries."""
-    found: dict[str, Mapping[str, Any]] = {
-        label: own for p, own in entries.items() if (label := model.labels.of(p)) is not None
+    states: dict[str, Mapping[str, Any]] = {
+        label: state for p, state in entries.items() if (label := model.labels.of(p)) is not None
     }
-    ghost = rule.ghost({})
-    if ghost is not None and found:
+    shadow = rule.shadow({})
+    if shadow is not None and states:
         from dtensor.api.values.on_disk import read_whole
 
         numbers = rule.numbers()
-        for label, own in found.items():
-            small = {k: v for k, v in own.items() if k in numbers or not isinstance(v, OnDisk)}
-            found[label] = {**own, **read_whole(small)}
-        ghost = rule.ghost(found)
-    return ghost
+        for label, state in states.items():
+            small = {k: v for k, v in state.items() if k in numbers or not isinstance(v, OnDisk)}
+            states[label] = {**state, **read_whole(small)}
+        shadow = rule.shadow(states)
+    return shadow
 
 
 def _put_state(
@@ -167,22 +167,22 @@ def updated_by(
     the mesh's ranks in the launch."""
     keys_by_name = {n: own for group, own in zip(groups, keys, strict=True) for n in group}
     items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
-    found: dict[tuple[str, str], StoredTensor] = {}
+    stored: dict[tuple[str, str], StoredTensor] = {}
     for step in updates_of(plan.steps):
         item, masters = items[step.parameter], bool(step.master_bytes)
         label = labels[step.parameter]
         state = on_mesh(plan, item.state)
         wide = replace(state, dtype=torch.float32) if masters else state
-        whole = (REPLICATE,) * len(state.placements)
+        unsplit = (REPLICATE,) * len(state.placements)
         for key in (*keys_by_name[step.parameter], *([MASTER] if masters else [])):
             name, entry = value_name(optimizer, key, label), rule.entry(key)
             if entry.number:
                 dtype = entry.dtype(torch.float32)
-                spec = TensorSpec(entry.shape, dtype, state.mesh, whole)
+                spec = TensorSpec(entry.shape, dtype, state.mesh, unsplit)
             else:
                 spec = replace(wide, dtype=entry.dtype(wide.dtype)) if key != MASTER else wide
-            found[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
-    return found
+            stored[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
+    return stored
 
 
 def _check_as_before(
@@ -201,11 +201,11 @@ def _left(rest: Entries, taken: Set[tuple[torch.Tensor, str]]) -> Entries:
     """The entries that are not on the ranks; a master of a parameter that has none any more is
     dropped."""
     old = {(parameter, MASTER) for parameter, _ in taken}
-    found = {
+    remaining = {
         parameter: {k: v for k, v in entries.items() if (parameter, k) not in taken | old}
         for parameter, entries in rest.items()
     }
-    return {parameter: entries for parameter, entries in found.items() if entries}
+    return {parameter: entries for parameter, entries in remaining.items() if entries}
 
 
 def _with_memory(
@@ -221,8 +221,8 @@ def _with_memory(
                 f"{key} of {label} is on the meta device and has no value.\n"
                 f"fix: dt.load_state_dict(model, opt, state), which keeps the values"
             )
-        whole = torch.full((), begins, dtype=value.dtype).expand(value.shape)
-        entries = {**entries, key: whole}
+        filled = torch.full((), begins, dtype=value.dtype).expand(value.shape)
+        entries = {**entries, key: filled}
     return entries
 
 

@@ -34,15 +34,15 @@ from dtensor.api.model.models import Models
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.stating.stages import StagePlan
 from dtensor.api.store.default_home import keep_as_planned
-from dtensor.api.store.home import OptimizerHome, Resident
+from dtensor.api.store.home import ModelHome, OptimizerHome
 from dtensor.api.store.store import Source as TensorSource
 from dtensor.api.store.store import TensorStore
 from dtensor.api.values.randomness import Counter
 from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
-from dtensor.daft.cluster.part import Part
+from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import Source, caller_level, lines_text, source_here
 from dtensor.runtime.lower.program import holders, on_mesh
@@ -56,7 +56,7 @@ from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import when_forced
 
 if TYPE_CHECKING:
-    from dtensor.daft.cluster.log import Recovered
+    from dtensor.daft.cluster.call_log import Recovered
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ LocalKind = Literal["generated", "inductor"]
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class TimedRun:
     """A run within `noting`. ``called``, ``returned``: times of the monotonic clock; ``settling``:
     the seconds for which the call first waited for earlier calls."""
 
@@ -91,12 +91,12 @@ class MeshSession:
         self.cluster = cluster
         at = tuple(range(mesh.size))
         self._at = at
-        self._ranks: tuple[int, ...] = cluster.ranks if isinstance(cluster, Part) else at
+        self._ranks: tuple[int, ...] = cluster.ranks if isinstance(cluster, SubCluster) else at
         self.launch = launch
         self.mode: Mode = launch.mode
-        self.noted: Noted | None = None  # the last run of those that are `noting`
+        self.noted: TimedRun | None = None  # the last run of those that are `noting`
         self._noting = False
-        self.residents: dict[int, Resident] = {}
+        self.model_homes: dict[int, ModelHome] = {}
         self.loaded: dict[object, Any] = {}
         self.garbage: list[StoredTensor] = []
         self.settling: list[Callable[[], None]] = []  # wait for running calls
@@ -151,10 +151,10 @@ class MeshSession:
         try:
             if self.cluster.failure is not None:
                 raise self.cluster.failure
-            found = of.run.get()
+            results = of.run.get()
         except DaftError as error:
             raise self.told(error) from error.__cause__
-        return [found[r][of.output].clone() for r in ranks]
+        return [results[r][of.output].clone() for r in ranks]
 
     def told(self, error: DaftError) -> DaftError:
         """The error; where the state is lost with it, its text names the last saved state."""
@@ -167,7 +167,7 @@ class MeshSession:
 
                 meshes = f", on all meshes of the launch: {listed(launch.places)}"
             parts = [f"the state on the ranks is lost{meshes}"]
-            for home in launch.residents:
+            for home in launch.model_homes:
                 where, step = home.saved
                 back = home.model.steps.present() - step
                 parts.append(f"{where}, of step {step}, {back} before this one")
@@ -223,7 +223,7 @@ class MeshSession:
             raise self.told(error) from error.__cause__
         if not self._noting:
             return future
-        self.noted = Noted(handle, future, called, called - begin, time.monotonic())
+        self.noted = TimedRun(handle, future, called, called - begin, time.monotonic())
         return future
 
     @property
@@ -254,19 +254,25 @@ class MeshSession:
 
     # -- models -----------------------------------------------------------------------------------
 
-    def resident(self, model: ParallelModule) -> Resident:
-        found = self.residents.get(id(model))
-        if found is None:
-            found = Resident(model, self.new_prefix(), self, model.loads)
-            self.residents[id(model)] = found
-            found.saved = "the controller has the values that were put there", model.steps.present()
-            found.looked = model.seen.number
-        if found.loads != model.loads:  # other values were loaded for tensors on meta
-            found.loads = model.loads
+    def model_home(self, model: ParallelModule) -> ModelHome:
+        model_home = self.model_homes.get(id(model))
+        if model_home is None:
+            model_home = ModelHome(model, self.new_prefix(), self, model.loads)
+            self.model_homes[id(model)] = model_home
+            model_home.saved = (
+                "the controller has the values that were put there",
+                model.steps.present(),
+            )
+            model_home.looked = model.seen.number
+        if model_home.loads != model.loads:  # other values were loaded for tensors on meta
+            model_home.loads = model.loads
             brought = model.initial.loaded.keys() | model.initial.on_disk
-            found.forget([label for label in found.stored if label in brought])
-            found.saved = "the controller has the values that were loaded", model.steps.present()
-        return found
+            model_home.forget([label for label in model_home.stored if label in brought])
+            model_home.saved = (
+                "the controller has the values that were loaded",
+                model.steps.present(),
+            )
+        return model_home
 
     def new_prefix(self) -> str:
         """The prefix of the labels of one more model's values."""
@@ -275,19 +281,19 @@ class MeshSession:
 
     def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
         """Put the parameters and buffers that a program needs where they are missing."""
-        residents = [self.resident(model) for model in models.parts.values()]
-        for resident in residents:
-            resident.settle()
-        if all(resident.placed is plan for resident in residents):
+        model_homes = [self.model_home(model) for model in models.parts.values()]
+        for model_home in model_homes:
+            model_home.settle()
+        if all(model_home.placed is plan for model_home in model_homes):
             return
         models.settle(plan, stages)
         items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
         for model, read in models.by_part(items):
-            resident = self.resident(model)
-            own = homes_in(plan, read, resident.prefix, self.ranks)
-            keep_as_planned(resident, own)
-            self.hold(model, own)
-            resident.placed = plan
+            model_home = self.model_home(model)
+            homes = homes_in(plan, read, model_home.prefix, self.ranks)
+            keep_as_planned(model_home, homes)
+            self.hold(model, homes)
+            model_home.placed = plan
 
     def wrote(
         self,
@@ -297,17 +303,19 @@ class MeshSession:
         """A program that was called changes these of each module, by label, and an optimizer's
         state."""
         for model, labels in written:
-            resident = self.resident(model)
-            home = optimizer if optimizer is not None and optimizer.resident is resident else None
+            model_home = self.model_home(model)
+            home = (
+                optimizer if optimizer is not None and optimizer.model_home is model_home else None
+            )
             if labels or home is not None:
-                resident.wrote(labels, home)
+                model_home.wrote(labels, home)
 
     def hold(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
         """Put those of these values that are missing, by label."""
-        resident = self.resident(model)
+        model_home = self.model_home(model)
         given: dict[str, tuple[TensorSource, StoredTensor]] = {}
         for label, home in wanted.items():
-            known = resident.stored.get(label)
+            known = model_home.stored.get(label)
             if known is not None and known.spec != home.spec:
                 raise PlanningError(
                     f"{model.seen.name(label)} is stored as {known.spec}, this program needs it "
@@ -315,8 +323,8 @@ class MeshSession:
                 )
             if known is None or not set(home.at) <= set(known.at):
                 given[label] = _source(model, label, home.spec), home
-        self.launch.store.put(resident.owner, given)
-        resident.keep({label: model.seen.tensors[label] for label in given})
+        self.launch.store.put(model_home.owner, given)
+        model_home.keep({label: model.seen.tensors[label] for label in given})
 
 
 class Launch:
@@ -348,7 +356,7 @@ class Launch:
         """These ranks, or all, for one more mesh."""
         if ranks is None:
             return self.cluster
-        return Part(self.cluster, ranks, f"part {len(self.sessions)}: ", str(mesh))
+        return SubCluster(self.cluster, ranks, f"part {len(self.sessions)}: ", str(mesh))
 
     @property
     def places(self) -> dict[Mesh, tuple[int, ...]]:
@@ -356,8 +364,8 @@ class Launch:
         return {mesh: session.ranks for mesh, session in self.sessions.items()}
 
     @property
-    def residents(self) -> list[Resident]:
-        return [r for session in self.sessions.values() for r in session.residents.values()]
+    def model_homes(self) -> list[ModelHome]:
+        return [r for session in self.sessions.values() for r in session.model_homes.values()]
 
     def settle(self, *, saves: bool = True) -> None:
         """Wait for everything in flight; raises a failure that was not read, of a save too."""
@@ -381,7 +389,7 @@ class Launch:
             return
         for saved in self.saves:
             saved.join()
-        with ONE_AT_A_TIME:
+        with CALL_LOCK:
             try:
                 self._end_residents(bring_home)
                 if bring_home and self.cluster.failure is None:
@@ -392,14 +400,14 @@ class Launch:
 
     def _end_residents(self, bring_home: bool) -> None:
         failed: list[Exception] = []
-        for resident in self.residents:
+        for model_home in self.model_homes:
             try:
-                resident.end(bring_home)
+                model_home.end(bring_home)
             except (DaftError, PlanningError) as error:  # of this model
                 failed.append(error)
             except BaseException:  # a second signal: the rest is lost
                 self.cluster.interrupted()
-                for left in self.residents:
+                for left in self.model_homes:
                     if not left.lost:
                         left.end(bring_home)
                 raise
@@ -407,8 +415,8 @@ class Launch:
             raise error
 
     def _tell_of_unsaved(self) -> None:
-        own = (resident for resident in self.residents if resident.model.source is None)
-        count = sum(1 for resident in own if resident.on_meta and resident.unsaved)
+        own = (model_home for model_home in self.model_homes if model_home.model.source is None)
+        count = sum(1 for model_home in own if model_home.on_meta and model_home.unsaved)
         if count:
             warnings.warn(
                 f"the launch ended with changed state of {count} model(s) on the meta device that "
@@ -430,15 +438,15 @@ def homes_in(
 
 def _source(model: ParallelModule, label: str, spec: TensorSpec) -> TensorSource:
     """The source of a parameter or buffer for the ranks; checked as soon as its value is here."""
-    own, name = model.seen.tensors[label].detach(), model.seen.name(label)
+    tensor, name = model.seen.tensors[label].detach(), model.seen.name(label)
     source = model.initial.source(label)
     if source is not None:
         return source
-    if not own.is_meta:
-        _check_as_planned(name, own, spec)
+    if not tensor.is_meta:
+        _check_as_planned(name, tensor, spec)
 
     def whole() -> torch.Tensor:
-        value = model.initial.value(label, own)
+        value = model.initial.value(label, tensor)
         _check_as_planned(name, value, spec)
         return value
 
@@ -462,22 +470,22 @@ _waiting: list[tuple[weakref.ref[MeshSession], Source | None]] = []
 """The launch that was made last, with its line, until it is started or closed."""
 
 
-def remember(made: MeshSession, source: Source | None, *, tried: bool = False) -> None:
+def remember(session: MeshSession, source: Source | None, *, tried: bool = False) -> None:
     """The launch waits to be started, again where that was ``tried``; an earlier one no longer
     does."""
-    _waiting[:] = [(weakref.ref(made, None if tried else _dropped), source)]
+    _waiting[:] = [(weakref.ref(session, None if tried else _dropped), source)]
 
 
-def forget(made: MeshSession) -> None:
+def forget(session: MeshSession) -> None:
     """It no longer waits to be started, if it did."""
-    _waiting[:] = [one for one in _waiting if one[0]() is not made]
+    _waiting[:] = [one for one in _waiting if one[0]() is not session]
 
 
-def _dropped(made: weakref.ref[MeshSession]) -> None:
+def _dropped(session: weakref.ref[MeshSession]) -> None:
     """Called when the launch is garbage. If it was never started, as after ``dt.launch(mesh)`` in a
     line of its own, a warning: no program will ever run there."""
     for waiting, source in list(_waiting):
-        if waiting is made and not sys.is_finalizing():
+        if waiting is session and not sys.is_finalizing():
             _waiting.clear()
             warnings.warn(
                 f"a launch was made and never started, and nothing refers to it any more: the "
@@ -492,8 +500,8 @@ def _dropped(made: weakref.ref[MeshSession]) -> None:
 def check_started() -> None:
     """PlanningError where the launch that was made last was never started. A launch without
     references does not count."""
-    for made, source in _waiting:
-        if made() is not None:
+    for session, source in _waiting:
+        if session() is not None:
             raise PlanningError(
                 f"a launch was made and never started, and this would run without it.\n"
                 f"{lines_text(launch=source, call=source_here())}"
@@ -514,7 +522,7 @@ when_forced.append(_lose)
 def session_for(mesh: Mesh) -> MeshSession:
     """The session of the running launch, or the implicit in-process one of the mesh. PlanningError
     where a launch waits to be started."""
-    with ONE_AT_A_TIME:
+    with CALL_LOCK:
         if launches:
             launch = launches[-1]
             if (session := launch.sessions.get(mesh)) is not None:
@@ -533,8 +541,8 @@ def session_for(mesh: Mesh) -> MeshSession:
 
 def session_at_hand(mesh: Mesh) -> MeshSession | None:
     """As `session_for`, or None where there is no session yet."""
-    found = launches[-1].sessions.get(mesh) if launches else None
-    return found or _implicit.get(mesh)
+    session = launches[-1].sessions.get(mesh) if launches else None
+    return session or _implicit.get(mesh)
 
 
 def launched() -> MeshSession | None:

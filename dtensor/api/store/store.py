@@ -39,17 +39,17 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from dtensor.api.model.initial import init_program
+from dtensor.api.model.initial_values import init_program
 from dtensor.api.values.on_disk import OnDisk
 from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, Program, Stored
-from dtensor.daft.cluster.part import Part
+from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.daft.run.worker import Counted
 from dtensor.frontend.initial.recipe import Recipe
 from dtensor.runtime.optimizer.shard_optimizer import absent, is_absent
 from dtensor.runtime.transfer.between_meshes import transfer_program, values_program
 from dtensor.sharding.ops.philox import Pieces
 from dtensor.sharding.redistribute.between_meshes import TransferPlan
-from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.redistribute.sync_plan import SyncPlan
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import assemble_at, lent_shard
@@ -173,7 +173,7 @@ class TensorStore:
     def put(self, owner: Owner[K], given: Mapping[K, tuple[Source, StoredTensor]]) -> None:
         """Put values into their homes, on ranks that lack them."""
         sent: list[tuple[Tensor | Callable[[], Tensor] | None, StoredTensor]] = []
-        made: dict[int, dict[str, tuple[Any, Pieces]]] = {}
+        by_rank_and_name: dict[int, dict[str, tuple[Any, Pieces]]] = {}
         names: dict[str, str] = {}
         put: dict[K, StoredTensor] = {}
         for key, (source, wanted) in given.items():
@@ -184,7 +184,7 @@ class TensorStore:
                 called = key if isinstance(key, str) else wanted.label
                 names[called] = wanted.label
                 for rank in missing.at:
-                    made.setdefault(rank, {})[called] = source, wanted.where(rank)
+                    by_rank_and_name.setdefault(rank, {})[called] = source, wanted.where(rank)
             else:
                 sent.append((source, missing))
             everyone = {**had, **wanted.numbers}
@@ -194,8 +194,8 @@ class TensorStore:
         session = self._session(put.values())
         with waits_may_act():  # a signal may act: values that are put and not noted are put anew
             self._put_each(session, _shards(sent))
-        if made:
-            self._make(session, made, names)
+        if by_rank_and_name:
+            self._make(session, by_rank_and_name, names)
         owner._stored.update(put)
         owner._absent.difference_update(put)
         owner._absent.update(key for key, (source, _) in given.items() if source is None)
@@ -217,11 +217,11 @@ class TensorStore:
     def _make(
         self,
         session: MeshRanks,
-        made: Mapping[int, Mapping[str, tuple[Any, Pieces]]],
+        by_rank_and_name: Mapping[int, Mapping[str, tuple[Any, Pieces]]],
         names: Mapping[str, str],
     ) -> None:
         """Ranks make their own shards, or read them, and keep them under these names."""
-        each = [made.get(rank, {}) for rank in range(session.mesh.size)]
+        each = [by_rank_and_name.get(rank, {}) for rank in range(session.mesh.size)]
         handle = session.cluster.load(init_program(each, session.cluster.device))
         try:
             session.run(handle, [{} for _ in each], names).get()
@@ -252,9 +252,9 @@ class TensorStore:
                 cluster.unload(handle)
         owner._stored.update(given)
 
-    def keep(self, owner: Owner[K], made: Mapping[K, StoredTensor]) -> None:
+    def keep(self, owner: Owner[K], stored: Mapping[K, StoredTensor]) -> None:
         """A submitted run makes these values, and keeps them."""
-        owner._stored.update(made)
+        owner._stored.update(stored)
 
     def written(self, owner: Owner[K], keys: Set[K]) -> None:
         """A step that makes these values, if they were absent, has ended without failure."""
@@ -271,18 +271,18 @@ class TensorStore:
         session.check()
         wanted = by_rank(values, session.mesh.size)
         try:
-            found = session.cluster.get(wanted).get()
+            fetched = session.cluster.get(wanted).get()
         except DaftError as error:
             raise session.told(error) from error.__cause__
-        tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, found, strict=True)]
+        tables = [dict(zip(*pair, strict=True)) for pair in zip(wanted, fetched, strict=True)]
         return {one.label: {rank: tables[rank][one.label] for rank in one.at} for one in values}
 
     def get(self, values: Mapping[K, StoredTensor]) -> Iterator[tuple[K, Tensor | None]]:
         """Each value whole, on the CPU, a bucket at a time; None where it is absent."""
         for bucket in buckets(values):
-            found = self.fetch([one.on(one.covering()) for one in bucket.values()])
+            shards = self.fetch([one.on(one.covering()) for one in bucket.values()])
             for key, one in bucket.items():
-                parts = found[one.label]
+                parts = shards[one.label]
                 none = one.spec.dtype != torch.bool and any(map(is_absent, parts.values()))
                 yield key, None if none else assemble_at(parts, one.spec)
 
@@ -368,8 +368,10 @@ class TensorStore:
         def program() -> Program:
             pairs = {name: (one.here, one.there) for name, one in plan.transfers.items()}
             names = {name: (self._inner(a), self._inner(b)) for name, (a, b) in pairs.items()}
-            made = values_program(plan, cluster.size, cluster.device, names, state=True, also=also)
-            return across(cluster, made)
+            values = values_program(
+                plan, cluster.size, cluster.device, names, state=True, also=also
+            )
+            return across(cluster, values)
 
         loaded = self._loaded(key, plan, cluster, program)
         try:
@@ -466,14 +468,14 @@ class TensorStore:
         if known is not None:
             del self._programs[key]
             known.cluster.unload(known.handle)
-        found = _LoadedMove(of, cluster, cluster.load(program()))
+        move = _LoadedMove(of, cluster, cluster.load(program()))
         if key is not None:
-            for old, own in [*self._programs.items()][: len(self._programs) - MOST_LOADED + 1]:
-                if own.last is None or own.last.done():
+            for old, loaded in [*self._programs.items()][: len(self._programs) - MOST_LOADED + 1]:
+                if loaded.last is None or loaded.last.done():
                     del self._programs[old]
-                    own.cluster.unload(own.handle)
-            self._programs[key] = found
-        return found
+                    loaded.cluster.unload(loaded.handle)
+            self._programs[key] = move
+        return move
 
 
 @dataclass(slots=True)
@@ -488,11 +490,11 @@ class _LoadedMove:
 
 def by_rank(values: Iterable[StoredTensor], size: int) -> list[list[str]]:
     """Their labels, by rank of the mesh."""
-    found: list[list[str]] = [[] for _ in range(size)]
+    labels: list[list[str]] = [[] for _ in range(size)]
     for one in values:
         for rank in one.at:
-            found[rank].append(one.label)
-    return found
+            labels[rank].append(one.label)
+    return labels
 
 
 def buckets(values: Mapping[K, StoredTensor]) -> Iterator[dict[K, StoredTensor]]:
@@ -518,7 +520,7 @@ def across(cluster: Cluster, program: Program) -> Program:
 def inner_name(session: MeshRanks, name: str) -> str:
     """The name in the tables of the launch's ranks of a name of the mesh."""
     cluster = session.cluster
-    return cluster.inner(name) if isinstance(cluster, Part) else name
+    return cluster.inner(name) if isinstance(cluster, SubCluster) else name
 
 
 def _shards(
@@ -530,13 +532,13 @@ def _shards(
         if not stored.at:
             continue
         mesh, spec = stored.spec.mesh, stored.spec
-        whole = source() if callable(source) else source
+        value = source() if callable(source) else source
         alike = set(spec.placements) <= {REPLICATE}
-        if whole is not None and alike:
-            whole = whole.detach().contiguous()
+        if value is not None and alike:
+            value = value.detach().contiguous()
         for rank in stored.at:
-            if whole is None:
+            if value is None:
                 yield rank, stored.label, nothing
             else:
-                shard = whole if alike else lent_shard(whole, spec, mesh.coordinates(rank))
+                shard = value if alike else lent_shard(value, spec, mesh.coordinates(rank))
                 yield rank, stored.label, shard

@@ -1,6 +1,6 @@
 """Lazy remote values: a tensor, or an optimizer's state, whose first read or write fetches them.
 
-    send_away(net.weight, holder, "weight")      # the same object; its memory is no longer read
+    evict(net.weight, holder, "weight")          # the same object; its memory is no longer read
     net.weight.shape                             # no fetch
     net.weight.sum()                             # holder.bring((net.weight,)), then torch's sum
     type(net.weight)                             # nn.Parameter again
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import ONE_AT_A_TIME
+from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.private_torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
@@ -48,7 +48,7 @@ from dtensor.private_torch import (
 )
 
 
-class Holder(Protocol):
+class ValueHolder(Protocol):
     """The object that holds values."""
 
     @property
@@ -67,12 +67,12 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Whereabouts:
-    holder: Holder
+    holder: ValueHolder
     label: str
     kind: type[Tensor]  # the class of the plain tensor
 
 
-class Away:
+class LazyTensor:
     """The first base of a tensor's class while its value is remote."""
 
     _whereabouts: _Whereabouts
@@ -97,9 +97,9 @@ class Away:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if func in _WRITES_ALL and isinstance(first, Away) and first._whereabouts.holder.gone:
+        if func in _WRITES_ALL and isinstance(first, LazyTensor) and first._whereabouts.holder.gone:
             return _write_all(func, first, args, kwargs)
-        if not at_hand((args, kwargs)):
+        if not fault_in((args, kwargs)):
             raise RuntimeError(
                 f"{func} reads a parameter whose value is on the ranks, where it cannot be fetched "
                 f"(for example under torch.compile).\n"
@@ -109,7 +109,7 @@ class Away:
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         """Torch does not call the hook for it; `parametrize.register_parametrization` calls it."""
-        at_hand((self, args, kwargs))
+        fault_in((self, args, kwargs))
         return Tensor.set_(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -122,49 +122,49 @@ class Away:
         return repr(_home(self))
 
 
-def send_away(tensor: Tensor, holder: Holder, label: str) -> None:
+def evict(tensor: Tensor, holder: ValueHolder, label: str) -> None:
     """Make the tensor lazy: ``holder`` has the value, under the name ``label``."""
-    kind = tensor._whereabouts.kind if isinstance(tensor, Away) else type(tensor)
-    if not isinstance(tensor, Away):
+    kind = tensor._whereabouts.kind if isinstance(tensor, LazyTensor) else type(tensor)
+    if not isinstance(tensor, LazyTensor):
         tensor.__class__ = _away_kind(kind)
     tensor._whereabouts = _Whereabouts(holder, label, kind)  # type: ignore[attr-defined]
 
 
-def bring_back(tensor: Tensor) -> None:
+def make_plain(tensor: Tensor) -> None:
     """Make the tensor plain again, with the present contents of its memory."""
-    assert isinstance(tensor, Away)
+    assert isinstance(tensor, LazyTensor)
     kind = tensor._whereabouts.kind
     del tensor._whereabouts
     tensor.__class__ = kind  # type: ignore[assignment]
 
 
-def holder_of(tensor: Tensor) -> Holder | None:
+def holder_of(tensor: Tensor) -> ValueHolder | None:
     """The holder of the value; None for a plain tensor."""
-    return tensor._whereabouts.holder if isinstance(tensor, Away) else None
+    return tensor._whereabouts.holder if isinstance(tensor, LazyTensor) else None
 
 
 def label_of(tensor: Tensor) -> str:
-    assert isinstance(tensor, Away)
+    assert isinstance(tensor, LazyTensor)
     return tensor._whereabouts.label
 
 
-def at_hand(values: Any) -> bool:
+def fault_in(values: Any) -> bool:
     """Fetch the lazy tensors in a pytree; returns whether there were any."""
-    found = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Away)]
-    with ONE_AT_A_TIME:
-        for holder, tensors in by_holder(found):
+    away = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, LazyTensor)]
+    with CALL_LOCK:
+        for holder, tensors in by_holder(away):
             holder.bring(tensors)
-    return bool(found)
+    return bool(away)
 
 
-def by_holder(tensors: Iterable[Any]) -> list[tuple[Holder, list[Tensor]]]:
+def by_holder(tensors: Iterable[Any]) -> list[tuple[ValueHolder, list[Tensor]]]:
     """The lazy tensors, each once, by their holders."""
-    found: dict[int, tuple[Holder, dict[int, Tensor]]] = {}
+    tensors_by_holder: dict[int, tuple[ValueHolder, dict[int, Tensor]]] = {}
     for tensor in tensors:
-        if isinstance(tensor, Away):
+        if isinstance(tensor, LazyTensor):
             holder = tensor._whereabouts.holder
-            found.setdefault(id(holder), (holder, {}))[1][id(tensor)] = tensor  # type: ignore[assignment]
-    return [(holder, list(own.values())) for holder, own in found.values()]
+            tensors_by_holder.setdefault(id(holder), (holder, {}))[1][id(tensor)] = tensor  # type: ignore[assignment]
+    return [(holder, list(held.values())) for holder, held in tensors_by_holder.values()]
 
 
 @contextmanager
@@ -190,11 +190,11 @@ def as_it_is() -> Any:
 @cache
 def _away_kind(kind: type[Tensor]) -> type[Any]:
     name = f"Away{kind.__name__}"
-    return types.new_class(name, (Away, kind), exec_body=lambda own: own.update(_kind=kind))
+    return types.new_class(name, (LazyTensor, kind), exec_body=lambda own: own.update(_kind=kind))
 
 
 def _home(tensor: Any) -> Any:
-    at_hand(tensor)
+    fault_in(tensor)
     return tensor
 
 
@@ -202,13 +202,13 @@ def _write_all(
     func: Callable[..., Any], tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Write all of the tensor without its lost values; it stays lazy if torch refuses."""
-    at_hand((args[1:], kwargs))
+    fault_in((args[1:], kwargs))
     where: _Whereabouts = tensor._whereabouts
-    bring_back(tensor)
+    make_plain(tensor)
     try:
         result = func(*args, **kwargs)
     except BaseException:
-        send_away(tensor, where.holder, where.label)
+        evict(tensor, where.holder, where.label)
         raise
     where.holder.give_up(tensor)
     return result
@@ -281,7 +281,7 @@ _WRITES_ALL = frozenset(
 Entries = dict[Tensor, dict[str, Any]]
 
 
-class AwayState(MutableMapping[Tensor, dict[str, Any]]):
+class LazyOptimizerState(MutableMapping[Tensor, dict[str, Any]]):
     """torch's ``optimizer.state``, parameter to its entries, while the ranks have it.
 
     ``stale``: the ranks have newer entries than ``entries``; ``on_disk``: or files have them, until
@@ -304,7 +304,7 @@ class AwayState(MutableMapping[Tensor, dict[str, Any]]):
         if self.gone:
             raise RuntimeError(self.gone)
         if self.stale:
-            with ONE_AT_A_TIME:
+            with CALL_LOCK:
                 self.entries = self.fetch()
                 self.stale, self.on_disk = False, None
         return self.entries

@@ -4,8 +4,8 @@
     weight.part((((0, 32),), ((0, 16),)))      # f32[32,16]: rows 0:32, no other byte is read
     weight.whole()                             # f32[64,16]
 
-Such stand for parameters on the meta device (`Initial.on_disk`), and for tensors of an optimizer's
-state (`AwayState.on_disk`); they pickle, so that ranks read their own shards.
+Such stand for parameters on the meta device (`InitialValues.on_disk`), and for tensors of an
+optimizer's state (`LazyOptimizerState.on_disk`); they pickle, so that ranks read their own shards.
 
 Not here: the files, and who checks them against a model (matching.py).
 """

@@ -115,12 +115,12 @@ _resumed: dict[str, deque[int]] = {}  # start values of counters that are made l
 def counts() -> dict[str, list[int]]:
     """By purpose, the counts of all existing counters, in the order in which they were made; then
     counts of a resumed run whose counters were not made again."""
-    found: dict[str, list[int]] = {}
+    saved_counts: dict[str, list[int]] = {}
     for purpose in sorted(_counters.keys() | _resumed.keys()):
         numbers = [counter.present() for counter in _living(purpose)]
         saved = _resumed.get(purpose, ())
-        found[purpose] = [*numbers, *list(saved)[: max(0, len(saved) - len(numbers))]]
-    return {purpose: numbers for purpose, numbers in found.items() if any(numbers)}
+        saved_counts[purpose] = [*numbers, *list(saved)[: max(0, len(saved) - len(numbers))]]
+    return {purpose: numbers for purpose, numbers in saved_counts.items() if any(numbers)}
 
 
 def restore_counts(seed: int, saved: Mapping[str, Sequence[int]]) -> None:

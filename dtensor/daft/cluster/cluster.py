@@ -49,20 +49,20 @@ from dtensor.daft.errors import (
 from dtensor.daft.ir.instructions import Commit
 from dtensor.daft.ir.program import Program
 from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, HostRun, Names, Worker
+from dtensor.daft.undo.failed_run import Fault, UndoneRun, first_fault
 from dtensor.daft.undo.rollback import UNNUMBERED, TableChange
-from dtensor.daft.undo.undone import Fault, Undone, first_fault
 from dtensor.daft.verification.pairing import Hosts, merge_sites
 from dtensor.daft.verification.verifier import Report, check_state, verify
 from dtensor.signals import Lock
 
 if TYPE_CHECKING:
-    from dtensor.daft.cluster.changes import Changes
-    from dtensor.daft.cluster.counting import Counting
-    from dtensor.daft.cluster.log import Recovered
+    from dtensor.daft.cluster.call_log import Recovered
+    from dtensor.daft.cluster.counted_runs import CountedRuns
+    from dtensor.daft.cluster.recovery_line import ChangeLog
     from dtensor.daft.status import Status
 
 Mode: TypeAlias = Literal["compiled", "interpreted", "timed"]
-"""timed: as compiled; each rank's outputs have those of `run/stamps.py` too."""
+"""timed: as compiled; each rank's outputs have those of `run/timestamps.py` too."""
 Backend: TypeAlias = Literal["inprocess", "ray"]
 Method: TypeAlias = Callable[..., Any]
 """Of `Worker`."""
@@ -270,12 +270,12 @@ def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]], size: i
     program = handle.program
     joined = [()] * (size - program.size)
     check_size(size, inputs, f"A run of {program.name!r}")
-    takes = [*(own.inputs for own in program.ranks), *joined]
-    for rank, (given, own) in enumerate(zip(inputs, takes, strict=True)):
-        if set(given) != set(own):
+    takes = [*(declared.inputs for declared in program.ranks), *joined]
+    for rank, (given, declared) in enumerate(zip(inputs, takes, strict=True)):
+        if set(given) != set(declared):
             raise ValueError(
                 f"Rank {rank} of program {program.name!r} takes the inputs "
-                f"{sorted(own)}, got {sorted(given)}."
+                f"{sorted(declared)}, got {sorted(given)}."
             )
 
 
@@ -322,19 +322,19 @@ class HostedCluster(Cluster):
         self._unneeded: dict[int, list[str]] = {}  # by rank, names that its host must drop
         # by their ids; an unloaded one stays while a future of one of its runs may need it
         self._known: WeakValueDictionary[int, Handle] = WeakValueDictionary()
-        self._counting: Counting | None = None  # None where one host takes part in all runs
+        self._counting: CountedRuns | None = None  # None where one host takes part in all runs
         self._lock = Lock()
-        self.changes: Changes | None = None
+        self.changes: ChangeLog | None = None
         self.number_changes(snapshot_every)
 
     def number_changes(self, every: int | None) -> None:
         """From the first on; once the hosts are known."""
         if every is not None:
-            from dtensor.daft.cluster.changes import Changes
+            from dtensor.daft.cluster.recovery_line import ChangeLog
 
             self.copies = 1 if self.immediate else 2  # of files, one is whole while one is written
 
-            self.changes = Changes(len(self.hosts), every, alone=self.immediate)
+            self.changes = ChangeLog(len(self.hosts), every, alone=self.immediate)
 
     # -- methods of a backend --------------------------------------------------------------------
     @abstractmethod
@@ -560,9 +560,9 @@ class HostedCluster(Cluster):
             self.calls += 1
             part = (handle.id, position)
             self.collect([self._call(host, run, True, Worker.step, part)])
-        made = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
-        self._awaits(places, made)
-        return _Called(self, made, dict, handle)
+        asked = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
+        self._awaits(places, asked)
+        return _Called(self, asked, dict, handle)
 
     def _changes_of(self, places: Places, run: Handle | None = None) -> Sequence[TableChange]:
         """The `TableChange` that each of these hosts records, where hosts keep snapshots: of a run,
@@ -596,18 +596,20 @@ class HostedCluster(Cluster):
             asked = self._submit(Worker.undone_since, places, parts)
             self._lock.release()
             try:
-                found = self.collect(asked)
+                undone_by_host = self.collect(asked)
             finally:
                 self._lock.acquire()
-            self._counting.settle(counted.key, before, {run for own in found for run in own})
+            self._counting.settle(
+                counted.key, before, {run for own in undone_by_host for run in own}
+            )
         return self._counting.told(counted)
 
     def _note(self, run: int, handle: Handle, counted: Counted | None) -> None:
         if counted is not None and counted.takes and len(self.hosts) > 1:
             if self._counting is None:
-                from dtensor.daft.cluster.counting import Counting
+                from dtensor.daft.cluster.counted_runs import CountedRuns
 
-                self._counting = Counting()
+                self._counting = CountedRuns()
             hosts = [host for host, _ in handle.places]
             self._counting.add(counted.key, run, hosts, told=handle.told)
 
@@ -625,33 +627,35 @@ class HostedCluster(Cluster):
             self._closed = True
             self._end()
 
-    def by_rank(self, found: Sequence[Mapping[int, Any]], nothing: Callable[[], Any]) -> list[Any]:
+    def by_rank(
+        self, results: Sequence[Mapping[int, Any]], nothing: Callable[[], Any]
+    ) -> list[Any]:
         """The hosts' results as one list by rank; `nothing()` for ranks that were not called."""
-        merged = {rank: given for part in found for rank, given in part.items()}
+        merged = {rank: given for part in results for rank, given in part.items()}
         return [merged[r] if r in merged else nothing() for r in range(self.size)]
 
     def check_undone(self) -> None:
         self._check()
-        found: dict[int, list[Undone]] = {}
+        undone_by_run: dict[int, list[UndoneRun]] = {}
         for undone in self._undone_at(self._everywhere()):
             if undone.run is not None:
-                found.setdefault(undone.run, []).append(undone)
-        for run in sorted(found.keys() - self._raised):
+                undone_by_run.setdefault(undone.run, []).append(undone)
+        for run in sorted(undone_by_run.keys() - self._raised):
             told = set(self._raised)
-            root = self.root(found[run])
+            root = self.root(undone_by_run[run])
             if root.failure.step not in told:
                 raise root
 
-    def _undone_at(self, places: Places) -> list[Undone]:
+    def _undone_at(self, places: Places) -> list[UndoneRun]:
         asked = self._submit(Worker.undone, places, [()] * len(places))
         return [undone for own in self.collect(asked) for undone in own]
 
-    def _undone_of(self, run: int) -> list[Undone]:
+    def _undone_of(self, run: int) -> list[UndoneRun]:
         """The records of an undone run, from its hosts."""
-        found = self._undone_at(self._places_of(run))
-        return [undone for undone in found if undone.run == run]
+        heard = self._undone_at(self._places_of(run))
+        return [undone for undone in heard if undone.run == run]
 
-    def root(self, undone: Sequence[Undone]) -> DaftError:
+    def root(self, undone: Sequence[UndoneRun]) -> DaftError:
         """The error because of which hosts have undone a run, or lack a value; it counts as raised.
 
         The failure of the earliest run comes first. Among several faults it is the first one in an
@@ -668,14 +672,14 @@ class HostedCluster(Cluster):
             heard = inherited[0].error.failure
             # it failed on a rank that holds no part of the value or of the value's inputs
             while root is None and heard.step is not None:
-                found = self._first(self._undone_of(heard.step))
-                if found is None:
+                first = self._first(self._undone_of(heard.step))
+                if first is None:
                     break
-                earlier = found.error.failure
+                earlier = first.error.failure
                 if earlier.rank is None and earlier.step is not None and earlier.step < heard.step:
                     heard = earlier
                 else:
-                    root = found
+                    root = first
         else:  # the hosts that were asked may know of the failure only from others
             root = self._first(undone)
             if root is None and run is not None:
@@ -686,7 +690,7 @@ class HostedCluster(Cluster):
             self._raised.add(error.failure.step)
         return error
 
-    def _first(self, undone: Sequence[Undone]) -> Fault | None:
+    def _first(self, undone: Sequence[UndoneRun]) -> Fault | None:
         programs = (self._known.get(u.program) for u in undone if u.program is not None)
         handle = next(programs, None)
         if handle is None:
@@ -703,11 +707,11 @@ class HostedCluster(Cluster):
 
     def _places(self, concerned: Sequence[bool]) -> Places:
         """The hosts of the ranks that are concerned."""
-        found = (
+        places = (
             (host, tuple(rank for rank in ranks if concerned[rank]))
             for host, ranks in enumerate(self.hosts)
         )
-        return tuple((host, ranks) for host, ranks in found if ranks)
+        return tuple((host, ranks) for host, ranks in places if ranks)
 
     def _submit_items(
         self, method: Method, items: Sequence[Any], concerned: Sequence[bool], *, read: bool = True
@@ -774,12 +778,12 @@ class _Called(Future):
         if self._finished is None:
             cluster = self._cluster
             try:
-                found = cluster.collect(self._asked, timeout)
-                undone = [each for each in found if isinstance(each, Undone)]
+                results = cluster.collect(self._asked, timeout)
+                undone = [each for each in results if isinstance(each, UndoneRun)]
                 if undone:
                     self._finished = Finished([], cluster.root(undone))
                 else:
-                    self._finished = Finished(cluster.by_rank(found, self._nothing))
+                    self._finished = Finished(cluster.by_rank(results, self._nothing))
             except (DaftError, LookupError) as error:
                 self._finished = Finished([], error)
             self._asked, self._handle = (), None
@@ -793,5 +797,5 @@ class _Called(Future):
             self.get()
             return
         for each in self._cluster.collect(self._asked):  # the results themselves are not read
-            if isinstance(each, Undone):
+            if isinstance(each, UndoneRun):
                 self.get()

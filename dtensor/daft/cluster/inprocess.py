@@ -23,11 +23,11 @@ from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, ho
 from dtensor.daft.errors import DaftError, ProgramError, as_sent
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.program import Program
-from dtensor.daft.raised import interrupts
+from dtensor.daft.remote_exceptions import interrupts
 from dtensor.daft.run.transport import TRANSPORTS, Meeting
 from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.daft.status import Status
-from dtensor.daft.undo.snapshots import Copies
+from dtensor.daft.undo.snapshots import MemorySnapshots
 from dtensor.daft.verification.pairing import Hosts
 
 Running: TypeAlias = tuple[int, int, int, float]
@@ -61,7 +61,7 @@ class InProcessCluster(HostedCluster):
         self._ranks_per_actor = ranks_per_actor
         self._diagnose = diagnose
         hosts_of(size, ranks_per_actor)  # checks them
-        copies = None if snapshot_every is None else Copies()
+        copies = None if snapshot_every is None else MemorySnapshots()
         connect = TRANSPORTS.get((device.type, "process"), TRANSPORTS["cpu", "process"])
         transport = connect(Meeting(ranks=everyone))
         self._worker = Worker(everyone, device, transport, lent=True, snapshots=copies)

@@ -10,7 +10,7 @@ sleeps in a call, or is idle. Where all members have reached a wait and the rank
 message is held back: its sender is named. The argument is the verifier's
 (`verification/pairing.py`): starts never block, and no loaded program has a cycle of waits.
 `waits_at` and `ends_of` are that graph; the failure detector uses them too
-(`ray/diagnosis/watch.py`).
+(`ray/diagnosis/failure_detector.py`).
 
 Invariants: pure. A rank that makes progress between the two samples is not blocked; a chain ends at
 it. `hangs` is set for a run that takes longer than `limit_s`, and for a rank that is stopped or
@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from dtensor.daft.diagnosis.lines import Lines, ListLine
-from dtensor.daft.diagnosis.seen import Progress, Seen, ThreadSeen, cpu_share
+from dtensor.daft.diagnosis.observation import Observation, Progress, ThreadSeen, cpu_share
+from dtensor.daft.diagnosis.program_lines import ListLine, ProgramLines
 from dtensor.daft.status import Doing, RankStatus, Status
 
 TIMES = 5.0
@@ -40,7 +40,7 @@ RUNS = 0.005  # the same, if it was ready to run in both samples: on a loaded ma
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
+class ObservedLaunch:
     """The constant facts of a launch. `hosts`: the ranks of each, `machines`: the machine of each,
     if there are several; `lines` of the loaded programs, by their numbers. `controller`: two
     samples of its thread. `patient`: runs may take any time, as methods of spawned actors may."""
@@ -49,7 +49,7 @@ class Launched:
     pid: int
     hosts: tuple[tuple[int, ...], ...]
     machines: tuple[str, ...] = ()
-    lines: Callable[[int], Lines | None]
+    lines: Callable[[int], ProgramLines | None]
     controller: tuple[ThreadSeen, ThreadSeen] | None = None
     patient: bool = False
 
@@ -95,24 +95,26 @@ def ends_of(
 ) -> dict[int, tuple[int, ...]]:
     """The hosts at which the waits of one end, each with a path there: hosts, from `start` to it.
     `down`: hosts that are stopped or lost."""
-    found: dict[int, tuple[int, ...]] = {}
+    ends: dict[int, tuple[int, ...]] = {}
     ways: list[tuple[int, ...]] = [(start,)]
     passed = {start}
     while ways:
         way = ways.pop(0)
-        own = waits.get(way[-1], FOR_NOBODY)
-        if own.held_back:
+        waits_of_host = waits.get(way[-1], FOR_NOBODY)
+        if waits_of_host.held_back:
             # a stopped host holds back a message that it has half sent
-            for sender in [h for h in own.blockers if h in down] or own.blockers:
-                found.setdefault(sender, (*way, sender))
-        elif own.blockers:
-            for blocker in own.blockers:
+            for sender in [
+                h for h in waits_of_host.blockers if h in down
+            ] or waits_of_host.blockers:
+                ends.setdefault(sender, (*way, sender))
+        elif waits_of_host.blockers:
+            for blocker in waits_of_host.blockers:
                 if blocker not in passed:
                     passed.add(blocker)
                     ways.append((*way, blocker))
         else:
-            found.setdefault(way[-1], way)
-    return found
+            ends.setdefault(way[-1], way)
+    return ends
 
 
 # -- results ---------------------------------------------------------------------------------
@@ -120,7 +122,7 @@ def ends_of(
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    seen: Seen
+    seen: Observation
     does: Doing
     cpu: float
     line: ListLine | None
@@ -151,7 +153,9 @@ class _Host:
         return self.does == "is elsewhere" or (unread and not self.down)
 
 
-def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) -> Status:
+def diagnose(
+    launch: ObservedLaunch, before: Sequence[Observation], after: Sequence[Observation]
+) -> Status:
     hosts = {b.host: _host(launch, b, a, after) for b, a in zip(before, after, strict=True)}
     roots = {h: _roots(h, hosts) for h, host in hosts.items() if _concerned(host)}
     root = _root(launch, hosts, roots)
@@ -167,8 +171,8 @@ def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) ->
         hangs |= controller == "is stopped"
     ranks = [
         _status(launch, hosts[h], rank, rank_of)
-        for h, own in enumerate(launch.hosts)
-        for rank in own
+        for h, ranks_of_host in enumerate(launch.hosts)
+        for rank in ranks_of_host
     ]
     ranks.sort(key=lambda each: each.rank)
     reason = _reason(launch, hosts, root, rank_of, link, sorted(waiting), controller)
@@ -189,7 +193,9 @@ def diagnose(launch: Launched, before: Sequence[Seen], after: Sequence[Seen]) ->
 # ------------------------------------------------------------------------------
 
 
-def _host(launch: Launched, before: Seen, after: Seen, all_seen: Sequence[Seen]) -> _Host:
+def _host(
+    launch: ObservedLaunch, before: Observation, after: Observation, all_seen: Sequence[Observation]
+) -> _Host:
     now, share = after.progress, cpu_share(before, after)
     ready = before.thread.state == after.thread.state == "R"
     busy = share >= COMPUTES or (ready and share >= RUNS)
@@ -236,7 +242,7 @@ def _roots(start: int, hosts: Mapping[int, _Host]) -> dict[int, tuple[int, ...]]
 
 
 def _root(
-    launch: Launched,
+    launch: ObservedLaunch,
     hosts: Mapping[int, _Host],
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
 ) -> int | None:
@@ -267,7 +273,7 @@ def _path(
 
 
 def _hangs(
-    launch: Launched,
+    launch: ObservedLaunch,
     root: int,
     hosts: Mapping[int, _Host],
     roots: Mapping[int, Mapping[int, tuple[int, ...]]],
@@ -290,12 +296,14 @@ def _hangs(
 # -- in words --------------------------------------------------------------------------------------
 
 
-def _rank(launch: Launched, host: _Host) -> int:
+def _rank(launch: ObservedLaunch, host: _Host) -> int:
     """The rank of the host that runs now."""
     return launch.hosts[host.seen.host][0] if host.line is None else host.line.rank
 
 
-def _status(launch: Launched, host: _Host, rank: int, rank_of: Mapping[int, int]) -> RankStatus:
+def _status(
+    launch: ObservedLaunch, host: _Host, rank: int, rank_of: Mapping[int, int]
+) -> RankStatus:
     now, line = host.progress, host.line
     lines = launch.lines(now.program) if now.program >= 0 else None
     known_as = lines.known_as[rank] if lines is not None and rank < len(lines.known_as) else ""
@@ -370,7 +378,7 @@ def _controller(seen: tuple[ThreadSeen, ThreadSeen] | None) -> str:
 
 
 def _reason(
-    launch: Launched,
+    launch: ObservedLaunch,
     hosts: Mapping[int, _Host],
     root: int | None,
     rank_of: Mapping[int, int],

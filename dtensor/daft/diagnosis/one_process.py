@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 
 from dtensor.daft.cluster.cluster import Handle
 from dtensor.daft.cluster.inprocess import Running
-from dtensor.daft.diagnosis.diagnosis import Launched, diagnose
-from dtensor.daft.diagnosis.lines import Lines
-from dtensor.daft.diagnosis.seen import Progress, look
+from dtensor.daft.diagnosis.diagnosis import ObservedLaunch, diagnose
+from dtensor.daft.diagnosis.observation import Progress, look
+from dtensor.daft.diagnosis.program_lines import ProgramLines
 from dtensor.daft.status import Status
 
 
@@ -41,13 +41,13 @@ def status_here(
         took = time.monotonic() - began
         return Progress(position, program, run, 0.0, pid, thread, running_s=took)
 
-    def lines(program: int) -> Lines | None:
-        found = programs.get(program)
-        return None if found is None else Lines.of(found.program, found.report.lists)
+    def lines(program: int) -> ProgramLines | None:
+        handle = programs.get(program)
+        return None if handle is None else ProgramLines.of(handle.program, handle.report.lists)
 
     before = look(0, progress())
     time.sleep(seconds)
-    launched = Launched(
+    launched = ObservedLaunch(
         title=f"Launch of process {pid}: {size} ranks, all in this process",
         pid=pid,
         hosts=(tuple(range(size)),),

@@ -85,8 +85,8 @@ class HostProgram:
     @staticmethod
     def whole(program: Program, sites: Sequence[tuple[int, int]]) -> HostProgram:
         """Of the host that has all ranks."""
-        (own,) = host_programs(program, [range(program.size)], [sites])
-        return own
+        (program_of_host,) = host_programs(program, [range(program.size)], [sites])
+        return program_of_host
 
     def __repr__(self) -> str:
         return f"<program {self.name} on ranks {sorted(self.ranks)} of {self.size:,}>"
@@ -124,10 +124,10 @@ def _has(program: Program, kind: type | UnionType) -> bool:
     return any(isinstance(i, kind) for own in program.ranks for i in own.instructions)
 
 
-def _leaves(own: RankProgram) -> bool:
+def _leaves(rank_program: RankProgram) -> bool:
     """Whether a run of the list may leave what cannot be taken back, without a commit point."""
-    kept = own.lasting.difference(own.replayable)
-    for i in own.instructions:
+    kept = rank_program.lasting.difference(rank_program.replayable)
+    for i in rank_program.instructions:
         if not kept.isdisjoint((*i.writes, *i.outputs)):
             return True
         if isinstance(i, Send) and i.buffer.variable:  # nothing stands for what is in it

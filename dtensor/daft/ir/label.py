@@ -58,10 +58,10 @@ class Label(NamedTuple):
     @staticmethod
     def parse(text: str) -> Label:
         """The label that prints so; of a text that is none, one whose action is all of it."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
+        match = _TEXT.fullmatch(text)
+        if match is None:
             return Label(text)
-        action, microbatch, stage, word, done = found.groups()
+        action, microbatch, stage, word, done = match.groups()
         label = Label(word) if action is None else Label(action, int(microbatch), int(stage))
         moved = _MOVED.fullmatch(done or "")
         return label.doing(*moved.groups()) if moved else label.doing(done or "")

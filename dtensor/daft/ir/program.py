@@ -44,7 +44,7 @@ from typing import Any, TypeAlias, cast
 from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import Instruction
 from dtensor.daft.ir.text import columns, format_instruction
-from dtensor.daft.raised import traceback_of
+from dtensor.daft.remote_exceptions import traceback_of
 from dtensor.private_torch import OpOverload, OpOverloadPacket, op_packet
 
 Built: TypeAlias = Callable[..., tuple[object, ...]]
@@ -113,8 +113,11 @@ class Program:
         """The ranks that take part: they have an instruction, an input, an output or state."""
         return tuple(
             rank
-            for rank, own in enumerate(self.ranks)
-            if own.instructions or own.inputs or own.outputs or own.state
+            for rank, rank_program in enumerate(self.ranks)
+            if rank_program.instructions
+            or rank_program.inputs
+            or rank_program.outputs
+            or rank_program.state
         )
 
     def __repr__(self) -> str:
@@ -207,12 +210,12 @@ class Function:
 
     def user_line(self, error: BaseException) -> str | None:
         """The user's line under which `error` was raised; None if the table has none."""
-        found: str | None = None
+        line: str | None = None
         for frame in traceback.extract_tb(traceback_of(error)):
             number = frame.lineno
             if frame.filename == self.filename and number and number <= len(self.lines):
-                found = self.lines[number - 1]
-        return found
+                line = self.lines[number - 1]
+        return line
 
 
 def _function(name: str, source: str, bindings: Any, lines: Any) -> Function:

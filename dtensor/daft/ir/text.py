@@ -227,45 +227,45 @@ class _Parser:
         return channel
 
     def _buffers(self) -> tuple[Buffer, ...]:
-        found: list[Buffer] = []
+        buffers: list[Buffer] = []
         while "[" in self._peek() and not self._peek().startswith('"'):
             dtype, _, sizes = self._next().rstrip("]").partition("[")
             if dtype not in DTYPES:
                 raise ValueError(f"There is no dtype {dtype!r}, in {self.line!r}.")
             if sizes == "*":
-                found.append(Buffer((), DTYPES[dtype], variable=True))
+                buffers.append(Buffer((), DTYPES[dtype], variable=True))
             else:
-                found.append(Buffer(tuple(int(s) for s in sizes.split(",") if s), DTYPES[dtype]))
+                buffers.append(Buffer(tuple(int(s) for s in sizes.split(",") if s), DTYPES[dtype]))
             if self._peek() == ",":
                 self._next()
-        return tuple(found)
+        return tuple(buffers)
 
     def _parenthesised(self) -> tuple[str, ...]:
         self._expect("(")
-        found = self._list()
+        words = self._list()
         self._expect(")")
-        return found
+        return words
 
     def _list(self) -> tuple[str, ...]:
-        found: list[str] = []
+        words: list[str] = []
         while self._peek() not in ("", ")", "=", "#", "@"):
-            found.append(self._word())
+            words.append(self._word())
             if self._peek() != ",":
                 break
             self._next()
-        return tuple(found)
+        return tuple(words)
 
     def _tail(self) -> _Tail:
-        found = _Tail(label=None, source=None)
+        tail = _Tail(label=None, source=None)
         if self._peek() == "#":
             self._next()
-            found["label"] = Label.parse(self._word())
+            tail["label"] = Label.parse(self._word())
         if self._peek() == "@":
             self._next()
-            found["source"] = self._word()
+            tail["source"] = self._word()
         if self._peek():
             raise ValueError(f"Nothing may follow, but {self._peek()!r} does: {self.line!r}.")
-        return found
+        return tail
 
     def _peek(self) -> str:
         return self.tokens[self.at] if self.at < len(self.tokens) else ""
@@ -282,5 +282,5 @@ class _Parser:
         return str(json.loads(token)) if token.startswith('"') else token
 
     def _expect(self, token: str) -> None:
-        if (found := self._next()) != token:
-            raise ValueError(f"Expected {token!r}, found {found!r}: {self.line!r}.")
+        if (word := self._next()) != token:
+            raise ValueError(f"Expected {token!r}, found {word!r}: {self.line!r}.")

@@ -9,8 +9,9 @@ collectives are plain device operations. Fewer GPUs than hosts are a `ValueError
 Invariants: Ray places hosts and notices their death. Calls go over connections of our own
 (`run_channel.py`), all of them, so that they keep their order. The controller may run ahead, calls
 queue up at the hosts in order; only results are waited for. The first failure, whoever notices it,
-is diagnosed once (`watch.py`), kills all hosts, and is raised by everything after. A run has failed
-if for `deadline_s` no host moves that has to do something yet before it can end; others may.
+is diagnosed once (`failure_detector.py`), kills all hosts, and is raised by everything after. A run
+has failed if for `deadline_s` no host moves that has to do something yet before it can end; others
+may.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from dtensor.daft.cluster.call_log import CallLog, Recovered, SentCall
 from dtensor.daft.cluster.cluster import (
     Handle,
     HostedCluster,
@@ -31,7 +33,6 @@ from dtensor.daft.cluster.cluster import (
     Places,
     hosts_of,
 )
-from dtensor.daft.cluster.log import Log, Recovered, SentCall
 from dtensor.daft.diagnosis.diagnosis import Waits, ranks_text, waits_at
 from dtensor.daft.errors import (
     ActorLost,
@@ -43,19 +44,19 @@ from dtensor.daft.errors import (
 )
 from dtensor.daft.ir.instructions import Call
 from dtensor.daft.ir.program import Program
+from dtensor.daft.ray.bootstrap.actor_placement import MachineCapacity, place
 from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
 from dtensor.daft.ray.bootstrap.machines import START_S, ranks_per_gpu
-from dtensor.daft.ray.bootstrap.placing import Room, place
 from dtensor.daft.ray.bootstrap.progress import Progress
 from dtensor.daft.ray.bootstrap.starting_line import said_while_it_starts
-from dtensor.daft.ray.channel.messages import ASKED, TOLD, HostFailed, Payload
-from dtensor.daft.ray.channel.processes import END_S, Home, HostProcess
-from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch
+from dtensor.daft.ray.channel.messages import ONE_WAY, REQUEST, HostFailed, Payload
+from dtensor.daft.ray.channel.processes import END_S, HostProcess, LaunchProcesses
+from dtensor.daft.ray.diagnosis.failure_detector import AwaitedCall, FailureDetector
 from dtensor.daft.ray.ranks.ranks import Plain, Ranks
 from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
-from dtensor.daft.ray.recovery.membership import Crew, HostCall
+from dtensor.daft.ray.recovery.membership import HostCall, Membership
 from dtensor.daft.ray.recovery.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
-from dtensor.daft.ray.transports.joining import check_groups, check_routes, lost_key
+from dtensor.daft.ray.transports.connect import check_groups, check_routes, lost_key
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status import Status
@@ -89,19 +90,19 @@ class RayCluster(HostedCluster):
                 f"which GPU an actor gets."
             )
         self.loaded: LoadedOnHosts = LoadedOnHosts(device, keeps=snapshot_every is not None)
-        self.log: Log = Log(self._came_back, lambda call: answered(call, self.channel))
+        self.log: CallLog = CallLog(self._came_back, lambda call: answered(call, self.channel))
         self._flags_of = -1, b""  # the last run that was asked for
         self._recovery: Recovery | None = None
         self._epoch = 0  # how often hosts met, without a recovery
         self._spans = False  # several machines
-        self._starting: list[Asked] = []  # calls that end when the hosts have met
-        self._home = Home(address, deadline_s, warm=warm, beside=device.type == "cpu")
+        self._starting: list[AwaitedCall] = []  # calls that end when the hosts have met
+        self._home = LaunchProcesses(address, deadline_s, warm=warm, beside=device.type == "cpu")
         try:
             if device.type == "cuda":
                 self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
                 self.number_changes(snapshot_every)
             self.channel = self._home.connect()
-            self.watch: HostWatch = HostWatch(
+            self.watch: FailureDetector = FailureDetector(
                 self,
                 self._home,
                 self.channel,
@@ -113,7 +114,7 @@ class RayCluster(HostedCluster):
             options = {"num_gpus": 1} if device.type == "cuda" else {}
             machines = self._machines_of(together)
             self._spans = bool(machines)
-            self.crew: Crew = Crew(
+            self.membership: Membership = Membership(
                 self._home,
                 self.channel,
                 self.hosts,
@@ -125,9 +126,9 @@ class RayCluster(HostedCluster):
                 controllers=self._home.own_machine if machines else "",
             )
             self.channel.rank_of = self._rank_of
-            if self.crew.several:
+            if self.membership.several:
                 self.copies *= 2  # another machine's hosts keep as much here
-            join = self.crew.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
+            join = self.membership.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
             self._starting = [self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))]
             self._max_restarts = max_restarts
             if self._home.local is None:
@@ -157,7 +158,7 @@ class RayCluster(HostedCluster):
     @property
     def _num_ready(self) -> int:
         """How many ranks' processes have started."""
-        places = zip(self.crew.all, self.crew.hosts)
+        places = zip(self.membership.all, self.membership.hosts)
         return sum(len(ranks) for process, ranks in places if process.counter.pid)
 
     def _machines_of(self, together: Sequence[Sequence[int]]) -> list[str]:
@@ -166,24 +167,24 @@ class RayCluster(HostedCluster):
         machines = self._home.machines("GPU" if gpus else "CPU")
         if not machines:
             return []
-        rooms = [Room(str(machine), machine.room) for machine in machines]
+        rooms = [MachineCapacity(str(machine), machine.room) for machine in machines]
         kind = "GPU" if gpus else "CPU"
-        found = place(self.hosts, together, rooms, kind=kind, fewest=gpus)
-        return [machines[each].node for each in found]
+        assigned = place(self.hosts, together, rooms, kind=kind, fewest=gpus)
+        return [machines[each].node for each in assigned]
 
     def _rank_of(self, process: int) -> int | None:
-        place = self.crew.place(process)
-        return None if place is None else self.crew.hosts[place][0]
+        place = self.membership.place(process)
+        return None if place is None else self.membership.hosts[place][0]
 
     @property
     def machines(self) -> dict[str, tuple[int, ...]]:
         if not self._spans:
             return {}
-        found: dict[str, tuple[int, ...]] = {}
-        for process, ranks in zip(self.crew.all, self.crew.hosts, strict=True):
+        ranks_by_machine: dict[str, tuple[int, ...]] = {}
+        for process, ranks in zip(self.membership.all, self.membership.hosts, strict=True):
             where = self._home.named(process.machine)
-            found[where] = (*found.get(where, ()), *ranks)
-        return found
+            ranks_by_machine[where] = (*ranks_by_machine.get(where, ()), *ranks)
+        return ranks_by_machine
 
     def _grow(self, size: int) -> Hosts:
         """The new processes start; then all leave, and meet again with them."""
@@ -197,27 +198,27 @@ class RayCluster(HostedCluster):
         firsts = range(self.size, size, each)
         new = tuple(tuple(range(first, min(first + each, size))) for first in firsts)
         old = len(self.hosts)
-        processes = self.crew.add(new)
+        processes = self.membership.add(new)
         try:
             self._await(old, processes)
         except BaseException:
-            self.crew.dismiss(len(new))
+            self.membership.drop_last(len(new))
             raise
         for process in processes:
             process.counts = True
-        self.hosts = self.crew.hosts
+        self.hosts = self.membership.hosts
         if self._recovery is not None and self.changes is not None:
-            self.changes.grow(len(self.crew.hosts))
+            self.changes.grow(len(self.membership.hosts))
             self._or_fail(self._recovery.meet)
-            return self.crew.hosts
+            return self.membership.hosts
         self._joined([self.ask(host, Ranks.leave) for host in range(old)])
         self._epoch += 1
         prefix, tags = f"ranks {self._epoch}", self.loaded.tags
-        join = self.crew.meeting(prefix, tags, self.watch.patience_s)
-        hosts = enumerate(self.crew.hosts)
+        join = self.membership.meeting(prefix, tags, self.watch.patience_s)
+        hosts = enumerate(self.membership.hosts)
         self._joined([self.ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in hosts])
         self.loaded.start_over()
-        return self.crew.hosts
+        return self.membership.hosts
 
     def _await(self, first: int, processes: Sequence[HostProcess]) -> None:
         """Until these hosts answer; `ActorLost` if one does not, which is no failure of the
@@ -235,28 +236,35 @@ class RayCluster(HostedCluster):
             process.answered = True
             process.watch()
 
-    def _joined(self, asked: Sequence[Asked]) -> None:
+    def _joined(self, asked: Sequence[AwaitedCall]) -> None:
         if asked:
             self._wait_long(asked)
 
-    def _wait_long(self, asked: Sequence[Asked]) -> list[Any]:
+    def _wait_long(self, asked: Sequence[AwaitedCall]) -> list[Any]:
         return self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
 
     # -- how a call reaches a host --------------------------------------------------------------
-    def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Asked:
-        kind = ASKED if read else TOLD
+    def _call(
+        self, host: int, run: int | None, read: bool, method: Method, part: Part
+    ) -> AwaitedCall:
+        kind = REQUEST if read else ONE_WAY
         plain: Plain = {}
         if method is Worker.begin:
-            self.crew.tell(self.crew.host(host), Ranks.obey, marshal.dumps(kernel_flags(), 2))
+            self.membership.tell(
+                self.membership.host(host), Ranks.obey, marshal.dumps(kernel_flags(), 2)
+            )
         if run is None:
             functions, given = (Ranks.ask, method), part
             if method in (Ranks.unload, Ranks.provide):
                 functions = (method,)
         elif method is Worker.run:
-            own: HostRun = part[0]
-            inputs, plain = self.loaded.plain.split(own.program, own.inputs)
-            plain |= self.loaded.plain.flags(host, own.program, self._flags(run))
-            functions, given = (Ranks.run_program,), (own._replace(inputs=inputs).plain(), plain)
+            run_of_host: HostRun = part[0]
+            inputs, plain = self.loaded.plain.split(run_of_host.program, run_of_host.inputs)
+            plain |= self.loaded.plain.flags(host, run_of_host.program, self._flags(run))
+            functions, given = (
+                (Ranks.run_program,),
+                (run_of_host._replace(inputs=inputs).plain(), plain),
+            )
         else:
             program = part[0].program if method is Worker.begin else part[0]
             functions, given = (Ranks.run, method), (run, program, *part)
@@ -286,10 +294,10 @@ class RayCluster(HostedCluster):
             self._flags_of = run, marshal.dumps(kernel_flags(), 2)
         return self._flags_of[1]
 
-    def _send(self, host: int, call: HostCall) -> Asked:
-        return Asked(self.crew.host(host), self.crew.send(host, call), self.runs)
+    def _send(self, host: int, call: HostCall) -> AwaitedCall:
+        return AwaitedCall(self.membership.host(host), self.membership.send(host, call), self.runs)
 
-    def _own(self, asked: Sequence[Asked]) -> None:
+    def _own(self, asked: Sequence[AwaitedCall]) -> None:
         self.channel.own()
         if self._recovery is not None:
             self._recovery.own([each.call for each in asked])
@@ -297,16 +305,16 @@ class RayCluster(HostedCluster):
     def _count(self, ranks: Sequence[int]) -> int:
         return 1
 
-    def ask(self, host: int, method: Method, *given: object) -> Asked:
-        process = self.crew.host(host)
-        reply = self.channel.send(process.index, ASKED, (method,), given)
-        return Asked(process, reply, self.runs)
+    def ask(self, host: int, method: Method, *given: object) -> AwaitedCall:
+        process = self.membership.host(host)
+        reply = self.channel.send(process.index, REQUEST, (method,), given)
+        return AwaitedCall(process, reply, self.runs)
 
-    def collect(self, asked: Sequence[Asked], timeout: float | None = None) -> list[Any]:
+    def collect(self, asked: Sequence[AwaitedCall], timeout: float | None = None) -> list[Any]:
         if self._closed:
             raise ClusterClosed("This cluster was closed before the result was there.")
         try:
-            found = self._wait_for(asked, timeout, None)
+            results = self._wait_for(asked, timeout, None)
         except (DaftError, LookupError) as error:
             self._raise_unread(asked, f"then failed: {error}")
             raise
@@ -314,9 +322,9 @@ class RayCluster(HostedCluster):
         for each in asked:
             if each.gone is not None:
                 raise each.gone
-        return found
+        return results
 
-    def _raise_unread(self, asked: Sequence[Asked], note: str = "") -> None:
+    def _raise_unread(self, asked: Sequence[AwaitedCall], note: str = "") -> None:
         """What these hosts were told may have failed, and a run that nobody reads have said so. Not
         what failed since another has ended: each call of theirs says that."""
         for each in asked:
@@ -327,7 +335,7 @@ class RayCluster(HostedCluster):
                 raise unread from unread.__cause__
 
     def _wait_for(
-        self, asked: Sequence[Asked], timeout: float | None, deadline_s: float | None
+        self, asked: Sequence[AwaitedCall], timeout: float | None, deadline_s: float | None
     ) -> list[Any]:
         end = None if timeout is None else time.monotonic() + timeout
         try:
@@ -335,7 +343,7 @@ class RayCluster(HostedCluster):
                 epoch = 0 if self._recovery is None else self._recovery.epoch
                 left = None if end is None else max(0.0, end - time.monotonic())
                 try:
-                    needed = self.crew.all
+                    needed = self.membership.all
                     return self.watch.get(asked, left, needed=needed, deadline_s=deadline_s)
                 except HostError:  # no run's, and nothing is lost
                     raise
@@ -350,14 +358,14 @@ class RayCluster(HostedCluster):
             if self.channel.interrupted and self.failure is None:
                 self.interrupted()
 
-    def _called(self, run: int | None, change: int | None, asked: Sequence[Asked]) -> None:
+    def _called(self, run: int | None, change: int | None, asked: Sequence[AwaitedCall]) -> None:
         recovers = self._recovery is not None
         for each in asked if recovers or run is not None else ():
-            host, call = self.crew.place(each.host.index), each.call
+            host, call = self.membership.place(each.host.index), each.call
             assert host is not None, "a call is one of a host's"
             sent = SentCall(host=host, change=change, run=run, number=each.ref.number)
             if recovers:
-                sent.asked = each if call.kind == ASKED else None
+                sent.asked = each if call.kind == REQUEST else None
                 sent.message, sent.nbytes = call, call.given.nbytes
             self.log.add(sent)
         if self._recovery is not None:
@@ -381,20 +389,20 @@ class RayCluster(HostedCluster):
             if self._recovery is None:
                 self._unload(handle)
             else:  # as long as it may have to run again, hosts have it
-                self._recovery.when_sure(lambda: self._unload(handle))
+                self._recovery.when_stable(lambda: self._unload(handle))
 
     def _unload(self, handle: Handle) -> None:
         self.loaded.forget(handle.id)
         for host, _ in handle.places:
             self.calls += 1
-            self.crew.tell(self.crew.host(host), Ranks.unload, handle.id)
+            self.membership.tell(self.membership.host(host), Ranks.unload, handle.id)
         self._home.folder.forget_lines(handle.id)
 
     def status(self, seconds: float) -> Status:
         self._check()
         return LaunchSeen(self._home.folder.path).status(seconds)
 
-    def came(self, asked: Sequence[Asked]) -> bool:
+    def came(self, asked: Sequence[AwaitedCall]) -> bool:
         return self.watch.came(asked)
 
     @property
@@ -404,8 +412,16 @@ class RayCluster(HostedCluster):
     def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
         if self._recovery is not None and self._recovery.gone:
             lists = handle.program.ranks
-            given = [[v.name for v in own.values() if isinstance(v, Stored)] for own in inputs]
-            self._finds([[*own.state, *names] for own, names in zip(lists, given, strict=True)])
+            given = [
+                [v.name for v in inputs_of_rank.values() if isinstance(v, Stored)]
+                for inputs_of_rank in inputs
+            ]
+            self._finds(
+                [
+                    [*inputs_of_rank.state, *names]
+                    for inputs_of_rank, names in zip(lists, given, strict=True)
+                ]
+            )
 
     def _finds(self, names: Sequence[Sequence[str]]) -> None:
         if self._recovery is not None and self._recovery.gone:
@@ -414,45 +430,45 @@ class RayCluster(HostedCluster):
 
     def _makes(self, names: Sequence[Collection[str]]) -> None:
         if self._recovery is not None and self._recovery.gone:
-            for rank, own in enumerate(names):
-                for name in own:
+            for rank, names_of_rank in enumerate(names):
+                for name in names_of_rank:
                     self._recovery.gone.pop((rank, name), None)
 
     @property
     def recoveries(self) -> Sequence[Recovered]:
         return () if self._recovery is None else tuple(self._recovery.recovered)
 
-    def _ship(self, handle: Handle) -> Sequence[Asked]:
-        host_of = self.crew.host_of
+    def _ship(self, handle: Handle) -> Sequence[AwaitedCall]:
+        host_of = self.membership.host_of
         keys = check_routes(handle.program, host_of)
         if self.device.type == "cuda":
             check_groups({*self.loaded.tags, *keys}, host_of)
-        parts = self.loaded.add(handle, self.crew.hosts)
-        new, asked = self.loaded.number(keys), list[Asked]()
+        parts = self.loaded.add(handle, self.membership.hosts)
+        new, asked = self.loaded.number(keys), list[AwaitedCall]()
         for host, part in parts.items():
-            process = self.crew.host(host)
+            process = self.membership.host(host)
             # all members of a key take part in each program that uses it
             tags = {k: n for k, n in new.items() if host in {host_of[r] for r in k[0]}}
             if tags and self.device.type == "cuda":  # over NCCL the hosts connect here
                 asked.append(self.ask(host, Ranks.open, tags))
             elif tags:
-                self.crew.tell(process, Ranks.open, tags)
+                self.membership.tell(process, Ranks.open, tags)
             self.calls += 1
-            self.crew.tell(process, Ranks.load, handle.id, *part)
+            self.membership.tell(process, Ranks.load, handle.id, *part)
         loaded = self.loaded.programs[handle.id]
-        for spare in self.crew.spares if self._recovery is not None and loaded.needed else ():
-            self.crew.tell(spare, Ranks.provide, loaded.needed)
+        for spare in self.membership.spares if self._recovery is not None and loaded.needed else ():
+            self.membership.tell(spare, Ranks.provide, loaded.needed)
         self._home.folder.write_lines(handle.id, loaded.lines)
         return asked
 
-    def ended(self, asked: Asked) -> bool:
+    def ended(self, asked: AwaitedCall) -> bool:
         return asked.ref.message is not None and not asked.ref.failed
 
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         needed = self.loaded.need(program)
         if not needed.origins:
             for host in hosts if needed else ():  # nothing that could be lacking: no wait for it
-                self.crew.tell(self.crew.host(host), Ranks.provide, needed)
+                self.membership.tell(self.membership.host(host), Ranks.provide, needed)
             return
         with self._lock:
             asked = [self._call(host, None, True, Ranks.provide, (needed,)) for host in hosts]
@@ -478,25 +494,25 @@ class RayCluster(HostedCluster):
 
     def _end(self) -> None:
         if self._spans and self.changes is not None and self.failure is None:
-            first = {p.machine: p for p in (*self.crew.all, *self.crew.spares)}
+            first = {p.machine: p for p in (*self.membership.all, *self.membership.spares)}
             replies = [
-                self.channel.send(process.index, ASKED, (Ranks.remove_memory,), ())
+                self.channel.send(process.index, REQUEST, (Ranks.remove_memory,), ())
                 for process in first.values()
             ]
             self.channel.came(replies, END_S)
         self._home.close()
 
-    def _due(self, asked: Sequence[Asked]) -> dict[int, int]:
+    def _due(self, asked: Sequence[AwaitedCall]) -> dict[int, int]:
         """By process, the last run that it has to end before these calls can come back."""
         before = max((each.before for each in asked), default=0)
-        places = {self.crew.place(each.host.index) for each in asked}
+        places = {self.membership.place(each.host.index) for each in asked}
         due = self.log.due({place for place in places if place is not None}, before)
-        return {self.crew.host(host).index: run for host, run in due.items()}
+        return {self.membership.host(host).index: run for host, run in due.items()}
 
     def _came_back(self, call: SentCall) -> bool:
         if call.asked is not None:
             return call.asked.ref.came
-        return self.channel.came_back(self.crew.host(call.host).index, call.number)
+        return self.channel.came_back(self.membership.host(call.host).index, call.number)
 
     def _places_of(self, run: int) -> Places:
         hosts = self.log.hosts_of(run)
@@ -514,15 +530,15 @@ class RayCluster(HostedCluster):
 
     # -- what the watch asks --------------------------------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
-        place = self.crew.place(host)
+        place = self.membership.place(host)
         if self._spans:
             reason = f"{reason} {self._whereabouts(host)}"
         if place is None:
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
         host = place
         if (known := self._at(host, at)) is None:
-            rank = self.crew.hosts[host][0]
-            if not self.crew.host(host).elsewhere:  # of those its counter is not seen
+            rank = self.membership.hosts[host][0]
+            if not self.membership.host(host).elsewhere:  # of those its counter is not seen
                 reason += " It was between runs."
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
         handle, site = known
@@ -535,15 +551,20 @@ class RayCluster(HostedCluster):
         if process in broken and machine != self._home.own_machine:
             self.channel.listen(TOGETHER_S)  # a machine's connections break together
             broken = self.channel.broken()
-        there = [p for p in (*self.crew.all, *self.crew.spares) if p.machine == machine]
+        there = [p for p in (*self.membership.all, *self.membership.spares) if p.machine == machine]
         if any(p.index not in broken for p in there) or machine == self._home.own_machine:
             return f"It was on {name}."
-        ranks = [r for h, p in enumerate(self.crew.all) if p in there for r in self.crew.hosts[h]]
+        ranks = [
+            r
+            for h, p in enumerate(self.membership.all)
+            if p in there
+            for r in self.membership.hosts[h]
+        ]
         others = f", with {ranks_text(ranks)}" if len(ranks) > 1 else ""
         return f"Machine {name} has ended or cannot be reached{others}."
 
     def at_work(self, host: int, at: Progress) -> bool:
-        place = self.crew.place(host)
+        place = self.membership.place(host)
         # between runs it may unpack what it is given, or load it
         known = None if place is None else self._at(place, at)
         return known is None or isinstance(instruction_at(known[0].program, known[1]), Call)
@@ -553,18 +574,18 @@ class RayCluster(HostedCluster):
 
     def waits(self, there: Mapping[int, Progress]) -> dict[int, Waits]:
         """By processes, which hosts are; those that meet say themselves for whom they wait."""
-        by_host = {h: there[p.index] for h, p in enumerate(self.crew.all) if p.index in there}
-        found: dict[int, Waits] = {}
-        host_of = self.crew.host_of
+        by_host = {h: there[p.index] for h, p in enumerate(self.membership.all) if p.index in there}
+        waits_of: dict[int, Waits] = {}
+        host_of = self.membership.host_of
         for host, at in by_host.items():
             lines = self.loaded.lines(at.program)
             line = None if lines is None else lines.at(host, at.position)
             waits = waits_at(line, at, by_host)
             if at.position < 0 and at.peer is not None and at.peer >= 0:
                 waits = Waits((host_of[at.peer],))
-            to = tuple(self.crew.host(other).index for other in waits.blockers)
-            found[self.crew.host(host).index] = Waits(to, waits.held_back)
-        return found
+            to = tuple(self.membership.host(other).index for other in waits.blockers)
+            waits_of[self.membership.host(host).index] = Waits(to, waits.held_back)
+        return waits_of
 
     def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
         """The instruction that a host was last seen at; none between runs."""

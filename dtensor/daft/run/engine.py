@@ -6,10 +6,10 @@
 
 `begin`, `step` for each position, `finish` do the same, one instruction at a time.
 
-A `Call` that raises spoils its rank for the rest of the run, and does not end the run: the rank
+A `Call` that raises poisons its rank for the rest of the run, and does not end the run: the rank
 continues through its list, calls nothing, and sends zeros of the declared shapes where it has no
-value, so no rank waits for it. At the commit point all ranks learn of it and are spoiled too,
-before any has written state. `run` then returns `Undone`, and the next run finds all state
+value, so no rank waits for it. At the commit point all ranks learn of it and are poisoned too,
+before any has written state. `run` then returns `UndoneRun`, and the next run finds all state
 unchanged. That holds for programs with a commit point, and for those that write no state. In
 others, and after a rank has voted, half-written state is lost, and the error is raised; but if
 `undoes`, and all ranks of the program are here, all of them continue in the same way, and `late`
@@ -20,8 +20,8 @@ only its state: all other values of a run are its own (`values`), so that progra
 may use the same names. Functions are built once. Steps run under `no_grad` with one kernel thread.
 `Free`, `finish` and overwriting drop the reference and no other is kept. An exception of a `Call`
 becomes a `TaskError`, one of a transfer a `CommunicationError`, both with the user's line; so does
-a SystemExit, but no exception that is meant for the process (`raised.py`). Where all ranks of a
-program are here, they need no messages to agree: sums of votes alone are left out.
+a SystemExit, but no exception that is meant for the process (`remote_exceptions.py`). Where all
+ranks of a program are here, they need no messages to agree: sums of votes alone are left out.
 
 It does not copy inputs or outputs, and after an error the values stay as they are: the cluster that
 owns the table does both.
@@ -59,15 +59,15 @@ from dtensor.daft.ir.instructions import (
 )
 from dtensor.daft.ir.program import Built, Program
 from dtensor.daft.ir.text import excerpt
-from dtensor.daft.raised import Raised, interrupts, reason_of
-from dtensor.daft.run.stamps import Stamps
+from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
+from dtensor.daft.run.timestamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
-from dtensor.daft.undo.undone import (
+from dtensor.daft.undo.failed_run import (
     CutShort,
     Fault,
     OthersFailed,
-    Spoiled,
-    Undone,
+    Poisoned,
+    UndoneRun,
     shortened,
 )
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
@@ -135,7 +135,7 @@ class Engine:
         *,
         timed: bool = False,
         keeps: bool = False,
-    ) -> dict[int, dict[str, object]] | Undone:
+    ) -> dict[int, dict[str, object]] | UndoneRun:
         """Run all steps; `counter[0]` (if given) is always the position of the current one.
 
         ``timed``: the results have those of `Stamps` too. ``keeps``: some stay here for later runs.
@@ -146,7 +146,7 @@ class Engine:
             counter = memoryview(bytearray(8)).cast("q")
         self._go(self._order, counter)
         results = self.finish(ranks)
-        if timed and self._stamps is not None and not isinstance(results, Undone):
+        if timed and self._stamps is not None and not isinstance(results, UndoneRun):
             for rank in ranks:
                 results[rank] |= self._stamps.taken(rank)
         return results
@@ -171,11 +171,11 @@ class Engine:
         for rank, values in inputs.items():
             for name in tuple(values):
                 value = self.values[rank, name] = values.pop(name)
-                if isinstance(value, Spoiled):
+                if isinstance(value, Poisoned):
                     if keeps and self._leaks:
                         raise TaskError(value.failure)
                     self._faults.append(Fault(None, TaskError(value.failure)))
-                    self._spoil(rank)
+                    self._poison(rank)
 
     def step(self, position: int) -> None:
         self._go((position,), memoryview(bytearray(8)).cast("q"))
@@ -184,7 +184,7 @@ class Engine:
         at, end = 0, len(positions)
         with local_execution():
             while at < end:
-                running = self._running  # another list, once a rank is spoiled
+                running = self._running  # another list, once a rank is poisoned
                 try:
                     while at < end:
                         position = counter[0] = positions[at]
@@ -207,7 +207,7 @@ class Engine:
                 raise CutShort(reason_of(error)) from None
 
     def _failed(self, position: int, error: BaseException) -> None:
-        """Spoil the rank, and repeat its step here as that of a spoiled rank; or raise."""
+        """Poison the rank, and repeat its step here as that of a poisoned rank; or raise."""
         if interrupts(error):
             raise error
         rank, index = self.sites[position]
@@ -225,13 +225,13 @@ class Engine:
             if late:  # none of its results is needed
                 self.late = True
                 for other in {site[0] for site in self.sites} - self._spoiled - {rank}:
-                    self._spoil(other)
-        self._spoil(rank)
+                    self._poison(other)
+        self._poison(rank)
 
-    def _spoil(self, rank: int) -> None:
+    def _poison(self, rank: int) -> None:
         self._spoiled.add(rank)
         self._running = [
-            self._prepare_spoiled(site, step) if site[0] == rank else step
+            self._prepare_poisoned(site, step) if site[0] == rank else step
             for site, step in zip(self.sites, self._running, strict=True)
         ]
 
@@ -241,19 +241,19 @@ class Engine:
         self._pending.clear()
         self._running, self._spoiled, self._faults, self.late = self._steps, set(), [], False
 
-    def finish(self, ranks: Sequence[int]) -> dict[int, dict[str, object]] | Undone:
+    def finish(self, ranks: Sequence[int]) -> dict[int, dict[str, object]] | UndoneRun:
         """The outputs of these ranks; drops outputs and inputs, but no state."""
         if self._spoiled:
-            undone = Undone(tuple(self._faults))
+            undone = UndoneRun(tuple(self._faults))
             self.values.clear()
             self._running, self._faults = self._steps, []
             return undone
         results: dict[int, dict[str, object]] = {}
         for rank in ranks:
-            own = self.program.ranks[rank]
-            places = {name: self._place(rank, name) for name in own.outputs}
+            rank_program = self.program.ranks[rank]
+            places = {name: self._place(rank, name) for name in rank_program.outputs}
             results[rank] = {name: table[key] for name, (table, key) in places.items()}
-            for name in (*own.inputs, *own.outputs):
+            for name in (*rank_program.inputs, *rank_program.outputs):
                 self.values.pop((rank, name), None)
         return results
 
@@ -276,11 +276,11 @@ class Engine:
             case Wait():
                 return self._prepare_wait(site)
             case Free(values=values):
-                own, keys = self.values, [(rank, value) for value in values]
+                local_values, keys = self.values, [(rank, value) for value in values]
 
                 def free() -> None:
-                    for key in keys:  # a spoiled rank has not made all of them
-                        own.pop(key, None)
+                    for key in keys:  # a poisoned rank has not made all of them
+                        local_values.pop(key, None)
 
                 return free
             case Vote(value=value):
@@ -303,8 +303,8 @@ class Engine:
             case _:
                 assert_never(instruction)
 
-    def _prepare_spoiled(self, site: Site, step: Step) -> Step:
-        """The step of a spoiled rank: everything except calls and reads of votes."""
+    def _prepare_poisoned(self, site: Site, step: Step) -> Step:
+        """The step of a poisoned rank: everything except calls and reads of votes."""
         rank, _ = site
         instruction = instruction_at(self.program, site)
         match instruction:
@@ -319,7 +319,7 @@ class Engine:
 
                 return vote
             case Send() | Collective() if site not in self._idle:
-                return self._prepare_start(site, instruction, spoiled=True)
+                return self._prepare_start(site, instruction, poisoned=True)
             case Send() | Collective() | Recv() | Wait() | Free():
                 return step
             case _:
@@ -327,7 +327,7 @@ class Engine:
 
     def _sums_of_votes(self) -> frozenset[Site]:
         """Collectives of only votes, and the waits for only them."""
-        found: set[Site] = set()
+        sites: set[Site] = set()
         words: set[tuple[int, str]] = set()
         for site in self.sites:
             rank, index = site
@@ -336,15 +336,15 @@ class Engine:
                     words.add((rank, value))
                 case Collective(inputs=inputs, outputs=outputs):
                     if inputs and all((rank, name) in words for name in inputs):
-                        found.add(site)
+                        sites.add(site)
                         words.update((rank, name) for name in outputs)
                 case Wait():
                     starts = self._waits[rank][index]
-                    if starts and all((rank, start) in found for start in starts):
-                        found.add(site)
+                    if starts and all((rank, start) in sites for start in starts):
+                        sites.add(site)
                 case Call() | Send() | Recv() | Free() | Commit():
                     pass
-        return frozenset(found)
+        return frozenset(sites)
 
     def _prepare_call(self, rank: int, call: Call, fn: Built) -> Step:
         inputs = [self._place(rank, value) for value in call.inputs]
@@ -362,10 +362,10 @@ class Engine:
 
         return run
 
-    def _prepare_start(self, site: Site, start: Start, *, spoiled: bool = False) -> Step:
+    def _prepare_start(self, site: Site, start: Start, *, poisoned: bool = False) -> Step:
         rank, _ = site
         begin, pending = self._prepared.begins[site], self._pending
-        checked = self._or_zeros if spoiled else check_value
+        checked = self._or_zeros if poisoned else check_value
         match start:
             case Send(value=name, buffer=buffer):
                 read = [(name, buffer)]
@@ -415,7 +415,7 @@ class Engine:
         if isinstance(instruction, Call):
             kind, line = TaskError, self._functions[instruction.fn].user_line(error)
         failure = describe(self.program, site, reason_of(error), line=line)
-        return kind(replace(failure, raised=Raised(shortened(error))))
+        return kind(replace(failure, raised=RemoteException(shortened(error))))
 
 
 def _nothing() -> None:
@@ -426,10 +426,13 @@ def _undoable(program: HostProgram, ranks: Sequence[int]) -> dict[int, int]:
     """By rank, the index of the instruction from which on a failure cannot be undone."""
     lists = {rank: program.ranks[rank].instructions for rank in ranks}
     if not program.commits:
-        return {rank: len(own) if program.undoable else 0 for rank, own in lists.items()}
+        return {
+            rank: len(instructions) if program.undoable else 0
+            for rank, instructions in lists.items()
+        }
     return {
-        rank: next((i for i, x in enumerate(own) if isinstance(x, Vote)), 0)
-        for rank, own in lists.items()
+        rank: next((i for i, x in enumerate(instructions) if isinstance(x, Vote)), 0)
+        for rank, instructions in lists.items()
     }
 
 

@@ -153,7 +153,7 @@ class _Meeting:
         self.results: list[tuple[Tensor, ...]] = []
 
 
-class _Seat(Pending):
+class _MemberResults(Pending):
     """A member's results of a meeting. Not a dataclass, for speed: one is made for each start."""
 
     __slots__ = ("at", "meeting")
@@ -220,7 +220,7 @@ class LocalTransport(Transport):
             else:
                 meeting.results = [(), tuple(map(copied, meeting.parts[0]))]
             meeting.parts = []
-        return _Seat(meeting, at)
+        return _MemberResults(meeting, at)
 
 
 def connect_process(meeting: Meeting) -> Transport:
@@ -240,8 +240,10 @@ def exchange(collective: Collective, parts: Sequence[Sequence[Tensor]]) -> list[
     results: list[tuple[Tensor, ...]] = []
     for member in range(len(parts)):
         given = [contribution(collective, part, member) for part in parts]
-        made = combined(collective, given)
-        results.append(made if collective.op is not None else tuple(map(copied, made)))
+        combined_values = combined(collective, given)
+        results.append(
+            combined_values if collective.op is not None else tuple(map(copied, combined_values))
+        )
     return results
 
 

@@ -10,7 +10,7 @@ The in-process cluster has one that hosts all ranks; each Ray actor has one for 
 Outputs that a run keeps stay in the table; those that are also `returned` come back too, as
 separate copies. The message of a put or a run first drops values that are not needed any more.
 
-A run that failed, and was undone, leaves only `Spoiled` under the names of outputs that it should
+A run that failed, and was undone, leaves only `Poisoned` under the names of outputs that it should
 have kept, where there was no value before. Runs may be counted (`Counted`): an input is then the
 number of the run among those that were not undone, even if the controller, which may be two runs
 ahead, does not know of all undone runs yet. Numbers of runs come with them: a host need not have
@@ -41,9 +41,17 @@ from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Call
 from dtensor.daft.run.engine import Engine, Table
 from dtensor.daft.run.transport import Transport
-from dtensor.daft.undo.rollback import UNNUMBERED, Stored, TableChange, Undoing
-from dtensor.daft.undo.snapshots import Store
-from dtensor.daft.undo.undone import COUNTERS, Counters, Fault, Spoiled, Undone, detached, with_run
+from dtensor.daft.undo.failed_run import (
+    COUNTERS,
+    Fault,
+    Poisoned,
+    UndoneCounts,
+    UndoneRun,
+    detached,
+    with_run,
+)
+from dtensor.daft.undo.rollback import UNNUMBERED, Rollback, Stored, TableChange
+from dtensor.daft.undo.snapshots import SnapshotStore
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
@@ -58,7 +66,7 @@ class Counted:
     The controller numbers runs, leaving out those of `key` that it knows were undone, `known` of
     them; the ranks know all undone runs, and subtract the others. `takes`: this run consumes a
     number; if it is undone, the next run gets its number. `since`: the ranks count the undone runs
-    from that run on, and `known` excludes those before it (`cluster/counting.py`).
+    from that run on, and `known` excludes those before it (`cluster/counted_runs.py`).
     """
 
     key: str
@@ -72,7 +80,7 @@ class HostRun(NamedTuple):
     """A run as the message to one host: its `number`, the `program`, the `inputs` of its ranks.
 
     `keep`, `counted`, `returned` and `drop` are those of `Cluster.run`; `timed`: its outputs
-    include those of `run/stamps.py`; `change`: the change of the host's table.
+    include those of `run/timestamps.py`; `change`: the change of the host's table.
     """
 
     program: int
@@ -126,7 +134,7 @@ class Worker:
         counter: memoryview | None = None,
         *,
         lent: bool = False,
-        snapshots: Store | None = None,
+        snapshots: SnapshotStore | None = None,
     ) -> None:
         self.ranks: tuple[int, ...] = ranks
         self.device = device
@@ -136,7 +144,7 @@ class Worker:
         self._lent = lent
         self._written: dict[int, frozenset[str]] = {}  # by program: names that its calls write to
         self._table: Table = {}
-        self._undoing = None if snapshots is None else Undoing(self._table, snapshots)
+        self._undoing = None if snapshots is None else Rollback(self._table, snapshots)
         self._now = HostRun(-1, -1, {})  # the current run, or the last one
         self._has_failed = False  # so did the last run
 
@@ -152,15 +160,15 @@ class Worker:
         if self._undoing is not None:
             self._undoing.end()
 
-    def get(self, names: Names) -> dict[int, tuple[object, ...]] | Undone:
-        found = {rank: tuple(self._find(rank, n) for n in own) for rank, own in names.items()}
-        spoiled = [v for own in found.values() for v in own if isinstance(v, Spoiled)]
-        if spoiled:
-            return Undone(tuple(Fault(None, TaskError(value.failure)) for value in spoiled))
+    def get(self, names: Names) -> dict[int, tuple[object, ...]] | UndoneRun:
+        values = {rank: tuple(self._find(rank, n) for n in own) for rank, own in names.items()}
+        poisoned = [v for own in values.values() for v in own if isinstance(v, Poisoned)]
+        if poisoned:
+            return UndoneRun(tuple(Fault(None, TaskError(value.failure)) for value in poisoned))
         cpu = torch.device("cpu")
-        return {rank: tuple(copy_to(v, cpu) for v in own) for rank, own in found.items()}
+        return {rank: tuple(copy_to(v, cpu) for v in own) for rank, own in values.items()}
 
-    def undone(self) -> tuple[Undone, ...]:
+    def undone(self) -> tuple[UndoneRun, ...]:
         """The last runs that were undone."""
         return self._counters.undone
 
@@ -169,9 +177,9 @@ class Worker:
         return [run for run in self._counters.runs.get(key, ()) if run >= since]
 
     @property
-    def _counters(self) -> Counters:
-        found = self._table.get(COUNTERS)
-        return found if isinstance(found, Counters) else Counters()
+    def _counters(self) -> UndoneCounts:
+        counters = self._table.get(COUNTERS)
+        return counters if isinstance(counters, UndoneCounts) else UndoneCounts()
 
     def delete(self, names: Names, change: TableChange = UNNUMBERED) -> None:
         if self._undoing is not None:
@@ -219,21 +227,21 @@ class Worker:
             self._undoing.unload(handle)
         del self._written[handle]
 
-    def run(self, run: HostRun) -> dict[int, dict[str, object]] | Undone:
+    def run(self, run: HostRun) -> dict[int, dict[str, object]] | UndoneRun:
         """The outputs of the hosted ranks that take part: those that are not kept, and the
         `returned` ones."""
         fed = self._begin(run)
         engine = self.engines[run.program]
         return self._out(engine.run(fed, self.counter, timed=run.timed, keeps=bool(run.keep)))
 
-    def undo(self, run: HostRun, *, failure: Failure) -> Undone:
+    def undo(self, run: HostRun, *, failure: Failure) -> UndoneRun:
         """Called instead of `run`, for a run that was undone because of this failure of a call."""
         self._begin_change(run)
         rank, index = failure.rank, failure.index
         faults: tuple[Fault, ...] = ()
         if rank is not None and index is not None and rank in self.ranks:
             faults = (Fault((rank, index), TaskError(failure)),)
-        return self._undo(Undone(faults))
+        return self._undo(UndoneRun(faults))
 
     def begin(self, run: HostRun) -> None:
         self.engines[run.program].begin(self._begin(run), keeps=bool(run.keep))
@@ -242,7 +250,7 @@ class Worker:
         self.counter[0] = position
         self.engines[handle].step(position)
 
-    def finish(self, handle: int) -> dict[int, dict[str, object]] | Undone:
+    def finish(self, handle: int) -> dict[int, dict[str, object]] | UndoneRun:
         engine = self.engines[handle]
         return self._out(engine.finish(tuple(engine.program.ranks)))
 
@@ -298,10 +306,10 @@ class Worker:
         return copy_to(value, self.device)
 
     def _out(
-        self, results: dict[int, dict[str, object]] | Undone
-    ) -> dict[int, dict[str, object]] | Undone:
+        self, results: dict[int, dict[str, object]] | UndoneRun
+    ) -> dict[int, dict[str, object]] | UndoneRun:
         """The results that go back; kept outputs go into the table, as private copies."""
-        if isinstance(results, Undone):
+        if isinstance(results, UndoneRun):
             return self._undo(results)
         keep, returned = self._now.keep, self._now.returned
         for rank, named in results.items():
@@ -316,30 +324,30 @@ class Worker:
             for rank, named in results.items()
         }
 
-    def _undo(self, undone: Undone) -> Undone:
-        own, self._has_failed = self._now, True
-        handle, run, counted = own.program, own.number, own.counted
+    def _undo(self, undone: UndoneRun) -> UndoneRun:
+        host_run, self._has_failed = self._now, True
+        handle, run, counted = host_run.program, host_run.number, host_run.counted
         if self._undoing is not None and self.engines[handle].late:
             self._undoing.undo()
         faults = tuple(
             fault if fault.site is None else replace(fault, error=with_run(fault.error, run))
             for fault in undone.faults
         )
-        undone = Undone(faults, run, handle)
+        undone = UndoneRun(faults, run, handle)
         before = self._counters
         runs = dict(before.runs)
         if counted and counted.takes:
             runs[counted.key] = (*runs.get(counted.key, ()), run)
         # The record holds no frames: their locals are the activations of the run.
-        kept = Undone(tuple(replace(f, error=detached(f.error)) for f in faults), run, handle)
-        self._table[COUNTERS] = Counters((*before.undone, kept)[-MOST_UNDONE:], runs)
+        kept = UndoneRun(tuple(replace(f, error=detached(f.error)) for f in faults), run, handle)
+        self._table[COUNTERS] = UndoneCounts((*before.undone, kept)[-MOST_UNDONE:], runs)
         elsewhere = Failure(rank=None, step=run, reason="a call on another rank failed.")
-        spoiled = Spoiled(kept.faults[0].error.failure if faults else elsewhere)
+        poisoned = Poisoned(kept.faults[0].error.failure if faults else elsewhere)
         program = self.engines[handle].program
         for rank, listed in program.ranks.items():
-            for output, name in own.keep.items():
+            for output, name in host_run.keep.items():
                 if output in listed.outputs:
-                    self._table.setdefault((rank, name), spoiled)
+                    self._table.setdefault((rank, name), poisoned)
         if self._undoing is not None:
             self._undoing.end_undone()
         return undone

@@ -35,8 +35,8 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
-from dtensor.daft.tasks.frozen import Frozen
 from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_frames, user_line
+from dtensor.daft.tasks.lower_tasks import LoweredTasks
 from dtensor.daft.tasks.streams import TaskStream
 from dtensor.daft.tasks.task import CREATE, Task, declared
 from dtensor.daft.tasks.values import Placeholder, encode, failure_of, own_room, pickled
@@ -103,7 +103,7 @@ class Session(FutureOwner):
     def wait_for(self, future: TaskFuture, timeout: float | None) -> Tensor: ...
 
     @abstractmethod
-    def load(self, frozen: Frozen) -> int:
+    def load(self, frozen: LoweredTasks) -> int:
         """Ship a program to the processes that take part; returns its number."""
 
     @abstractmethod
@@ -178,7 +178,7 @@ class Session(FutureOwner):
             self.then(each, "closed")
 
     def inputs(self, placeholders: Sequence[Placeholder]) -> list[TaskFuture]:
-        found: list[TaskFuture] = []
+        futures: list[TaskFuture] = []
         for placeholder in placeholders:
             if not isinstance(placeholder, TaskFuture):
                 raise TypeError(
@@ -187,8 +187,8 @@ class Session(FutureOwner):
                 )
             if placeholder.owner is not self:
                 raise _foreign(repr(placeholder))
-            found.append(placeholder)
-        return found
+            futures.append(placeholder)
+        return futures
 
     def fetch(self, future: TaskFuture, timeout: float | None) -> Tensor:
         if recorder.get() is not None:
@@ -265,9 +265,9 @@ class Session(FutureOwner):
                 )
             return name
         number = 0
-        while (made := f"{cls.__name__}-{number}") in taken:
+        while (numbered := f"{cls.__name__}-{number}") in taken:
             number += 1
-        return made
+        return numbered
 
 
 class ActorHandle(Placeholder):
@@ -318,8 +318,8 @@ class Method:
             stream=stream,
         )
         arguments: tuple[object, object] = (args, kwargs)
-        made = (recorder.get() or actor.session).submit(actor, task, arguments)
-        return TaskStream(made, actor.session.abandoned) if stream else made
+        future = (recorder.get() or actor.session).submit(actor, task, arguments)
+        return TaskStream(future, actor.session.abandoned) if stream else future
 
 
 @lru_cache(maxsize=4096)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dtensor.daft.cluster.cluster import Future
 from dtensor.daft.errors import Failure, ProgramError, TaskError
-from dtensor.daft.raised import Raised, interrupts, reason_of
+from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
 from dtensor.daft.tasks.values import Placeholder, decode, failure_of
 
 _OWN = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep  # all of dtensor
@@ -84,7 +84,7 @@ class TaskFuture(Future, Placeholder):
             actor, _, name = self.title.rpartition(".")
             reason = f"its result does not unpickle here: {reason_of(raised)}"
             failure = Failure(
-                rank=None, actor=actor, text=name, reason=reason, raised=Raised(raised)
+                rank=None, actor=actor, text=name, reason=reason, raised=RemoteException(raised)
             )
             raise TaskError(failure) from raised
 
@@ -181,13 +181,13 @@ def wait(
 def user_frames() -> tuple[str, ...]:
     """Where the user called from: "file:line in function: code", innermost first."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
-    found: list[str] = []
-    while frame is not None and len(found) < MAX_FRAMES:
+    lines: list[str] = []
+    while frame is not None and len(lines) < MAX_FRAMES:
         file = frame.f_code.co_filename
         if not file.startswith(_OWN):
-            found.append(_line(file, frame.f_lineno, frame.f_code.co_name, os.getcwd()))
+            lines.append(_line(file, frame.f_lineno, frame.f_code.co_name, os.getcwd()))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(lines)
 
 
 @lru_cache(maxsize=4096)

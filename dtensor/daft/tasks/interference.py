@@ -38,7 +38,7 @@ from dtensor.daft.ir.instructions import (
     key_of,
 )
 from dtensor.daft.ir.program import Program
-from dtensor.daft.tasks.frozen import Frozen
+from dtensor.daft.tasks.lower_tasks import LoweredTasks
 from dtensor.daft.verification.pairing import show_site
 from dtensor.daft.verification.verifier import check_state, verify
 
@@ -53,7 +53,7 @@ class Bound:
     keep: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-Loadable: TypeAlias = Program | Bound | Frozen
+Loadable: TypeAlias = Program | Bound | LoweredTasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +135,12 @@ class Interference:
 
 def interference(first: Loadable, second: Loadable) -> Interference:
     """What two programs share: `first` and `second` are of one cluster, or two compiled functions'
-    (`Frozen`) of one launch.
+    (`LoweredTasks`) of one launch.
 
     `ProgramError` for one that is not sound, and for two that no cluster loads together.
     """
-    frozen = isinstance(first, Frozen)
-    if frozen != isinstance(second, Frozen):
+    frozen = isinstance(first, LoweredTasks)
+    if frozen != isinstance(second, LoweredTasks):
         raise TypeError(
             f"A compiled function's program and a cluster's have no actor in common: "
             f"{type(first).__name__}, {type(second).__name__}.\n"
@@ -180,13 +180,15 @@ class _Footprint:
         self.channels: set[Key] = set()
         self.uses: dict[tuple[int, str], Use] = {}
         bound = given if isinstance(given, Bound) else Bound(self.program)
-        for rank, own in enumerate(self.program.ranks):
+        for rank, rank_program in enumerate(self.program.ranks):
             place, title = rank, f"rank {rank}"
-            if isinstance(given, Frozen):
+            if isinstance(given, LoweredTasks):
                 place, title = given.actors[rank], given.names[rank]
-            if own.instructions or own.outputs:
+            if rank_program.instructions or rank_program.outputs:
                 self.actors[place] = title
-            starts = [i for i in own.instructions if isinstance(i, Send | Recv | Collective)]
+            starts = [
+                i for i in rank_program.instructions if isinstance(i, Send | Recv | Collective)
+            ]
             self.channels.update(key_of(rank, start) for start in starts)
             for value, use in _uses(rank, bound):
                 known = self.uses.get((place, value))
@@ -196,18 +198,18 @@ class _Footprint:
 
 def _uses(rank: int, bound: Bound) -> Iterator[tuple[str, Use]]:
     """Values of a rank's table, in the order in which a run uses them."""
-    program, own = bound.program, bound.program.ranks[rank]
-    shared = {name: name for name in own.state}
-    shared |= {name: bound.stored[name] for name in own.inputs if name in bound.stored}
-    for index, i in enumerate(own.instructions):
+    program, rank_program = bound.program, bound.program.ranks[rank]
+    shared = {name: name for name in rank_program.state}
+    shared |= {name: bound.stored[name] for name in rank_program.inputs if name in bound.stored}
+    for index, i in enumerate(rank_program.instructions):
         writes = (*i.writes, *i.outputs)
         for name in (*writes, *i.inputs):
             if name in shared:
                 at = show_site(program, (rank, index))
                 yield shared[name], Use(program.name, name in writes, at, i.source)
-    for name in own.outputs:
+    for name in rank_program.outputs:
         if name in bound.keep:
             yield bound.keep[name], Use(program.name, writes=True)
-    for name in (*own.outputs, *own.inputs):
+    for name in (*rank_program.outputs, *rank_program.inputs):
         if name in shared:
             yield shared[name], Use(program.name, writes=False)

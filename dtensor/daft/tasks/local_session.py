@@ -19,11 +19,11 @@ from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.run.engine import Engine, Inputs, Table
 from dtensor.daft.run.transport import TRANSPORTS, Meeting
 from dtensor.daft.tasks.actors import ActorInfo, Session
-from dtensor.daft.tasks.frozen import SELF, Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture
-from dtensor.daft.tasks.task import Subject, Task
+from dtensor.daft.tasks.lower_tasks import SELF, LoweredTasks, argument
+from dtensor.daft.tasks.task import HostedObject, Task
 from dtensor.daft.tasks.values import encode_failure
-from dtensor.daft.undo.undone import Undone
+from dtensor.daft.undo.failed_run import UndoneRun
 from dtensor.daft.verification.verifier import verify
 
 
@@ -31,9 +31,9 @@ class LocalSession(Session):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self._seed = seed
-        self._subjects: dict[int, Subject] = {}
+        self._subjects: dict[int, HostedObject] = {}
         self._num_processes = 0
-        self._loaded: list[tuple[Frozen, Engine]] = []
+        self._loaded: list[tuple[LoweredTasks, Engine]] = []
 
     def new_process(self, name: str, resources: Mapping[str, float]) -> int:
         self._num_processes += 1
@@ -43,7 +43,7 @@ class LocalSession(Session):
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> None:
         self._count(arguments)
-        subject = self._subjects[actor.key] = Subject()
+        subject = self._subjects[actor.key] = HostedObject()
         task.create(subject, lambda: actor.cls, arguments, [future.value for future in inputs])
 
     def dispatch(
@@ -62,13 +62,13 @@ class LocalSession(Session):
     def ready(self, future: TaskFuture) -> bool:
         return True
 
-    def load(self, frozen: Frozen) -> int:
+    def load(self, frozen: LoweredTasks) -> int:
         with self.lock:
             self.calls += len(frozen.processes)
             self._loaded.append((frozen, self._engine(frozen)))
             return len(self._loaded) - 1
 
-    def _engine(self, frozen: Frozen) -> Engine:
+    def _engine(self, frozen: LoweredTasks) -> Engine:
         everyone = (tuple(range(len(frozen.actors))),)
         sites = verify(frozen.program, everyone, self._seed).lists[0]
         table: Table = {
@@ -88,14 +88,14 @@ class LocalSession(Session):
         with self.lock:
             self.calls += len(frozen.processes)
             try:
-                made = engine.run(fed)
-                if isinstance(made, Undone):
-                    raise made.faults[0].error
+                results = engine.run(fed)
+                if isinstance(results, UndoneRun):
+                    raise results.faults[0].error
             except BaseException:  # an interrupt leaves half-made transfers: not for the next run
                 self._loaded[loaded] = (frozen, self._engine(frozen))
                 raise
         return [
-            TaskFuture(self, frozen.actors[rank], title, made[rank][value])
+            TaskFuture(self, frozen.actors[rank], title, results[rank][value])
             for (rank, value), title in zip(frozen.results, frozen.titles, strict=True)
         ]
 

@@ -34,9 +34,9 @@ from dtensor.daft.tasks.actors import (
     operation,
     recorder,
 )
-from dtensor.daft.tasks.frozen import Frozen, Recorded, freeze
 from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_line
 from dtensor.daft.tasks.groups import GroupFuture
+from dtensor.daft.tasks.lower_tasks import LoweredTasks, Recorded, lower_tasks
 from dtensor.daft.tasks.task import Task
 from dtensor.daft.tasks.values import encode
 from dtensor.private_torch import pytree
@@ -96,7 +96,7 @@ class _Loaded:
     """A recording; `returned` is the function's result, with futures that have no values."""
 
     session: Session
-    frozen: Frozen
+    frozen: LoweredTasks
     number: int
     returned: Any
     results: tuple[int, ...]  # the tasks that make its result
@@ -136,12 +136,12 @@ class Compiled(Generic[P]):
             return _filled(futures, leaves, loaded.returned)
         return pytree.tree_map(partial(_filled, futures, leaves), loaded.returned)
 
-    def program(self, *args: P.args, **kwargs: P.kwargs) -> Frozen:
+    def program(self, *args: P.args, **kwargs: P.kwargs) -> LoweredTasks:
         """The program that a call with these arguments would run. It loads and runs nothing."""
         leaves, spec, _ = _flatten(args, kwargs)
         return self._record(current_session(), leaves, spec)[0]
 
-    def _record(self, session: Session, leaves: list[Any], spec: Any) -> tuple[Frozen, Any]:
+    def _record(self, session: Session, leaves: list[Any], spec: Any) -> tuple[LoweredTasks, Any]:
         recording = Recording(session)
         symbols = [
             leaf if _is_static(leaf) else recording.argument(i, f"argument {i} of {self.name}")
@@ -167,7 +167,7 @@ class Compiled(Generic[P]):
             )
         process_of = {actor.key: actor.process for actor in session.actors}
         results = _results(returned)
-        return freeze(self.name, recording.tasks, results, process_of, len(leaves)), returned
+        return lower_tasks(self.name, recording.tasks, results, process_of, len(leaves)), returned
 
 
 def compile(fn: Callable[P, Any]) -> Compiled[P]:
@@ -194,11 +194,11 @@ def _flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], 
 
 def _futures(returned: Any) -> list[TaskFuture]:
     """The futures in a function's result, one by one."""
-    found: list[TaskFuture] = []
+    futures: list[TaskFuture] = []
     for leaf in pytree.tree_leaves(returned):
         if isinstance(leaf, TaskFuture | GroupFuture):
-            found += [leaf] if isinstance(leaf, TaskFuture) else leaf
-    return found
+            futures += [leaf] if isinstance(leaf, TaskFuture) else leaf
+    return futures
 
 
 def _filled(futures: Mapping[int, TaskFuture], leaves: Sequence[Any], leaf: Any) -> Any:
@@ -224,8 +224,8 @@ def _is_static(leaf: object) -> bool:
 
 def _input(session: Session, leaf: Any) -> TaskFuture | Tensor:
     if isinstance(leaf, TaskFuture):
-        (found,) = session.inputs([leaf])
-        return found
+        (placeholder,) = session.inputs([leaf])
+        return placeholder
     encoded = encode(leaf, room=session.room)
     if encoded.placeholders:
         raise TypeError(

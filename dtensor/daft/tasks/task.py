@@ -1,7 +1,7 @@
 """A task: one call of a method of an actor, as the actor's process runs it.
 
     task = Task(actor="a", name="execute", issued=("train.py:31 in main: y = a.execute(x)",))
-    task.run(Subject(model), encode(((x,), {})).message, [])        # the message of the result
+    task.run(HostedObject(model), encode(((x,), {})).message, [])   # the message of the result
 
 Invariants: a task always ends in a message: its result, or a failure with the place where the
 controller issued the task and the place where the method failed. A task with a failed argument does
@@ -45,7 +45,13 @@ from torch import Tensor
 
 from dtensor.daft.errors import Failure, TaskError
 from dtensor.daft.ir.instructions import Buffer
-from dtensor.daft.raised import Raised, interrupts, reason_of, trace_of, traceback_of
+from dtensor.daft.remote_exceptions import (
+    RemoteException,
+    interrupts,
+    reason_of,
+    trace_of,
+    traceback_of,
+)
 from dtensor.daft.run.engine import local_execution
 from dtensor.daft.tasks.values import (
     Encoded,
@@ -66,7 +72,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
-class Subject:
+class HostedObject:
     """An actor's object in its process; the first failures here, until they are read. `room`: the
     allocator for the messages of its results."""
 
@@ -111,10 +117,10 @@ class Subject:
         try:
             while True:
                 try:
-                    made = self.awaited(given.__anext__())  # type: ignore[arg-type]
+                    yielded = self.awaited(given.__anext__())  # type: ignore[arg-type]
                 except StopAsyncIteration:
                     return
-                yield made
+                yield yielded
         finally:
             self.awaited(given.aclose())  # type: ignore[arg-type]
 
@@ -192,26 +198,26 @@ class Task:
 
     def create(
         self,
-        subject: Subject,
+        subject: HostedObject,
         get_class: Callable[[], type],
         arguments: Tensor,
         inputs: Sequence[Tensor],
     ) -> None:
         """Make the actor's object; a failure is kept, and its methods return it."""
-        made: list[object] = []
+        instances: list[object] = []
 
         def keep(*args: Any, **kwargs: Any) -> None:
-            made.append(get_class()(*args, **kwargs))
+            instances.append(get_class()(*args, **kwargs))
 
         message = self._run(subject, keep, arguments, inputs, (), False)
         if is_failure(message):
             subject.unborn = message
         else:
-            (subject.instance,) = made
+            (subject.instance,) = instances
 
     def run(
         self,
-        subject: Subject,
+        subject: HostedObject,
         arguments: Tensor,
         inputs: Sequence[Tensor],
         owned: Collection[int] = (),
@@ -232,7 +238,7 @@ class Task:
 
     def _run(
         self,
-        subject: Subject,
+        subject: HostedObject,
         method: Callable[..., object],
         arguments: Tensor,
         inputs: Sequence[Tensor],
@@ -248,13 +254,13 @@ class Task:
                 values = [decode(m, copy=i not in owned) for i, m in enumerate(inputs)]
                 args, kwargs = decode(arguments, values, copy=copies)
                 del values
-                made = method(*args, **kwargs)
-                if inspect.iscoroutine(made):
-                    made = subject.awaited(made)
+                result = method(*args, **kwargs)
+                if inspect.iscoroutine(result):
+                    result = subject.awaited(result)
                 if self.stream:
-                    made = subject.open(made)
-                encoded = encode(made, room=subject.room)
-                del made
+                    result = subject.open(result)
+                encoded = encode(result, room=subject.room)
+                del result
                 self._check(encoded)
             except BaseException as error:
                 if interrupts(error):
@@ -273,12 +279,12 @@ class Task:
             )
         if self.returns is None:
             return
-        made = tuple(Buffer(shape, dtype) for dtype, shape in encoded.tensors)
-        if made != self.returns:
+        returned = tuple(Buffer(shape, dtype) for dtype, shape in encoded.tensors)
+        if returned != self.returns:
             raise ValueError(
                 f"{self.title} returned other tensors than it declares.\n"
                 f"  declared: {', '.join(map(str, self.returns))}\n"
-                f"  returned: {', '.join(map(str, made))}"
+                f"  returned: {', '.join(map(str, returned))}"
             )
 
     def _failure(self, error: BaseException) -> Failure:
@@ -293,7 +299,7 @@ class Task:
             reason=reason_of(error),
             issued=self.issued,
             traceback=trace_of(error, trace),
-            raised=Raised(error).detached(),
+            raised=RemoteException(error).detached(),
         )
 
 
@@ -366,7 +372,7 @@ def join(given: object, pieces: Sequence[list[Any]]) -> object:
     return pytree.tree_unflatten(joined, spec)
 
 
-def advance(subject: Subject, number: int) -> bool:
+def advance(subject: HostedObject, number: int) -> bool:
     """Whether a stream has one more value, which is then stored."""
     stream = subject.streams.pop(number)
     try:
@@ -377,11 +383,11 @@ def advance(subject: Subject, number: int) -> bool:
     return True
 
 
-def taken(subject: Subject, number: int) -> object:
+def taken(subject: HostedObject, number: int) -> object:
     return subject.items.pop(number)
 
 
-def closed(subject: Subject, number: int) -> None:
+def closed(subject: HostedObject, number: int) -> None:
     stream = subject.streams.pop(number, None)
     subject.items.pop(number, None)
     if isinstance(stream, Generator):

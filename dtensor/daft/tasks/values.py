@@ -191,11 +191,11 @@ def decode(message: Tensor, values: Sequence[object] = (), *, copy: bool = True)
 
 def _offsets(end: int, lengths: Sequence[int]) -> tuple[list[int], int]:
     """The begin of each buffer, after `end`, and the length of the message."""
-    found = list[int]()
+    offsets = list[int]()
     for length in lengths:
-        found.append(-(-end // ALIGN) * ALIGN)
-        end = found[-1] + length
-    return found, end
+        offsets.append(-(-end // ALIGN) * ALIGN)
+        end = offsets[-1] + length
+    return offsets, end
 
 
 def pickled(value: object) -> bytes:

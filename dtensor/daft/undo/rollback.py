@@ -1,6 +1,6 @@
 """A worker's snapshots in its own terms: puts, deletes, runs.
 
-    undoing = Undoing(table, Copies())
+    undoing = Rollback(table, Copies())
     undoing.load(7, host_program)
     undoing.begin_run(7, inputs, {}, {}, TableChange(12, committed=11))   # then it runs
     undoing.end_run()                                                # its writes are its state
@@ -18,8 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dtensor.daft.ir.host_program import HostProgram
-from dtensor.daft.undo.snapshots import Keys, Snapshots, Store
-from dtensor.daft.undo.undone import COUNTERS
+from dtensor.daft.undo.failed_run import COUNTERS
+from dtensor.daft.undo.snapshots import Keys, Snapshots, SnapshotStore
 
 Named = Mapping[int, Iterable[str]]
 
@@ -44,8 +44,8 @@ class TableChange:
 UNNUMBERED = TableChange(0)
 
 
-class Undoing:
-    def __init__(self, table: dict[tuple[int, str], object], store: Store) -> None:
+class Rollback:
+    def __init__(self, table: dict[tuple[int, str], object], store: SnapshotStore) -> None:
         self.snapshots: Snapshots = Snapshots(table, store)
         self._table = table
         self._outlives = store.outlives
@@ -140,13 +140,17 @@ class _Writes:
     def of(program: HostProgram) -> _Writes:
         state: tuple[dict[tuple[int, str], None], ...] = ({}, {})
         inputs: list[tuple[int, str, bool]] = []
-        for rank, own in program.ranks.items():
-            made = {name for i in own.instructions for name in (*i.outputs, *i.writes)}
-            for name in own.state:
-                if name in made:
-                    state[name in own.replayable][rank, name] = None
-            inputs += [(rank, name, name in own.replayable) for name in own.changed]
-        outputs = tuple((rank, frozenset(own.outputs)) for rank, own in program.ranks.items())
+        for rank, rank_program in program.ranks.items():
+            written = {name for i in rank_program.instructions for name in (*i.outputs, *i.writes)}
+            for name in rank_program.state:
+                if name in written:
+                    state[name in rank_program.replayable][rank, name] = None
+            inputs += [
+                (rank, name, name in rank_program.replayable) for name in rank_program.changed
+            ]
+        outputs = tuple(
+            (rank, frozenset(rank_program.outputs)) for rank, rank_program in program.ranks.items()
+        )
         return _Writes(tuple(state[0]), tuple(state[1]), tuple(inputs), outputs, program.alone)
 
     def keys(self, inputs: Mapping[int, Mapping[str, object]]) -> tuple[Keys, Keys]:

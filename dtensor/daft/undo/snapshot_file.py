@@ -35,8 +35,8 @@ from pathlib import Path
 
 import torch
 
-from dtensor.daft.raised import PICKLERS
-from dtensor.daft.undo.snapshots import Key, Keys, Record, Store, alike, copy_all
+from dtensor.daft.remote_exceptions import PICKLERS
+from dtensor.daft.undo.snapshots import Key, Keys, SnapshotRecord, SnapshotStore, alike, copy_all
 from dtensor.numerics import DTYPES, dtype_name
 
 STEP = 64
@@ -70,7 +70,7 @@ class RecordPlace:
     more: Extent | None = None
 
 
-class SnapshotFile(Store):
+class SnapshotFile(SnapshotStore):
     outlives = True
 
     def __init__(self, descriptor: int) -> None:
@@ -114,9 +114,9 @@ class SnapshotFile(Store):
         to another user or is no such file."""
         path = SnapshotFile.path(folder, ranks)
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        found = os.fstat(descriptor)
-        own = found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077
-        if not own or found.st_size != _SIZE:
+        status = os.fstat(descriptor)
+        is_private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
+        if not is_private or status.st_size != _SIZE:
             os.close(descriptor)
             raise OSError(f"{path} is no file of snapshots of this user's alone.")
         store = SnapshotFile(descriptor)
@@ -140,7 +140,7 @@ class SnapshotFile(Store):
         gone: Keys,
         *,
         before: bool,
-    ) -> Record:
+    ) -> SnapshotRecord:
         spares = [] if others or gone else self._spare.get(tuple(tensors), [])
         place = spares.pop() if spares else None
         if place is not None and not alike(tensors, place.views, device=False):
@@ -159,9 +159,9 @@ class SnapshotFile(Store):
         numbers = place.data.begin, place.data.nbytes, told.begin, told.nbytes, place.told_bytes
         self._head[at + 1 : at + _ENTRY] = array("q", (*numbers, more.begin, more.nbytes))
         self._head[at] = 2 * number + before
-        return Record(number, place.views, dict(others), gone, before, place)
+        return SnapshotRecord(number, place.views, dict(others), gone, before, place)
 
-    def drop(self, record: Record) -> None:
+    def drop(self, record: SnapshotRecord) -> None:
         place = record.place
         assert isinstance(place, RecordPlace)
         self._head[_PAGE // 8 + place.entry * _ENTRY] = _NOTHING
@@ -174,10 +174,10 @@ class SnapshotFile(Store):
         self._head[2] = oldest
         self._head[1] = newest
 
-    def found(self) -> tuple[int, int, list[Record]]:
+    def found(self) -> tuple[int, int, list[SnapshotRecord]]:
         newest, oldest = self._head[1], self._head[2]
         self._num_entries = self._head[3]
-        records: list[Record] = []
+        records: list[SnapshotRecord] = []
         used: list[Extent] = []
         for entry in range(self._num_entries):
             at = _PAGE // 8 + entry * _ENTRY
@@ -214,7 +214,7 @@ class SnapshotFile(Store):
         views = self._views(data, named)
         return RecordPlace(self._entry(), views, data, told, len(text))
 
-    def _record(self, number: int, before: bool, place: RecordPlace) -> Record:
+    def _record(self, number: int, before: bool, place: RecordPlace) -> SnapshotRecord:
         text = self._bytes(place.told)[: place.told_bytes].numpy().tobytes()
         named, gone = json.loads(text)
         place.views = self._views(place.data, named)
@@ -222,7 +222,7 @@ class SnapshotFile(Store):
         if place.more is not None:
             others = pickle.loads(self._bytes(place.more).numpy().tobytes())
         absent = tuple((rank, name) for rank, name in gone)
-        return Record(number, place.views, others, absent, before, place)
+        return SnapshotRecord(number, place.views, others, absent, before, place)
 
     def _views(
         self, data: Extent, named: Iterable[tuple[int, str, str, list[int]]]
@@ -303,9 +303,9 @@ class SnapshotFile(Store):
         for region in sorted(used, key=lambda r: r.begin):
             begin = -(-end // _PAGE) * _PAGE
             if region.begin - begin >= _PAGE:
-                whole = (region.begin - begin) // _PAGE * _PAGE
-                with mmap.mmap(self._descriptor, whole, offset=begin) as memory:
-                    memory.madvise(mmap.MADV_REMOVE, 0, whole)
+                page_bytes = (region.begin - begin) // _PAGE * _PAGE
+                with mmap.mmap(self._descriptor, page_bytes, offset=begin) as memory:
+                    memory.madvise(mmap.MADV_REMOVE, 0, page_bytes)
             end = max(end, region.begin + region.nbytes)
 
     def _window(self, region: Extent) -> tuple[mmap.mmap, int]:

@@ -1,6 +1,6 @@
 """Snapshots of a host's table after its last changes, to roll it back to any of them.
 
-    snapshots = Snapshots(table, Copies())       # or a SnapshotFile, which outlives the process
+    snapshots = Snapshots(table, MemorySnapshots())  # or a SnapshotFile, which outlives the process
     snapshots.begin(((0, "w"),))                 # change 7 may write rank 0's w, f32[4]
     table[0, "w"] += 1
     snapshots.end(7, written=((0, "w"),), committed=6)    # no state before 6 will be needed
@@ -25,7 +25,7 @@ no tensor is copied as its class does it (`copy.deepcopy`), unless it cannot cha
 Replayable writes, such as those to caches, belong to no state: `roll_back` leaves such a value as
 it is, unless another change wrote it since; then it gets its contents before that change.
 
-Not here: numbers, and which changes are committed (`cluster/changes.py`); the file
+Not here: numbers, and which changes are committed (`cluster/recovery_line.py`); the file
 (`snapshot_file.py`).
 """
 
@@ -40,7 +40,7 @@ from typing import TypeAlias
 
 import torch
 
-from dtensor.daft.undo.undone import Counters, Spoiled
+from dtensor.daft.undo.failed_run import Poisoned, UndoneCounts
 from dtensor.private_torch import foreach_copy_
 
 Key: TypeAlias = tuple[int, str]
@@ -48,11 +48,11 @@ Key: TypeAlias = tuple[int, str]
 Keys: TypeAlias = tuple[Key, ...]
 
 
-_UNCHANGING = (int, float, str, bytes, type(None), Spoiled, Counters)
+_UNCHANGING = (int, float, str, bytes, type(None), Poisoned, UndoneCounts)
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class SnapshotRecord:
     """Values after change `number`: copies of tensors, other values, and the names of those that
     did not exist. It belongs to the first state with these values, or (`before`) to the last.
     `needed`: the keys that a state still needs from it. `place`: its identity in the store.
@@ -74,7 +74,7 @@ class Record:
         return (*self.tensors, *self.others, *self.gone)
 
 
-class Store(ABC):
+class SnapshotStore(ABC):
     """The place of copies. `outlives`: whether another process can read them once this one is
     dead."""
 
@@ -89,12 +89,12 @@ class Store(ABC):
         gone: Keys,
         *,
         before: bool,
-    ) -> Record:
+    ) -> SnapshotRecord:
         """A record with copies of tensors; it is whole, or absent, for a later process. ``others``
         are copies that do not change."""
 
     @abstractmethod
-    def drop(self, record: Record) -> None:
+    def drop(self, record: SnapshotRecord) -> None:
         """Its memory may be reused, or freed."""
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Store(ABC):
         """The states that can be restored: records for others are not valid any more. Called before
         their memory is reused, and after new records are kept."""
 
-    def found(self) -> tuple[int, int, list[Record]]:
+    def found(self) -> tuple[int, int, list[SnapshotRecord]]:
         """The rest of a dead process: the oldest and the newest state, and the records, oldest
         first."""
         return 0, 0, []
@@ -111,7 +111,7 @@ class Store(ABC):
     def close(self) -> None: ...
 
 
-class Copies(Store):
+class MemorySnapshots(SnapshotStore):
     """Copies in this process, on the values' devices. The next record of the same keys reuses the
     memory of a dropped one."""
 
@@ -128,7 +128,7 @@ class Copies(Store):
         gone: Keys,
         *,
         before: bool,
-    ) -> Record:
+    ) -> SnapshotRecord:
         held = self._spare.pop(tuple(tensors), None)
         if held is None or not alike(tensors, held):
             self._spare.clear()
@@ -138,9 +138,9 @@ class Copies(Store):
                 for key, value in tensors.items()
             }
         copy_all(held.values(), tensors.values())
-        return Record(number, held, dict(others), gone, before)
+        return SnapshotRecord(number, held, dict(others), gone, before)
 
-    def drop(self, record: Record) -> None:
+    def drop(self, record: SnapshotRecord) -> None:
         if record.tensors:
             self._spare[tuple(record.tensors)] = record.tensors
 
@@ -155,20 +155,20 @@ class Snapshots:
     """The snapshots of a host's table; only `roll_back` changes the table. `ended`: the last change
     that has ended.
 
-    Where a dead process has left records (`Store.found`), `roll_back` fills the table.
+    Where a dead process has left records (`SnapshotStore.found`), `roll_back` fills the table.
     """
 
-    def __init__(self, table: dict[Key, object], store: Store) -> None:
+    def __init__(self, table: dict[Key, object], store: SnapshotStore) -> None:
         self._table = table
         self._store = store
-        self._versions: dict[Key, list[Record]] = {}  # oldest first; needed records only
+        self._versions: dict[Key, list[SnapshotRecord]] = {}  # oldest first; needed records only
         self._unsaved: dict[Key, int] = {}  # values in no record: the change that wrote each
         self._alone: set[Key] = set()  # those of them that get a record of their own
         self._replayed: set[Key] = set()  # written by replayable writes since its last record
         self._writing: Keys = ()  # by the running change
         # (number, record, keys): once this number is committed, no state needs these keys of the
         # record
-        self._superseded: deque[tuple[int, Record, Sequence[Key]]] = deque()
+        self._superseded: deque[tuple[int, SnapshotRecord, Sequence[Key]]] = deque()
         oldest, self.ended, records = store.found()
         numbers = {record.number for record in records if record.number > oldest}
         self._states = deque(sorted({oldest, *numbers, self.ended}))  # that can be restored
@@ -264,11 +264,13 @@ class Snapshots:
 
     def _supersede(self, number: int, keys: Sequence[Key]) -> None:
         """The last records of these are outdated after change `number`."""
-        found: dict[Record, list[Key]] = {}
+        keys_by_record: dict[SnapshotRecord, list[Key]] = {}
         for key in keys:
             if key in self._versions:
-                found.setdefault(self._versions[key][-1], []).append(key)
-        self._superseded.extend((number, record, own) for record, own in found.items())
+                keys_by_record.setdefault(self._versions[key][-1], []).append(key)
+        self._superseded.extend(
+            (number, record, superseded) for record, superseded in keys_by_record.items()
+        )
 
     def _free(self, committed: int) -> None:
         if len(self._states) > 1 and self._states[1] <= committed:
@@ -279,13 +281,13 @@ class Snapshots:
             _, record, keys = self._superseded.popleft()
             self._unneeded(record, keys)
 
-    def _unneeded(self, record: Record, keys: Sequence[Key]) -> None:
+    def _unneeded(self, record: SnapshotRecord, keys: Sequence[Key]) -> None:
         had = bool(record.needed)
         record.needed.difference_update(keys)
         if had and not record.needed:
             self._remove(record)
 
-    def _remove(self, record: Record) -> None:
+    def _remove(self, record: SnapshotRecord) -> None:
         self._store.drop(record)
         for key in record.keys:
             left = self._versions[key]
@@ -310,7 +312,9 @@ class Snapshots:
             return target
         since = {key for key, number in self._unsaved.items() if number > target}
         since.update(self._writing)
-        since.update(key for key, own in self._versions.items() if own[-1].number > target)
+        since.update(
+            key for key, versions in self._versions.items() if versions[-1].number > target
+        )
         there: list[tuple[torch.Tensor, torch.Tensor]] = []
         replayed: set[Key] = set()
         for key in sorted(since):
@@ -331,7 +335,7 @@ class Snapshots:
         copy_all([now for now, _ in there], [saved for _, saved in there])
         self._store.states(self._states[0], target)
         self._superseded = deque(each for each in self._superseded if each[0] <= target)
-        later = {r for own in self._versions.values() for r in own if r.number > target}
+        later = {r for versions in self._versions.values() for r in versions if r.number > target}
         for record in later:
             self._unneeded(record, record.keys)  # which may free another of them
         for key in since:
@@ -343,13 +347,13 @@ class Snapshots:
         self._states = deque(state for state in self._states if state <= target)
         return target
 
-    def _as_of(self, state: int, key: Key) -> Record | None:
+    def _as_of(self, state: int, key: Key) -> SnapshotRecord | None:
         """The record with this value in that state; None if it did not exist."""
-        own = self._versions.get(key, ())
-        later = next((r for r in own if r.number >= state), None)
+        versions = self._versions.get(key, ())
+        later = next((r for r in versions if r.number >= state), None)
         if later is not None and (later.before or later.number == state):
             return later
-        return next((r for r in reversed(own) if r.number <= state), None)
+        return next((r for r in reversed(versions) if r.number <= state), None)
 
     def close(self) -> None:
         self._versions.clear()

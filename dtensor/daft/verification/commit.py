@@ -70,9 +70,12 @@ class _Votes:
         rank, _ = site
         instruction = instruction_at(self.program, site)
         if rank not in self.committed:
-            own, written = self.program.ranks[rank], (*instruction.writes, *instruction.outputs)
-            early = [v for v in written if v in own.lasting]
-            early = [v for v in early if v not in own.replayable]
+            rank_program, written = (
+                self.program.ranks[rank],
+                (*instruction.writes, *instruction.outputs),
+            )
+            early = [v for v in written if v in rank_program.lasting]
+            early = [v for v in early if v not in rank_program.replayable]
             if early:
                 fact = f"it writes state {early[0]!r} before the rank's commit point"
                 raise fault(self.program, site, fact, "move it behind the commit point")

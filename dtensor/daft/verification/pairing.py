@@ -71,17 +71,17 @@ def fault(program: Program, site: Site, fact: str, fix: str) -> ProgramError:
 def starts_of_waits(instructions: Sequence[Instruction]) -> dict[int, tuple[int, ...]]:
     """For each `Wait` of one rank's list, the indices of the starts that it completes."""
     pending: dict[str, list[int]] = defaultdict(list)
-    found: dict[int, tuple[int, ...]] = {}
+    starts_by_wait: dict[int, tuple[int, ...]] = {}
     completed: set[int] = set()
     for index, instruction in enumerate(instructions):
         if isinstance(instruction, Wait):
             starts = {start for value in instruction.values for start in pending.pop(value, ())}
-            found[index] = tuple(sorted(starts - completed))
+            starts_by_wait[index] = tuple(sorted(starts - completed))
             completed |= starts
         elif isinstance(instruction, Send | Recv | Collective):
             for value in awaited(instruction):
                 pending[value].append(index)
-    return found
+    return starts_by_wait
 
 
 def pair(program: Program) -> dict[Site, tuple[Site, ...]]:
@@ -225,8 +225,8 @@ def merge_sites(
     check_hosts(program, hosts)
     edges = wait_edges(program, pair(program)) if edges is None else edges
     lists = [
-        [(rank, index) for index in range(len(own.instructions))]
-        for rank, own in enumerate(program.ranks)
+        [(rank, index) for index in range(len(rank_program.instructions))]
+        for rank, rank_program in enumerate(program.ranks)
     ]
     host_of = {rank: host for host, ranks in enumerate(hosts) for rank in ranks}
     merged: list[list[Site]] = [[] for _ in hosts]

@@ -97,9 +97,9 @@ def verify(program: Program, hosts: Hosts | None = None, seed: int = 0) -> Repor
 def check_state(loaded: Iterable[Program], program: Program) -> None:
     """`ProgramError` unless state that `program` shares with others has one size in all of them:
     each one's bound on memory rests on it. A size that is not declared agrees with any."""
-    own = [_state_sizes(program, rank) for rank in range(program.size)]
-    for other in loaded if any(own) else ():
-        for rank, sizes in enumerate(own[: other.size]):  # ranks may have joined since
+    state_sizes = [_state_sizes(program, rank) for rank in range(program.size)]
+    for other in loaded if any(state_sizes) else ():
+        for rank, sizes in enumerate(state_sizes[: other.size]):  # ranks may have joined since
             theirs = _state_sizes(other, rank)
             for name in sorted(sizes.keys() & theirs.keys()):
                 if sizes[name] != theirs[name]:
@@ -112,9 +112,9 @@ def check_state(loaded: Iterable[Program], program: Program) -> None:
 
 
 def _state_sizes(program: Program, rank: int) -> dict[str, int]:
-    own = program.ranks[rank]
-    state = set(own.state)
-    return {name: nbytes for name, nbytes in own.nbytes if name in state}
+    rank_program = program.ranks[rank]
+    state = set(rank_program.state)
+    return {name: nbytes for name, nbytes in rank_program.nbytes if name in state}
 
 
 class _RankCheck:
@@ -124,31 +124,31 @@ class _RankCheck:
         self.program = program
         self.rank = rank
         self.functions = dict(program.functions)
-        own = program.ranks[rank]
-        self.own = own
+        rank_program = program.ranks[rank]
+        self.own = rank_program
         self.index = 0
-        self.waits = starts_of_waits(own.instructions)
-        self.sizes = dict(own.nbytes)
-        self.live: set[str] = set(own.inputs) | set(own.state)
-        if len(self.live) != len(own.inputs) + len(own.state):
+        self.waits = starts_of_waits(rank_program.instructions)
+        self.sizes = dict(rank_program.nbytes)
+        self.live: set[str] = set(rank_program.inputs) | set(rank_program.state)
+        if len(self.live) != len(rank_program.inputs) + len(rank_program.state):
             raise ProgramError(
                 f"Rank {rank} of program {program.name!r} names a value twice among its inputs "
-                f"{own.inputs} and state {own.state}."
+                f"{rank_program.inputs} and state {rank_program.state}."
             )
         self.freed: set[str] = set()
         self.making: dict[str, int] = {}  # value -> the start that makes it
         self.reading: dict[str, set[int]] = defaultdict(set)  # value -> starts that read it
         self.started: set[str] = set()  # values that some start has named
         self.sharers: dict[str, set[str]] = defaultdict(set)  # by what they share storage with
-        for value, other in own.shares:
+        for value, other in rank_program.shares:
             if other not in self.live:
                 raise ProgramError(
                     f"Rank {rank} of program {program.name!r}: {value!r} is said to share the "
                     f"storage of {other!r}, which is neither an input nor state."
                 )
             self.sharers[other].add(value)
-        strange = sorted(set(own.replayable) - own.lasting) + sorted(
-            set(own.changed) - set(own.inputs)
+        strange = sorted(set(rank_program.replayable) - rank_program.lasting) + sorted(
+            set(rank_program.changed) - set(rank_program.inputs)
         )
         if strange:
             raise ProgramError(
@@ -310,29 +310,31 @@ class _RankCheck:
         if pending:
             self.index = min(pending)
             raise self._fault("it is never waited for", "add a wait")
-        own = self.own
+        rank_program = self.own
         if self.lent:
             raise ProgramError(
                 f"Program {self.program.name!r}, rank {self.rank}: {sorted(self.lent)} are lent "
                 f"and not given back.\n  Fix: free them after their last use."
             )
-        missing = [value for value in own.outputs if value not in self.live]
+        missing = [value for value in rank_program.outputs if value not in self.live]
         if missing:
             raise ProgramError(
                 f"Program {self.program.name!r}, rank {self.rank}: the outputs {missing} are not "
                 f"there at the end.\n  Fix: define them, and do not free them."
             )
         for written in sorted(
-            {v for i in own.instructions if isinstance(i, Call) for v in i.writes}
+            {v for i in rank_program.instructions if isinstance(i, Call) for v in i.writes}
         ):
-            for value in own.outputs:
+            for value in rank_program.outputs:
                 if value in self.sharers.get(written, ()):
                     raise ProgramError(
                         f"Program {self.program.name!r}, rank {self.rank}: the output {value!r} "
                         f"shares the storage of {written!r}, which the program writes.\n"
                         f"  Fix: return a copy."
                     )
-        leaked = sorted(self.live - {*own.inputs, *own.outputs, *own.state})
+        leaked = sorted(
+            self.live - {*rank_program.inputs, *rank_program.outputs, *rank_program.state}
+        )
         if leaked:
             raise ProgramError(
                 f"Program {self.program.name!r}, rank {self.rank}: {leaked} are never freed.\n"
@@ -432,8 +434,8 @@ def _reduced(ins: Sequence[Buffer], outs: Sequence[Buffer], op: Op | None) -> bo
     )
 
 
-def _accumulated(given: torch.dtype, made: torch.dtype) -> bool:
-    others = {given, made} - {torch.float32}
+def _accumulated(given: torch.dtype, result: torch.dtype) -> bool:
+    others = {given, result} - {torch.float32}
     return len(others) == 1 and all(d.is_floating_point and d.itemsize < 4 for d in others)
 
 

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import PerThread, is_capturing
+from dtensor.frontend.call_lock import PerThread, is_capturing
 from dtensor.frontend.capture.patches import region
 from dtensor.frontend.capture.refusals import (
-    Watch,
+    RefusalMode,
     assigned_attribute,
     hooks_on_gradients,
     other_memory,
@@ -37,18 +37,18 @@ from dtensor.frontend.capture.refusals import (
     requires_grad_kept,
     stored_by_torch,
 )
-from dtensor.frontend.capture.replaced import replaced
+from dtensor.frontend.capture.thread_patches import replaced
 from dtensor.frontend.graph import Arg, OutTree, type_text
-from dtensor.frontend.reads.effects import Before, Change
-from dtensor.frontend.reads.ran import CodeRecorder
-from dtensor.frontend.reads.walk import (
+from dtensor.frontend.guards.executed_code import CodeRecorder
+from dtensor.frontend.guards.program_writes import ProgramWrites, is_alone
+from dtensor.frontend.guards.side_effects import Change, StateBefore
+from dtensor.frontend.guards.walk import (
     BACKWARD_HOOKS,
     GLOBAL_BACKWARD_HOOKS,
     PLAIN,
     Roots,
     has_hooks,
 )
-from dtensor.frontend.reads.wrote import Wrote, is_alone
 from dtensor.frontend.source import Source, source_of_callable
 from dtensor.private_torch import FakeTensorMode, pytree
 
@@ -85,13 +85,13 @@ def flat_call(
     names = leaf_names(fn, args, kwargs)
     assert len(names) == len(leaves)
     owner = fn.__self__ if isinstance(fn, MethodType) else fn
-    found: dict[str, nn.Module] = {"module": owner} if isinstance(owner, nn.Module) else {}
+    modules: dict[str, nn.Module] = {"module": owner} if isinstance(owner, nn.Module) else {}
     for name, leaf in zip(names, leaves, strict=True):
-        if isinstance(leaf, nn.Module) and not any(leaf is m for m in found.values()):
-            found[name] = leaf
+        if isinstance(leaf, nn.Module) and not any(leaf is m for m in modules.values()):
+            modules[name] = leaf
     # A module that is part of another one keeps the outer one's names.
-    inner = {id(s) for m in found.values() for s in m.modules() if s is not m}
-    roots = {k: m for k, m in found.items() if id(m) not in inner}
+    inner = {id(s) for m in modules.values() for s in m.modules() if s is not m}
+    roots = {k: m for k, m in modules.items() if id(m) not in inner}
     children = {f"module_{i}": m for i, m in enumerate(roots.values())}
     prefixes = {
         child: "" if len(roots) == 1 or root is main else name
@@ -162,7 +162,7 @@ class _Seen:
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
-        self.wrote: Wrote | None = None  # before it has run
+        self.wrote: ProgramWrites | None = None  # before it has run
 
 
 class CallAsModule(nn.Module):
@@ -172,7 +172,7 @@ class CallAsModule(nn.Module):
         self,
         call: FlatCall,
         grads: Grads,
-        before: Before,
+        before: StateBefore,
         autocast: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -191,13 +191,13 @@ class CallAsModule(nn.Module):
             leaves[arg.index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
         held = _held(self.call)
-        own = [tensor for tensor in held.values() if tensor is not None]
-        watch = Watch(self.recorder, own, tensors)
+        parameters = [tensor for tensor in held.values() if tensor is not None]
+        watch = RefusalMode(self.recorder, parameters, tensors)
         try:
             with self.recorder, watch, region(self.autocast):
                 out = self.call.fn(*args, **kwargs)
         finally:
-            self.seen.wrote = Wrote(self.recorder, alone=self.before.alone and is_alone())
+            self.seen.wrote = ProgramWrites(self.recorder, alone=self.before.alone and is_alone())
             self.seen.changes += filter(self.seen.wrote.may, self.before.changes())
         if watch.given is not None:
             left = [*pytree.tree_leaves(out), *_held(self.call).values()]
@@ -225,8 +225,8 @@ class CallAsModule(nn.Module):
         steps are separate; what else it assigned would be lost."""
         now = _held(self.call)
         source = source_of_callable(self.call.fn)
-        if made := sorted(f"{path}{name}" for path, name in now.keys() - before.keys()):
-            raise stored(self.call, made, source)
+        if assigned := sorted(f"{path}{name}" for path, name in now.keys() - before.keys()):
+            raise stored(self.call, assigned, source)
         modules = _modules(self.call)
         for (path, name), old in before.items():
             new = now.get((path, name))
@@ -316,16 +316,16 @@ def _returned_text(out: Any) -> str:
 
 def refuse_hooks(call: FlatCall, grads: Grads) -> None:
     """PlanningError for hooks on gradients, which no capture calls."""
-    found: list[str] = []
+    hooked: list[str] = []
     for path, module in _modules(call).items() if grads != "none" else ():
         space = vars(module)
         if any(space.get(kind) for kind in BACKWARD_HOOKS):
-            found.append(path.rstrip(".") or type(module).__name__)
+            hooked.append(path.rstrip(".") or type(module).__name__)
         for name, x in [*module._parameters.items(), *module._buffers.items()]:
             if x is not None and has_hooks(x):
-                found.append(f"{path}{name}")
-    if found or (grads != "none" and any(GLOBAL_BACKWARD_HOOKS)):
-        raise hooks_on_gradients(found or ["every module"], source_of_callable(call.fn))
+                hooked.append(f"{path}{name}")
+    if hooked or (grads != "none" and any(GLOBAL_BACKWARD_HOOKS)):
+        raise hooks_on_gradients(hooked or ["every module"], source_of_callable(call.fn))
 
 
 @contextmanager

@@ -4,7 +4,7 @@
     cross_entropy_loss(logits, target)  ->  rows = dt.cross_entropy_rows(logits, target, -100)[0]
                                             sum(rows) / dt.ce_count(target, -100)
     dropout(x, p, False)  ->  x
-    embedding_bag(w, ids [b k])  ->  sum(embedding(w, ids), 1)      (bags.py)
+    embedding_bag(w, ids [b k])  ->  sum(embedding(w, ids), 1)      (embedding_bags.py)
     det(x.mT)             ->  det(x.mT.contiguous()); slogdet, solve likewise
     valid = x > 0; dt.ask(valid.all())  ->  later uses of x read dt.checked(x, valid)
     x[mask] = value       ->  x.copy_(where(mask, value, x))      one value for all its places
@@ -102,7 +102,7 @@ def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _bag_as_rows(graph: fx.Graph, node: fx.Node) -> None:
-    from dtensor.frontend.capture.bags import as_rows  # few programs need it
+    from dtensor.frontend.capture.embedding_bags import as_rows  # few programs need it
 
     as_rows(graph, node)
 
@@ -116,8 +116,8 @@ def _factor_in_order(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _has_anchor(graph: fx.Graph) -> bool:
-    found = (n for t in _ANCHORS for n in graph.find_nodes(op="call_function", target=t))
-    return any(n.target not in _ANCHORS[5:] or _MADE & {u.target for u in n.users} for n in found)
+    anchors = (n for t in _ANCHORS for n in graph.find_nodes(op="call_function", target=t))
+    return any(n.target not in _ANCHORS[5:] or _MADE & {u.target for u in n.users} for n in anchors)
 
 
 def _recognise(graph: fx.Graph) -> list[Any]:
@@ -127,13 +127,13 @@ def _recognise(graph: fx.Graph) -> list[Any]:
 
 
 def _read_narrow(graph: fx.Graph, logits: fx.Node) -> None:
-    from dtensor.frontend.capture.memory import read_narrow  # few programs need it
+    from dtensor.frontend.capture.memory_rewrites import read_narrow  # few programs need it
 
     read_narrow(graph, logits)
 
 
 def _fill_masked(graph: fx.Graph, node: fx.Node) -> None:
-    from dtensor.frontend.capture.memory import fill_masked  # few programs need it
+    from dtensor.frontend.capture.memory_rewrites import fill_masked  # few programs need it
 
     fill_masked(graph, node)
 
@@ -147,29 +147,29 @@ def _settle_check(graph: fx.Graph, node: fx.Node) -> None:
     """What is checked goes through the check on its way to all that reads it later."""
     answer, wanted, message = node.args
     assert isinstance(answer, fx.Node)
-    found, later = None, _later(node)
+    checked_value, later = None, _later(node)
     if answer.target in (_ALL if wanted else _ANY):
         ok: Any = answer.args[0]
-        found = next(
+        checked_value = next(
             (x for x in _carriers(ok, node) if later & x.users.keys() and _fits(x, ok)), None
         )
-    if found is None:
+    if checked_value is None:
         source = source_of_trace(node.meta.get("stack_trace") or "")
         raise asks_for_data(f"a check of torch's: {message}", source)
     call = Writer(graph, node)
     ok = ok if wanted else call(aten.logical_not.default, ok)
-    checked = call(dt.checked.default, found, ok, message)
-    checked.meta["val"] = found.meta["val"]
-    found.replace_all_uses_with(checked, delete_user_cb=later.__contains__)
+    checked = call(dt.checked.default, checked_value, ok, message)
+    checked.meta["val"] = checked_value.meta["val"]
+    checked_value.replace_all_uses_with(checked, delete_user_cb=later.__contains__)
     graph.erase_node(node)
 
 
 def _later(node: fx.Node) -> set[fx.Node]:
-    found: set[fx.Node] = set()
+    later: set[fx.Node] = set()
     while node.op != "output":
         node = node.next
-        found.add(node)
-    return found
+        later.add(node)
+    return later
 
 
 def _carriers(ok: fx.Node, node: fx.Node) -> Iterator[fx.Node]:

@@ -9,9 +9,9 @@ it, rewrites on that forward graph (canonical.py), torch's joint export, of repe
 from a backward op to its forward, and captured every model it was tried on; `make_fx` of a gradient
 has none of these.
 
-The graph knows what it read besides its arguments (frontend/reads). What the call changes is put
+The graph knows what it read besides its arguments (frontend/guards). What the call changes is put
 back; where a second capture changes nothing more, it was a cache, and stays filled. What other
-threads write and draw meanwhile is theirs, and no other call of ours runs (frontend/alone.py).
+threads write and draw meanwhile is theirs, and no other call of ours runs (frontend/call_lock.py).
 
 Invariants: nothing is computed, no memory is taken, the user's objects are as before but for such.
 Not here: placements; what cannot be captured (refusals.py); what torch is changed for (patches.py).
@@ -31,7 +31,7 @@ import torch
 from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
-from dtensor.frontend.alone import ONE_AT_A_TIME, capturing
+from dtensor.frontend.call_lock import CALL_LOCK, capturing
 from dtensor.frontend.capture.call_as_module import (
     CallAsModule,
     FlatCall,
@@ -61,10 +61,10 @@ from dtensor.frontend.capture.refusals import (
     draws,
 )
 from dtensor.frontend.graph import Const, Graph
-from dtensor.frontend.reads.effects import Before, Change, line_of_change, redo, undo
-from dtensor.frontend.reads.outside import outside
-from dtensor.frontend.reads.reads import Reads, custom_ops
-from dtensor.frontend.reads.walk import walk
+from dtensor.frontend.guards.guards import Guards, custom_ops
+from dtensor.frontend.guards.side_effects import Change, StateBefore, line_of_change, redo, undo
+from dtensor.frontend.guards.unguarded import outside
+from dtensor.frontend.guards.walk import walk
 from dtensor.frontend.source import (
     source_of_callable,
     source_of_exception,
@@ -101,7 +101,7 @@ def capture(
     Raises:
         PlanningError: the program cannot be captured faithfully (refusals.py).
     """
-    with ONE_AT_A_TIME, collector_paused():
+    with CALL_LOCK, collector_paused():
         return _captured(flat_call(fn, args, kwargs or {}, main), grads, each_call)
 
 
@@ -145,7 +145,7 @@ def _warned(graph: Graph) -> Graph:
     """Warns of what was read and cannot be compared, once for each line."""
     reads = graph.reads
     assert reads is not None
-    for read in () if reads.ran is None else outside(reads.found, reads.ran):
+    for read in () if reads.ran is None else outside(reads.reached, reads.ran):
         warnings.warn_explicit(
             f"The program reads {read.what}, once: when it is captured. What changes there is not "
             f"noticed ({read.line}: {read.line.text})\n"
@@ -180,7 +180,7 @@ class _Capture:
         load_compiler()
         self.call = call
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        before = Before(walk(call.roots))
+        before = StateBefore(walk(call.roots))
         root = CallAsModule(call, grads, before, surrounding())
         self.changes: list[Change] = root.seen.changes
         self.moved: list[str] = []
@@ -218,14 +218,14 @@ class _Capture:
     def with_reads(self) -> Graph:
         """The graph, with what it read as that is now."""
         constants = [(c.name, c.value) for c in self.graph.inputs if isinstance(c, Const)]
-        reads = Reads(self.call.roots, self.ran, constants, custom_ops(self.graph.fx))
+        reads = Guards(self.call.roots, self.ran, constants, custom_ops(self.graph.fx))
         return replace(self.graph, reads=reads)
 
 
 def _with(graph: Graph, met: list[Any], call: FlatCall) -> Graph:
-    from dtensor.frontend.capture.told import told  # few programs need it
+    from dtensor.frontend.capture.fusion_report import fusion_report  # few programs need it
 
-    return replace(graph, recognised=told(met, call.prefixes))
+    return replace(graph, recognised=fusion_report(met, call.prefixes))
 
 
 @contextmanager
@@ -278,9 +278,9 @@ def export_call(root: CallAsModule, tensors: tuple[torch.Tensor, ...]) -> fx.Gra
 def _only_its_own(forward: fx.GraphModule, root: CallAsModule) -> fx.GraphModule:
     """An `nn.Buffer` that the program closed over is a buffer of the exported module too, where any
     other tensor is a plain attribute: a constant, which it becomes."""
-    own = dict(root.named_buffers(remove_duplicate=False))
+    buffers = dict(root.named_buffers(remove_duplicate=False))
     for name, value in list(forward.named_buffers(remove_duplicate=False)):
-        if name not in own:
+        if name not in buffers:
             path, _, last = name.rpartition(".")
             owner = forward.get_submodule(path)
             del owner._buffers[last]

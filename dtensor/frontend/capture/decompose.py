@@ -70,7 +70,7 @@ def decompose(module: Held, mode: FakeTensorMode) -> bool:
 def lift_constants(module: Held, mode: FakeTensorMode) -> dict[fx.Node, torch.Tensor]:
     """Each tensor that get_attr nodes name becomes one placeholder after the others; its value."""
     graph = module.graph
-    found: dict[fx.Node, torch.Tensor] = {}
+    constants: dict[fx.Node, torch.Tensor] = {}
     lifted: dict[str, fx.Node] = {}
     for node in graph.find_nodes(op="get_attr"):
         target = str(node.target)
@@ -82,10 +82,10 @@ def lift_constants(module: Held, mode: FakeTensorMode) -> dict[fx.Node, torch.Te
             with graph.inserting_after(before[-1] if before else None):
                 lifted[target] = graph.placeholder(f"const_{len(lifted)}")
             lifted[target].meta["val"] = mode.from_tensor(value)
-            found[lifted[target]] = value.detach().cpu()
+            constants[lifted[target]] = value.detach().cpu()
         node.replace_all_uses_with(lifted[target])
         graph.erase_node(node)
-    return found
+    return constants
 
 
 def has_rule(call: OpCall) -> bool:
@@ -213,8 +213,8 @@ def _fresh_name(module: Held) -> str:
 def table() -> Table:
     """Torch's decompositions by op, and one that it has not. Not loaded with this module: that
     loads torch's compiler."""
-    own = {torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward}
-    return {**decomposition_table(), **own}
+    added = {torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward}
+    return {**decomposition_table(), **added}
 
 
 def _weight_norm_backward(

@@ -33,7 +33,7 @@ from torch import nn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
-from dtensor.frontend.capture.refusals import Watch, planning_error
+from dtensor.frontend.capture.refusals import RefusalMode, planning_error
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import (
     OURS,
@@ -62,7 +62,7 @@ def of_program(error: Exception, root: CallAsModule) -> Exception:
         if running:
             error.add_note(f"raised while the program was captured, in {running}")
         return error.with_traceback(users_frames(error, MAX_FRAMES))
-    found = planning_error(
+    planning = planning_error(
         "The program raises while it is captured.",
         *_message(error),
         *([running] if running else []),
@@ -71,8 +71,8 @@ def of_program(error: Exception, root: CallAsModule) -> Exception:
         fix=_fix(error),
     )
     innermost = users_frames(error, 1)
-    found.__cause__ = error.with_traceback(None)
-    return found.with_traceback(innermost)
+    planning.__cause__ = error.with_traceback(None)
+    return planning.with_traceback(innermost)
 
 
 def of_backward(error: Exception) -> Exception:
@@ -84,7 +84,7 @@ def of_backward(error: Exception) -> Exception:
         return error
     if by is not None:
         return error.with_traceback(users_frames(error, MAX_FRAMES))
-    found = planning_error(
+    planning = planning_error(
         "The program's backward raises while it is captured.",
         *_message(error),
         source=source,
@@ -92,8 +92,8 @@ def of_backward(error: Exception) -> Exception:
         "a module that is not trained .requires_grad_(False)",
     )
     cause = error.with_traceback(innermost_of(error))
-    found.__cause__ = cause
-    return found.with_traceback(users_frames(error, 1))
+    planning.__cause__ = cause
+    return planning.with_traceback(users_frames(error, 1))
 
 
 def _message(error: Exception) -> list[str]:
@@ -130,7 +130,7 @@ def _running_module(frames: list[tuple[FrameType, int]], call: FlatCall) -> str:
 
 def _operands(frames: list[tuple[FrameType, int]], line: str) -> list[str]:
     for frame, _ in reversed(frames):
-        if frame.f_code is Watch.__torch_function__.__code__:
+        if frame.f_code is RefusalMode.__torch_function__.__code__:
             func, args = frame.f_locals["func"], frame.f_locals["args"]
             named = frame.f_locals["kwargs"].items()
             shown = [_operand(a) for a in args] + [f"{k}={_operand(v)}" for k, v in named]

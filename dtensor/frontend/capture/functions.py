@@ -91,14 +91,14 @@ class Applied:
         before = [x._version for x in self.tensors]
         with _Unwritten():
             out = self._apply(*args)
-        made = _tensors(out)
+        results = _tensors(out)
         changed = [x._version for x in self.tensors] != before
-        if changed or any(x is y for x in made for y in self.tensors):
+        if changed or any(x is y for x in results for y in self.tensors):
             raise self.refused(
                 "it changes an argument in place (ctx.mark_dirty)", "return a new tensor"
             )
         wanted = [x for x in self.tensors if x.requires_grad]
-        ends = [x for x in made if x.requires_grad]
+        ends = [x for x in results if x.requires_grad]
         if wanted and ends:
             with DisableTorchFunction():
                 ones = [torch.ones_like(x) for x in ends]

@@ -67,10 +67,10 @@ def segments_of(module: fx.GraphModule) -> tuple[GraphSegment, ...]:
             runs[-1][1].extend(segment.nodes)
         else:
             runs.append(("" if alone else segment.prefix, list(segment.nodes)))
-    found = _segments(module, runs)
-    first = {segment.program: segment for segment in reversed(found)}
-    spared = sum(len(s.nodes) for s in found if first[s.program] is not s)
-    return tuple(found) if spared > EXPORT * len(first) else ()
+    segments = _segments(module, runs)
+    first = {segment.program: segment for segment in reversed(segments)}
+    spared = sum(len(s.nodes) for s in segments if first[s.program] is not s)
+    return tuple(segments) if spared > EXPORT * len(first) else ()
 
 
 def _segments(module: fx.GraphModule, runs: Sequence[Run]) -> list[GraphSegment]:
@@ -128,10 +128,12 @@ def _segment(
     outputs: Any = module.graph.output_node().args[0] if last else ()
     if last:
         outer.update(dict.fromkeys(x for x in outputs if x not in inside))
-    made = outputs if last else [n for n in nodes if any(u not in inside for u in n.users)]
+    crossing_values = (
+        outputs if last else [n for n in nodes if any(u not in inside for u in n.users)]
+    )
     reads = tuple(x for x in outer if x.op != "get_attr")
     attributes = tuple(x for x in outer if x.op == "get_attr")
-    crossing = {*outer, *made}
+    crossing = {*outer, *crossing_values}
     changed = any(_changes_what_crosses(node, crossing) for node in nodes)
     numbers: list[tuple[str, int]] = []
     places = {node: ("here", i) for i, node in enumerate(nodes)}
@@ -143,10 +145,10 @@ def _segment(
         nodes=tuple(nodes),
         reads=reads,
         attributes=attributes,
-        makes=tuple(made),
+        makes=tuple(crossing_values),
         numbers=tuple(numbers),
         prefix=prefix,
-        program=object() if changed else (calls, tuple(places[n] for n in made), last),
+        program=object() if changed else (calls, tuple(places[n] for n in crossing_values), last),
     )
 
 

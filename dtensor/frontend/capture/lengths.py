@@ -35,7 +35,7 @@ import sympy
 import torch
 from torch import fx, nn
 
-from dtensor.frontend.alone import ONE_AT_A_TIME, is_capturing
+from dtensor.frontend.call_lock import CALL_LOCK, is_capturing
 from dtensor.frontend.capture.call_as_module import (
     CallAsModule,
     FlatCall,
@@ -47,11 +47,11 @@ from dtensor.frontend.capture.call_as_module import (
 from dtensor.frontend.capture.capture import export_call, graph_of, in_capture
 from dtensor.frontend.capture.layers import attribute_of, print_of
 from dtensor.frontend.capture.patches import load_compiler, surrounding
-from dtensor.frontend.capture.replaced import here_alone, replaced
+from dtensor.frontend.capture.thread_patches import here_alone, replaced
 from dtensor.frontend.graph import Const, Graph, OutTree
-from dtensor.frontend.reads.effects import Before, undo
-from dtensor.frontend.reads.reads import Reads, custom_ops
-from dtensor.frontend.reads.walk import RanCode, space_of, walk
+from dtensor.frontend.guards.guards import Guards, custom_ops
+from dtensor.frontend.guards.side_effects import StateBefore, undo
+from dtensor.frontend.guards.walk import ExecutedCode, space_of, walk
 from dtensor.frontend.source import source_here
 from dtensor.private_torch import (
     FakeTensor,
@@ -88,7 +88,7 @@ class ForLengths:
     layouts: tuple[Hashable, ...]
     guards: tuple[Any, ...]
     out_tree: OutTree
-    reads: Reads
+    reads: Guards
     constants: tuple[torch.Tensor, ...]
     grads: Grads
 
@@ -103,7 +103,7 @@ class ForLengths:
 
         Raises NotForLengths where a guard does not hold, or what the program read has changed.
         """
-        with ONE_AT_A_TIME, collector_paused():
+        with CALL_LOCK, collector_paused():
             with self._cut_down(flat_call(fn, args, kwargs, main)) as made:
                 graph = graph_of(*made)
             found = [(c.name, c.value) for c in graph.inputs if isinstance(c, Const)]
@@ -123,7 +123,7 @@ class ForLengths:
             (repr(t.spec), repr(t.leaves), t.is_tensor) for t in (self.out_tree, graph.out_tree)
         ]
         call = flat_call(fn, args, kwargs, main)
-        with ONE_AT_A_TIME, collector_paused(), self._cut_down(call) as (_, forward, _, _):
+        with CALL_LOCK, collector_paused(), self._cut_down(call) as (_, forward, _, _):
             return trees[0] == trees[1] and print_of(forward) == graph.exported
 
     def _check(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -164,7 +164,7 @@ class ForLengths:
         constants = self._constants()
         self._check(call.tensors)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        root = CallAsModule(call, self.grads, Before(walk(())), surrounding())
+        root = CallAsModule(call, self.grads, StateBefore(walk(())), surrounding())
         root.seen.out_tree = self.out_tree
         with in_capture(), faked(call, self.grads, mode) as tensors:
             yield root, _Cut(root, mode, constants).module(self.module, tensors), tensors, mode
@@ -187,22 +187,22 @@ def export_for_lengths(
     grads: Grads,
     main: nn.Module | None,
     dims: Dims,
-    ran: RanCode | None = None,
+    ran: ExecutedCode | None = None,
 ) -> ForLengths:
     """Runs the call's Python with symbols for these dims. ``ran``: the code that a capture ran, in
     which `type` is watched; any other that uses it is refused.
 
     Raises NotForLengths, or whatever the program raises then.
     """
-    with ONE_AT_A_TIME, collector_paused():
+    with CALL_LOCK, collector_paused():
         return _exported(flat_call(fn, args, kwargs, main), grads, dims, ran)
 
 
-def _exported(call: FlatCall, grads: Grads, dims: Dims, known: RanCode | None) -> ForLengths:
+def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | None) -> ForLengths:
     refuse_hooks(call, grads)
     load_compiler()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    before = Before(walk(call.roots))
+    before = StateBefore(walk(call.roots))
     root = CallAsModule(call, grads, before, surrounding())
     symbols = _Symbols(dims)
     watch = _Watch(known)
@@ -231,7 +231,7 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: RanCode | None) -
     ran = root.recorder.codes()
     if ran is not None:  # guards run sympy, which the program does not
         kept = {i: c for i, c in ran.codes.items() if not c.co_filename.startswith(_OTHERS)}
-        ran = RanCode(kept, ran.calls)
+        ran = ExecutedCode(kept, ran.calls)
     if ran is None or (asks := watch.asks_for_type(ran)):
         raise NotForLengths(f"{asks} asks for a type" if ran else "its Python was not seen")
     if any(isinstance(leaf, _SYMBOLIC) for leaf in root.seen.out_tree.leaves):
@@ -245,7 +245,7 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: RanCode | None) -
         layouts=tuple(_layout(x, i, dims) for i, x in enumerate(call.tensors)),
         guards=found,
         out_tree=root.seen.out_tree,
-        reads=Reads(call.roots, ran, [(str(i), x) for i, x in enumerate(constants)]),
+        reads=Guards(call.roots, ran, [(str(i), x) for i, x in enumerate(constants)]),
         constants=constants,
         grads=grads,
     )
@@ -348,7 +348,7 @@ _SYMPY = os.path.dirname(sympy.__file__) + os.sep
 _MPMATH = os.path.join(os.path.dirname(os.path.dirname(sympy.__file__)), "mpmath") + os.sep
 _OTHERS = (_SYMPY, _MPMATH)
 _INSIDES = (_TORCH, _OURS, *_OTHERS, "<frozen", "<eval_with_key>")
-_BETWEEN = ("abc.py", "functools.py", "capture/lengths.py", "capture/replaced.py")
+_BETWEEN = ("abc.py", "functools.py", "capture/lengths.py", "capture/thread_patches.py")
 """Who asks in the name of another."""
 
 
@@ -371,7 +371,7 @@ def _by_logger() -> bool:
 class _Watch:
     """Within, notes what turns a symbolic number into something that has no guard."""
 
-    def __init__(self, known: RanCode | None) -> None:
+    def __init__(self, known: ExecutedCode | None) -> None:
         self.seen: list[str] = []
         codes = [c for c in known.codes.values() if _uses_type(c)] if known is not None else []
         files = {code.co_filename for code in codes}
@@ -381,7 +381,7 @@ class _Watch:
         ]
         self._files = {vars(module)["__file__"] for module in self._modules}
 
-    def asks_for_type(self, ran: RanCode) -> str | None:
+    def asks_for_type(self, ran: ExecutedCode) -> str | None:
         """A function of the user's that uses `type` unseen, or matches classes, which cannot be
         watched: both answer otherwise for a symbol."""
         for code in ran.codes.values():

@@ -54,8 +54,8 @@ def annotate_nodes(graph: fx.Graph, prefixes: Mapping[str, str]) -> None:
         module = calls[-1].partition("@")[0] if calls else ""
         source = source_of_trace(trace) if trace else None
         if backward and seq in forward_of:
-            found, path = forward_of[seq]
-            source, module = source or found, module or path
+            source_of_forward, path = forward_of[seq]
+            source, module = source or source_of_forward, module or path
         if source is None and node.op == "call_function":
             # An addition of gradients, or an op of a region that lost its lines.
             for operand in node.all_input_nodes:
@@ -82,13 +82,13 @@ def called(stack: Mapping[str, tuple[str, object]], prefixes: Mapping[str, str])
 
     ``blocks.0``; ``norm@1`` for the second call of one module. Torch numbers its keys alike.
     """
-    found: list[str] = []
+    calls: list[str] = []
     for key, (path, _) in stack.items():
         name = user_path(path, prefixes) if path else ""
         if name:
             _, at, number = key.partition("@")
-            found.append(f"{name}{at}{number}")
-    return tuple(found)
+            calls.append(f"{name}{at}{number}")
+    return tuple(calls)
 
 
 def user_path(path: str, prefixes: Mapping[str, str]) -> str:

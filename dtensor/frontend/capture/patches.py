@@ -30,10 +30,10 @@ gets a number, which torch carries from the traced op to the joint graph. With u
 torch makes no gradients where no argument requires grad: refused. So is `context_fn`, which says op
 by op what is saved. `preserve_rng_state` needs nothing: random numbers are counted.
 
-Invariants: outside a capture, and for other threads, nothing behaves otherwise (replaced.py); what
-another thread compiles with `torch.compile` waits for the end, as it waits for others that compile.
-These are private parts of torch, which the tests hold for each supported version. Not here: what a
-region saves (sharding/plan/passes/recompute.py), what else is refused (refusals.py).
+Invariants: outside a capture, and for other threads, nothing behaves otherwise (thread_patches.py);
+what another thread compiles with `torch.compile` waits for the end, as it waits for others that
+compile. These are private parts of torch, which the tests hold for each supported version. Not
+here: what a region saves (sharding/plan/passes/recompute.py), what else is refused (refusals.py).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.alone import ONE_AT_A_TIME, PerThread, is_capturing, started
+from dtensor.frontend.call_lock import CALL_LOCK, PerThread, is_capturing, started
 from dtensor.frontend.capture.refusals import ASSIGNED, is_same_memory, planning_error
-from dtensor.frontend.capture.replaced import (
+from dtensor.frontend.capture.thread_patches import (
     answered_here,
     filtered,
     here_alone,
@@ -106,7 +106,8 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         (_Patcher, "patch_method", _patched_here),
         (Thread, "start", _noted),
         (_trace, "_override_builtin_ops", lambda _: _builtins_here),
-        # It would put back what other threads have assigned; what the program has, effects.py sees.
+        # It would put back what other threads have assigned; what the program has, side_effects.py
+        # sees.
         (_trace, "_detect_attribute_assignment", lambda _: lambda _: nullcontext()),
         (_trace, "_ignore_backend_decomps", lambda _: nullcontext),  # flags of the process
         # What torch logs with a traceback it raises too; of a program that depends on data it
@@ -130,11 +131,11 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     held: Any = parametrize._cache
     weights = PerThread(held)
     weights.clear()  # to this thread: `cached()` around the call has weights that were computed
-    own = [(_SingleLevelFunction, "apply", applying), (parametrize, "_cache", weights)]
+    changes_here = [(_SingleLevelFunction, "apply", applying), (parametrize, "_cache", weights)]
     with ExitStack() as stack:
         # Before anything is changed: torch changes the same as it compiles, in another thread.
-        stack.enter_context(ONE_AT_A_TIME.and_then(compile_lock()))
-        stack.enter_context(replaced([*changes, *own]))
+        stack.enter_context(CALL_LOCK.and_then(compile_lock()))
+        stack.enter_context(replaced([*changes, *changes_here]))
         stack.enter_context(answered_here(FLAGS))
         stack.enter_context(
             unlogged(

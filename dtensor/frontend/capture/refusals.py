@@ -1,6 +1,6 @@
 """What cannot be captured faithfully, refused while planning with the user's line and a remedy.
 
-    with Watch():                    # .item() and the like, parameters that were closed over
+    with RefusalMode():              # .item() and the like, parameters that were closed over
         fn(...)
     check_forward(exported, True)    # sizes that depend on data, sparse gradients
     check_joint(graph)               # random ops, control flow
@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import bound, type_text
-from dtensor.frontend.reads.effects import Change, line_of_change
-from dtensor.frontend.reads.ran import CodeRecorder
-from dtensor.frontend.reads.walk import RanCode
+from dtensor.frontend.guards.executed_code import CodeRecorder
+from dtensor.frontend.guards.side_effects import Change, line_of_change
+from dtensor.frontend.guards.walk import ExecutedCode
 from dtensor.frontend.source import Source, source_here, source_of_trace
 from dtensor.private_torch import (
     BatchNorm,
@@ -44,7 +44,7 @@ from dtensor.private_torch import (
 )
 
 if TYPE_CHECKING:
-    from dtensor.frontend.capture.given_memory import GivenMemory
+    from dtensor.frontend.capture.data_assignment import DataAssignments
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
@@ -94,18 +94,21 @@ _HOOKS = {
 }
 
 
-class Watch(TorchFunctionMode):
+class RefusalMode(TorchFunctionMode):
     """Sees each torch call of the user's function, before anything is computed. ``recorder``: what
     code torch runs for it is of no interest; ``own``: its parameters and buffers, ``inputs``: its
     arguments; ``given``: which of these it gave other memory, once it does."""
 
     def __init__(
-        self, recorder: CodeRecorder, own: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+        self,
+        recorder: CodeRecorder,
+        parameters: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
     ) -> None:
         super().__init__()
         self.recorder = recorder
-        self.own, self.inputs = own, inputs
-        self.given: GivenMemory | None = None
+        self.own, self.inputs = parameters, inputs
+        self.given: DataAssignments | None = None
 
     def __torch_function__(
         self,
@@ -178,9 +181,9 @@ class Watch(TorchFunctionMode):
 
     def _gives(self, x: torch.Tensor, y: object) -> bool:
         if self.given is None:
-            from dtensor.frontend.capture.given_memory import GivenMemory  # few programs do
+            from dtensor.frontend.capture.data_assignment import DataAssignments  # few programs do
 
-            self.given = GivenMemory(self.own, self.inputs)
+            self.given = DataAssignments(self.own, self.inputs)
         return self.given.gives(x, y)
 
     def _made(self, result: Any) -> Any:
@@ -366,7 +369,7 @@ def hooks_on_gradients(
 
 
 def changes_outside(
-    changes: Sequence[Change], ran: RanCode | None, source: Source | None
+    changes: Sequence[Change], ran: ExecutedCode | None, source: Source | None
 ) -> PlanningError:
     """For a program that changes, at each call, what a captured step would change once."""
     return planning_error(

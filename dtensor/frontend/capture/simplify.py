@@ -182,9 +182,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     elif target in _STRIDED:
         from dtensor.frontend.capture.strides import rearranged  # few programs need it
 
-        if found := rearranged(node, call):
-            _become(graph, node, found[-1])
-            for new in found:
+        if nodes := rearranged(node, call):
+            _become(graph, node, nodes[-1])
+            for new in nodes:
                 _rewrite(graph, new)
     elif _is_of_number(node):
         bare: Any = target
@@ -323,14 +323,14 @@ def _goes_on(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
+    terms: list[fx.Node] = []
     for term in node.args:
         assert isinstance(term, fx.Node)
         if _is_sum(term) and len(term.users) == 1:
-            found += _terms(term)
+            terms += _terms(term)
         else:
-            found.append(term)
-    return found
+            terms.append(term)
+    return terms
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -213,11 +213,13 @@ def _check(forward: fx.GraphModule, parts: Sequence[_Occurrence]) -> None:
             uses.setdefault(id(attribute_of(forward, node)), {})[str(node.target)] = None
     if any(len(names) > 1 for names in uses.values()):
         raise NotAlone  # one tensor under two names
-    for node, found in readers.items():
+    for node, occurrences in readers.items():
         value = attribute_of(forward, node) if node.op == "get_attr" else None
-        argument = node.op == "placeholder" and len(found) > 1 and _wants(node, found[0])
+        argument = (
+            node.op == "placeholder" and len(occurrences) > 1 and _wants(node, occurrences[0])
+        )
         if argument or (
-            isinstance(value, torch.Tensor) and value.requires_grad and _sums(node, found)
+            isinstance(value, torch.Tensor) and value.requires_grad and _sums(node, occurrences)
         ):
             raise NotAlone
 
@@ -231,10 +233,10 @@ def _wants(node: fx.Node, part: _Occurrence) -> bool:
     )
 
 
-def _sums(node: fx.Node, found: Sequence[_Occurrence]) -> bool:
+def _sums(node: fx.Node, occurrences: Sequence[_Occurrence]) -> bool:
     """Whether autograd would not add a parameter's gradients segment by segment: one but the last
     has several of its own, which it would add one by one to those of later segments."""
-    inside = [sum(user in part.segment.nodes for user in node.users) for part in found]
+    inside = [sum(user in part.segment.nodes for user in node.users) for part in occurrences]
     return any(count > 1 for count in inside[:-1])
 
 
@@ -301,8 +303,8 @@ class _Stitcher:
 class _Copy:
     """One segment's copy of its kind's graph."""
 
-    def __init__(self, whole: _Stitcher, part: _Occurrence) -> None:
-        self.whole, self.part = whole, part
+    def __init__(self, stitcher: _Stitcher, part: _Occurrence) -> None:
+        self.whole, self.part = stitcher, part
         self.env: dict[fx.Node, fx.Node] = {}
         self.outputs: dict[Any, fx.Node] = {}
         numbers = zip(part.kind.segment.numbers, part.segment.numbers, strict=True)
@@ -319,8 +321,8 @@ class _Copy:
                 desc = node.meta["desc"]
                 match desc:
                     case aot.ParamAOTInput(target) | aot.BufferAOTInput(target) if target in names:
-                        own = str(segment.attributes[names[target]].target)
-                        self.env[node] = self.whole.inputs[type(desc)(own)]
+                        attribute = str(segment.attributes[names[target]].target)
+                        self.env[node] = self.whole.inputs[type(desc)(attribute)]
                         self._like(self.env[node], node)
                     case aot.PlainAOTInput(idx=index):
                         self.env[node] = self.whole.values[segment.reads[index]]
@@ -361,18 +363,18 @@ class _Copy:
                 case aot.PlainAOTInput(idx=index):
                     read = segment.reads[index]
                     if read.op == "placeholder":
-                        own = self.whole.values[read].meta["desc"]
-                        self.whole.accumulate(own, gradient)
+                        description = self.whole.values[read].meta["desc"]
+                        self.whole.accumulate(description, gradient)
                     else:
                         tangents[read] = gradient
                 case of:
                     node = next(n for n in self.env if n.meta.get("desc") == of)
                     self.whole.accumulate(self.env[node].meta["desc"], gradient)
 
-    def _like(self, own: fx.Node, node: fx.Node) -> None:
+    def _like(self, copied: fx.Node, node: fx.Node) -> None:
         """An input of the whole is what the first segment that reads it knows it to be."""
-        if own.op == "placeholder" and "val" not in own.meta:
-            own.meta |= {k: v for k, v in node.meta.items() if k != "desc"}
+        if copied.op == "placeholder" and "val" not in copied.meta:
+            copied.meta |= {k: v for k, v in node.meta.items() if k != "desc"}
 
     def _copy(self, node: fx.Node) -> None:
         if node.op == "get_attr":

@@ -221,13 +221,13 @@ class _Stager:
         homes: dict[str, set[int]] = {}
         while True:
             needed = self._needed_with(homes)
-            found: dict[str, set[int]] = {}
+            stages_of: dict[str, set[int]] = {}
             for output, item in self._mutations():
                 if self.places[output.value].stage is None:
-                    found.setdefault(output.value, set()).update(needed.get(item.name, ()))
-            if found == homes:
+                    stages_of.setdefault(output.value, set()).update(needed.get(item.name, ()))
+            if stages_of == homes:
                 return needed
-            homes = found
+            homes = stages_of
 
     def _mutations(self) -> list[tuple[Output, Input]]:
         inputs = {item.label: item for item in self.flow.inputs}

@@ -91,10 +91,10 @@ def _read(graph: fx.Graph, call: OpCall) -> Expansion | None:
             numbers[node] = count
             count += 1
         elif node.op == "call_function":
-            found, nodes = op_call(node)
-            if found.multiple or not has_rule(found):
+            read, nodes = op_call(node)
+            if read.multiple or not has_rule(read):
                 return None
-            calls.append(found)
+            calls.append(read)
             operands.append(tuple(numbers[n] for n in nodes))
             numbers[node] = count
             count += 1

@@ -34,8 +34,8 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.composites import COMPOSITES, OVER_BATCH, expansion
 from dtensor.private_torch import FakeTensorMode
 from dtensor.sharding.ops.call import Meta, OpCall, Operand
+from dtensor.sharding.plan.choose.axis_problem import axis_problem_of, inner_mesh
 from dtensor.sharding.plan.choose.opened_factors import reach
-from dtensor.sharding.plan.choose.question import inner_mesh, question_of
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.planner import rules_of
 from dtensor.sharding.plan.request import Request
@@ -94,21 +94,21 @@ class _Cut:
 def _cuts(request: Request) -> dict[str, _Cut]:
     """By op, how the microbatches cut the rows of each batch norm that would mix them."""
     flow, num = request.flow, request.num_microbatches
-    found = {
+    mixing = {
         op.name: op
         for op in flow.ops
         if op.call.target in _TRAINS and op.call.args[_TRAINS[op.call.target]] is True
     }
-    if not found:
+    if not mixing:
         return {}
     rules = rules_of(flow)
-    question = question_of(request, inner_mesh(request), rules)
+    axis_problem = axis_problem_of(request, inner_mesh(request), rules)
     # for the split to pass them, these too may be cut in their rows
-    open_rules = {n: replace(r, whole=frozenset()) if n in found else r for n, r in rules.items()}
-    pins = list(question.pins[MICROBATCH_AXIS].values())
+    open_rules = {n: replace(r, whole=frozenset()) if n in mixing else r for n, r in rules.items()}
+    pins = list(axis_problem.pins[MICROBATCH_AXIS].values())
     split = reach(flow, open_rules, pins, MICROBATCH_AXIS, num).shardings
     cuts: dict[str, _Cut] = {}
-    for name, op in found.items():
+    for name, op in mixing.items():
         value = op.operands[0]
         shards = [shard for shard in split.get(value, ()) if shard.dim == 0]
         if shards:
@@ -123,7 +123,7 @@ def _cut(request: Request, op: Op, shard: Shard) -> _Cut:
     held = index_sets(shard, size, num)
     batch = request.flow.metas[request.batch[0]].shape[0]
     values = math.prod(meta.shape) // meta.shape[1]  # of a channel
-    whole = [n for n in range(1, num) if batch % (n * ranks) == 0 and values > n]
+    divisors = [n for n in range(1, num) if batch % (n * ranks) == 0 and values > n]
     if size % (ranks * num) or held != index_sets(Shard(0, ranks), size, num):
         fact = 'batch_norm="per_microbatch" takes microbatches of one size.'
         other = f"a batch that is a multiple of {ranks * num}, as with DataLoader(drop_last=True)"
@@ -137,7 +137,7 @@ def _cut(request: Request, op: Op, shard: Shard) -> _Cut:
         f"  {op.operands[0]}: {meta}, its rows in {num} microbatches: "
         f"{', '.join(str(length(each)) for each in held)}",
         *([f"  {op.source}: {op.source_text}"] if op.source else []),
-        f"fix: {f'microbatches={whole[-1]}, or ' if whole else ''}{other}",
+        f"fix: {f'microbatches={divisors[-1]}, or ' if divisors else ''}{other}",
     ]
     raise PlanningError("\n".join(lines))
 
@@ -188,9 +188,9 @@ class _Writer:
             out = target(*map(fakes, args), **kwargs)
         multiple = isinstance(out, (tuple, list))
         results = tuple(out) if multiple else (out,)
-        own = unused(f"{self.op.name}_{target.__name__.split('.')[0].lstrip('_')}", self.taken)
+        op_name = unused(f"{self.op.name}_{target.__name__.split('.')[0].lstrip('_')}", self.taken)
         made = tuple(
-            None if fake is None else _Value(name or unused(own, self.taken), fake)
+            None if fake is None else _Value(name or unused(op_name, self.taken), fake)
             for name, fake in zip(names, results, strict=True)
         )
         call = OpCall(
@@ -205,7 +205,7 @@ class _Writer:
         self.ops.append(
             replace(
                 self.op,
-                name=own,
+                name=op_name,
                 call=call,
                 operands=tuple(v.name for v in operands),
                 results=tuple(None if v is None else v.name for v in made),
@@ -227,10 +227,14 @@ class _Writer:
     def narrow(self, y: _Value, cut: _Cut, name: str | None) -> _Value:
         """The way back."""
         rows, channels, *rest = y.fake.shape
-        own = channels // cut.num
-        parts = self.one(aten.reshape.default, y, [cut.ranks, cut.rows, cut.num, own, *rest])
+        channels_each = channels // cut.num
+        parts = self.one(
+            aten.reshape.default, y, [cut.ranks, cut.rows, cut.num, channels_each, *rest]
+        )
         apart = self.one(aten.permute.default, parts, [0, 2, 1, *range(3, 4 + len(rest))])
-        return self.one(aten.reshape.default, apart, [rows * cut.num, own, *rest], name=name)
+        return self.one(
+            aten.reshape.default, apart, [rows * cut.num, channels_each, *rest], name=name
+        )
 
     def tiled(self, vector: _Value | None, cut: _Cut) -> _Value | None:
         """[c] as [(m c)]: the same for each microbatch."""
@@ -321,7 +325,7 @@ class _Calls:
     def counters(self) -> set[str]:
         """The ops that count batches, beside running statistics that move with microbatches."""
         labels = {item.name: item.label for item in self.flow.inputs}
-        found: set[str] = set()
+        counters: set[str] = set()
         for name, (turn, _) in self.turns.items():
             mean = next(_argument(op, 3) for op in self.flow.ops if op.name == name)
             if turn or mean not in labels:
@@ -331,9 +335,9 @@ class _Calls:
             while value is not None:
                 users = self.flow.consumers.get(value, ())
                 adds = [op for op, _ in users if _counts(op)]
-                found.update(op.name for op in adds)
+                counters.update(op.name for op in adds)
                 value = adds[0].results[0] if len(adds) == 1 else None
-        return found
+        return counters
 
     def rewrite(self, op: Op, w: _Writer) -> None:
         cut = self.cuts[op.name]

@@ -51,11 +51,11 @@ class Units:
 
 def _users(used: Iterable[tuple[str, ...]]) -> dict[str, tuple[int, ...]]:
     """What each unit uses, as each of it to the units."""
-    found: dict[str, tuple[int, ...]] = {}
+    users: dict[str, tuple[int, ...]] = {}
     for number, names in enumerate(used):
         for name in names:
-            found[name] = (*found.get(name, ()), number)
-    return found
+            users[name] = (*users.get(name, ()), number)
+    return users
 
 
 def units_of(
@@ -70,11 +70,11 @@ def units_of(
     plain: frozenset[str] = frozenset()  # ops that combine, but run where another unit is
     while True:
         units, begun = _chain(flow, aliases, containers, plain)
-        found = Units(units=units, flow=flow, reused=())
+        unstaged = Units(units=units, flow=flow, reused=())
         if len(units) < 2:
-            return found
-        by_name = found.of_name()
-        parts = staged(flow, found.of_label(), len(units), by_name)
+            return unstaged
+        by_name = unstaged.of_name()
+        parts = staged(flow, unstaged.of_label(), len(units), by_name)
         at = {op.name: op.stage for op in parts.ops}
         moved = {name for name, unit in begun.items() if at[name] != unit}
         if not moved:
@@ -86,7 +86,7 @@ def units_of(
         for number, second in enumerate(used)
         for first in used[:number]
     )
-    return Units(units=found.units, flow=parts, reused=reused)
+    return Units(units=unstaged.units, flow=parts, reused=reused)
 
 
 def _chain(
@@ -133,5 +133,5 @@ def _anchors(flow: Dataflow) -> Iterator[tuple[Op, tuple[str, ...]]]:
 
 def _name_at(op: Op, names: tuple[str, ...]) -> str:
     """Of a tied parameter's names the one by which the op's module has it, else the first."""
-    own = [name for name in names if name.rpartition(".")[0] == op.module]
-    return own[0] if own else names[0]
+    names_here = [name for name in names if name.rpartition(".")[0] == op.module]
+    return names_here[0] if names_here else names[0]

@@ -64,14 +64,14 @@ def record(module: nn.Module, init: Init, key: Callable[[str], int]) -> dict[str
         for mode in (truncated, recorder, _AsIfReal()):
             stack.enter_context(mode)
         built = _run(module, init, stack)
-    names, found = first_names(module), named_tensors(built)
+    names, tensors = first_names(module), named_tensors(built)
     recipes: dict[str, Recipe] = {}
     for name, tensor in named_tensors(module).items():
         if not tensor.is_meta:
             continue
         first = names[name]
         if first not in recipes:
-            made = found.get(first)
+            made = tensors.get(first)
             if made is None or made.shape != tensor.shape or made.dtype != tensor.dtype:
                 raise planning_error(
                     f"init= builds a model without {first} as this model has it.",
@@ -274,13 +274,13 @@ class InitRecorder(TorchDispatchMode):
 
     def kept(self, memory: _Memory) -> list[int]:
         """The steps on which its last value depends, in order."""
-        found, ahead = set[int](), list(memory.last)
+        needed, ahead = set[int](), list(memory.last)
         while ahead:
             i = ahead.pop()
-            if i not in found:
-                found.add(i)
+            if i not in needed:
+                needed.add(i)
                 ahead += self.after[i]
-        return sorted(found)
+        return sorted(needed)
 
     def recipe(self, name: str, tensor: Tensor, key: Callable[[str], int]) -> Recipe:
         """The recipe of the tensor's present value."""
@@ -315,9 +315,9 @@ class InitRecorder(TorchDispatchMode):
                     raise cannot(step, "draws from its own generator")
                 raise cannot(step, "draws random numbers that have no counter")
             if isinstance(step.target, str) and step.target != "constant":
-                found = self.keys.setdefault(i, Key(key(name), 0, num_random))
+                random_key = self.keys.setdefault(i, Key(key(name), 0, num_random))
                 num_random += 1
-                step = replace(step, key=found)
+                step = replace(step, key=random_key)
             steps.append(step)
         if not memory.is_filled((0, view.storage_bytes)):
             raise refused(

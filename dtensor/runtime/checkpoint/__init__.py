@@ -10,9 +10,10 @@ The files are torch.distributed.checkpoint's, with a `.metadata` for torch's too
 
 - records.py: pieces of tensors, what is recorded of them, their checksums.
 - extra.py: values that users add, as JSON. torch_save.py: a tensor's bytes in torch.save's files.
-- folders.py: folders that are there whole or not at all. manifest.py, dcp_metadata.py: what says
+- atomic_folder.py: folders that are there whole or not at all. manifest.py, dcp_metadata.py: what
+says
   what is in one.
-- safetensors.py: Hugging Face's directories. strangers.py: those of torch that others wrote.
+- safetensors.py: Hugging Face's directories. foreign_dcp.py: those of torch that others wrote.
 - parts.py: what a rank writes. writing.py: what the controller does. reading.py.
 """
 

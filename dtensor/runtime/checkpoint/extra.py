@@ -148,10 +148,10 @@ def _decode_tagged(kind: str, rest: dict[str, Any], tensors: Mapping[str, torch.
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](decoded(item, tensors) for item in of)
     if kind in _MAPPINGS:
-        made = _MAPPINGS[kind]()
+        mapping = _MAPPINGS[kind]()
         for key, item in of:
-            made[decoded(key, tensors)] = decoded(item, tensors)
-        return made
+            mapping[decoded(key, tensors)] = decoded(item, tensors)
+        return mapping
     match kind:
         case "float":
             return _FLOATS[of]

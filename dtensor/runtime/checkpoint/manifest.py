@@ -84,7 +84,7 @@ def read_head(folder: Path) -> Head | None:
 def made_in(folder: Path, *, skip_damaged: bool) -> list[Head]:
     """What dtensor made in a folder, under the names that they still have, oldest first.
     CheckpointError for a manifest that is damaged, if it is not to be skipped."""
-    found: list[Head] = []
+    heads: list[Head] = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
             try:
@@ -94,8 +94,8 @@ def made_in(folder: Path, *, skip_damaged: bool) -> list[Head]:
                     raise
                 continue
             if head is not None and head.name == entry.name:
-                found.append(head)
-    return sorted(found, key=lambda head: head.sequence)
+                heads.append(head)
+    return sorted(heads, key=lambda head: head.sequence)
 
 
 def damaged(path: Path, why: str) -> CheckpointError:

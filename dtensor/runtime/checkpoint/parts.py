@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtensor.runtime.checkpoint.folders import disk_error, sync, write_all, write_synced
+from dtensor.runtime.checkpoint.atomic_folder import disk_error, sync, write_all, write_synced
 from dtensor.runtime.checkpoint.manifest import read_manifest
 from dtensor.runtime.checkpoint.records import (
     CheckpointError,
@@ -64,10 +64,10 @@ def write_hf_part(folder: str, rank: int, pieces: Sequence[TensorPiece]) -> Part
         by_file: dict[str, list[TensorPiece]] = {}
         for piece in pieces:
             by_file.setdefault(there[piece.name].pieces[0].file, []).append(piece)
-        for file, own in by_file.items():
+        for file, pieces_of_file in by_file.items():
             descriptor = os.open(root / file, os.O_WRONLY)
             try:
-                for piece in own:
+                for piece in pieces_of_file:
                     nbytes += _write_into(descriptor, piece, there[piece.name])
                 os.fsync(descriptor)
             finally:
@@ -138,14 +138,14 @@ class _Part:
             left.unlink()  # by a process of this rank that was lost while it wrote
         before = _records_by_file(self.previous)
         for old, places in before.items():
-            found = [key for keys in places for key in keys if key in todo]
-            if len(found) == len(places):
-                linked = self._link(old, [(todo[key], key[-1]) for key in found])
+            matches = [key for keys in places for key in keys if key in todo]
+            if len(matches) == len(places):
+                linked = self._link(old, [(todo[key], key[-1]) for key in matches])
                 if linked is not None:
                     name, nbytes, new = linked
                     files[name] = nbytes
                     records += new
-                    for key in found:
+                    for key in matches:
                         del todo[key]
         known = {key for places in before.values() for keys in places for key in keys}
         for same in (True, False):
@@ -214,7 +214,7 @@ def _records_by_file(previous: Path | None) -> dict[str, list[list[Key]]]:
         _, body = read_manifest(previous)
     except (OSError, CheckpointError):
         return {}  # removed meanwhile, or damaged: nothing is linked
-    found: dict[str, dict[int, list[Key]]] = {}
+    keys_by_file: dict[str, dict[int, list[Key]]] = {}
     for record in map(TensorRecord.from_json, body["tensors"]):
         for piece in record.pieces:
             if piece.checks is None or piece.data_at is None:
@@ -227,8 +227,11 @@ def _records_by_file(previous: Path | None) -> dict[str, list[list[Key]]]:
                 piece.sizes,
                 piece.checks,
             )
-            found.setdefault(piece.file, {}).setdefault(piece.data_at, []).append(key)
-    return {file: [keys for _, keys in sorted(found[file].items())] for file in sorted(found)}
+            keys_by_file.setdefault(piece.file, {}).setdefault(piece.data_at, []).append(key)
+    return {
+        file: [keys for _, keys in sorted(keys_by_file[file].items())]
+        for file in sorted(keys_by_file)
+    }
 
 
 def _buckets(

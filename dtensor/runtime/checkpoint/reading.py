@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.checkpoint.extra import decoded
+from dtensor.runtime.checkpoint.foreign_dcp import METADATA, load_whole, locate, read_metadata
 from dtensor.runtime.checkpoint.manifest import (
     MANIFEST,
     damaged,
@@ -42,7 +43,6 @@ from dtensor.runtime.checkpoint.records import (
     block_bytes,
 )
 from dtensor.runtime.checkpoint.safetensors import is_directory, read_directory, read_files
-from dtensor.runtime.checkpoint.strangers import METADATA, load_whole, locate, read_metadata
 
 _CHUNK_BYTES = 8 << 20
 _PAGE_BYTES = 1 << 12
@@ -168,11 +168,11 @@ def latest(folder: str | os.PathLike[str], layout: str | None = None) -> str | N
     CheckpointError if a manifest there is damaged: which was the last is not known then.
     """
     try:
-        made = made_in(Path(folder), skip_damaged=False)
+        heads = made_in(Path(folder), skip_damaged=False)
     except FileNotFoundError:
         return None
-    made = [head for head in made if layout in (None, head.layout)]
-    return os.path.join(os.fspath(folder), made[-1].name) if made else None
+    heads = [head for head in heads if layout in (None, head.layout)]
+    return os.path.join(os.fspath(folder), heads[-1].name) if heads else None
 
 
 class _PieceFile:
@@ -279,7 +279,7 @@ def _open_own(folder: Path) -> Checkpoint:
             folder / MANIFEST, f"dtensor does not write such a file ({error!r})"
         ) from error
     opened.tensors = {n: r for n, r in records.items() if n not in kept}
-    if head.layout == "hf":  # by the manifest's files, not by an index: see replacing.py
+    if head.layout == "hf":  # by the manifest's files, not by an index: see existing_folder.py
         there = read_files(folder, [name for name in opened.files if name.endswith(".safetensors")])
         opened.layout, opened.tensors, opened.tied = "hf", there.tensors, there.tied
         wrong = [file for file, nbytes in there.files.items() if opened.files.get(file) != nbytes]

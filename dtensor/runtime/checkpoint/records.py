@@ -235,18 +235,18 @@ def merged(parts: Iterable[TensorRecord]) -> dict[str, TensorRecord]:
 
     ValueError if two parts differ about a tensor, or if pieces overlap or leave a gap.
     """
-    found: dict[str, TensorRecord] = {}
+    by_name: dict[str, TensorRecord] = {}
     for part in parts:
-        known = found.setdefault(part.name, replace(part, pieces=()))
+        known = by_name.setdefault(part.name, replace(part, pieces=()))
         if (known.path, known.dtype, known.shape) != (part.path, part.dtype, part.shape):
             raise ValueError(
                 f"{part.name} is {known.dtype} {known.shape} in one part and {part.dtype} "
                 f"{part.shape} in another"
             )
-        found[part.name] = replace(known, pieces=known.pieces + part.pieces)
+        by_name[part.name] = replace(known, pieces=known.pieces + part.pieces)
     result: dict[str, TensorRecord] = {}
-    for name in sorted(found):
-        record = found[name]
+    for name in sorted(by_name):
+        record = by_name[name]
         pieces = tuple(sorted(record.pieces, key=lambda piece: (piece.offsets, piece.sizes)))
         if not math.prod(record.shape):
             pieces = pieces[:1]

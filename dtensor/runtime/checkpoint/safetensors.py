@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from dtensor.errors import PlanningError
-from dtensor.runtime.checkpoint.folders import write_synced
+from dtensor.runtime.checkpoint.atomic_folder import write_synced
 from dtensor.runtime.checkpoint.records import (
     CheckpointError,
     StoredPiece,
@@ -128,9 +128,14 @@ def make_files(folder: Path, files: Mapping[str, SafetensorsFile]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    made = [_read_file(folder / name)[0] for name in files]
-    weight_map = {name: file for file, own in zip(files, made) for name in own}
-    total = sum(p.nbytes for own in made for record in own.values() for p in record.pieces)
+    records_by_file = [_read_file(folder / name)[0] for name in files]
+    weight_map = {name: file for file, records in zip(files, records_by_file) for name in records}
+    total = sum(
+        p.nbytes
+        for records in records_by_file
+        for record in records.values()
+        for p in record.pieces
+    )
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_synced(folder / INDEX, json.dumps(index, indent=2).encode() + b"\n")
 
@@ -170,8 +175,8 @@ def read_files(
     sizes: dict[str, int] = {}
     tied: dict[str, str] = {}
     for file in files:
-        own, metadata, sizes[file] = _read_file(folder / file)
-        for name, record in own.items():
+        records_of_file, metadata, sizes[file] = _read_file(folder / file)
+        for name, record in records_of_file.items():
             if weight_map is not None and weight_map.get(name) != file:
                 continue  # as transformers does: the index says which files have what
             if name in tensors:

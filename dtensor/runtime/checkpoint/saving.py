@@ -36,7 +36,7 @@ from typing import TypedDict
 import torch
 
 from dtensor.daft import Call, Free, Function, Instruction, Label, Program, RankProgram
-from dtensor.daft.raised import reason_of
+from dtensor.daft.remote_exceptions import reason_of
 from dtensor.runtime.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -45,7 +45,7 @@ from dtensor.runtime.checkpoint import (
     write_hf_part,
     write_part,
 )
-from dtensor.runtime.checkpoint.folders import write_synced
+from dtensor.runtime.checkpoint.atomic_folder import write_synced
 from dtensor.runtime.optimizer.shard_optimizer import is_absent
 from dtensor.runtime.transfer.between_meshes import agreement, placed
 from dtensor.sharding.ops.call import STEP
@@ -107,7 +107,7 @@ def blocks_of(where: Where) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], 
 
 def shares(values: Mapping[Names, StoredTensor], size: int) -> list[list[Share]]:
     """By rank, the blocks that it writes: every element of every value once."""
-    own: list[list[Share]] = [[] for _ in range(size)]
+    shares_by_rank: list[list[Share]] = [[] for _ in range(size)]
     load = [0] * size
     parts: list[tuple[int, list[int], Share]] = []
     for path, value in values.items():
@@ -125,17 +125,20 @@ def shares(values: Mapping[Names, StoredTensor], size: int) -> list[list[Share]]
         if 0 in spec.shape:  # no elements to write, only its record
             where, (rank, *_) = next(iter(alike.items()))
             none = (0,) * len(spec.shape)
-            own[rank].append(
+            shares_by_rank[rank].append(
                 Share(path=path, shape=spec.shape, offsets=none, sizes=shape_of(where), at=none)
             )
     # blocks of one rank alone, then the largest first: the rank with the fewest bytes takes the
     # next
     for nbytes, holders, share in sorted(parts, key=lambda part: (len(part[1]) > 1, -part[0])):
         rank = min(holders, key=lambda r: (load[r], r))
-        own[rank].append(share)
+        shares_by_rank[rank].append(share)
         load[rank] += nbytes
     order = {path: i for i, path in enumerate(values)}
-    return [sorted(mine, key=lambda share: (order[share.path], share.offsets)) for mine in own]
+    return [
+        sorted(mine, key=lambda share: (order[share.path], share.offsets))
+        for mine in shares_by_rank
+    ]
 
 
 def _cut(share: Share, num: int, itemsize: int) -> list[Share]:
@@ -192,16 +195,16 @@ def load_program(
     for in_files, value in values.items():
         for rank in value.at:
             wanted[rank][value.label] = in_files, value.where(rank), value.spec.dtype
-    group = tuple(rank for rank, own in enumerate(wanted) if own)
+    group = tuple(rank for rank, blocks in enumerate(wanted) if blocks)
     functions: list[tuple[str, Function]] = [("place", Function.of(placed, "place"))]
     ranks: list[RankProgram] = []
-    for rank, own in enumerate(wanted):
-        if not own:
+    for rank, blocks in enumerate(wanted):
+        if not blocks:
             ranks.append(RankProgram(instructions=()))
             continue
-        fn = partial(read_shards, folder, tuple(own.values()), device)
+        fn = partial(read_shards, folder, tuple(blocks.values()), device)
         functions.append((f"read on {rank}", Function.of(fn, f"read on {rank}")))
-        names = tuple(own)
+        names = tuple(blocks)
         new = tuple(f"new {name}" for name in names)
         instructions: list[Instruction] = [
             Call(f"read on {rank}", (), new, label=Label("load")),
@@ -211,7 +214,7 @@ def load_program(
         ]
         nbytes = tuple(
             (f"new {name}", math.prod(shape_of(where)) * dtype.itemsize)
-            for name, (_, where, dtype) in own.items()
+            for name, (_, where, dtype) in blocks.items()
         )
         ranks.append(RankProgram(instructions=tuple(instructions), state=names, nbytes=nbytes))
     return Program(

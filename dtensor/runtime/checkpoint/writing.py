@@ -5,8 +5,8 @@
     writing.finish([part, ...], keep=3)                                 # controller; ckpt/100
 
 Invariants: a checkpoint is published when every file in it is synced, its manifest last, by one
-rename of its folder, or into a folder that is there (replacing.py); what `keep` removes is removed
-after that.
+rename of its folder, or into a folder that is there (existing_folder.py); what `keep` removes is
+removed after that.
 
 Not here: who writes which pieces, and that pieces do not change meanwhile.
 """
@@ -25,10 +25,8 @@ from torch import nn
 
 from dtensor.errors import PlanningError, check_kind, check_number
 from dtensor.private_torch import flatten_state_dict
-from dtensor.runtime.checkpoint.dcp_metadata import ValueItem, metadata_bytes
-from dtensor.runtime.checkpoint.extra import decoded, encoded
-from dtensor.runtime.checkpoint.folders import (
-    Claim,
+from dtensor.runtime.checkpoint.atomic_folder import (
+    StagedFolder,
     checked_path,
     claim_folder,
     disk_error,
@@ -37,6 +35,9 @@ from dtensor.runtime.checkpoint.folders import (
     remove_folder,
     write_synced,
 )
+from dtensor.runtime.checkpoint.dcp_metadata import ValueItem, metadata_bytes
+from dtensor.runtime.checkpoint.existing_folder import Replacement, claim_existing
+from dtensor.runtime.checkpoint.extra import decoded, encoded
 from dtensor.runtime.checkpoint.manifest import (
     MANIFEST,
     Head,
@@ -52,7 +53,6 @@ from dtensor.runtime.checkpoint.records import (
     TensorRecord,
     merged,
 )
-from dtensor.runtime.checkpoint.replacing import Replacement, claim_existing
 from dtensor.runtime.checkpoint.safetensors import (
     SHARD_BYTES,
     make_files,
@@ -70,7 +70,7 @@ class Writing:
     """Where parts are written: beside the target."""
     previous: str | None
     """The newest checkpoint in the same folder, whose unchanged files are linked."""
-    _claim: Claim | Replacement
+    _claim: StagedFolder | Replacement
     _head: Head
     _extra: tuple[Any, dict[str, torch.Tensor]]
     _small: list[tuple[tuple[str, ...], Any]]
@@ -190,8 +190,8 @@ class Writing:
             raise
         if keep is not None:
             parent = self._claim.target.parent
-            made = made_in(parent, skip_damaged=True)
-            for head in [head for head in made if head.layout == self._head.layout][:-keep]:
+            heads = made_in(parent, skip_damaged=True)
+            for head in [head for head in heads if head.layout == self._head.layout][:-keep]:
                 try:
                     remove_folder(parent / head.name)
                 except OSError as error:
@@ -229,28 +229,34 @@ class Writing:
         ]
         records = merged(record for part in parts for record in part.tensors)
         files = {file: nbytes for part in parts for file, nbytes in part.files.items()}
-        own = write_part(self.folder, CONTROLLER, pieces, None, self._claim.tag)
+        controllers = write_part(self.folder, CONTROLLER, pieces, None, self._claim.tag)
         if self._head.layout == "hf":
             there = read_directory(folder)
             _check_written(there.tensors, records)
             files |= there.files
             records = {}
-        records |= merged(own.tensors)
-        files |= own.files
+        records |= merged(controllers.tensors)
+        files |= controllers.files
         if self._head.layout == "dcp":
-            leaves = {path[0]: decoded(own, {}) for path, own in self._small if len(path) == 1}
+            leaves = {
+                path[0]: decoded(controllers, {})
+                for path, controllers in self._small
+                if len(path) == 1
+            }
             if tree is not None:
                 leaves["extra"] = tree
             if self._head.step is not None:
                 leaves["step"] = self._head.step
-            nested = _nested((path, own) for path, own in self._small if len(path) > 1)
+            nested = _nested(
+                (path, controllers) for path, controllers in self._small if len(path) > 1
+            )
             more, items = _write_values(folder, nested, leaves)
             files |= more
             write_synced(folder / ".metadata", metadata_bytes(records, items))
         for file, nbytes in files.items():
             if (folder / file).stat().st_size != nbytes:
                 raise CheckpointError(f"{folder / file} is not the {nbytes} bytes written to it")
-        for part in (*parts, own):
+        for part in (*parts, controllers):
             (folder / part_name(part.rank)).unlink()
         body = {
             "files": dict(sorted(files.items())),

@@ -87,8 +87,8 @@ class Actions:
         """The sums over microbatches to which the results of an action are added."""
         key = kind, stage
         if key not in self._sums:
-            made = {name for step in self.steps(kind, stage) for name in step.gives}
-            self._sums[key] = tuple(s for s in self._totals[stage] if s.operand in made)
+            results = {name for step in self.steps(kind, stage) for name in step.gives}
+            self._sums[key] = tuple(s for s in self._totals[stage] if s.operand in results)
         return self._sums[key]
 
     @cached_property
@@ -154,9 +154,9 @@ def _modules_reached(plan: PlanRecord) -> dict[str, set[str]]:
                 for operand, result in zip(step.operands, step.results):
                     reached[operand] |= reached[result]
             case _:
-                found = {m for name in step.gives for m in reached[name]}
+                modules = {m for name in step.gives for m in reached[name]}
                 for name in step.reads:
-                    reached[name] |= found
+                    reached[name] |= modules
     return reached
 
 

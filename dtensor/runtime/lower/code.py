@@ -48,7 +48,7 @@ from dtensor.kernels.registry import (
 )
 from dtensor.private_torch import OpOverload, gelu, silu
 from dtensor.sharding.local.in_range import CHECKS
-from dtensor.sharding.ops.call import OpCall, Operand, Slot, slots_of
+from dtensor.sharding.ops.call import OpCall, Operand, RunNumber, slots_of
 from dtensor.sharding.ops.library import PLAIN
 
 _PLAIN = (int, bool, str, type(None))
@@ -205,7 +205,7 @@ class CodeBuilder:
             case tuple() | list():
                 items = [self.literal(v, operands) for v in value]  # pyright: ignore
                 return f"[{', '.join(items)}]"
-            case Slot():
+            case RunNumber():
                 return value.name
             case float():
                 return (

@@ -79,10 +79,14 @@ def fused(program: Program, fed: Sequence[Mapping[str, object]]) -> Program:
     maker = _ChainMaker(dict(program.functions))
     ranks: list[RankProgram] = []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
-        for own, given in zip(program.ranks, fed, strict=True):
+        for rank_program, given in zip(program.ranks, fed, strict=True):
             walk = _FakeRun(maker, mode, given)
-            ranks.append(replace(own, instructions=tuple(map(walk.step, own.instructions))))
-    called = {i.fn for own in ranks for i in own.instructions if isinstance(i, Call)}
+            ranks.append(
+                replace(rank_program, instructions=tuple(map(walk.step, rank_program.instructions)))
+            )
+    called = {
+        i.fn for rank_program in ranks for i in rank_program.instructions if isinstance(i, Call)
+    }
     functions = tuple((name, fn) for name, fn in maker.functions.items() if name in called)
     return replace(program, ranks=tuple(ranks), functions=functions)
 
@@ -165,11 +169,11 @@ class _FakeRun:
             self.table.update(dict.fromkeys(call.outputs, _UNKNOWN))
             return call
         try:
-            name, made = self.maker.variant(call.fn, given)
+            name, results = self.maker.variant(call.fn, given)
         except (DataDependentOutputException, DynamicOutputShapeException):
             self.table.update(dict.fromkeys(call.outputs, _UNKNOWN))
             return call
-        self.table.update(zip(call.outputs, made, strict=True))
+        self.table.update(zip(call.outputs, results, strict=True))
         return replace(call, fn=name)
 
 
@@ -215,13 +219,13 @@ class _ChainMaker:
             function = self.functions[name]
             assert function.body is not None, "a function with known lines"
             values = dict(zip(function.body.inputs, given, strict=True))
-            built, made = self._rewritten(function, function.body, values)
+            built, results = self._rewritten(function, function.body, values)
             variant, number = name, 0
             while built is not None and variant in self.functions:
                 variant, number = f"{name}_fused{number}", number + 1
             if built is not None:
                 self.functions[variant] = replace(built, name=variant)
-            self.variants[key] = variant, made
+            self.variants[key] = variant, results
         return self.variants[key]
 
     def _rewritten(
@@ -252,16 +256,16 @@ class _ChainMaker:
             given = [values[name] for name in tensors]
             chain = Body(tensors, tuple(line._replace(drops=()) for line in run), outputs)
             alone = Function.straight(function.name, chain, dict(function.bindings)).build()
-            bindings[called], made = self._compiled(alone, given, kernels)
-            values.update(zip(outputs, made, strict=True))
+            bindings[called], results = self._compiled(alone, given, kernels)
+            values.update(zip(outputs, results, strict=True))
             text = f"{''.join(f'{name}, ' for name in outputs)}= {called}({', '.join(tensors)})"
             gone = tuple(n for line in run for n in line.drops if n not in inside or n in outputs)
             new.append(CodeLine(text, outputs, tensors, called, "", gone, "", run[0].source))
-        made = [values[name] for name in body.outputs]
+        results = [values[name] for name in body.outputs]
         if len(bindings) == len(function.bindings):
-            return None, made
+            return None, results
         rewritten = Body(body.inputs, tuple(new), body.outputs)
-        return Function.straight(function.name, rewritten, bindings), made
+        return Function.straight(function.name, rewritten, bindings), results
 
     def _compiled(
         self, chain: Built, given: Sequence[Any], kernels: Sequence[OpOverload]
@@ -279,8 +283,8 @@ def _made(compiled: FusedChain, given: Sequence[torch.Tensor]) -> list[torch.Ten
     """Its results on fake tensors: run once, as its strides may differ from the lines'."""
     with unset_fake_temporarily():
         real = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in given]
-        found = [(x.shape, x.stride(), x.dtype) for x in compiled(*real)]
-    return [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in found]
+        layouts = [(x.shape, x.stride(), x.dtype) for x in compiled(*real)]
+    return [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in layouts]
 
 
 def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
@@ -291,11 +295,11 @@ def _artifact(chain: Callable[..., Any], given: Sequence[Any]) -> bytes:
     graph = make_fx(chain)(*given)
     # one thread: how many there are changes the bits of a sum
     with config.patch({"cpp.threads": 1}), tempfile.TemporaryDirectory() as folder:
-        made: Any = compile_alone(
+        artifact: Any = compile_alone(
             graph, list(given), dynamic_shapes="from_example_inputs", options={}
         )
         path = Path(folder) / "artifact"
-        made.save(path=str(path), format="binary")
+        artifact.save(path=str(path), format="binary")
         return path.read_bytes()
 
 

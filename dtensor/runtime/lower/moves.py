@@ -25,7 +25,7 @@ import torch
 
 from dtensor.daft import Buffer, Label, Recv, Send, Wait
 from dtensor.numerics import rest_of
-from dtensor.runtime.lower.builder import RankBuilder
+from dtensor.runtime.lower.rank_builder import RankBuilder
 from dtensor.sharding.plan.steps import Redistribute, Transfer
 from dtensor.sharding.redistribute.moves import Move
 from dtensor.sharding.spec.placements import Partial, ReduceOp
@@ -99,11 +99,11 @@ def _start(b: RankBuilder, step: Redistribute) -> Started:
             sent = _cut(b, step)
         case "slice" | "fill" | "relabel":
             raise AssertionError(f"{kind} does not communicate")
-    made, op = _made(b, step), _op_of(step.moves[0].src, step.axis)
+    results, op = _made(b, step), _op_of(step.moves[0].src, step.axis)
     label = b.collective(
-        kind, axis, sent, made, step.label, op=op, source=source, wait=False, of=step
+        kind, axis, sent, results, step.label, op=op, source=source, wait=False, of=step
     )
-    return Started(step, tuple(name for name, _ in made), label, source)
+    return Started(step, tuple(name for name, _ in results), label, source)
 
 
 def _made(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
@@ -125,8 +125,8 @@ def _made(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
 def _mine(b: RankBuilder, step: Redistribute) -> tuple[tuple[str, Buffer], ...]:
     """This rank's shards, or its slices of whole values, as one flat buffer."""
     here, flat, local = b.here, f"{b.value(step.name)}.mine", f"{step.name}_mine"
-    whole = [m.dst if step.in_place else m.src for m in step.moves]
-    wheres = tuple((given(w, m.src, here, here),) for w, m in zip(whole, step.moves, strict=True))
+    specs = [m.dst if step.in_place else m.src for m in step.moves]
+    wheres = tuple((given(w, m.src, here, here),) for w, m in zip(specs, step.moves, strict=True))
     segment = b.segment()
     segment.table[local] = flat
     segment.code.apply(packed, [step.operands], [local], layout=wheres, is_list=True)

@@ -38,7 +38,7 @@ def early(
 
     ``seconds``: of a step's own work, and of its messages.
     """
-    made = {name: at for at, step in enumerate(steps) for name in step.gives}
+    maker_of = {name: at for at, step in enumerate(steps) for name in step.gives}
     read: dict[str, int] = {}
     for at, step in enumerate(steps):
         for name in step.reads:
@@ -48,7 +48,7 @@ def early(
     for at, step in enumerate(steps):
         if not step.may_be_late:
             continue
-        sources = [made[name] for name in step.reads if name in made]
+        sources = [maker_of[name] for name in step.reads if name in maker_of]
         begin = 1 + max(sources, default=-1)
         if any(steps[source].may_be_late for source in sources):
             begin = at
@@ -69,5 +69,5 @@ def early(
 def reductions_of(plan: PlanRecord, steps: Sequence[Step]) -> tuple[Step, ...]:
     """Reductions of gradients that the end of a step has, and a backward may begin: all that they
     read is made by its ``steps``. With microbatches it is not, for these add up."""
-    made = {name for step in steps for name in step.gives}
-    return tuple(s for s in plan.steps if s.reduces_gradients and made.issuperset(s.reads))
+    results = {name for step in steps for name in step.gives}
+    return tuple(s for s in plan.steps if s.reduces_gradients and results.issuperset(s.reads))

@@ -39,10 +39,10 @@ from dtensor.daft import (
 )
 from dtensor.errors import PlanningError
 from dtensor.kernels.registry import Made
-from dtensor.runtime.lower import finite, moves, step_end
+from dtensor.runtime.lower import detect_nan, moves, step_end
 from dtensor.runtime.lower.actions import Actions
-from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
+from dtensor.runtime.lower.rank_builder import LocalCode, ProgramContext, RankBuilder, Roles
 from dtensor.runtime.schedule import Action, Grid
 from dtensor.sharding.plan.cost.memory import base_of
 from dtensor.sharding.plan.plan import Plan
@@ -62,7 +62,7 @@ from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from dtensor.runtime.lower.state import State
+    from dtensor.runtime.lower.state_writes import StateWrites
 
 
 def lower(
@@ -81,7 +81,7 @@ def lower(
     roles = roles or Roles()
     functions = Functions()
     actions, device = Actions(plan, grid), device or torch.device("cpu")
-    shared = Shared(plan, actions, device, numbered=bool(roles.detect_nan))
+    shared = ProgramContext(plan, actions, device, numbered=bool(roles.detect_nan))
     builders = [
         RankBuilder(shared=shared, rank=rank, functions=functions, roles=roles)
         for rank in range(plan.mesh.size)
@@ -169,13 +169,13 @@ class _Walk:
     reduced: tuple[str, ...] = ()  # gradients whose reduction has begun last
     begun: set[int] = field(default_factory=set)  # ids of steps that ran before the end
     owned: set[str] = field(default_factory=set)  # sums that share their storage with nothing
-    state: State | None = None  # for a program that changes state
+    state: StateWrites | None = None  # for a program that changes state
 
     def __post_init__(self) -> None:
         if self.b.plan.state_writes:
-            from dtensor.runtime.lower.state import State  # few programs do
+            from dtensor.runtime.lower.state_writes import StateWrites  # few programs do
 
-            self.state = State(self.b)
+            self.state = StateWrites(self.b)
 
     def action(self, action: Action) -> None:
         b = self.b
@@ -233,17 +233,17 @@ class _Walk:
         if self.state is not None:
             self.state.at_commit()
         step_end.update(b)
-        found: dict[str, str] = {}
+        outputs_by_name: dict[str, str] = {}
         for output in b.plan.outputs:
             returned = output.kind == "gradient" and b.roles.gradients
             for stage, value in output.values[:1] if output.kind == "result" or returned else ():
                 if stage in b.stages:
                     name = f"{output.kind} {output.of}"
-                    found[name] = copies.get(name) or b.value(value)
+                    outputs_by_name[name] = copies.get(name) or b.value(value)
         norm = norm_of(b.plan.steps)
         if b.roles.optimizer is not None and norm is not None:
-            found["norm"] = norm.result
-        return found
+            outputs_by_name["norm"] = norm.result
+        return outputs_by_name
 
     def concerns(self, step: Step) -> bool:
         """Whether the rank has a part in the step; in a norm every rank has."""
@@ -266,7 +266,7 @@ class _Walk:
 
         code.call(call, operands, step.results, source, made)
         if b.roles.detect_nan:
-            finite.watch(code, operands, results, call, source, b.roles.detect_nan)
+            detect_nan.watch(code, operands, results, call, source, b.roles.detect_nan)
         if state is not None:
             state.apart(step, operands)
         for name, spec in results:
@@ -314,15 +314,17 @@ def _finished(
         unread: tuple[str, ...] = ()
         if isinstance(item, LocalCode):
             places = {n: b.place(item, n) for n in item.code.defined}
-            made = {n: v for n, v in places.items() if last.get(v, -1) > number or v in permanent}
-            for n, v in made.items():
+            lasting = {
+                n: v for n, v in places.items() if last.get(v, -1) > number or v in permanent
+            }
+            for n, v in lasting.items():
                 sources = _sources(b, item, n)
                 sources = {s for source in sources for s in shares.get(source, {source})} & kept
                 if sources:
                     shares.setdefault(v, set()).update(sources)
-            name = b.functions.add(item.code, _function_name(b, item), tuple(made))
+            name = b.functions.add(item.code, _function_name(b, item), tuple(lasting))
             writes = tuple(b.place(item, n) for n in item.writes)
-            source, outputs = item.code.user_lines(), tuple(made.values())
+            source, outputs = item.code.user_lines(), tuple(lasting.values())
             kernels = item.code.kernel_names()
             label = item.label.doing(kernels) if kernels else item.label
             call = Call(name, reads[number], outputs, writes, label=label, source=source)
@@ -340,7 +342,7 @@ def _finished(
         )
         if dead:
             final.append(Free(dead, label=item.label))
-    pairs = tuple((v, source) for v, found in shares.items() for source in sorted(found))
+    pairs = tuple((v, source) for v, storages in shares.items() for source in sorted(storages))
     return _wait_before_free(final), pairs
 
 

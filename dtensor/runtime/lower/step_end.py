@@ -34,9 +34,9 @@ from dtensor.daft import Buffer, Commit, Label, Vote
 from dtensor.daft.ir.code import tuple_text
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower import moves
-from dtensor.runtime.lower.builder import RankBuilder
 from dtensor.runtime.lower.code import ADDING, COPIES
-from dtensor.runtime.optimizer.flat import filled, together
+from dtensor.runtime.lower.rank_builder import RankBuilder
+from dtensor.runtime.optimizer.flat_buffers import filled, together
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
     MASTER,
@@ -65,7 +65,7 @@ from dtensor.sharding.spec.shards import Where, block, given, write
 from dtensor.sharding.spec.spec import TensorSpec
 
 if TYPE_CHECKING:
-    from dtensor.runtime.lower.state import State
+    from dtensor.runtime.lower.state_writes import StateWrites
 
 
 def accumulate(b: RankBuilder, action: Action, owned: set[str]) -> None:
@@ -91,10 +91,10 @@ def _add(b: RankBuilder, step: Accumulate, owned: set[str], *, last: bool) -> No
     else:  # float32 and bf16 are added in float32
         before = f"{step.result}_before"
         segment.table[before] = previous
-        own = step.result in owned
-        if own:
+        in_place = step.result in owned
+        if in_place:
             b.shares(total, previous)
-        added = f"{before}.add_({step.operand})" if own else f"{before} + {step.operand}"
+        added = f"{before}.add_({step.operand})" if in_place else f"{before} + {step.operand}"
         owned.add(step.result)
         text = f"{step.result} = {added}"
         segment.code.line(text, [before, step.operand], [step.result], op=ADDING)
@@ -206,7 +206,7 @@ def _summed(b: RankBuilder, squares: str | None, kept: Buffer = WORD) -> str:
     return squares or vote
 
 
-def snapshot(b: RankBuilder, state: State | None) -> dict[str, str]:
+def snapshot(b: RankBuilder, state: StateWrites | None) -> dict[str, str]:
     """Copy the results that may be views of state that the step changes, or is about to change.
     Returns the copy by the program's name of a result."""
     copies: dict[str, str] = {}
@@ -236,7 +236,7 @@ def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
     """The table's names of the state that the update has, to parameter and key. It notes bytes."""
     roles = b.roles
     keys_of = {n: k for group, k in zip(roles.groups, roles.keys, strict=False) for n in group}
-    found: dict[str, tuple[str, str]] = {}
+    names: dict[str, tuple[str, str]] = {}
     for step in _updates(b) if roles.optimizer is not None and keys_of else ():
         narrow = (MASTER,) if step.master_bytes else ()
         width = torch.float32 if narrow else step.spec.dtype
@@ -244,9 +244,9 @@ def optimizer_values(b: RankBuilder) -> dict[str, tuple[str, str]]:
         (label,) = roles.called([step.parameter])
         for key in (*keys_of[step.parameter], *narrow):
             name = value_name(roles.optimizer or "", key, label)
-            found[name] = label, key
+            names[name] = label, key
             b.nbytes[name] = WORD.nbytes if key in roles.numbers else numel * width.itemsize
-    return found
+    return names
 
 
 def update(b: RankBuilder) -> None:
@@ -276,13 +276,13 @@ def update(b: RankBuilder) -> None:
     called = b.roles.called
     cut = called(s.parameter for s, n, p in zip(updates, names, parts, strict=True) if n != p)
     divides = norm is not None and kernel_divides(norm.dtype)
-    own = _made_anew(b, updates) if divides else ()
+    anew = _made_anew(b, updates) if divides else ()
     labels, groups = called(s.parameter for s in updates), tuple(map(called, b.roles.groups))
     what = code.bind("updated", Updated(groups, labels, tuple(values.values())))
     given = f"{tuple_text(parts)}, {tuple_text(gradients)}, {tuple_text(tuple(state))}, {clip}"
-    given += f", {code.bind('parts', cut)}, {code.bind('own', called(own))}" if cut or own else ""
+    given += f", {code.bind('parts', cut)}, {code.bind('own', called(anew))}" if cut or anew else ""
     reads = ["optimizer", "options", *state, *parts, *gradients, *([clip] if clip else [])]
-    copied = _copied_bytes(b, updates, own if clip else None)
+    copied = _copied_bytes(b, updates, anew if clip else None)
     if copied:
         code.line(f'"copies {copied} B of gradients"', (), ())
     code.line(f"{function}(optimizer, {what}, options, {given})", reads, (), called=function)
@@ -348,11 +348,11 @@ def _made_anew(b: RankBuilder, updates: Sequence[Update]) -> tuple[str, ...]:
     return tuple(taken.values())
 
 
-def _copied_bytes(b: RankBuilder, updates: Sequence[Update], own: Sequence[str] | None) -> int:
+def _copied_bytes(b: RankBuilder, updates: Sequence[Update], anew: Sequence[str] | None) -> int:
     """Bytes of gradients that the update copies: small ones, to be end to end like their parameters
-    (flat.py), unless they are parts of one message; those of another dtype than the updated tensor;
-    and, if there is a norm, those that a kernel may not write to (``own``). Unknown here, and
-    copied too: gradients whose elements are not in order in memory; and, if the user chose an
+    (flat_buffers.py), unless they are parts of one message; those of another dtype than the updated
+    tensor; and, if there is a norm, those that a kernel may not write to (``anew``). Unknown here,
+    and copied too: gradients whose elements are not in order in memory; and, if the user chose an
     implementation of the update and there is a norm, all."""
     scattered = {
         name: (step.name, at)
@@ -374,20 +374,20 @@ def _copied_bytes(b: RankBuilder, updates: Sequence[Update], own: Sequence[str] 
         for (_, dtype), some in alike.items():
             sizes = [math.prod(update.spec.local_shape(b.here)) for update in some]
             for run in together(sizes):
-                found = [specs[some[at].gradient] for at in run]
+                gradient_specs = [specs[some[at].gradient] for at in run]
                 places = [scattered.get(some[at].gradient, ("", -at)) for at in run]
                 first, begin = places[0]
                 stands = (
                     places == [(first, begin + i) for i in range(len(run))]
-                    and all(spec.dtype == dtype for spec in found)
+                    and all(spec.dtype == dtype for spec in gradient_specs)
                     and all(sizes[at] == filled(sizes[at], dtype) for at in run)
                 )
-                kept = own is None and some[0].optimizer in _KNOWN
+                kept = anew is None and some[0].optimizer in _KNOWN
                 written = kept or (
-                    own is not None and fused and all(some[at].parameter in own for at in run)
+                    anew is not None and fused and all(some[at].parameter in anew for at in run)
                 )
                 if not (stands and written):
-                    total += sum(spec.local_nbytes(b.here) for spec in found)
+                    total += sum(spec.local_nbytes(b.here) for spec in gradient_specs)
     return total
 
 

@@ -23,7 +23,7 @@ import torch
 
 from dtensor.daft.ir.instructions import WORD
 from dtensor.runtime.lower.actions import Actions
-from dtensor.runtime.lower.builder import Roles, Shared
+from dtensor.runtime.lower.rank_builder import ProgramContext, Roles
 from dtensor.runtime.schedule import Grid, Kind, held_at_once, in_flight
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, folded, run
 from dtensor.sharding.plan.plan import Plan
@@ -77,7 +77,7 @@ class _Prediction:
 
     def __init__(self, plan: Plan, grid: Grid | None) -> None:
         self.plan = plan
-        self.shared = Shared(plan, Actions(plan, grid), torch.device("cpu"))
+        self.shared = ProgramContext(plan, Actions(plan, grid), torch.device("cpu"))
         trains = bool(updates_of(plan.steps))
         self.agrees = self.shared.agrees(Roles(optimizer="optimizer" if trains else None))
         self._actions: dict[tuple[Kind, int], _RankItems] = {}
@@ -96,41 +96,41 @@ class _Prediction:
 
     def _rank(self, rank: int) -> _RankItems:
         """All actions of a rank in a step, folded."""
-        own = _RankItems(self, rank)
-        own.steps([s for s in self.plan.steps if s.once and own.concerns(s)])
-        own.finish(own.under_way)
-        sends = [(-1, send) for send in own.sends]  # with the step of its receive
+        items_of_rank = _RankItems(self, rank)
+        items_of_rank.steps([s for s in self.plan.steps if s.once and items_of_rank.concerns(s)])
+        items_of_rank.finish(items_of_rank.under_way)
+        sends = [(-1, send) for send in items_of_rank.sends]  # with the step of its receive
         begun: set[int] = set()
         began = 0
         for step, action in self.shared.actions.of(rank):
-            sends = own.wait_sends(sends, step)
-            posted, began = began, len(own.items)
-            made, m = self._action(action.kind, action.stage), action.microbatch
-            own.items[posted:posted] = [_of(item, m) for item in made.receives]
-            began += len(made.receives)
-            own.first = own.first or len(own.items)
-            own.items += [_of(item, m) for item in made.items]
-            for send in made.sends:
+            sends = items_of_rank.wait_sends(sends, step)
+            posted, began = began, len(items_of_rank.items)
+            done_in_action, m = self._action(action.kind, action.stage), action.microbatch
+            items_of_rank.items[posted:posted] = [_of(item, m) for item in done_in_action.receives]
+            began += len(done_in_action.receives)
+            items_of_rank.first = items_of_rank.first or len(items_of_rank.items)
+            items_of_rank.items += [_of(item, m) for item in done_in_action.items]
+            for send in done_in_action.sends:
                 at = self.shared.actions.received_at(send.step, m)
                 sends.append((at, replace(send, microbatch=m)))
-            begun |= made.begun
-        own.wait_sends(sends, None)
-        own.last = len(own.items)
-        own.end(begun)
-        return own
+            begun |= done_in_action.begun
+        items_of_rank.wait_sends(sends, None)
+        items_of_rank.last = len(items_of_rank.items)
+        items_of_rank.end(begun)
+        return items_of_rank
 
     def _action(self, kind: Kind, stage: int) -> _RankItems:
         """The items of an action of this kind, for any microbatch."""
         key = kind, stage
         if key not in self._actions:
-            own = _RankItems(self, self.plan.stage_ranks[stage])
+            items_of_action = _RankItems(self, self.plan.stage_ranks[stage])
             steps, late = self.shared.overlapped(kind, stage)
-            own.steps(steps, stage, late)
-            own.finish(own.under_way)
+            items_of_action.steps(steps, stage, late)
+            items_of_action.finish(items_of_action.under_way)
             for step in self.shared.actions.sums(kind, stage):
-                own.work(step)
-            own.items = folded(own.rank, own.items)
-            self._actions[key] = own
+                items_of_action.work(step)
+            items_of_action.items = folded(items_of_action.rank, items_of_action.items)
+            self._actions[key] = items_of_action
         return self._actions[key]
 
 
@@ -295,10 +295,14 @@ def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]
     """The fraction of the ranks' time, from the first action of all to the last, in which they wait
     for other stages, but not in a collective."""
     first, last, busy = math.inf, 0.0, 0.0
-    for own in ranks:
-        of_stages = {i.name for i in own.items if isinstance(i, Begin) and len(i.members) > 1}
-        actions = slice(own.first, own.last)
-        for item, (begin, end) in zip(own.items[actions], times[own.rank][actions], strict=True):
+    for rank_items in ranks:
+        of_stages = {
+            i.name for i in rank_items.items if isinstance(i, Begin) and len(i.members) > 1
+        }
+        actions = slice(rank_items.first, rank_items.last)
+        for item, (begin, end) in zip(
+            rank_items.items[actions], times[rank_items.rank][actions], strict=True
+        ):
             if isinstance(item, Begin) or end == begin:
                 continue
             first, last = min(first, begin), max(last, end)

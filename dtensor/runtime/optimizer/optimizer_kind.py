@@ -131,16 +131,16 @@ class OptimizerKind:
     ) -> torch.optim.Optimizer:
         """An object with these groups, which have their ``params``, and without state. It owns its
         arguments, and may write to them."""
-        own = self.cls.__new__(self.cls)
-        vars(own).update(self.fixed)
-        vars(own).update(attributes)
+        optimizer = self.cls.__new__(self.cls)
+        vars(optimizer).update(self.fixed)
+        vars(optimizer).update(attributes)
         for name, function in self.methods.items():
-            setattr(own, name, MethodType(function, own))
+            setattr(optimizer, name, MethodType(function, optimizer))
         state = defaultdict[torch.Tensor, dict[str, Any]](dict)
         defaults = copied(self.defaults)
         has = {"defaults": defaults, "state": state, "param_groups": list(groups)}
-        torch.optim.Optimizer.__setstate__(own, has)
-        return own
+        torch.optim.Optimizer.__setstate__(optimizer, has)
+        return optimizer
 
 
 # -- plain data ------------------------------------------------------------------------------------
@@ -149,10 +149,10 @@ class OptimizerKind:
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The attributes of the object that are not torch's. They include a step that differs from the
     class's."""
-    found = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH}
-    if "step" in found and _without_torchs(found["step"]) is unwrapped(type(optimizer)):
-        del found["step"]
-    return found
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH}
+    if "step" in attributes and _without_torchs(attributes["step"]) is unwrapped(type(optimizer)):
+        del attributes["step"]
+    return attributes
 
 
 def unwrapped(cls: type) -> Any:
@@ -211,19 +211,19 @@ def copied(value: Any, shared: dict[int, Any] | None = None) -> Any:
         return shared[id(value)][1]
     match value:
         case torch.Tensor():
-            made = value.detach().clone()
+            copy_of_value = value.detach().clone()
         case dict():
-            made = type(value)((k, copied(v, shared)) for k, v in value.items())
+            copy_of_value = type(value)((k, copied(v, shared)) for k, v in value.items())
         case tuple() if type(value) is tuple:
             return tuple(copied(v, shared) for v in value)
         case list():
-            made = [copied(v, shared) for v in value]
+            copy_of_value = [copied(v, shared) for v in value]
         case set() | frozenset() | deque() | tuple():
-            made = copy.deepcopy(value)
+            copy_of_value = copy.deepcopy(value)
         case _:
             return value
-    shared[id(value)] = value, made  # the original is kept, so that its id is not reused
-    return made
+    shared[id(value)] = value, copy_of_value  # the original is kept, so that its id is not reused
+    return copy_of_value
 
 
 def same(a: Any, b: Any) -> bool:

@@ -6,9 +6,9 @@
     what = Updated(groups=(("w",),), labels=("w",), names=names)
     optimizer.step(what, {"w": w_local}, ({"lr": 3e-4, ...},), {"w": grad_local}, values)
 
-What it updates are runs of padded shards (flat.py), by torch's fused kernels where there are such
-and the user states nothing else: the same bits wherever a parameter is cut. Where gradients are
-clipped they are divided, by the kernel or before it, which is the same.
+What it updates are runs of padded shards (flat_buffers.py), by torch's fused kernels where there
+are such and the user states nothing else: the same bits wherever a parameter is cut. Where
+gradients are clipped they are divided, by the kernel or before it, which is the same.
 
 The controller's optimizer is never stepped with gradients; its parameter groups are read each step
 and sent here. Classes whose update is elementwise (each element of a parameter is updated from its
@@ -41,7 +41,7 @@ from dtensor.errors import PlanningError
 from dtensor.kernels.registry import kernel_of
 from dtensor.numerics import accumulation_dtype, is_narrow
 from dtensor.private_torch import foreach_add_, fused_adam_, fused_adamw_, without_compiler
-from dtensor.runtime.optimizer.flat import FlatRun, run_of, together
+from dtensor.runtime.optimizer.flat_buffers import FlatRun, run_of, together
 from dtensor.runtime.optimizer.optimizer_kind import OptimizerKind, StateEntry, bare_step, copied
 
 MASTER = "master_param"
@@ -114,8 +114,8 @@ def keys_of(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> tu
 
 @cache
 def _keys(kind: type[torch.optim.Optimizer], stated: tuple[str, ...]) -> tuple[str, ...]:
-    found = ELEMENTWISE[kind]
-    return tuple(key for key in found if key not in IF_STATED or IF_STATED[key] in stated)
+    keys = ELEMENTWISE[kind]
+    return tuple(key for key in keys if key not in IF_STATED or IF_STATED[key] in stated)
 
 
 def value_name(optimizer: str, key: str, label: str) -> str:
@@ -153,8 +153,8 @@ class Updated(NamedTuple):
 class ShardOptimizer:
     """One rank's optimizer. It lives in the actor's table and is built at its first step.
 
-    What torch's optimizer holds as parameters are runs of shards (flat.py). All of it is made of
-    the values of the table, and leaves an actor without them.
+    What torch's optimizer holds as parameters are runs of shards (flat_buffers.py). All of it is
+    made of the values of the table, and leaves an actor without them.
     """
 
     def __init__(
@@ -259,8 +259,10 @@ class ShardOptimizer:
             for key, value in self.values.get(member.name, {}).items():
                 if key == MASTER and run.master:
                     value.data = run.of(run.parameter.data, member)
-                elif isinstance(made := state.get(key), torch.Tensor):
-                    value.data = run.of(made, member) if key not in NUMBERS else made
+                elif isinstance(value_of_state := state.get(key), torch.Tensor):
+                    value.data = (
+                        run.of(value_of_state, member) if key not in NUMBERS else value_of_state
+                    )
 
     def _bind_entries(
         self, run: FlatRun, state: Mapping[str, Any], entries: Mapping[str, StateEntry]
@@ -268,24 +270,24 @@ class ShardOptimizer:
         """The same for a class that may put other tensors, or numbers, into a state at any step."""
         if run.master and run in self._unbound:
             state = {**state, MASTER: run.parameter.data}
-        for key, made in state.items():
+        for key, entry_value in state.items():
             entry = entries.get(key)
-            _check_as_probed(self.kind, key, made, entry, run)
-            if made is None or self._bound.get((run, key)) is made:
+            _check_as_probed(self.kind, key, entry_value, entry, run)
+            if entry_value is None or self._bound.get((run, key)) is entry_value:
                 continue
             number = entry is not None and entry.number
-            stored = entry.stored(made) if entry is not None else made
+            stored = entry.stored(entry_value) if entry is not None else entry_value
             for member in run.members:
                 value = self.values.get(member.name, {}).get(key)
                 if value is not None:
                     value.data = stored.clone() if number else run.of(stored, member)
-            if isinstance(made, torch.Tensor) and not number:
-                self._bound[run, key] = made
+            if isinstance(entry_value, torch.Tensor) and not number:
+                self._bound[run, key] = entry_value
 
     def _given(self, name: str) -> dict[str, torch.Tensor]:
         """What there is of a parameter's state, its master apart."""
-        found = self.values.get(name, {})
-        return {k: v for k, v in found.items() if k != MASTER and not is_absent(v)}
+        entries = self.values.get(name, {})
+        return {k: v for k, v in entries.items() if k != MASTER and not is_absent(v)}
 
     # -- which runs there are ----------------------------------------------------------------------
 
@@ -345,22 +347,22 @@ class ShardOptimizer:
         return float(value) if self._is_number(key) and not value.is_meta else None
 
     def _master(self, name: str) -> torch.Tensor | None:
-        found = self.values.get(name, {}).get(MASTER)
-        return None if found is None or is_absent(found) else found
+        master = self.values.get(name, {}).get(MASTER)
+        return None if master is None or is_absent(master) else master
 
     def _loaded(self, run: FlatRun, shards: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """The state of a run, of its members' values, in the dtype of what is updated, which
         loading need not have kept. What fills a run alone stays where it is."""
         entries = [self._given(member.name) for member in run.members]
         like = run.parameter if run.master else shards[run.members[0].name]
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         known = {} if self.own is None else self.own.entries
         for key, entry in known.items():
             if entry.late and entries[0] and key not in entries[0]:
-                found[key] = None
+                state[key] = None
         for key, first in entries[0].items():
             if self._is_number(key):
-                found[key] = known[key].given(first.clone()) if key in known else first.clone()
+                state[key] = known[key].given(first.clone()) if key in known else first.clone()
                 continue
             dtype = like.dtype if first.is_floating_point() else first.dtype
             dtype = known[key].dtype(like.dtype) if key in known else dtype
@@ -371,28 +373,28 @@ class ShardOptimizer:
                         f"parameter's shard {list(member.shape)}."
                     )
             if first.numel() == run.size and first.dtype == dtype and first.is_contiguous():
-                found[key] = first.detach().view(-1)
+                state[key] = first.detach().view(-1)
                 continue
-            found[key] = flat = torch.zeros(run.size, dtype=dtype, device=like.device)
+            state[key] = flat = torch.zeros(run.size, dtype=dtype, device=like.device)
             for member, entry in zip(run.members, entries, strict=True):
                 run.of(flat, member).copy_(entry[key])
-        return found
+        return state
 
     def _split(self, run: FlatRun, present: Collection[str]) -> None:
         """Runs of their own for members that have a gradient and those that have none."""
-        made = run.split(present)
+        parts = run.split(present)
         for runs in self.runs.values():
             if run in runs:
                 at = runs.index(run)
-                runs[at : at + 1] = [part for part, _ in made]
+                runs[at : at + 1] = [part for part, _ in parts]
         state = self.state.pop(run.parameter, {})
-        for part, begin in made:
+        for part, begin in parts:
             self.run_of.update((member.name, part) for member in part.members)
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     number = self._is_number(key)
-                    own = value.clone() if number else value[begin : begin + part.size]
-                    self.state[part.parameter][key] = own
+                    entry = value.clone() if number else value[begin : begin + part.size]
+                    self.state[part.parameter][key] = entry
                 elif self.own is not None:
                     self.state[part.parameter][key] = value
             self._bind(part)
@@ -407,8 +409,8 @@ class ShardOptimizer:
         given = [self._options(key, options[key.group]) for key in self.runs]
         if self.optimizer is None:
             groups = [
-                {**own, "params": [run.parameter for run in runs]}
-                for own, runs in zip(given, self.runs.values(), strict=True)
+                {**group_options, "params": [run.parameter for run in runs]}
+                for group_options, runs in zip(given, self.runs.values(), strict=True)
             ]
             with without_compiler():
                 self.optimizer = self.kind(groups)  # pyright: ignore[reportCallIssue]
@@ -420,11 +422,13 @@ class ShardOptimizer:
                 elsewhere = (p for p in group["params"] if p.device.type not in ("cpu", "meta"))
                 for parameter in elsewhere:
                     self._place_numbers(parameter, on_device or self.kind is torch.optim.ASGD)
-        for group, own in zip(self.optimizer.param_groups, given, strict=True):
-            group.update(own)
+        for group, group_options in zip(self.optimizer.param_groups, given, strict=True):
+            group.update(group_options)
         return self.optimizer
 
-    def _made(self, own: OptimizerKind, told: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+    def _made(
+        self, kind: OptimizerKind, told: Sequence[Mapping[str, Any]]
+    ) -> torch.optim.Optimizer:
         """The same of a class that is not torch's: a group for each of the user's, and attributes,
         as they are told, whatever a step before has changed of them."""
         *options, attributes = copied(tuple(map(dict, told)))
@@ -432,7 +436,7 @@ class ShardOptimizer:
         for key, runs in self.runs.items():
             held[key.group] += [run.parameter for run in runs]
         groups = [{**o, "params": p} for o, p in zip(options, held, strict=True)]
-        self.optimizer = own.make(groups, attributes)
+        self.optimizer = kind.make(groups, attributes)
         self.optimizer.state = cast(Any, self.state)
         return self.optimizer
 
@@ -477,23 +481,23 @@ class _Alike:
 
 
 def _check_as_probed(
-    kind: type[torch.optim.Optimizer], key: str, made: Any, entry: StateEntry | None, run: FlatRun
+    kind: type[torch.optim.Optimizer], key: str, value: Any, entry: StateEntry | None, run: FlatRun
 ) -> None:
     """TypeError where a class keeps what its probe did not see: it would be lost."""
-    if key == MASTER or (made is None and entry is not None and entry.late):
+    if key == MASTER or (value is None and entry is not None and entry.late):
         return
     if entry is not None and entry.python is not None:
-        fits = isinstance(made, entry.python | int if entry.python is float else entry.python)
-    elif entry is not None and isinstance(made, torch.Tensor):
+        fits = isinstance(value, entry.python | int if entry.python is float else entry.python)
+    elif entry is not None and isinstance(value, torch.Tensor):
         wanted = entry.shape if entry.number else (run.size,)
-        fits = tuple(made.shape) == wanted and made.dtype == entry.dtype(run.parameter.dtype)
-        fits = fits or (entry.number and tuple(made.shape) == wanted)
+        fits = tuple(value.shape) == wanted and value.dtype == entry.dtype(run.parameter.dtype)
+        fits = fits or (entry.number and tuple(value.shape) == wanted)
     else:
         fits = False
     if not fits:
-        what = type(made).__name__
-        if isinstance(made, torch.Tensor):
-            what = f"a tensor of shape {list(made.shape)} and {made.dtype}"
+        what = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            what = f"a tensor of shape {list(value.shape)} and {value.dtype}"
         raise TypeError(
             f"{kind.__name__} has put {what} under {key!r} into the state of a parameter, which "
             f"its probe did not see."

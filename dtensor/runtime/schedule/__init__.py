@@ -20,7 +20,7 @@ from dtensor.runtime.schedule.custom import Custom, Ordered
 from dtensor.runtime.schedule.grid import Action, Event, Grid, Kind, place, validate
 from dtensor.runtime.schedule.measure import Costs, bubble, held_at_once, in_flight, timeline, waits
 from dtensor.runtime.schedule.published import GPipe, Interleaved1F1B, LoopedBFS, OneFOneB
-from dtensor.runtime.schedule.search import Found, Searched
+from dtensor.runtime.schedule.search import Searched, SearchedGrid
 from dtensor.runtime.schedule.zero_bubble import ZBH1, ZBH2, ZBV, DualPipeV
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "Custom",
     "DualPipeV",
     "Event",
-    "Found",
     "GPipe",
     "Grid",
     "Interleaved1F1B",
@@ -43,6 +42,7 @@ __all__ = [
     "Published",
     "Schedule",
     "Searched",
+    "SearchedGrid",
     "bubble",
     "held_at_once",
     "in_flight",

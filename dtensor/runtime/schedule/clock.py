@@ -91,28 +91,28 @@ def run(lists: Mapping[int, Sequence[Item]], begin: float = 0.0) -> dict[int, li
     while moved:
         moved = False
         for rank, items in lists.items():
-            own, at = times[rank], now[rank]
-            while len(own) < len(items):
-                match items[len(own)]:
+            times_of_rank, at = times[rank], now[rank]
+            while len(times_of_rank) < len(items):
+                match items[len(times_of_rank)]:
                     case Stretch(seconds=seconds):
-                        own.append((at, at + seconds))
+                        times_of_rank.append((at, at + seconds))
                         at += seconds
                     case Begin() as item:
                         message = clock.start(rank, item, at)
                         named[rank, item.name] = message
-                        own.append(message)
+                        times_of_rank.append(message)
                     case Until(names=names):
                         ends = [named[rank, name].end for name in names]
                         if None in ends:
                             break
                         end = max([at, *(e for e in ends if e is not None)])
-                        own.append((at, end))
+                        times_of_rank.append((at, end))
                         at = end
                 moved = True
             now[rank] = at
     stuck = [rank for rank, items in lists.items() if len(times[rank]) < len(items)]
     assert not stuck, f"ranks {stuck} wait for ever; the verifier refuses such programs"
-    return {rank: [_interval(t) for t in own] for rank, own in times.items()}
+    return {rank: [_interval(t) for t in times_of_rank] for rank, times_of_rank in times.items()}
 
 
 def _interval(times: Interval | _Message) -> Interval:
@@ -128,15 +128,15 @@ def _interval(times: Interval | _Message) -> Interval:
 def folded(rank: int, items: Sequence[Item]) -> list[Item]:
     """The rank's list in fewer items that last as long: all that concerns no other rank, between
     moments at which no message of its own is under way, is one `Stretch`."""
-    found: list[Item] = []
+    folded_items: list[Item] = []
     alone: list[Item] = []
     for part in _parts(items):
         if all(isinstance(item, Stretch) or _is_own(item, part) for item in part):
             alone += part
         else:
-            found += [*_together(rank, alone), *part]
+            folded_items += [*_together(rank, alone), *part]
             alone = []
-    return [*found, *_together(rank, alone)]
+    return [*folded_items, *_together(rank, alone)]
 
 
 def _parts(items: Sequence[Item]) -> Iterator[list[Item]]:

@@ -81,12 +81,12 @@ class Ordered:
             ]
             for rank in range(num_ranks)
         ]
-        found = place(rows)
-        validate(found)
-        if (found.num_stages, found.num_microbatches) != (num_stages, self.microbatches):
+        grid = place(rows)
+        validate(grid)
+        if (grid.num_stages, grid.num_microbatches) != (num_stages, self.microbatches):
             raise PlanningError(
-                f"{self.orders.__name__} gives {found.num_stages} stages and "
-                f"{found.num_microbatches} microbatches, and {num_stages} and {self.microbatches} "
-                f"were asked for:\n{found}"
+                f"{self.orders.__name__} gives {grid.num_stages} stages and "
+                f"{grid.num_microbatches} microbatches, and {num_stages} and {self.microbatches} "
+                f"were asked for:\n{grid}"
             )
-        return found
+        return grid

@@ -148,8 +148,8 @@ class Grid:
 
     def home(self) -> tuple[int, ...]:
         """The rank of each stage."""
-        found = {a.stage: rank for _, rank, a in self.actions()}
-        return tuple(found[stage] for stage in range(self.num_stages))
+        rank_of = {a.stage: rank for _, rank, a in self.actions()}
+        return tuple(rank_of[stage] for stage in range(self.num_stages))
 
     def _entries(self) -> list[list[str]]:
         """Without the stage where every rank holds the stage of its own number."""
@@ -209,16 +209,16 @@ class Grid:
 
 def parse_action(entry: str, rank: int) -> Action:
     """`2F0`; `F0` is that of the stage with the rank's number."""
-    found = _TOKEN.fullmatch(entry)
-    if found is None:
+    match = _TOKEN.fullmatch(entry)
+    if match is None:
         raise PlanningError(
             f"{entry!r} on rank {rank} of a schedule is no action. Write `F0` or `B0` (the forward "
             "or backward of microbatch 0), `I0` or `W0` (the backward's halves: inputs, weights), "
             "`2F0` (of stage 2), or `.` (idle)."
         )
-    kind = KINDS["FBIW".index(found["kind"])]
-    stage = rank if found["stage"] is None else int(found["stage"])
-    return Action(kind, int(found["microbatch"]), stage)
+    kind = KINDS["FBIW".index(match["kind"])]
+    stage = rank if match["stage"] is None else int(match["stage"])
+    return Action(kind, int(match["microbatch"]), stage)
 
 
 # -- what a grid must keep -------------------------------------------------------------------------
@@ -274,8 +274,8 @@ def place(orders: Sequence[Sequence[Action]]) -> Grid:
     times = replay(orders, lambda action: 1)
     steps = max((end for row in times for _, end in row), default=0)
     rows: list[list[Action | None]] = [[None] * int(steps) for _ in orders]
-    for row, order, own in zip(rows, orders, times, strict=True):
-        for action, (begin, _) in zip(order, own, strict=True):
+    for row, order, times_of_rank in zip(rows, orders, times, strict=True):
+        for action, (begin, _) in zip(order, times_of_rank, strict=True):
             row[int(begin)] = action
     return Grid(tuple(map(tuple, rows)))
 

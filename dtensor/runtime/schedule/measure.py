@@ -101,10 +101,10 @@ def held_at_once(grid: Grid, stages: Sequence[int]) -> set[tuple[int, tuple[int,
     """While each action of the rank of these stages runs, the index of its stage, and by stage the
     microbatches whose activations are held besides its own."""
     held = dict.fromkeys(stages, 0)
-    found: set[tuple[int, tuple[int, ...]]] = set()
+    pairs: set[tuple[int, tuple[int, ...]]] = set()
     for _, _, action in grid.actions():
         if action.stage in held:
             others = held | {action.stage: held[action.stage] - (action.kind != "F")}
-            found.add((stages.index(action.stage), tuple(others.values())))
+            pairs.add((stages.index(action.stage), tuple(others.values())))
             held[action.stage] += action.held
-    return found
+    return pairs

@@ -40,7 +40,7 @@ _RUNS, _EXCHANGES = 48, 400
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchedGrid:
     """A grid, how long it takes, and what no grid can be faster than."""
 
     grid: Grid
@@ -90,14 +90,14 @@ class Searched:
     def grid(self, num_stages: int, num_ranks: int) -> Grid:
         return self.search(num_stages, num_ranks).grid
 
-    def search(self, num_stages: int, num_ranks: int) -> Found:
+    def search(self, num_stages: int, num_ranks: int) -> SearchedGrid:
         """The fastest grid found, its time and the lower bound, for a model of ``num_stages`` on
         ``num_ranks``. Raises PlanningError where ``most_held`` admits none."""
         return _search(self, num_stages, num_ranks)
 
 
 @lru_cache(maxsize=32)
-def _search(asked: Searched, num_stages: int, num_ranks: int) -> Found:
+def _search(asked: Searched, num_stages: int, num_ranks: int) -> SearchedGrid:
     most_held, costs = asked.most_held, asked.costs
     check_dealt("Searched", num_stages, num_ranks)
     each = num_stages // num_ranks
@@ -117,7 +117,9 @@ def _search(asked: Searched, num_stages: int, num_ranks: int) -> Found:
     assert best is not None  # one microbatch after the other fits; see `listed`
     best = _exchanged(problem, best, draw)
     grid = place(best[1])
-    return Found(grid, max(end for _, end in timeline(grid, costs).values()), problem.bound())
+    return SearchedGrid(
+        grid, max(end for _, end in timeline(grid, costs).values()), problem.bound()
+    )
 
 
 def _published(problem: _Problem) -> Iterator[Orders]:
@@ -259,8 +261,8 @@ class _Problem:
             return False
         if action.kind != "F" or self.most_held is None:
             return True
-        own = range(self.home(action.stage), self.num_stages, self.num_ranks)
-        later = sum(1 for s in own if s > action.stage)
+        stages = range(self.home(action.stage), self.num_stages, self.num_ranks)
+        later = sum(1 for s in stages if s > action.stage)
         return held + 1 + later <= self.most_held or (later == 0 and held < self.most_held)
 
     def _priorities(self, late: float) -> dict[Action, float]:
@@ -311,7 +313,7 @@ def _exchanged(
         trial = (*orders[:rank], row, *orders[rank + 1 :])
         if not problem.fits((row,)):
             continue
-        found = problem.time(trial)
-        if found is not None and found <= time:
-            time, orders = found, trial
+        trial_time = problem.time(trial)
+        if trial_time is not None and trial_time <= time:
+            time, orders = trial_time, trial
     return time, orders

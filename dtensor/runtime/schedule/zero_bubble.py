@@ -116,33 +116,33 @@ class ZBV(OfMicrobatches):
 
 
 def _zbv(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
-    own = _VRank(rank, num_ranks)
+    v = _VRank(rank, num_ranks)
     for _ in range(2 * (num_ranks - rank) - 1):
-        own.forward(0)
+        v.forward(0)
     for _ in range(rank):
-        own.forward(1)
-        own.forward(0)
+        v.forward(1)
+        v.forward(0)
     for _ in range(num_ranks - rank):
-        own.forward(1)
-        own.input(1)
-        own.weight(1)
-    while own.forwards[1] < max(own.forwards[0], microbatches):
-        if own.forwards[0] < microbatches:
-            own.forward(0)
-        own.input(0)
-        own.weight(0)
-        own.forward(1)
-        own.input(1)
-        own.weight(1)
+        v.forward(1)
+        v.input(1)
+        v.weight(1)
+    while v.forwards[1] < max(v.forwards[0], microbatches):
+        if v.forwards[0] < microbatches:
+            v.forward(0)
+        v.input(0)
+        v.weight(0)
+        v.forward(1)
+        v.input(1)
+        v.weight(1)
     for _ in range(rank):
-        own.input(0)
-        own.input(1)
+        v.input(0)
+        v.input(1)
     for _ in range(num_ranks - rank):
-        own.input(0)
-        own.weight(0)
-    own.weights(1)
-    own.weights(0)
-    return own.order
+        v.input(0)
+        v.weight(0)
+    v.weights(1)
+    v.weights(0)
+    return v.order
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,38 +168,38 @@ class DualPipeV(OfMicrobatches):
 
 
 def _dualpipe(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
-    own = _VRank(rank, num_ranks)
+    v = _VRank(rank, num_ranks)
     below = num_ranks - rank - 1
     for _ in range(2 * below):
-        own.forward(0)
+        v.forward(0)
     for _ in range(rank + 1):
-        own.forward(0)
-        own.forward(1)
+        v.forward(0)
+        v.forward(1)
     for _ in range(below):
-        own.input(1)
-        own.weight()
-        own.forward(1)
+        v.input(1)
+        v.weight()
+        v.forward(1)
     for _ in range(microbatches - 2 * num_ranks + rank + 1):
-        own.forward(0)
-        own.full(1)
-        own.forward(1)
-        own.full(0)
+        v.forward(0)
+        v.full(1)
+        v.forward(1)
+        v.full(0)
     for _ in range(below):
-        own.full(1)
-        own.forward(1)
-        own.full(0)
+        v.full(1)
+        v.forward(1)
+        v.full(0)
     # the second half of what drains runs in halves: stage 1 first on odd ranks, stage 0 on even
     halves = False
     for number in range(rank + 1):
         for which in (1, 0):
             if number == (rank + 1) // 2 and which == (1 if rank % 2 else 0):
                 halves = True
-            (own.input if halves else own.full)(which)
+            (v.input if halves else v.full)(which)
     for _ in range(below):
-        own.weight()
-        (own.input if halves else own.full)(0)
-    own.weights()
-    return own.order
+        v.weight()
+        (v.input if halves else v.full)(0)
+    v.weights()
+    return v.order
 
 
 def _check_v(name: str, num_stages: int, num_ranks: int) -> None:

@@ -46,13 +46,13 @@ from dtensor.daft import (
 )
 from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import key_of
-from dtensor.daft.run.stamps import Stamps, lines_of, times_of
+from dtensor.daft.run.timestamps import Stamps, lines_of, times_of
 from dtensor.daft.verification.pairing import Site, starts_of_waits
 from dtensor.private_torch import OpOverload
-from dtensor.runtime.lower import finite, moves, step_end
+from dtensor.runtime.lower import detect_nan, moves, step_end
 from dtensor.runtime.lower.actions import Actions
-from dtensor.runtime.lower.builder import Shared
 from dtensor.runtime.lower.code import ADDING, COPIES, QUICK, overload_of
+from dtensor.runtime.lower.rank_builder import ProgramContext
 from dtensor.runtime.optimizer.shard_optimizer import clip_divisor, sum_of_squares
 from dtensor.runtime.profile import LAYERS, Profile, RankProfile, Spent
 from dtensor.runtime.simulate.simulator import representatives
@@ -69,7 +69,7 @@ _HELPERS: Mapping[object, str] = {
     **dict.fromkeys((block, join, write, moves.packed, moves.unpacked), PACKING),
     **dict.fromkeys((moves.gathered, moves.written), PACKING),
     **dict.fromkeys((sum_of_squares, clip_divisor), NORM),
-    finite.check_finite: CHECKS,
+    detect_nan.check_finite: CHECKS,
     step_end.step_optimizer: UPDATE,
 }
 
@@ -112,10 +112,10 @@ def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
     body = Body((), tuple(map(CodeLine, lines)), ("cost",))
     function = Function.straight("floors", body, bindings)
     call = Call("floors", (), ("cost",))
-    own = RankProgram(instructions=(call,), outputs=("cost",), nbytes=(("cost", 8),))
+    rank_program = RankProgram(instructions=(call,), outputs=("cost",), nbytes=(("cost", 8),))
     program = Program(
         name="floors",
-        ranks=(own,) * cluster.size,
+        ranks=(rank_program,) * cluster.size,
         functions=(("floors", function),),
         stage_of=(0,) * cluster.size,
     )
@@ -127,7 +127,7 @@ def measure_floors(cluster: Cluster) -> tuple[Floors, ...]:
 
 
 def _floors(runs: Sequence[Mapping[str, object]]) -> Floors:
-    found: dict[str, float] = {}
+    medians: dict[str, float] = {}
     for number, kind in enumerate(_KINDS):
         first = 1 + number * _NUM_LINES  # after the line that makes x
         lasted = [
@@ -137,9 +137,9 @@ def _floors(runs: Sequence[Mapping[str, object]]) -> Floors:
                 lines[first : first + _NUM_LINES], lines[first + 1 :], strict=False
             )
         ]
-        found[kind] = statistics.median(lasted)
+        medians[kind] = statistics.median(lasted)
     costs = [float(cost) for run in runs if isinstance(cost := run["cost"], torch.Tensor)]
-    return Floors(instruction=min(costs), **found)
+    return Floors(instruction=min(costs), **medians)
 
 
 def instruction_seconds(device: torch.device) -> torch.Tensor:
@@ -254,35 +254,35 @@ def _parts_of(measured: Measured, step: TimedStep) -> list[_Parts]:
         spent = dict.fromkeys(here, 0.0)
         last = events[0][0] if events else 0.0
         for begin, end, rank, index in events:
-            own, floors = parts[number[rank]], measured.floors[number[rank]]
+            parts_of_rank, floors = parts[number[rank]], measured.floors[number[rank]]
             gap = max(0.0, begin - last - floors.instruction)
-            own.overhead["engine"] += gap
+            parts_of_rank.overhead["engine"] += gap
             lasted = end - begin
             match item := program.ranks[rank].instructions[index]:
                 case Call():
-                    lasted = _call(own, item, lasted, ops[item.fn], lines[rank], floors)
+                    lasted = _call(parts_of_rank, item, lasted, ops[item.fn], lines[rank], floors)
                 case Wait():
-                    own.waiting[waits[rank][index]] += lasted
-                    own.waits[waits[rank][index]] += 1
+                    parts_of_rank.waiting[waits[rank][index]] += lasted
+                    parts_of_rank.waits[waits[rank][index]] += 1
                 case Send() | Recv() | Collective():
-                    own.overhead["starts"] += lasted
+                    parts_of_rank.overhead["starts"] += lasted
                 case Free() | Vote() | Commit():
-                    own.overhead["engine"] += lasted
+                    parts_of_rank.overhead["engine"] += lasted
             spent[rank] += gap + lasted
             last = end
         for rank in here:
             parts[number[rank]].other_ranks = sum(spent.values()) - spent[rank]
             spans[number[rank]] = sum(spent.values())
     longest = max(spans.values(), default=0.0)
-    for rank, own in enumerate(parts):
-        own.idle = longest - spans.get(rank, 0.0)
-        own.overhead["controller"] = step.controller
-        own.overhead["channel"] = max(0.0, step.run - longest)
+    for rank, parts_of_rank in enumerate(parts):
+        parts_of_rank.idle = longest - spans.get(rank, 0.0)
+        parts_of_rank.overhead["controller"] = step.controller
+        parts_of_rank.overhead["channel"] = max(0.0, step.run - longest)
     return parts
 
 
 def _call(
-    own: _Parts,
+    parts: _Parts,
     call: Call,
     lasted: float,
     ops: Sequence[_Op],
@@ -291,8 +291,8 @@ def _call(
 ) -> float:
     """Share out the seconds of a call; returns them without the cost of stamps."""
     if not ops:
-        own.kernels[call.fn] += lasted
-        own.times[call.fn] += 1
+        parts.kernels[call.fn] += lasted
+        parts.times[call.fn] += 1
         return lasted
     before, inside = next(stamps), 0.0
     for op in ops:
@@ -300,15 +300,15 @@ def _call(
         seconds, before = max(0.0, after - before - floors.stamp), after
         inside += seconds
         if op.kind == "none":
-            own.overhead["dispatch"] += seconds
+            parts.overhead["dispatch"] += seconds
             continue
         least = 0.0 if op.kind == "python" else _floor_of(floors, op.kind) - floors.stamp
         dispatched = min(seconds, max(0.0, least))
-        own.overhead["dispatch"] += dispatched
-        own.kernels[op.name] += seconds - dispatched
-        own.times[op.name] += 1
+        parts.overhead["dispatch"] += dispatched
+        parts.kernels[op.name] += seconds - dispatched
+        parts.times[op.name] += 1
     around = max(0.0, lasted - inside - (len(ops) + 1) * floors.stamp)
-    own.overhead["engine"] += around
+    parts.overhead["engine"] += around
     return inside + around
 
 
@@ -347,25 +347,25 @@ def _peers_of_waits(
 ) -> dict[int, tuple[int, ...]]:
     """By index of a wait, the plan's ranks that it waits for."""
     instructions = program.ranks[rank].instructions
-    found: dict[int, tuple[int, ...]] = {}
+    peers_by_wait: dict[int, tuple[int, ...]] = {}
     for index, starts in starts_of_waits(instructions).items():
         peers: set[int] = set()
         for start in starts:
             item = instructions[start]
             assert isinstance(item, Send | Recv | Collective), "a wait completes a start"
             peers.update(key_of(rank, item)[0])
-        found[index] = tuple(sorted(number[peer] for peer in peers - {rank}))
-    return found
+        peers_by_wait[index] = tuple(sorted(number[peer] for peer in peers - {rank}))
+    return peers_by_wait
 
 
 # -- medians, with predictions -------------------------------------------------------------
 
 
 def _rank_profile(
-    rank: int, found: Sequence[_Parts], measured: Measured, plan: Plan, predicted: Trace
+    rank: int, parts: Sequence[_Parts], measured: Measured, plan: Plan, predicted: Trace
 ) -> RankProfile:
     def median(of: Callable[[_Parts], float]) -> float:
-        return statistics.median(map(of, found))
+        return statistics.median(map(of, parts))
 
     kernels, dispatch = _predicted_kernels(plan, rank)
     spans = _spans_like(plan, predicted, rank)
@@ -381,17 +381,17 @@ def _rank_profile(
         op: Spent(
             seconds=median(lambda p, of=op: p.kernels.get(of, 0.0)),
             predicted=kernels.get(op, 0.0),
-            times=max(p.times.get(op, 0) for p in found),
+            times=max(p.times.get(op, 0) for p in parts),
         )
-        for op in dict.fromkeys((*(op for p in found for op in p.kernels), *kernels))
+        for op in dict.fromkeys((*(op for p in parts for op in p.kernels), *kernels))
     }
     waiting = {
         peers: Spent(
             seconds=median(lambda p, of=peers: p.waiting.get(of, 0.0)),
             predicted=waits.get(peers, 0.0),
-            times=max(p.waits.get(peers, 0) for p in found),
+            times=max(p.waits.get(peers, 0) for p in parts),
         )
-        for peers in sorted({peers for p in found for peers in p.waiting if peers} | {*waits})
+        for peers in sorted({peers for p in parts for peers in p.waiting if peers} | {*waits})
     }
     shown = sum(kernels.values()) + dispatch + sum(waits.values()) + called
     return RankProfile(
@@ -411,10 +411,10 @@ def _rank_profile(
 def _predicted_kernels(plan: Plan, rank: int) -> tuple[dict[str, float], float]:
     """Seconds by op on a rank, and of dispatch."""
     latency = plan.topology.op_latency
-    own = plan.mesh.coordinates(rank)
-    place = own[plan.stage_axis] if plan.stage_axis else 0
-    here = {axis: own.get(axis, 0) for axis in plan.inner.axes}
-    shared = Shared(plan, Actions(plan, None), torch.device("cpu"))
+    coordinates = plan.mesh.coordinates(rank)
+    place = coordinates[plan.stage_axis] if plan.stage_axis else 0
+    here = {axis: coordinates.get(axis, 0) for axis in plan.inner.axes}
+    shared = ProgramContext(plan, Actions(plan, None), torch.device("cpu"))
     kernels: dict[str, float] = defaultdict(float)
     dispatch = 0.0
     for step in plan.steps:
@@ -429,7 +429,7 @@ def _predicted_kernels(plan: Plan, rank: int) -> tuple[dict[str, float], float]:
     return dict(kernels), dispatch
 
 
-def _step_name(shared: Shared, step: Step, here: Mapping[str, int]) -> str | None:
+def _step_name(shared: ProgramContext, step: Step, here: Mapping[str, int]) -> str | None:
     """The name of a step's computation, as in lines of code of the rank ``here``."""
     match step:
         case Compute():
@@ -446,18 +446,18 @@ def _step_name(shared: Shared, step: Step, here: Mapping[str, int]) -> str | Non
 
 def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[Label, float]:
     """By label of a wait, its predicted seconds on the rank that represents this one."""
-    own = plan.mesh.coordinates(rank)
+    coordinates = plan.mesh.coordinates(rank)
     like = next(
         one
         for one in representatives(plan)
         if plan.stage_axis is None
-        or plan.mesh.coordinates(one)[plan.stage_axis] == own[plan.stage_axis]
+        or plan.mesh.coordinates(one)[plan.stage_axis] == coordinates[plan.stage_axis]
     )
-    found: dict[Label, float] = defaultdict(float)
+    seconds_by_label: dict[Label, float] = defaultdict(float)
     for span in predicted.spans:
         if span.rank == like and span.track == "wait":
-            found[span.label] += span.seconds
-    return dict(found)
+            seconds_by_label[span.label] += span.seconds
+    return dict(seconds_by_label)
 
 
 def _predicted_waits(
@@ -471,8 +471,8 @@ def _predicted_waits(
     for index, peers in _peers_of_waits(measured.program, place, number).items():
         if peers:
             peers_of.setdefault(instructions[index].label, peers)
-    found: dict[tuple[int, ...], float] = defaultdict(float)
+    seconds_by_peers: dict[tuple[int, ...], float] = defaultdict(float)
     for label, seconds in spans.items():
         if label in peers_of:
-            found[peers_of[label]] += seconds
-    return dict(found)
+            seconds_by_peers[peers_of[label]] += seconds
+    return dict(seconds_by_peers)

@@ -47,8 +47,8 @@ from dtensor.daft import (
 )
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.ir.code import Body, CodeLine
-from dtensor.daft.run.stamps import times_of
-from dtensor.runtime.lower.builder import MAX_LINES
+from dtensor.daft.run.timestamps import times_of
+from dtensor.runtime.lower.rank_builder import MAX_LINES
 from dtensor.runtime.lower.step_end import step_optimizer
 from dtensor.runtime.optimizer.shard_optimizer import (
     ShardOptimizer,
@@ -107,10 +107,12 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
     fits: dict[str, tuple[float, float]] = {}
     for axis, num in mesh.shape.items():
         if num > 1:
-            found = _seconds(cluster, _message_program(mesh, axis, sizes, dtype, device, busy=busy))
+            measured = _seconds(
+                cluster, _message_program(mesh, axis, sizes, dtype, device, busy=busy)
+            )
             numbers = {"small": SMALL, "large": sizes.message}
             sent = {size: n * dtype.itemsize for size, n in numbers.items()}
-            fits[axis] = _fitted(found, num, sent, memory_bandwidth)
+            fits[axis] = _fitted(measured, num, sent, memory_bandwidth)
     batch, heads, positions, width = sizes.attention
     # of a forward and its backward, as the rules of both count them
     attended = (1 + 2.5) * 2 * batch * heads * positions**2 * 2 * width
@@ -151,7 +153,7 @@ def _seconds(cluster: Cluster, program: Program) -> dict[Label, float]:
 
 
 def _fitted(
-    found: Mapping[Label, float], num: int, nbytes: Mapping[str, int], fastest: float
+    seconds_by_label: Mapping[Label, float], num: int, nbytes: Mapping[str, int], fastest: float
 ) -> tuple[float, float]:
     """(latency, bandwidth) of an axis of ``num`` ranks, from the seconds of each kind and size.
 
@@ -160,7 +162,7 @@ def _fitted(
     per_step = Topology(latency=1.0, bandwidth=float("inf"))
     per_byte = Topology(latency=0.0, bandwidth=1.0)
     rows: list[tuple[float, float]] = []
-    for label, seconds in found.items():
+    for label, seconds in seconds_by_label.items():
         kind, size = label.action, label.what
         if kind == "transfer":
             seconds /= 2  # there and back
@@ -185,13 +187,13 @@ def _empty_seconds(cluster: Cluster, mesh: Mesh) -> float:
         stage_of=(0,) * mesh.size,
     )
     handle = cluster.load(nothing)
-    found: list[float] = []
+    seconds: list[float] = []
     for _ in range(NUM_EMPTY):
         start = time.perf_counter()
         cluster.run(handle, [{}] * cluster.size).get()
-        found.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
     cluster.unload(handle)
-    return statistics.fmean(found)
+    return statistics.fmean(seconds)
 
 
 def _rounded(figure: float) -> float:
@@ -329,7 +331,7 @@ def _done(
 def _program(
     name: str,
     mesh: Mesh,
-    made: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     rank: Callable[[int], Iterator[Instruction]],
     functions: _Functions,
     dtype: torch.dtype,
@@ -343,8 +345,8 @@ def _program(
         Wait(("all",)),
         Free(("one", "all")),
     )
-    head = (Call("made", (), tuple(made)), *(barrier if mesh.size > 1 else ()))
-    full = tuple(f"full({shape!r}, 0.5, dtype=dtype, device=device)" for shape in made.values())
+    head = (Call("made", (), tuple(shapes)), *(barrier if mesh.size > 1 else ()))
+    full = tuple(f"full({shape!r}, 0.5, dtype=dtype, device=device)" for shape in shapes.values())
     filled: _Functions = {"made": Body((), (), full), "one": Body((), (), ("full((), 1.0)",))}
     return Program(
         name=name,

@@ -42,9 +42,9 @@ from dtensor.daft import (
 from dtensor.daft.ir.instructions import Start, key_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower.actions import Actions
-from dtensor.runtime.lower.builder import LocalCode, RankBuilder, Roles, Shared
 from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.program import lower_rank
+from dtensor.runtime.lower.rank_builder import LocalCode, ProgramContext, RankBuilder, Roles
 from dtensor.runtime.schedule import Grid
 from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, run
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
@@ -63,7 +63,7 @@ def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) ->
         for i in plan.inputs
         if i.kind in ("parameter", "buffer", "constant")
     }
-    shared = Shared(plan, Actions(plan, grid), torch.device("cpu"), priced=True)
+    shared = ProgramContext(plan, Actions(plan, grid), torch.device("cpu"), priced=True)
     roles = Roles(optimizer="optimizer" if trains else None, state=state)
     functions = Functions()
     programs: dict[int, RankProgram] = {}
@@ -106,8 +106,8 @@ def representatives(plan: Plan) -> tuple[int, ...]:
 
 def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
     """Bytes besides the program's values: the optimizer's state, and copies to undo a step."""
-    own = [plan.memory[stage] for stage in stages]
-    return sum(memory.optimizer + memory.masters + memory.snapshots for memory in own)
+    memories = [plan.memory[stage] for stage in stages]
+    return sum(memory.optimizer + memory.masters + memory.snapshots for memory in memories)
 
 
 # -- a rank's list ---------------------------------------------------------------------------------
@@ -192,14 +192,14 @@ def _held(
     segments = (item for item in b.instructions if isinstance(item, LocalCode))
 
     def change(values: Sequence[str], sign: int) -> int:
-        found = 0
+        change_of_bytes = 0
         for value in values:
             storage = b.priced.storage.get(value, value)
             before = users[storage] > 0
             users[storage] += sign
             if before != (users[storage] > 0):
-                found += sign * sizes.get(storage, 0)
-        return found
+                change_of_bytes += sign * sizes.get(storage, 0)
+        return change_of_bytes
 
     held += change((*program.inputs, *program.state), 1)
     yield 0.0, held

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dtensor.daft import TaskError
 from dtensor.daft.cluster.cluster import RecordedRun
-from dtensor.daft.run.stamps import times_of
+from dtensor.daft.run.timestamps import times_of
 from dtensor.runtime.drawing import COLOURS, Box, RankRow, drawing
 from dtensor.runtime.simulate.trace import Span, spans_of, ticks
 from dtensor.sharding.plan.text.words import seconds_text, table
@@ -55,8 +55,8 @@ class Timeline:
 
     def spent(self, program: str, rank: int) -> float:
         """Seconds in which a rank computes for a program."""
-        own = self.spans.get((program, rank), ())
-        return sum(span.seconds for span in own if span.track == "compute")
+        spans = self.spans.get((program, rank), ())
+        return sum(span.seconds for span in spans if span.track == "compute")
 
     def busy(self, rank: int) -> float:
         """The fraction of the time in which a rank computes."""
@@ -164,8 +164,8 @@ def timeline_of(
         num_runs[program.name] += 1
         for rank, outputs in enumerate(given):
             if instructions := program.ranks[rank].instructions:
-                found = spans_of(instructions, rank, times_of(outputs), begin)
-                spans[program.name, rank] += found
+                spans_of_run = spans_of(instructions, rank, times_of(outputs), begin)
+                spans[program.name, rank] += spans_of_run
     return Timeline(
         seconds=end - begin,
         ranks=tuple(range(size)),

@@ -35,7 +35,7 @@ from dtensor.daft import (
     Vote,
     Wait,
 )
-from dtensor.daft.run.stamps import Times, times_of
+from dtensor.daft.run.timestamps import Times, times_of
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
 from dtensor.sharding.plan.text.words import seconds_text, size_text, table
@@ -118,10 +118,10 @@ class Trace:
         return self._spent()[rank, track]
 
     def _spent(self) -> Mapping[tuple[int, Track], float]:
-        found: dict[tuple[int, Track], float] = defaultdict(float)
+        seconds: dict[tuple[int, Track], float] = defaultdict(float)
         for span in self.spans:
-            found[span.rank, span.track] += span.seconds
-        return found
+            seconds[span.rank, span.track] += span.seconds
+        return seconds
 
     def hidden(self, rank: int) -> float:
         """Seconds in which messages of a rank are in flight and it does not wait."""
@@ -134,13 +134,13 @@ class Trace:
                 message = int(span.track == "communication")
                 ends[span.rank].append((span.begin, message, 1 - message))
                 ends[span.rank].append((span.end, -message, message - 1))
-        found = dict.fromkeys(self.ranks, 0.0)
+        hidden = dict.fromkeys(self.ranks, 0.0)
         for rank, own in ends.items():
             last, under_way, waiting = 0.0, 0, 0
             for when, messages, waits in sorted(own):
-                found[rank] += when - last if under_way and not waiting else 0.0
+                hidden[rank] += when - last if under_way and not waiting else 0.0
                 last, under_way, waiting = when, under_way + messages, waiting + waits
-        return found
+        return hidden
 
     def by_kind(self, rank: int) -> Mapping[str, float]:
         """Seconds of one rank by kind: ``F stage 0``, ``update``, ``all_reduce over tp``, ``wait``
@@ -196,15 +196,15 @@ class Trace:
     def lanes(self) -> dict[tuple[int, int], list[Span]]:
         """By (rank, lane): lane 0 has its compute and wait spans, others have messages; the spans
         of a lane do not overlap."""
-        found: dict[tuple[int, int], list[Span]] = defaultdict(list)
+        lanes: dict[tuple[int, int], list[Span]] = defaultdict(list)
         for span in self.spans:
             lane = 0
             if span.track == "communication":
                 lane = 1
-                while found[span.rank, lane] and found[span.rank, lane][-1].end > span.begin:
+                while lanes[span.rank, lane] and lanes[span.rank, lane][-1].end > span.begin:
                     lane += 1
-            found[span.rank, lane].append(span)
-        return found
+            lanes[span.rank, lane].append(span)
+        return lanes
 
     def save(self, path: str | Path) -> None:
         """Write to ``path``, in Chrome's trace event format: a process for each rank, threads for
@@ -345,8 +345,8 @@ def _title(name: str, spans: Sequence[Span], source: str) -> str:
 
 def _ends(texts: Iterable[str | None]) -> str:
     """The first, and the last if it differs."""
-    found = list(dict.fromkeys(filter(None, texts)))
-    return " ... ".join([*found[:1], *found[1:][-1:]])
+    distinct = list(dict.fromkeys(filter(None, texts)))
+    return " ... ".join([*distinct[:1], *distinct[1:][-1:]])
 
 
 def ticks(seconds: float) -> list[tuple[float, str]]:
@@ -417,12 +417,12 @@ def compare_traces(predicted: Trace, measured: Trace) -> TraceComparison:
 
 def _summed(trace: Trace, rank: int) -> dict[str, float]:
     """Kind to seconds: `F stage 0`, `update`, `wait`, `all_reduce over tp`."""
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for span in trace.spans:
         if span.rank == rank:
             what = _what(span)
-            found[what] = found.get(what, 0.0) + span.seconds
-    return dict(sorted(found.items(), key=lambda item: (item[0] == "wait", item[0])))
+            seconds[what] = seconds.get(what, 0.0) + span.seconds
+    return dict(sorted(seconds.items(), key=lambda item: (item[0] == "wait", item[0])))
 
 
 def _what(span: Span) -> str:
@@ -476,11 +476,11 @@ def spans_of(
 ) -> list[Span]:
     """The spans of a rank's instructions in a timed run; times count from ``start``."""
     waits = starts_of_waits(instructions)
-    found: list[Span] = []
+    spans: list[Span] = []
     started: dict[int, float] = {}
 
     def add(track: Track, item: Instruction, begin: float, end: float) -> None:
-        found.append(span_of(rank, track, item, begin - start, end - start))
+        spans.append(span_of(rank, track, item, begin - start, end - start))
 
     for index, begin, end in times:
         match item := instructions[index]:
@@ -494,4 +494,4 @@ def spans_of(
                     add("communication", instructions[one], started[one], end)
             case Free() | Vote() | Commit():
                 pass
-    return found
+    return spans

@@ -48,7 +48,7 @@ from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
 )
-from dtensor.sharding.redistribute.named_values import (
+from dtensor.sharding.redistribute.sync_plan import (
     BUCKET_BYTES,
     SyncMessage,
     SyncPlan,
@@ -171,10 +171,10 @@ def copied_here(
 
 def packed(blocks: Sequence[tuple[int, Where]], *values: torch.Tensor) -> tuple[torch.Tensor]:
     """Blocks of values as one message of bytes; a single block is sent itself."""
-    found = [block(values[i], where) for i, where in blocks]
-    if len(found) == 1:
-        return (found[0],)
-    return (torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in found]),)
+    blocks_sent = [block(values[i], where) for i, where in blocks]
+    if len(blocks_sent) == 1:
+        return (blocks_sent[0],)
+    return (torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in blocks_sent]),)
 
 
 def unpacked(
@@ -232,12 +232,14 @@ class _Lines:
         self._place()
         sources = [self.names[label][0] for label in self.given]
         targets = [self.names[label][1] for label in self.taken]
-        own = RankProgram(instructions=tuple(self.items), nbytes=tuple(self.nbytes.items()))
+        rank_program = RankProgram(
+            instructions=tuple(self.items), nbytes=tuple(self.nbytes.items())
+        )
         if not self.state:
-            return replace(own, inputs=tuple(sources), outputs=tuple(targets))
+            return replace(rank_program, inputs=tuple(sources), outputs=tuple(targets))
         # sizes of state are not declared: its spec may differ before and after
         state = tuple(dict.fromkeys((*sources, *targets))) if self.items else ()
-        return replace(own, state=state)
+        return replace(rank_program, state=state)
 
     def _make(self) -> None:
         """Allocate the values that this rank will hold."""
@@ -283,12 +285,12 @@ class _Lines:
             pair = message.source_rank, message.target_rank
             if self.rank not in pair:
                 continue
-            own = under_way.setdefault(pair, deque())
+            queue = under_way.setdefault(pair, deque())
             self._start(number, message)
-            own.append((number, message))
-            if len(own) == AHEAD:
-                self._complete(*own.popleft())
-        rest = sorted((item for own in under_way.values() for item in own), key=lambda i: i[0])
+            queue.append((number, message))
+            if len(queue) == AHEAD:
+                self._complete(*queue.popleft())
+        rest = sorted((item for queue in under_way.values() for item in queue), key=lambda i: i[0])
         for number, message in rest:
             self._complete(number, message)
 

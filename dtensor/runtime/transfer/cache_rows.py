@@ -12,7 +12,7 @@ by rank) get a row besides, which is fed.
 
 Rows are fed, so that one program serves all rows that lie on the same ranks. Invariants: nothing is
 written before all ranks have agreed that all have all; then the row is the other's up to
-``length``, zero behind. Not here: which row, and when (api/generation/apart.py).
+``length``, zero behind. Not here: which row, and when (api/generation/disaggregated_prefill.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from dtensor.daft import Call, Free, Function, Instruction, Label, Program, RankProgram
 from dtensor.runtime.transfer.between_meshes import Names, values_program
 from dtensor.sharding.redistribute.between_meshes import TransferPlan
-from dtensor.sharding.redistribute.named_values import SyncPlan
+from dtensor.sharding.redistribute.sync_plan import SyncPlan
 from dtensor.sharding.spec.shards import shape_of
 
 FROM, TO = "from row", "to row"
@@ -55,21 +55,21 @@ def row_program(
 ) -> Program:
     """The program that moves a row, of ``length`` positions; ``size``: ranks of the cluster;
     ``tables``: of each rank on which the target's row is."""
-    cut = {f"cut {label}": own for label, (own, _) in names.items()}
-    new = {f"new {label}": own for label, (_, own) in names.items()}
+    cut = {f"cut {label}": rank_program for label, (rank_program, _) in names.items()}
+    new = {f"new {label}": rank_program for label, (_, rank_program) in names.items()}
     between = {label: (f"cut {label}", f"new {label}") for label in names}
-    whole = values_program(plan, size, device, between, state=False, also=tables)
-    functions = dict(whole.functions)
+    program = values_program(plan, size, device, between, state=False, also=tables)
+    functions = dict(program.functions)
     ranks: list[RankProgram] = []
-    for rank, own in enumerate(whole.ranks):
+    for rank, rank_program in enumerate(program.ranks):
         tabled = tables.get(rank, RowTables({}, {}))
-        given = {name: cut[name] for name in own.inputs if _is_read(name, own)}
-        taken = {name: new[name] for name in own.outputs}
+        given = {name: cut[name] for name in rank_program.inputs if _is_read(name, rank_program)}
+        taken = {name: new[name] for name in rank_program.outputs}
         items: list[Instruction] = []
         if given:
             called = _called(f"cut on {rank}", partial(rows_cut, length), functions)
             items.append(Call(called, (FROM, *given.values()), tuple(given), label=_WHAT))
-        items += own.instructions
+        items += rank_program.instructions
         if taken:
             called = _called(f"seat on {rank}", partial(rows_written, length), functions)
             caches = tuple(taken.values())
@@ -85,16 +85,16 @@ def row_program(
         fed = [*([FROM] if given else []), *([TO] if taken or written else []), *tabled.inputs]
         ranks.append(
             replace(
-                own,
+                rank_program,
                 instructions=tuple(items),
                 inputs=(*fed, *dict.fromkeys(written.values())),
                 outputs=(),
                 state=tuple(dict.fromkeys((*given.values(), *taken.values(), *tabled.state))),
-                nbytes=(*own.nbytes, *(item for item in sizes if item[0] in given)),
+                nbytes=(*rank_program.nbytes, *(item for item in sizes if item[0] in given)),
                 changed=tuple(tabled.inputs),
             )
         )
-    return replace(whole, ranks=tuple(ranks), functions=tuple(functions.items()))
+    return replace(program, ranks=tuple(ranks), functions=tuple(functions.items()))
 
 
 _WHAT = Label("transfer")
@@ -144,5 +144,5 @@ def _nbytes(plan: TransferPlan, rank: int) -> int:
     return math.prod(shape_of(box)) * here.spec.dtype.itemsize
 
 
-def _is_read(name: str, own: RankProgram) -> bool:
-    return any(isinstance(i, Call) and name in i.inputs for i in own.instructions)
+def _is_read(name: str, rank_program: RankProgram) -> bool:
+    return any(isinstance(i, Call) and name in i.inputs for i in rank_program.instructions)

@@ -6,7 +6,7 @@
 Indices are global. One row more than the rank holds stands for all that is elsewhere: zeros are
 read from it, and what is written to it is dropped. So nothing here has a size that depends on data.
 
-Invariants: as in values.py; an index out of the global range is an error, as it is for torch.
+Invariants: as in local_forms.py; an index out of the global range is an error, as it is for torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dtensor.sharding.local.in_range import check_range
-from dtensor.sharding.local.values import Pieces
+from dtensor.sharding.local.local_forms import Pieces
 
 Write = Literal[
     "index_add", "index_copy", "index_fill", "index_put", "index_put_add", "scatter", "scatter_add"
@@ -92,10 +92,10 @@ def write_shard_in_place(
     index = torch.where(index < 0, index + size, index).long()
     here, local = local_positions(index, pieces)
     if kind == "scatter":  # an index for each element
-        found = here.nonzero(as_tuple=True)
-        at: list[Tensor | None] = [*found]
-        at[dim] = local[found]
-        value = source[found] if isinstance(source, Tensor) and source.dim() else source
+        places_here = here.nonzero(as_tuple=True)
+        at: list[Tensor | None] = [*places_here]
+        at[dim] = local[places_here]
+        value = source[places_here] if isinstance(source, Tensor) and source.dim() else source
         x.index_put_(at, value if isinstance(value, Tensor) else x.new_tensor(value))
         return
     if kind == "index_put":

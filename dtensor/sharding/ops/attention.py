@@ -35,7 +35,7 @@ from torch.fx.node import has_side_effect
 
 from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.local.in_range import check_range
-from dtensor.sharding.local.values import flash_attention, flash_attention_backward
+from dtensor.sharding.local.local_forms import flash_attention, flash_attention_backward
 from dtensor.sharding.ops import (
     cross_entropy as cross_entropy,  # registers the ops of cross entropy
 )

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtensor.numerics import accumulation_dtype
-from dtensor.sharding.local.values import flash_attention, flash_attention_backward
+from dtensor.sharding.local.local_forms import flash_attention, flash_attention_backward
 from dtensor.sharding.ops.attention import (
     aligned,
     check_heads,

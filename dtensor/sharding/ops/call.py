@@ -44,7 +44,7 @@ class Operand:
     index: int
 
 
-class Slot(float):
+class RunNumber(float):
     """A number in ``args`` that is given anew at each run: rules see a representative of it.
 
     Only its being zero may matter to a plan; the program reads the number under ``name``.
@@ -53,8 +53,8 @@ class Slot(float):
     name: str
 
     @staticmethod
-    def of(value: float, name: str) -> Slot:
-        slot = Slot(value)
+    def of(value: float, name: str) -> RunNumber:
+        slot = RunNumber(value)
         slot.name = name
         return slot
 
@@ -72,14 +72,14 @@ def with_run_numbers(call: OpCall) -> OpCall:
     """The call with its seed and step read from what the program is fed; others as they are."""
     if not is_random(call):
         return call
-    given = {"at_seed": Slot.of(0.0, SEED), "at_step": Slot.of(0.0, STEP)}
+    given = {"at_seed": RunNumber.of(0.0, SEED), "at_step": RunNumber.of(0.0, STEP)}
     return replace(call, kwargs=tuple((k, given.get(k, v)) for k, v in call.kwargs))
 
 
 def slots_of(call: OpCall) -> tuple[str, ...]:
     """The names of the numbers that a call is given at each run, in the order of its arguments."""
     values = (*call.args, *(value for _, value in call.kwargs))
-    return tuple(dict.fromkeys(value.name for value in values if isinstance(value, Slot)))
+    return tuple(dict.fromkeys(value.name for value in values if isinstance(value, RunNumber)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

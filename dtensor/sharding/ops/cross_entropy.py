@@ -107,14 +107,14 @@ def _ce_backward(
     maximum, total, _ = stats.unbind(1)
     room = stats.new_empty(0, dtype=wide)
     for rows in _row_pieces(logits) if logits.shape[1] else ():
-        made = out[rows] if out.dtype == wide else room.resize_(out[rows].shape)
-        torch.sub(logits[rows], maximum[rows, None], out=made)
-        made.exp_().div_(total[rows, None]).scatter_add_(1, local[rows], hot[rows])
+        gradient = out[rows] if out.dtype == wide else room.resize_(out[rows].shape)
+        torch.sub(logits[rows], maximum[rows, None], out=gradient)
+        gradient.exp_().div_(total[rows, None]).scatter_add_(1, local[rows], hot[rows])
         # filled in, not multiplied with 0: an ignored row has zero gradient even where grad is
         # infinite (a mean over no rows)
-        made.mul_(grad[rows, None]).masked_fill_(unused[rows], 0)
+        gradient.mul_(grad[rows, None]).masked_fill_(unused[rows], 0)
         if out.dtype != wide:
-            out[rows] = made
+            out[rows] = gradient
     return out
 
 

@@ -106,12 +106,12 @@ def _fill(
         target = matrix[chunk.rows, chunk.columns]
         num, blocks = len(elements), elements[0][0].shape[1]
         aligned = chunk.skip == 0 and target.shape[1] == num * blocks
-        whole = target if aligned else target.new_empty(target.shape[0], num * blocks)
-        split = whole.view(whole.shape[0], blocks, num)
+        padded = target if aligned else target.new_empty(target.shape[0], num * blocks)
+        split = padded.view(padded.shape[0], blocks, num)
         for number, word in enumerate(elements):
             split[..., number] = value(word)
         if not aligned:
-            target.copy_(whole[:, chunk.skip : chunk.skip + target.shape[1]])
+            target.copy_(padded[:, chunk.skip : chunk.skip + target.shape[1]])
     return result
 
 

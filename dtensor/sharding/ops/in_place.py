@@ -106,14 +106,14 @@ def _elementwise(target: Any) -> Any:
     known: object = target
     if not isinstance(known, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    own, jit = target._schema, jit_get_schemas_for_operator
-    space, name = own.name.split("::")
-    for schema in jit(f"{own.name}_"):
+    schema_of_op, jit = target._schema, jit_get_schemas_for_operator
+    space, name = schema_of_op.name.split("::")
+    for schema in jit(f"{schema_of_op.name}_"):
         types = [(a.name, a.type) for a in schema.arguments]
-        same = types == [(a.name, a.type) for a in own.arguments]
-        if same and schema.is_mutable and schema.overload_name == own.overload_name:
+        same = types == [(a.name, a.type) for a in schema_of_op.arguments]
+        if same and schema.is_mutable and schema.overload_name == schema_of_op.overload_name:
             packet: Any = getattr(getattr(torch.ops, space), f"{name}_")
-            return getattr(packet, own.overload_name or "default")
+            return getattr(packet, schema_of_op.overload_name or "default")
     return None
 
 

@@ -98,8 +98,10 @@ def words(
             here = slice(offset + low - start, offset + high - start)
             blocks = torch.arange(block, end, dtype=torch.int64, device=device)[None, :]
             for row in range(0, num_rows, tall):
-                found = philox(blocks, rows[row : row + tall, None], key)
-                grouped = [list(found[e * per_element : (e + 1) * per_element]) for e in range(num)]
+                numbers = philox(blocks, rows[row : row + tall, None], key)
+                grouped = [
+                    list(numbers[e * per_element : (e + 1) * per_element]) for e in range(num)
+                ]
                 yield Chunk(slice(row, row + tall), here, low - block * num), grouped
         offset += stop - start
 

@@ -66,8 +66,8 @@ def _picked(scaled: Tensor, number: Tensor, top_k: int, top_p: float) -> Tensor:
         weights = torch.empty_like(weights).scatter_(0, order, ordered)
     total = weights.cumsum(0)
     # a number below 1 times the total is below the total, so what is found has weight
-    found = torch.searchsorted(total, number * total[-1], right=True)
-    return found.clamp_(max=len(scaled) - 1)  # of logits that are no numbers: some token
+    index = torch.searchsorted(total, number * total[-1], right=True)
+    return index.clamp_(max=len(scaled) - 1)  # of logits that are no numbers: some token
 
 
 def _fake(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:

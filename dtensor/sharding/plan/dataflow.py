@@ -113,11 +113,11 @@ class Dataflow:
     @cached_property
     def consumers(self) -> dict[str, tuple[tuple[Op, int], ...]]:
         """Value name to the (op, operand index) pairs that read it, in program order."""
-        found: dict[str, list[tuple[Op, int]]] = {}
+        readers: dict[str, list[tuple[Op, int]]] = {}
         for op in self.ops:
             for index, name in enumerate(op.operands):
-                found.setdefault(name, []).append((op, index))
-        return {name: tuple(uses) for name, uses in found.items()}
+                readers.setdefault(name, []).append((op, index))
+        return {name: tuple(uses) for name, uses in readers.items()}
 
     @cached_property
     def batch_values(self) -> frozenset[str]:
@@ -126,11 +126,11 @@ class Dataflow:
 
     def depending(self, *kinds: InputKind) -> frozenset[str]:
         """Every value that depends on an input of one of these kinds, those inputs included."""
-        found = {item.name for item in self.inputs if item.kind in kinds}
+        values = {item.name for item in self.inputs if item.kind in kinds}
         for op in self.ops:
-            if not found.isdisjoint(op.operands):
-                found.update(name for name in op.results if name is not None)
-        return frozenset(found)
+            if not values.isdisjoint(op.operands):
+                values.update(name for name in op.results if name is not None)
+        return frozenset(values)
 
     def pruned(self, outputs: tuple[Output, ...]) -> Dataflow:
         """The program with these outputs alone, without what only others needed."""

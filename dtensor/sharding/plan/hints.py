@@ -35,19 +35,23 @@ def hints(request: Request, planned: Plan) -> tuple[Hint, ...]:
     rules, batch = rules_of(flow), flow.batch_values
     groups: dict[tuple[str, str], dict[str, tuple[Shard, int]]] = {}  # stated, the opposite's dim
     for value, placements in request.pins.items():
-        found = contractions_of(flow, rules, value, batch) if value in request.pinned_by else ()
+        contractions = (
+            contractions_of(flow, rules, value, batch) if value in request.pinned_by else ()
+        )
         for axis, placement in placements.items():
-            if not isinstance(placement, Shard) or value in request.settled or not found:
+            if not isinstance(placement, Shard) or value in request.settled or not contractions:
                 continue
             dim = placement.dim % len(flow.metas[value].shape)
-            one = found[0]
+            one = contractions[0]
             if dim not in (one.output_dim, one.contracted_dim):
                 continue
             key = (request.pinned_by[value], axis)
             turned = one.contracted_dim if dim == one.output_dim else one.output_dim
             groups.setdefault(key, {})[value] = (placement, turned)
-    found = (_compare(request, planned, by, axis, pins) for (by, axis), pins in groups.items())
-    return tuple(hint for hint in found if hint is not None)
+    contractions = (
+        _compare(request, planned, by, axis, pins) for (by, axis), pins in groups.items()
+    )
+    return tuple(hint for hint in contractions if hint is not None)
 
 
 def _compare(

@@ -18,9 +18,9 @@ from dtensor.errors import PlanningError
 from dtensor.numerics import dtype_name
 from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.plan.choose.axis_problem import AxisChoice, axis_problem_of, inner_mesh
 from dtensor.sharding.plan.choose.choose_axis import choose_axis
 from dtensor.sharding.plan.choose.choose_composites import cheapest
-from dtensor.sharding.plan.choose.question import AxisChoice, inner_mesh, question_of
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
 from dtensor.sharding.plan.emit.values import rearranges
@@ -42,14 +42,14 @@ def plan(request: Request) -> Plan:
     flow = trained(request)
     if any(op.expand is not None for op in flow.ops):
         split = request.search != "free"
-        found = cheapest(flow, lambda flow: placed(request, flow), keep_split=split)
+        planned = cheapest(flow, lambda flow: placed(request, flow), keep_split=split)
     else:
-        found = placed(request, flow)
+        planned = placed(request, flow)
     if request.recompute or any(op.checkpoint is not None for op in flow.ops):
-        found = recomputed(found, request.recompute)
-    found = finished(found, request)
-    verify(found)
-    return Plan.of(found)
+        planned = recomputed(planned, request.recompute)
+    planned = finished(planned, request)
+    verify(planned)
+    return Plan.of(planned)
 
 
 def trained(request: Request) -> Dataflow:
@@ -69,11 +69,11 @@ def placed(request: Request, flow: Dataflow) -> PlanRecord:
     before it; then the steps, with the conversions that connect them."""
     request = replace(request, flow=flow)
     inner, rules = inner_mesh(request), rules_of(flow)
-    question = question_of(request, inner, rules)
+    axis_problem = axis_problem_of(request, inner, rules)
     done: list[AxisChoice] = []
     for axis in inner.axes:
         if inner.axis_size(axis) > 1:
-            done.append(choose_axis(question, axis, done))
+            done.append(choose_axis(axis_problem, axis, done))
     return emit(request, inner, rules, done)
 
 
@@ -104,17 +104,17 @@ def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
 def rules_of(flow: Dataflow) -> dict[str, Rule]:
     """The rule of every op by op name. Raises NoRule, and PlanningError for dtypes that do not go
     together, with the user's line."""
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     for op in flow.ops:
         try:
-            found[op.name] = rule_for(op.call)
+            rules[op.name] = rule_for(op.call)
         except NoRule as error:
             fact, _, fix = str(error).partition("\n")
             where = f"\n  {op.source}: {op.source_text}" if op.source else ""
             raise NoRule(f"{fact}{where}\n{fix}") from error.__cause__
-        if not accepts(found[op.name].dtypes, tuple(meta.dtype for meta in op.call.operands)):
-            raise _mixed(flow, op, found)
-    return found
+        if not accepts(rules[op.name].dtypes, tuple(meta.dtype for meta in op.call.operands)):
+            raise _mixed(flow, op, rules)
+    return rules
 
 
 def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
@@ -148,9 +148,11 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
 def _other_batch(flow: Dataflow, dtypes: set[torch.dtype]) -> str:
     """What to do where float64 of the batch, which numpy makes by default, meets parameters of
     float32."""
-    own = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"} & dtypes
+    parameter_dtypes = {
+        flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"
+    } & dtypes
     given = [i for i in flow.inputs if i.kind == "argument"]
     wide = [i.label for i in given if flow.metas[i.name].dtype == torch.float64]
-    if torch.float64 not in dtypes or own != {torch.float32} or not wide:
+    if torch.float64 not in dtypes or parameter_dtypes != {torch.float32} or not wide:
         return ""
     return f'fix: pass {wide[0]}.float(), of a numpy array {wide[0]}.astype("float32")'

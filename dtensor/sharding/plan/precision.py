@@ -71,43 +71,43 @@ def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
     """Whether the op is such a cast, and its operand and result have no other readers."""
     if rules[op.name].kind != "cast" or len(op.operands) != 1:
         return False
-    (operand,), (made,) = op.operands, op.results
+    (operand,), (result,) = op.operands, op.results
     meta = op.call.results[0]
     read = [o.value for o in flow.outputs].count
     return (
-        made is not None
+        result is not None
         and meta is not None
         and meta.dtype == torch.float32
         and is_narrow(op.call.operands[0].dtype)
         and operand in flow.producers
         and len(flow.consumers[operand]) == 1
-        and made not in flow.consumers
-        and (read(made), read(operand)) == (1, 0)
+        and result not in flow.consumers
+        and (read(result), read(operand)) == (1, 0)
     )
 
 
 def widened(path: Sequence[Move]) -> tuple[Move, ...]:
     """The path, with its first reduction, and all later moves, in float32."""
-    found: list[Move] = []
+    moves: list[Move] = []
     for move in path:
-        src = found[-1].dst if found else move.src
+        src = moves[-1].dst if moves else move.src
         dst = replace(move.dst, dtype=src.dtype)
         before = src.placement(move.axis)
         if move.reduces and before == Partial("sum"):
             dst = accumulated(dst)
-        found.append(replace(move, src=src, dst=dst))
-    return tuple(found)
+        moves.append(replace(move, src=src, dst=dst))
+    return tuple(moves)
 
 
 def rounded(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...]:
     """The path of a value of ``dtype`` whose parts are float32: it has its dtype once it is no
     longer a sum of parts."""
-    found: list[Move] = []
+    moves: list[Move] = []
     for move in path:
-        src = found[-1].dst if found else move.src
+        src = moves[-1].dst if moves else move.src
         dst = replace(move.dst, dtype=src.dtype if is_part(move.dst) else dtype)
-        found.append(replace(move, src=src, dst=dst))
-    return tuple(found)
+        moves.append(replace(move, src=src, dst=dst))
+    return tuple(moves)
 
 
 def is_part(spec: TensorSpec) -> bool:
@@ -123,7 +123,7 @@ def left_in_float32(
 
     ``whole``: those whose parts are read with their own dtype when the program ends.
     """
-    found: dict[str, Op] = {}
+    candidates: dict[str, Op] = {}
     for op in flow.ops:
         makes = rules[op.name].parts is not None or rules[op.name].kind == "view"
         (value, *more), metas = op.results, op.call.results
@@ -132,13 +132,16 @@ def left_in_float32(
         if is_narrow(metas[0].dtype) and _pending_in(chosen, op, len(op.operands)):
             carries = not callable(rules[op.name].parts)
             if not carries or any(
-                name in found and _pending_in(chosen, op, at) for at, name in enumerate(op.operands)
+                name in candidates and _pending_in(chosen, op, at)
+                for at, name in enumerate(op.operands)
             ):
-                found[value] = op
-    kept = {v: op for v, op in found.items() if _all_take(flow, rules, chosen, v, found)}
-    while len(kept) < len(found):  # a value that one op cannot pass on is not given to another
-        found = {v: op for v, op in kept.items() if _is_given(rules, op, kept)}
-        kept = {v: op for v, op in found.items() if _all_take(flow, rules, chosen, v, found)}
+                candidates[value] = op
+    kept = {v: op for v, op in candidates.items() if _all_take(flow, rules, chosen, v, candidates)}
+    while len(kept) < len(candidates):  # a value that one op cannot pass on is not given to another
+        candidates = {v: op for v, op in kept.items() if _is_given(rules, op, kept)}
+        kept = {
+            v: op for v, op in candidates.items() if _all_take(flow, rules, chosen, v, candidates)
+        }
     return frozenset(kept)
 
 
@@ -147,7 +150,7 @@ def _all_take(
     rules: Mapping[str, Rule],
     chosen: Chosen,
     value: str,
-    found: Container[str],
+    candidates: Container[str],
 ) -> bool:
     """Whether each op that reads parts of the value takes them in float32 and passes them on so."""
     for op, at in flow.consumers.get(value, ()):
@@ -155,13 +158,13 @@ def _all_take(
             rule, meta = rules[op.name], op.call.results[0]
             takes = rule.parts is not None or rule.kind == "view"
             narrow = meta is not None and is_narrow(meta.dtype)
-            if not takes or (narrow and (op.results[0] or "") not in found):
+            if not takes or (narrow and (op.results[0] or "") not in candidates):
                 return False
     return True
 
 
-def _is_given(rules: Mapping[str, Rule], op: Op, found: Container[str]) -> bool:
-    return callable(rules[op.name].parts) or any(name in found for name in op.operands)
+def _is_given(rules: Mapping[str, Rule], op: Op, candidates: Container[str]) -> bool:
+    return callable(rules[op.name].parts) or any(name in candidates for name in op.operands)
 
 
 def _pending_in(chosen: Chosen, op: Op, at: int) -> bool:

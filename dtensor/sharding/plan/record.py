@@ -290,7 +290,7 @@ class PlanRecord(PlanTerms):
 
     def value_specs(self) -> Mapping[str, TensorSpec]:
         """Plan value name to spec, inputs included."""
-        found = {item.name: item.held for item in self.inputs}
+        specs = {item.name: item.held for item in self.inputs}
         for step in self.steps:
-            found.update((name, spec) for _, name, spec in step.gives_as())
-        return found
+            specs.update((name, spec) for _, name, spec in step.gives_as())
+        return specs

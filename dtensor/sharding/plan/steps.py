@@ -183,8 +183,10 @@ class Compute(_Step):
     @property
     def may_share(self) -> tuple[str, ...]:
         call = self.op.call
-        own = call.name.startswith("aten.") and self.rule.kind == "compute"
-        return () if own and call.name.rpartition(".")[0] not in _MAYBE_OPERAND else self.operands
+        of_torch = call.name.startswith("aten.") and self.rule.kind == "compute"
+        return (
+            () if of_torch and call.name.rpartition(".")[0] not in _MAYBE_OPERAND else self.operands
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -535,12 +537,12 @@ _MAYBE_OPERAND = frozenset(
 def roots(value: str, producers: Mapping[str, Step]) -> set[str]:
     """The inputs, and the results of messages, whose storage a value may share; or the value
     itself."""
-    found: set[str] = set()
+    storages: set[str] = set()
     todo = [value]
     while todo:
         value = todo.pop()
         step = producers.get(value)
         operands = () if step is None else step.may_share
-        found |= set() if operands else {value}
+        storages |= set() if operands else {value}
         todo += operands
-    return found
+    return storages

@@ -15,7 +15,7 @@ the source's distinct shards are disjoint boxes that fill the tensor; a target's
 its intersections with them. What a rank already holds, where both meshes live on one set of ranks,
 it keeps. Of several ranks that hold a piece, the one that sends the least so far gives it, and of
 equals the target's own number picks (target rank modulo the number of holders), so that replicas
-share the work; the same specs give the same pieces. named_values.py plans many values together.
+share the work; the same specs give the same pieces. sync_plan.py plans many values together.
 
 A pending source must be reduced first. A pending target takes the value at coordinate 0 and what
 adds nothing elsewhere (sum, softmax), or the value everywhere (max, min). Nothing runs here:
@@ -82,11 +82,11 @@ class TransferPlan:
     @property
     def bytes_by_pair(self) -> dict[tuple[int, int], int]:
         """(source rank, target rank) to bytes, of the pairs that communicate."""
-        found: defaultdict[tuple[int, int], int] = defaultdict(int)
+        bytes_of: defaultdict[tuple[int, int], int] = defaultdict(int)
         for piece in self.pieces:
             if piece.bytes_sent:
-                found[piece.source_rank, piece.target_rank] += piece.bytes_sent
-        return dict(sorted(found.items()))
+                bytes_of[piece.source_rank, piece.target_rank] += piece.bytes_sent
+        return dict(sorted(bytes_of.items()))
 
     def seconds(self, topology: Topology) -> float:
         """The price: the busiest rank's messages and bytes, in or out, one after the other.
@@ -206,7 +206,7 @@ def _pieces(
     holders: dict[Where, list[int]] = {}
     for rank, number in here.numbers.items():
         holders.setdefault(here.where(rank), []).append(number)
-    found: list[Piece] = []
+    in_order: list[Piece] = []
     for rank, own in there.numbers.items():
         if is_neutral(there.spec, rank):
             continue
@@ -225,8 +225,8 @@ def _pieces(
             nbytes = count * here.spec.dtype.itemsize
             sent[sender] = sent.get(sender, 0) + nbytes
             pieces.append(Piece(sender, own, ranges, nbytes))
-        found += sorted(pieces, key=lambda piece: (piece.source_rank, piece.ranges))
-    return found
+        in_order += sorted(pieces, key=lambda piece: (piece.source_rank, piece.ranges))
+    return in_order
 
 
 def _slowest(topology: Topology, meshes: Sequence[Mesh]) -> tuple[float, float]:

@@ -215,14 +215,14 @@ def _further(
     """
     if axis == MICROBATCH_AXIS or ends[0].mesh.axis_size(axis) == 1:
         return ()
-    found: dict[Placement, None] = {}
+    placements: dict[Placement, None] = {}
     for dim, size in enumerate(here.shape):
         if size == 0:
             continue
         cuts = [spec.cuts(dim, but=axis) for spec in (here, *ends)]
         for majors in (*cuts, cuts[1] + cuts[2]):
-            found[counted(Shard(dim, pieces(majors, size)), size)] = None
-    return tuple(found)
+            placements[counted(Shard(dim, pieces(majors, size)), size)] = None
+    return tuple(placements)
 
 
 def _choices(src: Placement, dst: Placement) -> tuple[Placement, ...]:

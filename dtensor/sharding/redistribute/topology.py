@@ -114,8 +114,8 @@ class Topology:
     def title(self) -> str:
         """The hardware in words: its name, and the stated figures that replace its own."""
         stood_for = self.named or tuple(figure.default for figure in _figures())
-        found = {f.name: (getattr(self, f.name), of) for f, of in zip(_figures(), stood_for)}
-        changed = [name for name, (now, of) in found.items() if now != of]
+        figures = {f.name: (getattr(self, f.name), of) for f, of in zip(_figures(), stood_for)}
+        changed = [name for name, (now, of) in figures.items() if now != of]
         if self.name is None and set(changed) >= _MAIN:
             return "hardware as stated"
         return (self.name or H100) + (f" with {', '.join(changed)} as stated" if changed else "")

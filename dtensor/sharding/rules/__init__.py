@@ -4,7 +4,7 @@
 
 The tables are one module per family (tables/); importing this package registers them. Each op in
 them carries a certificate, see dtensor.testing.oracle; ops that are whole on every rank on purpose
-say why (tables/whole.py).
+say why (tables/unsplittable.py).
 """
 
 from __future__ import annotations

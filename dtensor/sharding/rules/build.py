@@ -57,7 +57,7 @@ def make(
     sizes: Mapping[str, int] | None = None,
 ) -> Rule:
     """The rule that ``text`` denotes for this call."""
-    found = parse_rule(
+    rule = parse_rule(
         text,
         call.operands,
         call.results,
@@ -68,8 +68,8 @@ def make(
         sizes=sizes,
     )
     if not flops:
-        return found
-    return replace(found, flops=2 * math.prod(found.size[factor] for factor in flops.split()))
+        return rule
+    return replace(rule, flops=2 * math.prod(rule.size[factor] for factor in flops.split()))
 
 
 def of_kind(kind: Kind, builder: Builder) -> Builder:
@@ -132,11 +132,13 @@ def joint(call: OpCall, *arguments: tuple[int, str]) -> Groups:
 
 def full_names(text: str) -> list[str]:
     """``neg lerp.Scalar dt.dropout``: aten.neg.default, aten.lerp.Scalar, dt.dropout.default."""
-    found: list[str] = []
+    names_found: list[str] = []
     for op in text.split():
         own = op.startswith(("dt.", "transformers."))
-        found.append((op if own else f"aten.{op}") + (".default" if own or "." not in op else ""))
-    return found
+        names_found.append(
+            (op if own else f"aten.{op}") + (".default" if own or "." not in op else "")
+        )
+    return names_found
 
 
 def names(count: int, whole: Iterable[int] = ()) -> list[str]:

@@ -21,7 +21,7 @@ import numpy as np
 
 from dtensor.errors import PlanningError
 from dtensor.private_torch import OpOverload
-from dtensor.sharding.ops.call import OpCall, Slot
+from dtensor.sharding.ops.call import OpCall, RunNumber
 from dtensor.sharding.rules.rule import Rule
 
 Builder = Callable[[OpCall], Rule]
@@ -94,8 +94,8 @@ def _exact(value: object) -> object:
     match value:
         case tuple() | list():
             return tuple(map(_exact, cast(Iterable[object], value)))
-        case Slot():
-            return (Slot, value.name, value.hex())
+        case RunNumber():
+            return (RunNumber, value.name, value.hex())
         case float():  # 0.0 and -0.0 are equal, nan is not
             return (float, value.hex())
         case complex():

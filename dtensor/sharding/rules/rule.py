@@ -167,10 +167,10 @@ class Rule:
             return None
         tensors: list[Placement] = []
         for dims in (*self.operands, *self.results):
-            found = self._place(dims, assignment, num)
-            if found is None:
+            placement = self._place(dims, assignment, num)
+            if placement is None:
                 return None
-            tensors.append(found)
+            tensors.append(placement)
         placed, results = tensors[: len(self.operands)], tensors[len(self.operands) :]
         if all(p == REPLICATE for p in placed):
             if all(p == REPLICATE for p in results):
@@ -195,15 +195,15 @@ class Rule:
 
     def _place(self, dims: Dims, assignment: Assignment, num: int) -> Placement | None:
         """The placement of a tensor of these dims, or None if it has no Shard form."""
-        found: Placement = REPLICATE
+        placement: Placement = REPLICATE
         for index, dim in enumerate(dims):
             shard = self._place_dim(index, dim, assignment)
             if shard == REPLICATE:
                 continue
-            if shard is None or found != REPLICATE:
+            if shard is None or placement != REPLICATE:
                 return None
-            found = simplest(shard, tuple(self.dim_size(d) for d in dims), num)
-        return found
+            placement = simplest(shard, tuple(self.dim_size(d) for d in dims), num)
+        return placement
 
     def _place_dim(self, index: int, dim: Dim, assignment: Assignment) -> Placement | None:
         touched = [[f for f in product if f in assignment] for product in dim]
@@ -348,15 +348,15 @@ class Rule:
 
     def strategies(self, num: int) -> tuple[Strategy, ...]:
         """All choices with each factor cut in one block, for comparison with brute force."""
-        found: dict[Strategy, None] = dict.fromkeys(self.fixed_strategies)
+        strategies: dict[Strategy, None] = dict.fromkeys(self.fixed_strategies)
         partners = self.partners()
         for factor in self.factors():
             group = partners.get(factor, frozenset({factor}))
             assignment = {f: FactorSharding((self.size[f],)) for f in group}
             strategy = self.apply(assignment, num)
             if strategy is not None:
-                found[strategy] = None
-        return tuple(found)
+                strategies[strategy] = None
+        return tuple(strategies)
 
     def partners(self) -> dict[str, frozenset[str]]:
         """Factors of one sum that can only be split together (majors of each part)."""

@@ -250,13 +250,13 @@ def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
 
 def joined(intervals: Sequence[tuple[int, int]]) -> Intervals:
     """Ascending intervals, adjacent ones as one."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for lo, hi in intervals:
-        if found and found[-1][1] == lo:
-            found[-1] = (found[-1][0], hi)
+        if merged and merged[-1][1] == lo:
+            merged[-1] = (merged[-1][0], hi)
         else:
-            found.append((lo, hi))
-    return tuple(found)
+            merged.append((lo, hi))
+    return tuple(merged)
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:

@@ -103,13 +103,13 @@ def positions(have: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
     """Per dim, where the ``wanted`` global indices stand within a shard that holds ``have``."""
     result: list[Intervals] = []
     for own, want in zip(have, wanted, strict=True):
-        found: list[tuple[int, int]] = []
+        intervals: list[tuple[int, int]] = []
         offset = 0
         for lo, hi in own:
             both = intersect(((lo, hi),), want)
-            found += [(a - lo + offset, b - lo + offset) for a, b in both]
+            intervals += [(a - lo + offset, b - lo + offset) for a, b in both]
             offset += hi - lo
-        result.append(joined(found))
+        result.append(joined(intervals))
     return tuple(result)
 
 

@@ -305,10 +305,10 @@ _SPLIT = re.compile(
 
 def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
     """The spec that ``text`` denotes on ``mesh``; PlanningError with the offending part."""
-    found = _SPEC.fullmatch(text)
-    if found is None:
+    match = _SPEC.fullmatch(text)
+    if match is None:
         raise PlanningError(f'{text!r} is not a spec; write for example "f32[8@tp,16]"')
-    dtype_text, dims_text, pending, on_text = found.groups()
+    dtype_text, dims_text, pending, on_text = match.groups()
     if dtype_text not in DTYPES:
         raise PlanningError(
             f"{text!r}: {dtype_text!r} is not a dtype; the dtypes are {', '.join(DTYPES)}"
@@ -341,21 +341,21 @@ def _parse_dim(
 ) -> int:
     total: int | None = None
     for split in dim_text.split("&"):
-        found = _SPLIT.fullmatch(split)
-        if found is None:
+        match = _SPLIT.fullmatch(split)
+        if match is None:
             raise PlanningError(f"{text!r}: {split!r} is not a dim")
-        unit = int(found["unit"] or 1)
-        if found["sizes"]:
-            sizes = tuple(int(s) * unit for s in found["sizes"].split("+"))
+        unit = int(match["unit"] or 1)
+        if match["sizes"]:
+            sizes = tuple(int(s) * unit for s in match["sizes"].split("+"))
             blocks: int | tuple[int, ...] = sizes
             size = sum(sizes)
         else:
-            blocks = int(found["count"] or 1)
-            size = blocks * int(found["size"]) * unit
+            blocks = int(match["count"] or 1)
+            size = blocks * int(match["size"]) * unit
         if total not in (None, size):
             raise PlanningError(f"{text!r}: {dim_text!r} states two sizes, {total} and {size}")
         total = size
-        axes = found["axes"].split(",") if found["axes"] else [found["axis"]]
+        axes = match["axes"].split(",") if match["axes"] else [match["axis"]]
         majors: list[tuple[Shard, int]] = []
         for axis in axes:
             if axis is None:

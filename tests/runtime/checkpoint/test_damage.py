@@ -24,7 +24,7 @@ from dtensor.runtime.checkpoint import (
     CheckpointError,
     TensorPiece,
     Writing,
-    folders,
+    atomic_folder,
     latest,
     parts,
     read_part,
@@ -74,7 +74,7 @@ def count_down(ticks: int, at_end: Callable[[int], None]) -> None:
             at_end(0)
 
     sys.addaudithook(tick)
-    folders.write_all = parts.write_all = write_all
+    atomic_folder.write_all = parts.write_all = write_all
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_killed_at_a_hundred_random_bytes(tmp_path: Path, monkeypatch: pytest.Mo
 
         count_down(total, never)
         save(tmp_path / "3", after, keep=2)
-        closure = folders.write_all.__closure__
+        closure = atomic_folder.write_all.__closure__
         assert closure is not None
         left = next(c.cell_contents for c in closure if isinstance(c.cell_contents, list))
         os.write(writer, str(total - left[0]).encode())
@@ -295,7 +295,7 @@ def test_a_torn_file_is_named(tmp_path: Path):
 def test_a_disk_that_is_full_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
     save(tmp_path / "1", state(1))
     writes = [0]
-    write_all = folders.write_all
+    write_all = atomic_folder.write_all
 
     def failing(file: io.FileIO, data: memoryview) -> None:
         writes[0] -= 1
@@ -304,7 +304,7 @@ def test_a_disk_that_is_full_or_fails(tmp_path: Path, monkeypatch: pytest.Monkey
             raise OSError(code, os.strerror(code))
         write_all(file, data)
 
-    monkeypatch.setattr(folders, "write_all", failing)
+    monkeypatch.setattr(atomic_folder, "write_all", failing)
     monkeypatch.setattr(parts, "write_all", failing)
     failed = 0
     for number in range(100):

@@ -12,7 +12,7 @@ from torch import nn
 import dtensor as dt
 from dtensor.runtime.optimizer.elementwise import certified
 from dtensor.runtime.optimizer.elementwise import probe as probes
-from dtensor.runtime.optimizer.elementwise.rule import (
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
     check_optimizer,
     known_class,
     rule_of,

@@ -53,18 +53,18 @@ def cut(
     axis = stages.axis
     assert axis is not None
     mesh = request.mesh
-    whole = make(replace(request, mesh=mesh.without(axis), stage_axis=None, stage_ranks=()))
+    unstaged = make(replace(request, mesh=mesh.without(axis), stage_axis=None, stage_ranks=()))
     names = names_of(module)
-    found = units_in(module, whole.flow)
-    if len(found.units) < stages.num_stages:
-        raise _too_few(found, stages, mesh)
-    uses = found.of_label()
+    units_found = units_in(module, unstaged.flow)
+    if len(units_found.units) < stages.num_stages:
+        raise _too_few(units_found, stages, mesh)
+    uses = units_found.of_label()
     chain = chain_of(
-        whole,
-        found.flow,
+        unstaged,
+        units_found.flow,
         uses=uses,
-        reused=found.reused,
-        depth=depth_of(found),
+        reused=units_found.reused,
+        depth=depth_of(units_found),
         axis=axis,
     )
     a_rank = stages.num_stages // mesh.axis_size(axis)
@@ -75,13 +75,13 @@ def cut(
         memory_bytes=request.topology.memory_bytes / a_rank,
     )
     if parts is None:
-        raise _reused(found, stages)
+        raise _reused(units_found, stages)
     stage = {
         unit: number
         for number in range(stages.num_stages)
         for unit in range(parts.bounds[number], parts.bounds[number + 1])
     }
-    homes = {name: {stage[unit] for unit in units} for name, units in found.of_name().items()}
+    homes = {name: {stage[unit] for unit in units} for name, units in units_found.of_name().items()}
     every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     first = {label: stage[units[0]] for label, units in uses.items()}
     for named in names:  # a tied parameter's other names, by which no op uses it
@@ -100,9 +100,9 @@ def units_in(module: nn.Module, flow: Dataflow) -> Units:
     return units_of(flow, aliases, _containers(module))
 
 
-def depth_of(found: Units) -> tuple[int, ...]:
+def depth_of(units: Units) -> tuple[int, ...]:
     """By unit but the first, how many modules are around both it and the one before."""
-    owners = [unit.owner for unit in found.units]
+    owners = [unit.owner for unit in units.units]
     return tuple(_shared_path(a, b) for a, b in itertools.pairwise(owners))
 
 
@@ -148,14 +148,14 @@ def _neighbours(every: Sequence[str], homes: dict[str, set[int]]) -> None:
 
 def _patterns(every: Sequence[str], homes: Mapping[str, set[int]], stage: int) -> list[str]:
     """Globs that match the stage's parameters, whole modules where the stage has them whole."""
-    own = {name for name in every if homes[name] == {stage}}
-    found: list[str] = []
-    _within("", every, own, {n for n in every if stage in homes[n]}, found)
-    return list(collapse(found))
+    only_here = {name for name in every if homes[name] == {stage}}
+    patterns: list[str] = []
+    _within("", every, only_here, {n for n in every if stage in homes[n]}, patterns)
+    return list(collapse(patterns))
 
 
 def _within(
-    path: str, names: Iterable[str], own: set[str], held: set[str], found: list[str]
+    path: str, names: Iterable[str], only_here: set[str], held: set[str], patterns: list[str]
 ) -> None:
     """The patterns for what is under ``path``, in the module's order."""
     start = f"{path}." if path else ""
@@ -164,18 +164,18 @@ def _within(
         groups.setdefault(start + name[len(start) :].split(".")[0], []).append(name)
     for part, inside in groups.items():
         if inside == [part]:  # a parameter
-            found += [part] if part in held else []
-        elif own.issuperset(inside):
-            found.append(f"{part}.*")
+            patterns += [part] if part in held else []
+        elif only_here.issuperset(inside):
+            patterns.append(f"{part}.*")
         elif held.intersection(inside):
-            _within(part, inside, own, held, found)
+            _within(part, inside, only_here, held, patterns)
 
 
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def _too_few(found: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
-    have = [unit.owner or ", ".join(unit.names) for unit in found.units]
+def _too_few(units: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
+    have = [unit.owner or ", ".join(unit.names) for unit in units.units]
     size = mesh.axis_size(stages.axis or "")
     most = len(have) // size * size
     fix = "state the stages by patterns, or leave stages= out"
@@ -191,8 +191,8 @@ def _too_few(found: Units, stages: StagePlan, mesh: Mesh) -> PlanningError:
     )
 
 
-def _reused(found: Units, stages: StagePlan) -> PlanningError:
-    twice = [name for name, units in found.of_name().items() if len(units) > 1]
+def _reused(units_found: Units, stages: StagePlan) -> PlanningError:
+    twice = [name for name, units in units_found.of_name().items() if len(units) > 1]
     return PlanningError(
         f"no cut into {stages.num_stages} stages goes forward: parameters are used again after "
         f"others.\n"

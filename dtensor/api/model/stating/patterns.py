@@ -34,7 +34,7 @@ _MAX_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
+class NamedTensor:
     """A parameter or buffer: all its names, of which ``name``, the first, is the canonical one."""
 
     name: str
@@ -49,14 +49,14 @@ class Named:
         return f"{self.name}: {self.meta}"
 
 
-def names_of(module: nn.Module) -> tuple[Named, ...]:
+def names_of(module: nn.Module) -> tuple[NamedTensor, ...]:
     """Parameters, then buffers, in the module's order; ties found by identity."""
     tensors = named_tensors(module)
     names: dict[str, list[str]] = {}
     for name, first in first_names(module).items():
         names.setdefault(first, []).append(name)
     return tuple(
-        Named(
+        NamedTensor(
             name=first,
             names=tuple(every),
             kind="parameter" if isinstance(tensors[first], nn.Parameter) else "buffer",
@@ -83,15 +83,15 @@ def matches(glob: str, name: str) -> bool:
 @lru_cache(maxsize=4096)
 def expand(glob: str) -> tuple[str, ...]:
     """The globs without braces that ``glob`` stands for: ``b.{0..1}`` is ``b.0`` and ``b.1``."""
-    found = _BRACES.search(glob)
-    if found is None:
+    braces = _BRACES.search(glob)
+    if braces is None:
         if "{" in glob or "}" in glob:
             raise PlanningError(
                 f'the braces of the pattern "{glob}" do not pair up.\n'
                 f'fix: write "{{a,b}}" for alternatives, "{{0..11}}" for a range'
             )
         return (glob,)
-    inside = found[1]
+    inside = braces[1]
     numbers = _RANGE.fullmatch(inside)
     if numbers is not None:
         lo, hi = int(numbers[1]), int(numbers[2])
@@ -103,7 +103,7 @@ def expand(glob: str) -> tuple[str, ...]:
             f'"{{{inside}}}" in the pattern "{glob}" states no alternatives.\n'
             f'fix: write "{{a,b}}" for alternatives, "{{0..11}}" for an ascending range'
         )
-    head, tail = glob[: found.start()], glob[found.end() :]
+    head, tail = glob[: braces.start()], glob[braces.end() :]
     return tuple(chain.from_iterable(expand(head + part + tail) for part in parts))
 
 
@@ -114,7 +114,7 @@ def no_match(
     glob: str,
     where: str,
     module: nn.Module,
-    names: Sequence[Named],
+    names: Sequence[NamedTensor],
     *,
     kind: Literal["parameter", "module"] = "parameter",
 ) -> PlanningError:

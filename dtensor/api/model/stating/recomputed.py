@@ -46,7 +46,7 @@ def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) 
     PlanningError for a glob of which the program calls no module: nothing would run again. It may
     match none, in a module that was changed since.
     """
-    found: set[str] = set()
+    modules: set[str] = set()
     called = {c.partition("@")[0] for op in flow.ops if op.phase == "forward" for c in op.calls}
     names = _modules(module)
     for glob in globs:
@@ -54,8 +54,8 @@ def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) 
         mine = {name for name, m in names.items() if id(m) in same}
         if mine and not mine & called:
             raise _not_called(glob, sorted(mine), called)
-        found |= mine
-    return frozenset(found)
+        modules |= mine
+    return frozenset(modules)
 
 
 def _modules(module: nn.Module) -> dict[str, nn.Module]:

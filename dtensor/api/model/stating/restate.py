@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from torch import nn
 
-from dtensor.api.model.stating.patterns import Named, matches, names_of
-from dtensor.api.model.stating.placing import ParameterPlacement, check_fit
+from dtensor.api.model.stating.patterns import NamedTensor, matches, names_of
 from dtensor.api.model.stating.roles_of_weights import StatedModule, StatedRoles
 from dtensor.api.model.stating.stages import StagePlan, check_once, in_no_stage, stage_around
+from dtensor.api.model.stating.stated_placements import ParameterPlacement, check_fit
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.module_roles import Role
 
@@ -32,7 +32,7 @@ def resolve_anew(
     stated of tensors that are known; it follows them. A new one is placed by its name; a pattern
     may match none. Raises PlanningError for a placement that a new one cannot have."""
     names = names_of(module)
-    found: list[ParameterPlacement] = []
+    resolved: list[ParameterPlacement] = []
     for named in names:
         stated, around = told.get(named.name), named.name.rpartition(".")[0]
         if stated is None:
@@ -48,16 +48,20 @@ def resolve_anew(
         elif stated.name != named.name:
             owner = stated.owner and replace(stated.owner, module=around)
             stated = replace(stated, name=named.name, owner=owner)
-        found.append(stated)
-    return tuple(found)
+        resolved.append(stated)
+    return tuple(resolved)
 
 
-def _places(pattern: str, stated: StatedRoles, named: Named, names: Sequence[Named]) -> bool:
+def _places(
+    pattern: str, stated: StatedRoles, named: NamedTensor, names: Sequence[NamedTensor]
+) -> bool:
     """Whether the pattern says something of this one: see `resolve`."""
     parameter = named.kind == "parameter"
     if any(isinstance(p, Role) for p in stated.values()):
-        own = (name.rpartition(".")[0] for name in named.names)
-        return parameter and len(named.meta.shape) >= 2 and any(matches(pattern, n) for n in own)
+        modules = (name.rpartition(".")[0] for name in named.names)
+        return (
+            parameter and len(named.meta.shape) >= 2 and any(matches(pattern, n) for n in modules)
+        )
     if not named.matched_by(pattern):
         return False
     return parameter or not any(n.matched_by(pattern) for n in names if n.kind == "parameter")
@@ -80,26 +84,26 @@ def stages_anew(
     for named in names:
         others = [name for name in named.names if name not in homes]
         for name in others:
-            found = tuple(i for i, own in enumerate(lists) if any(matches(g, name) for g in own))
+            stages = tuple(i for i, own in enumerate(lists) if any(matches(g, name) for g in own))
             moved = named.name in told and len(others) == len(named.names)
-            found = told[named.name] if moved else found
-            if found:
-                homes[name] = found
-    new = {n: found for n, found in homes.items() if n not in as_before and len(found) > 1}
-    check_once(lists, {n: found for n, found in new.items() if n not in told})
+            stages = told[named.name] if moved else stages
+            if stages:
+                homes[name] = stages
+    new = {n: stages for n, stages in homes.items() if n not in as_before and len(stages) > 1}
+    check_once(lists, {n: stages for n, stages in new.items() if n not in told})
     parameters = [n for n in names if n.kind == "parameter"]
     held: dict[str, tuple[int, ...]] = {}
-    missing: list[Named] = []
+    missing: list[NamedTensor] = []
     last = 0
     for named in names:
-        found = {stage for name in named.names for stage in homes.get(name, ())}
-        if not found and (named.kind == "buffer" or plan.auto):
+        stages = {stage for name in named.names for stage in homes.get(name, ())}
+        if not stages and (named.kind == "buffer" or plan.auto):
             around = stage_around(named, parameters, homes)
             beside = {last} if named.kind == "parameter" else set[int]()
-            found = beside if around is None else {around}
-        if found:
-            held[named.name] = tuple(sorted(found))
-            last = max(found) if named.kind == "parameter" else last
+            stages = beside if around is None else {around}
+        if stages:
+            held[named.name] = tuple(sorted(stages))
+            last = max(stages) if named.kind == "parameter" else last
             if len(named.names) == 1:
                 homes[named.name] = held[named.name]
         elif named.kind == "parameter":

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from dtensor.api.model.stating.patterns import Named, listing, matches, nearest
+from dtensor.api.model.stating.patterns import NamedTensor, listing, matches, nearest
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.choose.contractions import Contraction, contractions_of
 from dtensor.sharding.plan.dataflow import Dataflow, Input
@@ -42,7 +42,7 @@ class StatedModule:
 
 
 def owners_of(
-    pattern: str, module: nn.Module, names: Sequence[Named], mesh: Mesh
+    pattern: str, module: nn.Module, names: Sequence[NamedTensor], mesh: Mesh
 ) -> dict[str, StatedModule]:
     """Canonical name of each weight of the modules that ``pattern`` matches, to its module.
 
@@ -50,32 +50,32 @@ def owners_of(
     pattern matches no module, or a matched module has parameters but no weight.
     """
     by_name = {name: named for named in names for name in named.names}
-    found: dict[str, StatedModule] = {}
+    owners: dict[str, StatedModule] = {}
     matched = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
     matched = [path for path in matched if matches(pattern, path)]
     if not matched:
         raise _no_module(pattern, module, names)
     for path in matched:
-        own = [by_name[n] for n in by_name if n.rpartition(".")[0] == path]
-        own = [named for named in own if named.kind == "parameter"]
-        weights = [named for named in own if len(named.meta.shape) >= 2]
-        if own and not weights:
+        inside = [by_name[n] for n in by_name if n.rpartition(".")[0] == path]
+        inside = [named for named in inside if named.kind == "parameter"]
+        weights = [named for named in inside if len(named.meta.shape) >= 2]
+        if inside and not weights:
             raise PlanningError(
                 f'"{pattern}" states a role of {path}, which has no weight with two dims.\n'
-                f"  {path}: {listing([str(named) for named in own])}\n"
+                f"  {path}: {listing([str(named) for named in inside])}\n"
                 f"fix: narrow the pattern; the planner places norms"
             )
-        found.update({named.name: StatedModule(path, mesh) for named in weights})
-    if not found:
+        owners.update({named.name: StatedModule(path, mesh) for named in weights})
+    if not owners:
         raise PlanningError(
             f'"{pattern}" states a role of modules that have no parameters of their own.\n'
             f"  it matches {listing(matched)}\n"
             f"fix: name the modules that hold weights{_inside(matched, by_name)}"
         )
-    return found
+    return owners
 
 
-def _inside(matched: Sequence[str], by_name: Mapping[str, Named]) -> str:
+def _inside(matched: Sequence[str], by_name: Mapping[str, NamedTensor]) -> str:
     inner = [
         name.rpartition(".")[0]
         for name, named in by_name.items()
@@ -84,7 +84,7 @@ def _inside(matched: Sequence[str], by_name: Mapping[str, Named]) -> str:
     return f", such as {listing(list(dict.fromkeys(inner)))}" if inner else ""
 
 
-def _no_module(pattern: str, module: nn.Module, names: Sequence[Named]) -> PlanningError:
+def _no_module(pattern: str, module: nn.Module, names: Sequence[NamedTensor]) -> PlanningError:
     lines = [f'the pattern "{pattern}" states a role and matches no module.']
     paths = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
     hit = [named for named in names if named.matched_by(pattern)]
@@ -118,30 +118,30 @@ class Resolver:
 
         That it fits the weight is checked by the caller.
         """
-        found: dict[str, Placement] = {}
+        placements: dict[str, Placement] = {}
         module = owner.module
         for axis, role in stated.items():
             match role:
                 case ColumnParallel(blocks=blocks, unit=unit):
                     dim = self._contraction(item, module, pattern, role).output_dim
-                    found[axis] = Shard(dim, blocks, unit)
+                    placements[axis] = Shard(dim, blocks, unit)
                 case RowParallel(blocks=blocks, unit=unit):
                     dim = self._contraction(item, module, pattern, role).contracted_dim
-                    found[axis] = Shard(dim, blocks, unit)
+                    placements[axis] = Shard(dim, blocks, unit)
                 case _:
-                    found[axis] = role
-        return found
+                    placements[axis] = role
+        return placements
 
     def _contraction(self, item: Input, module: str, pattern: str, role: Role) -> Contraction:
         """The product that the module makes of the weight; a tied one has one in each module."""
         every = contractions_of(self.flow, self.rules, item.name, self.batch)
         here = [c for c in every if f"{c.op.module}.".startswith(f"{module}.")]
-        found = here or list(every)
-        dims = {(c.output_dim, c.contracted_dim) for c in found}
+        contractions = here or list(every)
+        dims = {(c.output_dim, c.contracted_dim) for c in contractions}
         if len(dims) == 1:
-            return found[0]
+            return contractions[0]
         kind = type(role).__name__
-        if not found:
+        if not contractions:
             raise PlanningError(
                 f'{kind}() of {module}, stated by "{pattern}", needs a product that its weight '
                 f"feeds, and the program has none.\n"
@@ -150,7 +150,8 @@ class Resolver:
                 f'"{item.label}": dict(...=dt.Row())'
             )
         uses = [
-            f"{c.op.call.name} in {c.op.module or 'the program'} ({c.op.source})" for c in found
+            f"{c.op.call.name} in {c.op.module or 'the program'} ({c.op.source})"
+            for c in contractions
         ]
         raise PlanningError(
             f'{kind}() of {module}, stated by "{pattern}", has two meanings: its weight is used in '

@@ -23,7 +23,7 @@ from typing import Literal
 from torch import nn
 
 from dtensor.api.model.stating.patterns import (
-    Named,
+    NamedTensor,
     is_patterns,
     listing,
     matches,
@@ -146,9 +146,9 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
     check_once(lists, by_name)
     held: dict[str, tuple[int, ...]] = {}
     for named in names:
-        found = sorted({stage for name in named.names for stage in by_name[name]})
-        if found:
-            held[named.name] = tuple(found)
+        stages_of = sorted({stage for name in named.names for stage in by_name[name]})
+        if stages_of:
+            held[named.name] = tuple(stages_of)
     missing = [n for n in names if n.kind == "parameter" and n.name not in held]
     if missing:
         raise in_no_stage(missing, lists, by_name)
@@ -158,7 +158,7 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
             around = stage_around(named, parameters, by_name)
             if around is not None:
                 held[named.name] = (around,)
-    homes = {name: found for name, found in by_name.items() if found}
+    homes = {name: stages_of for name, stages_of in by_name.items() if stages_of}
     for named in names:  # of a tied parameter each name says where its own module's ops are
         if len(named.names) == 1 and named.name in held:
             homes[named.name] = held[named.name]
@@ -248,7 +248,9 @@ def check_once(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, 
 
 
 def in_no_stage(
-    missing: Sequence[Named], lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, ...]]
+    missing: Sequence[NamedTensor],
+    lists: Sequence[Sequence[str]],
+    by_name: Mapping[str, tuple[int, ...]],
 ) -> PlanningError:
     """The error for parameters that no pattern matches."""
     every = [pattern for patterns in lists for pattern in patterns]
@@ -274,7 +276,7 @@ def _plural(count: int) -> str:
 
 
 def stage_around(
-    buffer: Named, parameters: Sequence[Named], by_name: Mapping[str, tuple[int, ...]]
+    buffer: NamedTensor, parameters: Sequence[NamedTensor], by_name: Mapping[str, tuple[int, ...]]
 ) -> int | None:
     """The stage of the parameters of the innermost module around the buffer that has any."""
     path = buffer.name.rpartition(".")[0]

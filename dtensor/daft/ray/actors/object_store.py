@@ -42,23 +42,23 @@ from torch import Tensor
 from dtensor.daft.errors import ActorLost, Failure
 from dtensor.daft.ray.bootstrap.machines import LOOPBACK, START_S, node_at, reached_at
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
-from dtensor.daft.ray.channel.guests import LONGEST_PATH, Guests
+from dtensor.daft.ray.channel.handshake import LONGEST_PATH, Handshakes
 from dtensor.daft.ray.channel.messages import (
     MOST_PIECES,
-    TOLD,
+    ONE_WAY,
+    Credentials,
     Data,
-    Invitation,
     Payload,
     encoded,
     incoming,
     join,
     unsent,
 )
-from dtensor.daft.ray.transports.peers import own_place
-from dtensor.daft.ray.transports.segments import Card, Segment
+from dtensor.daft.ray.transports.segments import Segment, SegmentAddress
+from dtensor.daft.ray.transports.shared_memory_peers import own_place
 from dtensor.daft.ray.transports.slabs import MOST_PROCESSES, SHARED_BYTES, Lent, OpenSlabs, Slabs
 from dtensor.daft.tasks.values import encode_failure
-from dtensor.signals import standing_in
+from dtensor.signals import defer_signals
 
 Key: TypeAlias = int | tuple[int, str]
 """The number of the call that makes a value; for a compiled function's run, that number and its
@@ -97,7 +97,7 @@ class StoreMeeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Address:
-    """The address of a process. `slabs`: the fields of a `Card`."""
+    """The address of a process. `slabs`: the fields of a `SegmentAddress`."""
 
     path: str | None
     address: tuple[str, int] | None
@@ -105,12 +105,12 @@ class _Address:
 
     @staticmethod
     def of(text: str) -> _Address:
-        found = json.loads(text)
-        address = found["address"]
+        fields = json.loads(text)
+        address = fields["address"]
         return _Address(
-            path=found["path"],
+            path=fields["path"],
             address=None if address is None else (address[0], address[1]),
-            slabs=found["slabs"],
+            slabs=fields["slabs"],
         )
 
 
@@ -162,7 +162,7 @@ class ObjectStore:
         self._failed: BaseException | None = None
         self._poll = select.epoll()
         self._key = hmac.digest(meeting.secret, b"values of tasks", "sha256")
-        self._guests = Guests(self._poll, self._key, self._welcomes)
+        self._guests = Handshakes(self._poll, self._key, self._welcomes)
         self._incoming: dict[int, _Reading] = {}  # by descriptor
         self._writing: dict[int, _Wire] = {}  # by descriptor
         self._own_slabs = self._slabs()
@@ -180,10 +180,10 @@ class ObjectStore:
         """The buffer for a message, u8[nbytes]."""
         if self._own_slabs is None or nbytes < SHARED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
-        made = self._own_slabs.room(nbytes)
+        buffer = self._own_slabs.room(nbytes)
         if not self._collects:
             self._wake()
-        return made
+        return buffer
 
     def put(self, key: Key, message: Held) -> None:
         with self._lock:
@@ -227,7 +227,7 @@ class ObjectStore:
         for ever."""
         end = time.monotonic() + seconds
         while True:
-            with standing_in(), self._lock:
+            with defer_signals(), self._lock:
                 if key in self._values:
                     return True
                 if self._failed is not None:
@@ -259,7 +259,7 @@ class ObjectStore:
             try:
                 self._poll.modify(reading.sock, 0)
                 if reading.poll.poll(seconds * 1000):
-                    with standing_in():  # else an interrupt loses bytes that were read
+                    with defer_signals():  # else an interrupt loses bytes that were read
                         self._take_in(reading)
             finally:
                 if not reading.ended:
@@ -323,12 +323,12 @@ class ObjectStore:
     def _announce(self) -> None:
         meeting, path, address = self._meeting, None, None
         if meeting.folder.exists():
-            own = str(meeting.folder / f"values{self.index}")
-            if len(own.encode()) <= LONGEST_PATH:
+            socket_path = str(meeting.folder / f"values{self.index}")
+            if len(socket_path.encode()) <= LONGEST_PATH:
                 sock = socket.socket(socket.AF_UNIX)
-                sock.bind(own)
+                sock.bind(socket_path)
                 self._guests.listen(sock)
-                path = own
+                path = socket_path
         if path is None or meeting.port is not None:
             host = "127.0.0.1" if meeting.address == LOOPBACK else reached_at(meeting.address)
             sock = socket.create_server((host, 0))
@@ -366,7 +366,7 @@ class ObjectStore:
     # -- sending -----------------------------------------------------------------------------
 
     def _say(self, to: int, what: tuple[Any, ...]) -> None:
-        with standing_in(), self._lock:
+        with defer_signals(), self._lock:
             wire = self._wires.get(to)
             if wire is None:
                 wire = self._wires[to] = _Wire(to)
@@ -386,20 +386,20 @@ class ObjectStore:
         self._say(to, (_CARD,))
 
     def _connect(self, wire: _Wire) -> None:
-        if (found := self._find(wire.to)) is None:
+        if (peer := self._find(wire.to)) is None:
             self._end(wire)
             return
-        own, shares = self._own_slabs, False
-        if own is not None and found.slabs is not None:
-            card = Card(**found.slabs)
-            if card.place == own.card.place and (segment := Segment.open(card)) is not None:
+        slabs, shares = self._own_slabs, False
+        if slabs is not None and peer.slabs is not None:
+            card = SegmentAddress(**peer.slabs)
+            if card.place == slabs.card.place and (segment := Segment.open(card)) is not None:
                 segment.close()  # since this process can open its memory, it can open this one's
                 shares = True
-        invitation = Invitation(
-            index=self.index, path=found.path, address=found.address, key=self._key
+        credentials = Credentials(
+            index=self.index, path=peer.path, address=peer.address, key=self._key
         )
         try:
-            sock = join(invitation, START_S)
+            sock = join(credentials, START_S)
         except (OSError, EOFError):  # it has ended
             self._end(wire)
             return
@@ -409,8 +409,8 @@ class ObjectStore:
                 sock.close()
                 return
             wire.sock, wire.shares = sock, shares
-            if shares and own is not None:
-                wire.unsent.appendleft((_CARD, self.index, asdict(own.card)))
+            if shares and slabs is not None:
+                wire.unsent.appendleft((_CARD, self.index, asdict(slabs.card)))
             self._writing[sock.fileno()] = wire
             self._poll.register(sock, select.EPOLLRDHUP)
             self._write(wire)
@@ -441,9 +441,9 @@ class ObjectStore:
                 data = message.numpy().data
                 what = _VALUE, key, pickle.PickleBuffer(data)
                 body = pickle.dumps(what, 5, buffer_callback=_out_of_band)
-                return encoded(0, TOLD, (), Payload(body, [data]))
+                return encoded(0, ONE_WAY, (), Payload(body, [data]))
             what = _VALUE, key, packed or message.numpy().tobytes()
-        return encoded(0, TOLD, (), Payload.plain(what))
+        return encoded(0, ONE_WAY, (), Payload.plain(what))
 
     def _end(self, wire: _Wire) -> None:
         """The process at the other end has ended."""
@@ -577,13 +577,13 @@ class ObjectStore:
             slabs = self._others.get(process)
             self.put(key, _unread(process) if slabs is None else slabs.take(begin, nbytes))
         else:
-            own = bytearray(packed) if isinstance(packed, bytes) else packed
-            self.put(key, torch.frombuffer(own, dtype=torch.uint8))
+            buffer = bytearray(packed) if isinstance(packed, bytes) else packed
+            self.put(key, torch.frombuffer(buffer, dtype=torch.uint8))
 
     # -- other processes' memory ------------------------------------------------------------------
 
     def _meet(self, index: int, card: dict[str, Any]) -> None:
-        slabs = OpenSlabs.of(Card(**card), self.index)
+        slabs = OpenSlabs.of(SegmentAddress(**card), self.index)
         if slabs is not None:
             self._others[index] = slabs
 

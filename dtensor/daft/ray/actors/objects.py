@@ -26,7 +26,6 @@ from torch import Tensor
 
 from dtensor.daft.errors import DaftError, Failure, HostError, as_sent
 from dtensor.daft.ir.host_program import HostProgram
-from dtensor.daft.raised import Raised, interrupts, reason_of
 from dtensor.daft.ray.actors.object_store import (
     CONTROLLER,
     HostGone,
@@ -37,11 +36,12 @@ from dtensor.daft.ray.actors.object_store import (
 from dtensor.daft.ray.actors.value_transport import ValueTransport, lost
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.channel.messages import Payload
+from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
 from dtensor.daft.run.engine import Engine, Table
-from dtensor.daft.tasks.frozen import SELF
-from dtensor.daft.tasks.task import Subject, Task
+from dtensor.daft.tasks.lower_tasks import SELF
+from dtensor.daft.tasks.task import HostedObject, Task
 from dtensor.daft.tasks.values import encode_failure
-from dtensor.daft.undo.undone import Undone
+from dtensor.daft.undo.failed_run import UndoneRun
 
 SMALL_BYTES = 1 << 12
 """A value of at most so many bytes is sent to the controller with the answer, in case it is
@@ -61,7 +61,7 @@ class Objects:
     def __init__(self, counter: ProgramCounter, meeting: StoreMeeting, index: int) -> None:
         self._counter = counter
         self._store = ObjectStore(meeting, index)
-        self._subjects: dict[int, Subject] = {}
+        self._subjects: dict[int, HostedObject] = {}
         self._programs: dict[int, tuple[ValueTransport, Engine | DaftError]] = {}
 
     def create(
@@ -73,11 +73,11 @@ class Objects:
         arguments: Packed,
         given: Sequence[Given],
     ) -> Payload:
-        subject = self._subjects[actor] = Subject(room=self._store.room)
+        subject = self._subjects[actor] = HostedObject(room=self._store.room)
         with self._failing() as failed:
-            messages, own = list(map(self._message, given)), self._message(arguments)
+            messages, arguments_message = list(map(self._message, given)), self._message(arguments)
             self._counter.begin(-1, number)
-            Task.of(task).create(subject, lambda: pickle.loads(cls), own, messages)
+            Task.of(task).create(subject, lambda: pickle.loads(cls), arguments_message, messages)
             self._counter.end()
         if failed:
             subject.unborn = failed[0]
@@ -92,15 +92,15 @@ class Objects:
         given: Sequence[Given],
         dropped: Sequence[Key],
     ) -> Payload:
-        with self._failing() as made:
+        with self._failing() as results:
             if dropped:
                 self._store.drop(dropped)
-            messages, own = list(map(self._message, given)), self._message(arguments)
+            messages, arguments_message = list(map(self._message, given)), self._message(arguments)
             self._counter.begin(-1, number)
             subject, every = self._subjects[actor], range(len(messages))
-            made.append(Task.of(task).run(subject, own, messages, every))
+            results.append(Task.of(task).run(subject, arguments_message, messages, every))
             self._counter.end()
-        return _answered(0, (self._keep(number, made[0]),))
+        return _answered(0, (self._keep(number, results[0]),))
 
     def send(self, key: Key, to: int) -> None:
         self._store.send(key, to)
@@ -130,7 +130,7 @@ class Objects:
         """`wanted`: rank and name of each result; `names`: rank and name of each argument."""
         transport, engine = self._programs[number]
         transport.start(run)
-        found: dict[tuple[int, str], Tensor] = {}
+        messages: dict[tuple[int, str], Tensor] = {}
         with self._failing() as failed:
             if dropped:
                 self._store.drop(dropped)
@@ -140,17 +140,17 @@ class Objects:
             for (rank, name), each in zip(names, given, strict=True):
                 fed[rank][name] = self._message(each)
             self._counter.begin(number, run)
-            made = engine.run(fed, self._counter.view)
-            if isinstance(made, Undone):
-                raise made.faults[0].error
+            results = engine.run(fed, self._counter.view)
+            if isinstance(results, UndoneRun):
+                raise results.faults[0].error
             self._counter.end()
             for rank, value in wanted:
-                message = made[rank][value]
+                message = results[rank][value]
                 assert isinstance(message, Tensor)
-                found[rank, value] = message
+                messages[rank, value] = message
         if failed:
             transport.fail(failed[0])
-        answers = [self._keep((run, v), found.get((r, v), *failed)) for r, v in wanted]
+        answers = [self._keep((run, v), messages.get((r, v), *failed)) for r, v in wanted]
         return _answered(transport.sent_bytes, tuple(answers))
 
     def failures(self) -> list[Failure]:
@@ -159,14 +159,14 @@ class Objects:
     @contextmanager
     def _failing(self) -> Generator[list[Tensor]]:
         """An exception within is a failure, as a message in the list."""
-        made: list[Tensor] = []
+        results: list[Tensor] = []
         try:
-            yield made
+            yield results
         except BaseException as error:
             if interrupts(error):
                 raise
             self._counter.end()
-            made[:] = [encode_failure(_of_host(error))]
+            results[:] = [encode_failure(_of_host(error))]
 
     def _message(self, given: Packed) -> Tensor:
         """A private copy, as a method may change its arguments."""
@@ -189,9 +189,9 @@ def _of_host(error: BaseException) -> DaftError:
     sent = as_sent(error)
     if isinstance(sent, DaftError):
         return sent
-    return HostError(Failure(rank=None, reason=reason_of(error), raised=Raised(error)))
+    return HostError(Failure(rank=None, reason=reason_of(error), raised=RemoteException(error)))
 
 
 def _answered(sent_bytes: int, answers: tuple[Answer, ...]) -> Payload:
-    made: Answers = sent_bytes, answers
-    return Payload.plain(made)
+    answer: Answers = sent_bytes, answers
+    return Payload.plain(answer)

@@ -7,7 +7,7 @@
 Ray places processes, starts and ends them, and reports their death; calls use our own connection,
 and values are sent from process to process (`object_store.py`). Calls to one process keep their
 order, and a task depends only on earlier tasks, so that no order of tasks can hang. The number of
-calls in flight is bounded (`under_way.py`).
+calls in flight is bounded (`in_flight.py`).
 
 Invariants: if a process dies, or its heartbeat stops for `deadline_s`, every future that depends on
 it names it, with its current task; the others continue. Leaving ends all processes.
@@ -29,6 +29,7 @@ from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Call, Instruction
 from dtensor.daft.ir.text import excerpt
+from dtensor.daft.ray.actors.in_flight import InFlight, RemoteValue, ValueReference
 from dtensor.daft.ray.actors.object_store import (
     CONTROLLER,
     HostGone,
@@ -37,20 +38,19 @@ from dtensor.daft.ray.actors.object_store import (
     StoreMeeting,
 )
 from dtensor.daft.ray.actors.objects import Objects, Packed
-from dtensor.daft.ray.actors.under_way import Held, RemoteValue, UnderWay
 from dtensor.daft.ray.bootstrap.machines import LOOPBACK
 from dtensor.daft.ray.bootstrap.progress import Progress
-from dtensor.daft.ray.channel.messages import ASKED, TOLD, Payload
-from dtensor.daft.ray.channel.processes import Home, HostProcess
-from dtensor.daft.ray.diagnosis.watch import SLICE_S, Asked, HostWatch
+from dtensor.daft.ray.channel.messages import ONE_WAY, REQUEST, Payload
+from dtensor.daft.ray.channel.processes import HostProcess, LaunchProcesses
+from dtensor.daft.ray.diagnosis.failure_detector import SLICE_S, AwaitedCall, FailureDetector
 from dtensor.daft.ray.transports.slabs import SHARED_BYTES
 from dtensor.daft.tasks.actors import ActorInfo, Session
-from dtensor.daft.tasks.frozen import Frozen, argument
 from dtensor.daft.tasks.futures import TaskFuture, user_frames, user_line
+from dtensor.daft.tasks.lower_tasks import LoweredTasks, argument
 from dtensor.daft.tasks.task import Task
 from dtensor.daft.tasks.values import encode_failure, failure_of, pickled
 from dtensor.daft.verification.pairing import instruction_at
-from dtensor.signals import standing_in, wait
+from dtensor.signals import defer_signals, wait
 
 MAX_RECENT = 10_000  # remembered calls of a process
 
@@ -67,8 +67,8 @@ class _ProcessPart:
     wanted: tuple[tuple[int, str], ...]
 
     @staticmethod
-    def all_of(frozen: Frozen, number: int) -> list[_ProcessPart]:
-        found: list[_ProcessPart] = []
+    def all_of(frozen: LoweredTasks, number: int) -> list[_ProcessPart]:
+        parts: list[_ProcessPart] = []
         for ranks, process in zip(frozen.hosts, frozen.processes, strict=True):
             fed = [
                 (index, rank)
@@ -83,8 +83,8 @@ class _ProcessPart:
                 names=tuple((rank, argument(index)) for index, rank in fed),
                 wanted=tuple(sorted({r for r in frozen.results if r[0] in ranks})),
             )
-            found.append(part)
-        return found
+            parts.append(part)
+        return parts
 
 
 class RaySession(Session):
@@ -98,7 +98,7 @@ class RaySession(Session):
     ) -> None:
         super().__init__()
         self.failure: DaftError | None = None  # no failure affects all actors
-        self._home = Home(address, deadline_s, warm=warm)
+        self._home = LaunchProcesses(address, deadline_s, warm=warm)
         self._channel = self._home.connect()
         several = self._home.address != LOOPBACK
         self._meeting = StoreMeeting(
@@ -108,8 +108,8 @@ class RaySession(Session):
             port=self._home.store.port if several else None,
         )
         self._store = ObjectStore(self._meeting, CONTROLLER)
-        self._under_way = UnderWay(self._store, self._channel)
-        self.watch: HostWatch = HostWatch(
+        self._under_way = InFlight(self._store, self._channel)
+        self.watch: FailureDetector = FailureDetector(
             self,
             self._home,
             self._channel,
@@ -117,7 +117,7 @@ class RaySession(Session):
             call_deadline_s=call_deadline_s,
             due=None,
         )
-        self._loaded: list[tuple[Frozen, list[_ProcessPart]]] = []
+        self._loaded: list[tuple[LoweredTasks, list[_ProcessPart]]] = []
         self._recent: dict[int, tuple[str, tuple[str, ...]]] = {}  # call number: title, lines
         self._last: dict[int, int] = {}  # by process, the number of its last call
 
@@ -137,7 +137,7 @@ class RaySession(Session):
         line = self._channel.add()
         process = self._home.spawn(Objects, self._meeting, line, options=options)
         assert line == process.index, "a process has the number of its line"
-        process.serve(self._channel.invitation(line))
+        process.serve(self._channel.credentials(line))
         self._store.connect(line)
         hosts = {p.counter.path.name: (p.index,) for p in self._home.processes}
         self._home.folder.say("actors", hosts)
@@ -167,9 +167,9 @@ class RaySession(Session):
         packed = self._packed(arguments, number, "arguments", process)
         dropped = self._under_way.to_drop(process)
         what = (actor.key, number, task.plain(), packed, given, dropped)
-        made = RemoteValue(self._under_way, process, number, number)
-        self._call(process, Objects.call, what, title, values, arguments.numel(), made)
-        return TaskFuture(self, actor.key, title, Held(made))
+        remote = RemoteValue(self._under_way, process, number, number)
+        self._call(process, Objects.call, what, title, values, arguments.numel(), remote)
+        return TaskFuture(self, actor.key, title, ValueReference(remote))
 
     def _call(
         self,
@@ -181,9 +181,9 @@ class RaySession(Session):
         nbytes: int,
         *made: RemoteValue,
     ) -> None:
-        with standing_in():  # else an interrupt leaves it counted as in flight
+        with defer_signals():  # else an interrupt leaves it counted as in flight
             submission = self._under_way.add((title,), given, nbytes)
-            reply = self._channel.send(process, ASKED, (method,), Payload.plain(what))
+            reply = self._channel.send(process, REQUEST, (method,), Payload.plain(what))
             self._under_way.called(process, title, submission, reply, made)
             self._last[process] = self.calls
 
@@ -213,7 +213,7 @@ class RaySession(Session):
             value.there.add(to)
             if self._last[holder] == value.number:  # no call came after it
                 what = Payload.plain((value.key, to))
-                self._channel.send(holder, TOLD, (Objects.send,), what)
+                self._channel.send(holder, ONE_WAY, (Objects.send,), what)
             else:
                 self._store.ask(value.key, holder, to)
         return value.key, holder
@@ -227,7 +227,7 @@ class RaySession(Session):
         end = None if timeout is None else time.monotonic() + timeout
         host = self._home.processes[value.holder]
         try:
-            self.watch.get([Asked(host, value.reply)], timeout)
+            self.watch.get([AwaitedCall(host, value.reply)], timeout)
             self._under_way.look_back()
             message = self._message(value, host, end)
         except DaftError as error:
@@ -267,7 +267,7 @@ class RaySession(Session):
 
     # -- compiled functions -----------------------------------------------------------------------
 
-    def load(self, frozen: Frozen) -> int:
+    def load(self, frozen: LoweredTasks) -> int:
         self._check_lost(frozen)
         process_of = tuple(
             next(p for p, ranks in zip(frozen.processes, frozen.hosts) if rank in ranks)
@@ -277,18 +277,18 @@ class RaySession(Session):
         with self.lock:
             number = len(self._loaded)
             self._loaded.append((frozen, _ProcessPart.all_of(frozen, number)))
-            for own, process in zip(programs, frozen.processes, strict=True):
-                actors = {rank: frozen.actors[rank] for rank in own.ranks}
+            for host_program, process in zip(programs, frozen.processes, strict=True):
+                actors = {rank: frozen.actors[rank] for rank in host_program.ranks}
                 self.calls += 1
                 self._last[process] = self.calls
-                what = (number, own, actors, process_of)
-                self._channel.send(process, TOLD, (Objects.load,), what)
+                what = (number, host_program, actors, process_of)
+                self._channel.send(process, ONE_WAY, (Objects.load,), what)
         return number
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
         frozen, parts = self._loaded[loaded]
         self._check_lost(frozen)
-        issued, made = user_frames(), dict[tuple[int, str], RemoteValue]()
+        issued, results = user_frames(), dict[tuple[int, str], RemoteValue]()
         values = [given.value.value for given in inputs if isinstance(given, TaskFuture)]
         nbytes = sum(given.numel() for given in inputs if isinstance(given, Tensor))
         titles = [part.title for part in parts]
@@ -299,12 +299,12 @@ class RaySession(Session):
             self.bytes_sent += nbytes
             run = self.calls + 1
             try:
-                with standing_in():
+                with defer_signals():
                     for part in parts:
                         process = part.process
                         number = self._number(frozen.program.name, issued)
                         asked.append(self._home.processes[process])
-                        own = [
+                        part_values = [
                             RemoteValue(self._under_way, process, number, (run, value))
                             for _, value in part.wanted
                         ]
@@ -314,10 +314,10 @@ class RaySession(Session):
                         ]
                         dropped = self._under_way.to_drop(process)
                         what = Payload.plain((loaded, run, part.wanted, part.names, given, dropped))
-                        reply = self._channel.send(process, ASKED, (Objects.run,), what)
-                        self._under_way.called(process, part.title, submission, reply, own)
+                        reply = self._channel.send(process, REQUEST, (Objects.run,), what)
+                        self._under_way.called(process, part.title, submission, reply, part_values)
                         self._last[process] = number
-                        made.update(zip(part.wanted, own, strict=True))
+                        results.update(zip(part.wanted, part_values, strict=True))
             except BaseException:
                 # Hosts that were called would wait for the others' parts, and later calls with
                 # them.
@@ -325,7 +325,7 @@ class RaySession(Session):
                     self.watch.end(host, "the process was ended: a step was half submitted.")
                 raise
         return [
-            TaskFuture(self, frozen.actors[result[0]], title, Held(made[result]))
+            TaskFuture(self, frozen.actors[result[0]], title, ValueReference(results[result]))
             for result, title in zip(frozen.results, frozen.titles, strict=True)
         ]
 
@@ -337,7 +337,7 @@ class RaySession(Session):
             return self._deliver(given.value.value, process)
         return self._packed(given, run, name, process)
 
-    def _check_lost(self, frozen: Frozen) -> None:
+    def _check_lost(self, frozen: LoweredTasks) -> None:
         """Raise if the program has lost one of its processes, before it is sent to others."""
         broken = any(map(self._channel.is_broken, frozen.processes))
         if not (broken or self.watch.lost):
@@ -367,17 +367,17 @@ class RaySession(Session):
     def failures(self) -> list[DaftError]:
         hosts = [host for host in self._home.processes if host.index not in self.watch.lost]
         asked = [
-            Asked(host, self._channel.send(host.index, ASKED, (Objects.failures,), ()))
+            AwaitedCall(host, self._channel.send(host.index, REQUEST, (Objects.failures,), ()))
             for host in hosts
         ]
-        found: list[DaftError] = []
+        errors: list[DaftError] = []
         for each in asked:
             try:
                 (failures,) = self.watch.get([each])
-                found += [TaskError(failure) for failure in failures]
+                errors += [TaskError(failure) for failure in failures]
             except ActorLost as lost:
                 self.watch.lost.setdefault(each.host.index, lost)
-        return [*found, *(lost for _, lost in sorted(self.watch.lost.items()))]
+        return [*errors, *(lost for _, lost in sorted(self.watch.lost.items()))]
 
     def stop(self) -> None:
         self._store.close()
@@ -423,7 +423,7 @@ class RaySession(Session):
         return instruction_at(frozen.program, site), frozen.names[site[0]]
 
 
-def _check_resources(name: str, resources: Mapping[str, float], home: Home) -> None:
+def _check_resources(name: str, resources: Mapping[str, float], home: LaunchProcesses) -> None:
     """Refuse resources that Ray does not have: Ray would wait for them for ever."""
     there = home.resources() if any(resources.values()) else {}
     lacking = {k: there.get(k, 0) for k, n in resources.items() if n > there.get(k, 0)}

@@ -60,8 +60,8 @@ class ValueTransport(Transport):
         self._local = LocalTransport()
         self._to_send = [
             (name_of(i.value, i.to), host_of[i.to])
-            for rank, own in program.ranks.items()
-            for i in own.instructions
+            for rank, rank_program in program.ranks.items()
+            for i in rank_program.instructions
             if isinstance(i, Send) and host_of[i.to] != host_of[rank]
         ]
         self._sent: set[str] = set()
@@ -78,13 +78,13 @@ class ValueTransport(Transport):
                 self._store.send_message((self._run, name), failure, to)
 
     def begin(self, rank: int, start: Start) -> Begin:
-        own = self._host_of[rank]
+        host = self._host_of[rank]
         match start:
             case Send(value=value, to=to):
-                if self._host_of[to] != own:
+                if self._host_of[to] != host:
                     return partial(self._send, name_of(value, to), self._host_of[to])
             case Recv(outputs=(value,), source_rank=source):
-                if self._host_of[source] != own:
+                if self._host_of[source] != host:
                     return partial(self._recv, name_of(value, rank), self._host_of[source])
             case Recv():
                 raise AssertionError("one value is received")

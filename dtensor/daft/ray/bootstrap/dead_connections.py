@@ -47,11 +47,11 @@ def listen_to(sock: socket.socket) -> None:
     listen_to_those({(os.fstat(sock.fileno()).st_ino, sock.fileno())})
 
 
-def listen_to_those(found: set[tuple[int, int]]) -> None:
+def listen_to_those(sockets: set[tuple[int, int]]) -> None:
     """The same, of those of `connections` that lead to other machines."""
     global _thread
     new: dict[int, int] = {}
-    for inode, descriptor in found:
+    for inode, descriptor in sockets:
         with suppress(OSError), _borrowed(inode, descriptor) as sock:
             if _is_to_another(sock):
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -68,14 +68,14 @@ def listen_to_those(found: set[tuple[int, int]]) -> None:
 
 def connections() -> set[tuple[int, int]]:
     """This process's sockets: inode and descriptor."""
-    found: set[tuple[int, int]] = set()
+    sockets: set[tuple[int, int]] = set()
     if sys.platform == "linux":
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # the listing's own
                 facts = os.fstat(int(name))
                 if stat.S_ISSOCK(facts.st_mode):
-                    found.add((facts.st_ino, int(name)))
-    return found
+                    sockets.add((facts.st_ino, int(name)))
+    return sockets
 
 
 def is_quiet(sock: socket.socket) -> bool:

@@ -8,7 +8,7 @@
     for launch in launches(): launch.status(0.3)     # any process of the user's, at any time
 
 It has the hosts' counters (`progress.py`), what the launch is (`launch.json`), and for each loaded
-program what stands at each position of its lists (`program3.json`, `diagnosis/lines.py`).
+program what stands at each position of its lists (`program3.json`, `diagnosis/program_lines.py`).
 
 Invariants: the directory is the user's and nobody else may enter it (0700), or it is not used: a
 launch then has a folder of its own that others do not find, with a warning, and who looks gets a
@@ -28,9 +28,9 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dtensor.daft.diagnosis.diagnosis import Launched, diagnose
-from dtensor.daft.diagnosis.lines import Lines
-from dtensor.daft.diagnosis.seen import Progress, Seen, ThreadSeen, look, thread
+from dtensor.daft.diagnosis.diagnosis import ObservedLaunch, diagnose
+from dtensor.daft.diagnosis.observation import Observation, Progress, ThreadSeen, look, thread
+from dtensor.daft.diagnosis.program_lines import ProgramLines
 from dtensor.daft.ray.bootstrap.progress import progress_of
 from dtensor.daft.ray.bootstrap.user_folder import (
     OwnFolder,
@@ -48,15 +48,15 @@ _LAUNCH = "launch.json"
 class LaunchFolder:
     """A launch's own, until it is closed. `path`: files in it that end with the launch go there."""
 
-    def __init__(self, own: OwnFolder) -> None:
-        self.path = own.path
-        self._own = own
+    def __init__(self, folder: OwnFolder) -> None:
+        self.path = folder.path
+        self._own = folder
 
     @staticmethod
     def make() -> LaunchFolder:
-        own = _new_folder()
-        _sweep(own.path.parent)
-        return LaunchFolder(own)
+        folder = _new_folder()
+        _sweep(folder.path.parent)
+        return LaunchFolder(folder)
 
     def say(
         self, kind: str, hosts: Mapping[str, Sequence[int]], machines: Sequence[str] = ()
@@ -73,7 +73,7 @@ class LaunchFolder:
         }
         self._write(_LAUNCH, facts)
 
-    def write_lines(self, program: int, lines: Lines) -> None:
+    def write_lines(self, program: int, lines: ProgramLines) -> None:
         """With a warning where there is no room for them: the program runs all the same."""
         try:
             self._write(f"program{program}.json", lines.data())
@@ -111,7 +111,7 @@ class LaunchSeen:
             (file, tuple(ranks)) for file, ranks in facts["hosts"]
         )
         self.machines: tuple[str, ...] = tuple(facts["machines"])
-        self._lines: dict[int, Lines | None] = {}
+        self._lines: dict[int, ProgramLines | None] = {}
 
     @property
     def title(self) -> str:
@@ -125,7 +125,7 @@ class LaunchSeen:
         """What each host says of itself."""
         return [self._progress(file) for file, _ in self.hosts]
 
-    def look(self) -> tuple[Seen, ...]:
+    def look(self) -> tuple[Observation, ...]:
         return tuple(look(h, each) for h, each in enumerate(self.progress()))
 
     def controller(self) -> ThreadSeen:
@@ -141,11 +141,11 @@ class LaunchSeen:
 
     def between(
         self,
-        before: Sequence[Seen],
-        after: Sequence[Seen],
+        before: Sequence[Observation],
+        after: Sequence[Observation],
         controller: tuple[ThreadSeen, ThreadSeen] | None = None,
     ) -> Status:
-        launched = Launched(
+        launched = ObservedLaunch(
             title=self.title,
             pid=self.pid,
             hosts=tuple(ranks for _, ranks in self.hosts),
@@ -156,14 +156,14 @@ class LaunchSeen:
         )
         return diagnose(launched, before, after)
 
-    def lines(self, program: int) -> Lines | None:
+    def lines(self, program: int) -> ProgramLines | None:
         """None if it is not loaded."""
         if program not in self._lines:
             try:
                 data = json.loads((self.path / f"program{program}.json").read_text())
             except FileNotFoundError:
                 return None
-            self._lines[program] = Lines.read(data)
+            self._lines[program] = ProgramLines.read(data)
         return self._lines[program]
 
     def _progress(self, file: str) -> Progress:
@@ -176,7 +176,7 @@ class LaunchSeen:
 def launches() -> list[LaunchSeen]:
     """Those of this user that run on this machine, the oldest first. What others have left behind
     is removed. `PermissionError` where the directory is not the user's own."""
-    found: list[LaunchSeen] = []
+    running: list[LaunchSeen] = []
     refused: list[PermissionError] = []
     for directory in dict.fromkeys((own_directory(), own_directory(ALSO))):
         if not directory.exists():
@@ -193,10 +193,10 @@ def launches() -> list[LaunchSeen]:
             except (FileNotFoundError, NotADirectoryError):
                 continue  # it is just starting, or ending
             if launch.controller().state not in ("", "Z", "X"):  # a child may hold its lock still
-                found.append(launch)
-    if refused and not found:
+                running.append(launch)
+    if refused and not running:
         raise refused[0]
-    return found
+    return running
 
 
 def _born(path: Path) -> float:

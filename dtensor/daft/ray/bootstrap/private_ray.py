@@ -2,7 +2,7 @@
 
 Its tokens, which let in who knows them; the switch by which a cluster listens on this machine
 alone; how long it takes to start, which processes it starts, and by which command its workers. A
-new Ray may move any of it. Not here: what is done with it (starting.py, fork_server.py).
+new Ray may move any of it. Not here: what is done with it (start_ray.py, fork_server.py).
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def starting(seconds: float) -> Generator[None]:
     raylets: list[subprocess.Popen[bytes]] = []
 
     def start_ray_process(command: Any, kind: str, *given: Any, **named: Any) -> Any:
-        found = start(command, kind, *given, **named)
-        started.append(found.process)
+        started_process = start(command, kind, *given, **named)
+        started.append(started_process.process)
         if kind == constants.PROCESS_TYPE_RAYLET:
-            raylets.append(found.process)
-        return found
+            raylets.append(started_process.process)
+        return started_process
 
     def get_node(*given: Any, **named: Any) -> Any:
         end = time.monotonic() + seconds

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from dtensor.daft.diagnosis.seen import Progress as Progress  # what is read of it
+from dtensor.daft.diagnosis.observation import Progress as Progress  # what is read of it
 
 _FIELDS = (
     "position",  # in the host's list; -1: between calls

@@ -8,7 +8,7 @@ signed.
 
 torch's TCPStore asks nobody who he is, and gloo connects to whatever address it reads there. So
 each value begins with an HMAC of its key and itself, and what does not is an error that names the
-key. The launch's secret comes with the call that tells a host to join (`joining.py`).
+key. The launch's secret comes with the call that tells a host to join (`connect.py`).
 
 Invariants: what was read was written by who knows the secret, under that key; keys are written
 once in a launch, so that an old value is no other's. It listens on the address that it was given
@@ -66,12 +66,12 @@ class SignedStore(Store):
 
     def get(self, key: str) -> bytes:
         """Waits until it is there."""
-        found = self._tcp.get(key)
-        proof, data = found[:PROOF_BYTES], found[PROOF_BYTES:]
+        signed = self._tcp.get(key)
+        proof, data = signed[:PROOF_BYTES], signed[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(key, data)):
             raise ConnectionError(
                 f"what is in the store at port {self.port} under {key!r} was not written by this "
-                f"launch: {len(found)} bytes without its proof"
+                f"launch: {len(signed)} bytes without its proof"
             )
         return data
 

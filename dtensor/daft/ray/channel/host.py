@@ -24,23 +24,23 @@ from typing import Any
 import torch
 
 from dtensor.daft.errors import as_sent
-from dtensor.daft.raised import interrupts, reason_of, trace_of
 from dtensor.daft.ray.bootstrap.machines import START_S
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.channel.messages import (
-    ASKED,
-    GAVE,
     RAISED,
+    REQUEST,
+    RESPONSE,
     UNREAD,
+    Credentials,
     Data,
     HostFailed,
-    Invitation,
     Message,
     encoded,
     incoming,
     join,
     send,
 )
+from dtensor.daft.remote_exceptions import interrupts, reason_of, trace_of
 
 LARGEST_KEPT = 1 << 25
 """Bytes of a block of freed memory that stays with the process: the limit of glibc's own
@@ -71,7 +71,7 @@ class Host:
     def call(self, method: Callable[..., Any], *given: object) -> Any:
         unread, self._unread = self._unread, None
         try:
-            made = method(self._hosted, *given)  # in any case: others may wait for it
+            result = method(self._hosted, *given)  # in any case: others may wait for it
         except BaseException as error:
             if interrupts(error):
                 raise
@@ -81,7 +81,7 @@ class Host:
             raise unread from None
         if unread is not None:
             raise unread
-        return made
+        return result
 
     def tell(self, method: Callable[..., Any], *given: object) -> None:
         try:
@@ -91,9 +91,9 @@ class Host:
                 raise
             self._unread = self._unread or _as_sent(error)
 
-    def serve(self, invitation: Invitation) -> None:
+    def serve(self, credentials: Credentials) -> None:
         """Carry out calls that come over a connection, until the controller ends it."""
-        with join(invitation, START_S) as sock, torch.no_grad():  # once, not for each run
+        with join(credentials, START_S) as sock, torch.no_grad():  # once, not for each run
             try:
                 for message in incoming(sock):
                     if message is not None and (answer := self._answer(message)):
@@ -103,7 +103,7 @@ class Host:
 
     def _answer(self, message: Message) -> Sequence[Data]:
         """The answer; empty for a one-way call."""
-        if message.kind != ASKED:
+        if message.kind != REQUEST:
             try:
                 what = (*message.functions, *message.value())
             except BaseException as error:  # it does not unpickle here
@@ -115,8 +115,8 @@ class Host:
             return ()
         raised = RAISED if self._unread is None else UNREAD
         try:
-            made = self.call(*message.functions, *message.value())
-            return encoded(message.number, GAVE, (), made)
+            result = self.call(*message.functions, *message.value())
+            return encoded(message.number, RESPONSE, (), result)
         except BaseException as error:
             if interrupts(error):
                 raise

@@ -111,7 +111,7 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
         try:
             if float(idle_s):
                 ending.enter_context(forked_workers())  # first: it imports while Ray starts
-            from dtensor.daft.ray.bootstrap.starting import end_ray, start_ray
+            from dtensor.daft.ray.bootstrap.start_ray import end_ray, start_ray
 
             start_ray(None)
             ending.callback(end_ray)

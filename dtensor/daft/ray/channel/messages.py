@@ -2,7 +2,7 @@
 
     sock = join(invitation)                                    # the host's end, with a handshake
     for message in incoming(sock):                             # and at the other end
-        method, *_ = message.functions                      #   send(encoded(8, ASKED, (f,), (x,)))
+        method, *_ = message.functions                    #   send(encoded(8, REQUEST, (f,), (x,)))
 
 A message is a head (its number, its kind, the length of the rest), the lengths of its buffers, the
 functions that it names, the pickle of the rest, the buffers. Functions are pickled once. Tensors of
@@ -38,15 +38,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dtensor.daft.errors import DaftError
-from dtensor.daft.raised import PICKLERS, reduced
 from dtensor.daft.ray.bootstrap.dead_connections import listen_to
+from dtensor.daft.remote_exceptions import PICKLERS, reduced
 
 _cloudpickle: Any = cloudpickle  # which has no types
 
 Kind: TypeAlias = Literal[0, 1, 2, 3, 4]
-TOLD: Kind = 0  # its result is not read
-ASKED: Kind = 1
-GAVE: Kind = 2
+ONE_WAY: Kind = 0  # its result is not read
+REQUEST: Kind = 1
+RESPONSE: Kind = 2
 RAISED: Kind = 3
 """With an exception, and its traceback as text."""
 UNREAD: Kind = 4
@@ -74,8 +74,8 @@ class CloudExceptionPickler(_cloudpickle.Pickler):
     causes = True
 
     def reducer_override(self, obj: Any) -> Any:
-        found = reduced(obj, self.causes)
-        return super().reducer_override(obj) if found is NotImplemented else found  # pyright: ignore
+        reduction = reduced(obj, self.causes)
+        return super().reducer_override(obj) if reduction is NotImplemented else reduction  # pyright: ignore
 
 
 PICKLERS.insert(0, CloudExceptionPickler)
@@ -326,7 +326,7 @@ PROOF_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Invitation:
+class Credentials:
     """How host `index` reaches the controller: by the socket at `path` if it is on its machine,
     else by `address`. The key belongs to the launch, and is an argument of the call that starts the
     host."""
@@ -337,15 +337,15 @@ class Invitation:
     key: bytes = field(repr=False)
 
 
-def join(invitation: Invitation, patience_s: float) -> socket.socket:
+def join(credentials: Credentials, patience_s: float) -> socket.socket:
     """The host's end of a connection, once both sides have proved that they know the key."""
-    sock = _connected(invitation)
+    sock = _connected(credentials)
     try:
         sock.settimeout(patience_s)
         nonce = _exactly(sock, NONCE_BYTES)
-        own = secrets.token_bytes(NONCE_BYTES)
-        sock.sendall(claim(invitation.key, nonce, invitation.index, own))
-        if not hmac.compare_digest(_exactly(sock, PROOF_BYTES), proof(invitation.key, own)):
+        challenge = secrets.token_bytes(NONCE_BYTES)
+        sock.sendall(claim(credentials.key, nonce, credentials.index, challenge))
+        if not hmac.compare_digest(_exactly(sock, PROOF_BYTES), proof(credentials.key, challenge)):
             raise ConnectionError("the peer at that address is not the controller")
         sock.settimeout(None)
     except BaseException:
@@ -354,20 +354,20 @@ def join(invitation: Invitation, patience_s: float) -> socket.socket:
     return sock
 
 
-def _connected(invitation: Invitation) -> socket.socket:
-    if invitation.path is not None:
+def _connected(credentials: Credentials) -> socket.socket:
+    if credentials.path is not None:
         sock = socket.socket(socket.AF_UNIX)
         try:
-            sock.connect(invitation.path)
+            sock.connect(credentials.path)
         except (FileNotFoundError, ConnectionRefusedError):  # it is on another machine
             sock.close()
-            if invitation.address is None:
+            if credentials.address is None:
                 raise
         else:
             widen(sock)
             return sock
-    assert invitation.address is not None, "a controller listens somewhere"
-    sock = socket.create_connection(invitation.address)
+    assert credentials.address is not None, "a controller listens somewhere"
+    sock = socket.create_connection(credentials.address)
     widen(sock)
     return sock
 
@@ -382,16 +382,18 @@ def widen(sock: socket.socket) -> None:
         listen_to(sock)
 
 
-def claim(key: bytes, nonce: bytes, index: int, own: bytes) -> bytes:
+def claim(key: bytes, nonce: bytes, index: int, challenge: bytes) -> bytes:
     """A host's answer to the controller's nonce, with its own nonce."""
-    return _CLAIM.pack(index, own, _digest(key, b"host", nonce, struct.pack("<I", index), own))
+    return _CLAIM.pack(
+        index, challenge, _digest(key, b"host", nonce, struct.pack("<I", index), challenge)
+    )
 
 
 def claimed(key: bytes, nonce: bytes, said: bytes) -> tuple[int, bytes] | None:
     """The host and its nonce, if it knows the key."""
-    index, own, digest = _CLAIM.unpack(said)
-    known = hmac.compare_digest(said, claim(key, nonce, index, own))
-    return (index, own) if known and digest else None
+    index, challenge, digest = _CLAIM.unpack(said)
+    known = hmac.compare_digest(said, claim(key, nonce, index, challenge))
+    return (index, challenge) if known and digest else None
 
 
 def proof(key: bytes, nonce: bytes) -> bytes:
@@ -404,9 +406,9 @@ def _digest(key: bytes, *parts: bytes) -> bytes:
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:
-    found = b""
-    while len(found) < size:
-        if not (more := sock.recv(size - len(found))):
+    data = b""
+    while len(data) < size:
+        if not (more := sock.recv(size - len(data))):
             raise ConnectionError("the controller hung up")
-        found += more
-    return found
+        data += more
+    return data

@@ -1,8 +1,8 @@
 """The processes of a launch: each is a Ray actor that hosts ranks or spawned objects.
 
-    home = Home(address=None, deadline_s=60.0)       # joins a Ray, or starts one on this machine
+    home = LaunchProcesses(address=None, deadline_s=60.0)  # joins or starts a Ray
     process = home.spawn(Ranks, (0,), "cpu")         # and its counter file; nothing is waited for
-    process.serve(channel.invitation(0))             # from now on it is called over that
+    process.serve(channel.credentials(0))            # from now on it is called over that
     home.close()                                     # all end, and Ray if it was started here
 
 On this machine there is also a handle to the process, which ends it even when it is stopped: Ray's
@@ -39,7 +39,7 @@ from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
 from dtensor.daft.ray.channel.host_actor import packed
 from dtensor.daft.ray.channel.local_ray import LocalRay, is_possible, release, use
-from dtensor.daft.ray.channel.messages import Invitation
+from dtensor.daft.ray.channel.messages import Credentials
 from dtensor.daft.ray.channel.run_channel import RunChannel
 
 END_S = 30.0
@@ -110,9 +110,9 @@ class HostProcess:
         if answered != self._answered:
             self._answered = self.counter.answered = answered
 
-    def serve(self, invitation: Invitation) -> None:
+    def serve(self, credentials: Credentials) -> None:
         """From now on it is called over a connection, until that is closed."""
-        self.actor.serve(packed(invitation))
+        self.actor.serve(packed(credentials))
 
     def ended(self, patience_s: float = 0.0) -> str | None:
         """What Ray says of the end of one that served, if it has ended."""
@@ -199,7 +199,7 @@ class HostProcess:
         return bool(poll.poll(int(seconds * 1000)))
 
 
-class Home:
+class LaunchProcesses:
     """What a launch on Ray has on this machine: Ray, if it was started here, its folder, its
     processes, and the store where those find each other. `beside`: a Ray of its own is in a process
     beside this one, where that can be; `warm`: and may stay after the launch."""
@@ -224,7 +224,7 @@ class Home:
                 self.local = use(warm=warm)
                 ending.callback(release, self.local)
             else:
-                from dtensor.daft.ray.bootstrap.starting import end_ray, start_ray
+                from dtensor.daft.ray.bootstrap.start_ray import end_ray, start_ray
 
                 if start_ray(address, deadline_s):
                     ending.callback(end_ray)
@@ -282,12 +282,12 @@ class Home:
         return self._snapshots
 
     def machines(self, kind: str = "CPU") -> list[Machine]:
-        """Those that Ray spans, where they are several; `kind`: as of `starting.machines`."""
+        """Those that Ray spans, where they are several; `kind`: as of `start_ray.machines`."""
         if self.address == LOOPBACK:
             return []
-        found = machines(kind)
-        self._machines = {machine.node: machine for machine in found}
-        return found if len(found) > 1 else []
+        spanned = machines(kind)
+        self._machines = {machine.node: machine for machine in spanned}
+        return spanned if len(spanned) > 1 else []
 
     def named(self, machine: str) -> str:
         """What people call one, by Ray's name of it; "" if there are no others."""

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from dtensor.daft.ray.bootstrap.starting import missing_environment
+from dtensor.daft.ray.bootstrap.start_ray import missing_environment
 from dtensor.daft.ray.channel.host_actor import HostActor
 
 _ray: Any = ray  # Ray's stubs leave most of its types unknown

@@ -1,22 +1,22 @@
 """The controller's end of its connections to the hosts: calls go out, results come back.
 
     channel = RunChannel(folder, 2, "127.0.0.1")
-    process.serve(channel.invitation(0))                  # a Ray call, which ends when this closes
-    reply = channel.send(0, ASKED, (Ranks.run, Worker.run), (8, 3, inputs))   # does not wait
+    process.serve(channel.credentials(0))                 # a Ray call, which ends when this closes
+    reply = channel.send(0, REQUEST, (Ranks.run, Worker.run), (8, 3, inputs))  # does not wait
     channel.get([reply], 0.25)                         # NotYet, CallLost, or the call's exception
 
-A call is one message to a host, and one back if it is a request (`ASKED`) and not one-way (`TOLD`).
-A host carries out its messages one at a time, so calls keep the order in which they were sent. If a
-host is busy and its socket full, the rest of a message is copied, and a thread, which lives until
-all is written, writes it; so a call never waits, however large it is. A caller that waits for the
-call anyway lends its buffers, which are then not copied.
+A call is one message to a host, and one back if it is a request (`REQUEST`) and not one-way
+(`ONE_WAY`). A host carries out its messages one at a time, so calls keep the order in which they
+were sent. If a host is busy and its socket full, the rest of a message is copied, and a thread,
+which lives until all is written, writes it; so a call never waits, however large it is. A caller
+that waits for the call anyway lends its buffers, which are then not copied.
 
 Invariants: the controller reads whenever it waits and whenever bytes are unwritten, so a host that
 writes a large result never waits for a controller that itself waits to be read; a caller that makes
 calls without waiting reads the answers that have arrived. One thread at a time reads, the others
 wait for it; no lock is held while a thread waits. An exception within a read or a write, such as
 Ctrl-C, breaks the connection, so no message is taken for another call's answer. A broken connection
-says nothing about the cause (`watch.py`).
+says nothing about the cause (`failure_detector.py`).
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from pathlib import Path
 from typing import Any
 
 from dtensor.daft.errors import HostError, as_sent
-from dtensor.daft.raised import RaisedThere, interrupts
 from dtensor.daft.ray.bootstrap.dead_connections import is_quiet
-from dtensor.daft.ray.channel.guests import LONGEST_PATH, Guests
+from dtensor.daft.ray.channel.handshake import LONGEST_PATH, Handshakes
 from dtensor.daft.ray.channel.messages import (
-    ASKED,
     MOST_PIECES,
     RAISED,
+    REQUEST,
     UNREAD,
+    Credentials,
     Data,
     Function,
-    Invitation,
     Kind,
     Message,
     Payload,
@@ -53,7 +52,8 @@ from dtensor.daft.ray.channel.messages import (
     incoming,
     unsent,
 )
-from dtensor.signals import standing_in
+from dtensor.daft.remote_exceptions import RemoteTraceback, interrupts
+from dtensor.signals import defer_signals
 
 MOST_UNREAD = 8
 """Calls of a host with unread answers: from then on each call reads the answers that have arrived.
@@ -117,7 +117,7 @@ class RunChannel:
         self._lines = [_Connection() for _ in range(num_hosts)]
         self._joined: dict[int, _Connection] = {}  # by descriptor
         self._poll = select.epoll()
-        self._guests = Guests(self._poll, self._key, self._welcomes)
+        self._guests = Handshakes(self._poll, self._key, self._welcomes)
         self._path: str | None = None
         self._address: tuple[str, int] | None = None
         self._lock = threading.RLock()  # Ctrl-C in a Condition's `with` would leave that locked
@@ -143,8 +143,8 @@ class RunChannel:
             self._lines.append(_Connection())
             return len(self._lines) - 1
 
-    def invitation(self, host: int) -> Invitation:
-        return Invitation(index=host, path=self._path, address=self._address, key=self._key)
+    def credentials(self, host: int) -> Credentials:
+        return Credentials(index=host, path=self._path, address=self._address, key=self._key)
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -164,11 +164,11 @@ class RunChannel:
         line = self._lines[host]
         reply = Reply(next(line.numbers), host)
         pieces = encoded(reply.number, kind, functions, given)
-        with standing_in(), self._lock:
+        with defer_signals(), self._lock:
             if line.broken:
                 reply.lost = True
                 return reply
-            if kind == ASKED:
+            if kind == REQUEST:
                 line.expected.append(reply)
             try:
                 if not line.deaf:
@@ -229,7 +229,7 @@ class RunChannel:
         error, text = reply.message.value()
         if isinstance(error, HostError) and error.failure.rank is None:
             error = HostError(replace(error.failure, rank=self.rank_of(reply.host)))
-        error.__cause__ = error.__cause__ or RaisedThere(text)
+        error.__cause__ = error.__cause__ or RemoteTraceback(text)
         return error
 
     def came(self, replies: Sequence[Reply], seconds: float = 0.0) -> bool:
@@ -248,7 +248,7 @@ class RunChannel:
 
     def lose(self, host: int) -> None:
         """The host has ended. If it had not joined, nothing else ends the waits for its calls."""
-        with standing_in(), self._lock:
+        with defer_signals(), self._lock:
             if self._lines[host].sock is None:
                 self._break(self._lines[host])
 
@@ -307,7 +307,7 @@ class RunChannel:
                 return True
         while True:
             # Ctrl-C within a Condition's `wait` may leave that unlocked
-            with standing_in(), self._lock:
+            with defer_signals(), self._lock:
                 self._waiting += 1
                 try:
                     if self._reader in (None, me):
@@ -323,7 +323,7 @@ class RunChannel:
     def _read_once(self, seconds: float) -> None:
         """Read the messages that have arrived, or the first that arrives within `seconds`."""
         events = self._poll.poll(seconds)
-        with standing_in():  # a signal does not cut a message in two
+        with defer_signals():  # a signal does not cut a message in two
             for descriptor, event in events:
                 if (line := self._joined.get(descriptor)) is not None:
                     if event & ~select.EPOLLOUT:

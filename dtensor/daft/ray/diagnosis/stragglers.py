@@ -1,7 +1,7 @@
 """A warning while a step takes too long: the rank that hangs, once per wait and again as it
 doubles.
 
-    late = Late(folder)                # of the launch
+    late = StragglerWarnings(folder)   # of the launch
     late.look(waited_s=6.0)            # whenever the controller polls for a result
 
 A run is late if it takes 5 times as long as earlier runs of its program, and more than 5 s; a first
@@ -20,16 +20,16 @@ import warnings
 from pathlib import Path
 
 from dtensor.daft.diagnosis.diagnosis import LEAST_S, limit_s
-from dtensor.daft.diagnosis.seen import Seen
+from dtensor.daft.diagnosis.observation import Observation
 from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
 
 
-class Late:
+class StragglerWarnings:
     """`folder`: of the launch."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._before: tuple[Seen, ...] | None = None
+        self._before: tuple[Observation, ...] | None = None
         self._run = -1  # the oldest run in flight, when it was reported
         self._told_s = 0.0  # and its seconds until then
 

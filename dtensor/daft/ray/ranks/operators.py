@@ -21,7 +21,7 @@ Invariants: ops that the actor has already stay, except those that the controlle
 kernel that came by value is replaced when its program is loaded again with another. A kernel's
 globals are copies: its changes of them stay in the actor. Not here: modules that are reloaded and
 define no op of a program, though its ops call them; the choice of programs to load again
-(frontend/reads/reads.py).
+(frontend/guards/guards.py).
 """
 
 # Torch leaves the types of its operators open, cloudpickle all of its own.
@@ -52,7 +52,7 @@ import torch
 
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.ir.program import Program
-from dtensor.daft.raised import interrupts, reason_of
+from dtensor.daft.remote_exceptions import interrupts, reason_of
 from dtensor.numerics import BUILT_IN, REDUCTIONS
 from dtensor.private_torch import (
     OPDEFS,
@@ -113,15 +113,15 @@ class Needed:
                 waiting += _names_in(value)
         if waiting or functions:
             known.learn()
-        found: dict[str, OpOrigin] = {}
+        origins: dict[str, OpOrigin] = {}
         while waiting:
             name = waiting.pop()
-            if name in found or name.partition("::")[0] in KNOWN:
+            if name in origins or name.partition("::")[0] in KNOWN:
                 continue
-            found[name], more = _origin(name, device, known)
+            origins[name], more = _origin(name, device, known)
             waiting += more
         return Needed(
-            origins=tuple(found[name] for name in sorted(found)),
+            origins=tuple(origins[name] for name in sorted(origins)),
             paths=tuple(os.path.abspath(path) for path in sys.path),
             libraries=tuple(sorted(torch.ops.loaded_libraries)),
             functions=functions,
@@ -167,12 +167,12 @@ class Needed:
 
 def _reductions(known: Known) -> bytes | None:
     """The reductions that users registered, which a program may name."""
-    found = [REDUCTIONS[name] for name in REDUCTIONS if name not in BUILT_IN]
-    if not found:
+    registered = [REDUCTIONS[name] for name in REDUCTIONS if name not in BUILT_IN]
+    if not registered:
         return None
     known.learn()
     with known.by_value():
-        return _cloudpickle.dumps(found)
+        return _cloudpickle.dumps(registered)
 
 
 def is_registered(name: str) -> bool:
@@ -266,8 +266,8 @@ class Known:
 
 def _definition(name: str) -> tuple[object, ...]:
     """A custom op's definition object, and its kernels."""
-    found: CustomOpDef | None = OPDEFS.get(name)
-    return () if found is None else (found, *found._backend_fns.values())
+    definition: CustomOpDef | None = OPDEFS.get(name)
+    return () if definition is None else (definition, *definition._backend_fns.values())
 
 
 def _spec(module: object) -> object:
@@ -341,22 +341,22 @@ def _function_of(frame: FrameType, op: OpOverload) -> tuple[FunctionType | None,
     code, schema = frame.f_code, op._schema.arguments
     taken = code.co_argcount + code.co_kwonlyargcount
     rest = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
-    own = taken > 0 and code.co_varnames[0] in ("self", "cls")
-    if own or not (taken == len(schema) or rest):
+    is_method = taken > 0 and code.co_varnames[0] in ("self", "cls")
+    if is_method or not (taken == len(schema) or rest):
         return None, f"its kernel, {code.co_qualname}, is not a plain function"
     closure = tuple(CellType(frame.f_locals[name]) for name in code.co_freevars)
-    made = FunctionType(code, frame.f_globals, code.co_name, None, closure)
+    function = FunctionType(code, frame.f_globals, code.co_name, None, closure)
     # torch leaves out arguments that equal the schema's defaults
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     positional = code.co_varnames[: code.co_argcount]
     given = [a.name for a in schema if not a.kwarg_only][: len(positional)]
-    made.__defaults__ = tuple(defaults[name] for name in given if name in defaults) or None
-    made.__kwdefaults__ = {
+    function.__defaults__ = tuple(defaults[name] for name in given if name in defaults) or None
+    function.__kwdefaults__ = {
         name: defaults[name]
         for name in code.co_varnames[code.co_argcount : taken]
         if name in defaults
     }
-    return made, ""
+    return function, ""
 
 
 def _empty_arguments(op: OpOverload, device: torch.device) -> tuple[list[Any], dict[str, Any]]:

@@ -12,7 +12,7 @@ Example (the controller does this, `cluster.py`, through `Host.call`):
     ranks.run_program(HostRun(7, 0, {0: {"x": x}}).plain(), {})      # run 0 of program 7
 
 Invariants: the first failure of a run closes the connections and is repeated to every later call
-(`joining.py`). The memory of a tensor that arrives has no other owner, and the worker copies it.
+(`connect.py`). The memory of a tensor that arrives has no other owner, and the worker copies it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.bootstrap.user_folder import elsewhere, shared
 from dtensor.daft.ray.channel.messages import HostFailed, Packed
 from dtensor.daft.ray.ranks.operators import Needed
-from dtensor.daft.ray.ranks.replicas import CopiedFile, Door, Keeper, hold
-from dtensor.daft.ray.transports.joining import Join, Joined
+from dtensor.daft.ray.ranks.replicas import Endpoint, ReplicaServer, ReplicatedFile, hold
+from dtensor.daft.ray.transports.connect import HostConnections, Rendezvous
 from dtensor.daft.run.worker import HostRun, Values, Worker
 from dtensor.daft.undo.snapshot_file import SnapshotFile
-from dtensor.daft.undo.snapshots import Store
+from dtensor.daft.undo.snapshots import SnapshotStore
 from dtensor.kernel_flags import obey
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
@@ -63,13 +63,13 @@ class SentInputs:
         rest: dict[int, dict[str, object]] = {}
         plain: Plain = {}
         for rank, named in inputs.items():
-            own: dict[str, Any] = dict(named)
-            rest[rank] = own
-            for name, value in tuple(own.items()):
+            sent: dict[str, Any] = dict(named)
+            rest[rank] = sent
+            for name, value in tuple(sent.items()):
                 if type(value) in _CONTAINERS and _is_plain(value):
                     data = marshal.dumps(value, 2)  # 1, 1.0 and True differ; NaN is equal to NaN
                     plain.setdefault(rank, {})[name] = self._new(handle, rank, name, data)
-                    del own[name]
+                    del sent[name]
         return rest, plain
 
     def flags(self, host: int, handle: int, data: bytes) -> Plain:
@@ -121,17 +121,17 @@ def packed(parts: Iterable[HostProgram]) -> Iterator[tuple[Packed, Packed]]:
     """The packed parts of a program for hosts: each its own lists, and its functions, which are
     packed once for all hosts with the same ones. The inverse of `unpacked`."""
     shared: dict[tuple[str, ...], Packed] = {}
-    for own in parts:
-        names = tuple(name for name, _ in own.functions)
+    for part in parts:
+        names = tuple(name for name, _ in part.functions)
         if names not in shared:
-            shared[names] = Packed.of((own.functions, own.meetings.keys))
-        lists = replace(own, functions=(), meetings=replace(own.meetings, keys=()))
+            shared[names] = Packed.of((part.functions, part.meetings.keys))
+        lists = replace(part, functions=(), meetings=replace(part.meetings, keys=()))
         yield Packed.of(lists), shared[names]
 
 
 def unpacked(lists: Packed, functions: Packed) -> HostProgram:
-    own, (called, keys) = lists.value(), functions.value()
-    return replace(own, functions=called, meetings=replace(own.meetings, keys=keys))
+    part, (called, keys) = lists.value(), functions.value()
+    return replace(part, functions=called, meetings=replace(part.meetings, keys=keys))
 
 
 def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
@@ -162,47 +162,47 @@ class Ranks:
             shared(memory)
         self._memory = memory
         self._several = bool(machine)
-        self._keeper: Keeper | None = None
-        self._copied: CopiedFile | None = None
+        self._keeper: ReplicaServer | None = None
+        self._copied: ReplicatedFile | None = None
         self._ranks = ranks
         self._device = torch.device(device)
-        self._joined: Joined | None = None
+        self._joined: HostConnections | None = None
         self._worker: Worker | None = None
         self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
         self._programs: dict[int, HostProgram] = {}
         self._flags = b""
 
-    def connect(self, join: Join, index: int) -> None:
+    def connect(self, join: Rendezvous, index: int) -> None:
         self._worker = self._made(self._connect(join, index, self._ranks))
 
-    def _connect(self, join: Join, index: int, ranks: tuple[int, ...]) -> Joined:
+    def _connect(self, join: Rendezvous, index: int, ranks: tuple[int, ...]) -> HostConnections:
         told = self._counter.awaits
-        joined = self._joined = Joined.by(join, index, ranks, self._device, told)
+        joined = self._joined = HostConnections.by(join, index, ranks, self._device, told)
         joined.transport.tell_whom_it_awaits(told)
         return joined
 
-    def _made(self, joined: Joined) -> Worker:
-        store: Store | None = None
+    def _made(self, joined: HostConnections) -> Worker:
+        store: SnapshotStore | None = None
         if self._memory is not None and self._several:
             hold(self._memory, self._ranks)
-            store = self._copied = CopiedFile(_file(self._memory, self._ranks))
+            store = self._copied = ReplicatedFile(_file(self._memory, self._ranks))
         elif self._memory is not None:
             store = _file(self._memory, self._ranks)
         counter = self._counter.view
         return Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
 
     # -- copies on another machine --------------------------------------------------------------
-    def keep_copies(self, secret: bytes, address: str) -> Door:
+    def keep_copies(self, secret: bytes, address: str) -> Endpoint:
         """Keep copies of other hosts' snapshots; returns the endpoint for them."""
         assert self._memory is not None, "snapshots are kept"
         if self._keeper is None:
-            self._keeper = Keeper(self._memory, secret, reached_at(address))
-        return self._keeper.door
+            self._keeper = ReplicaServer(self._memory, secret, reached_at(address))
+        return self._keeper.endpoint
 
-    def copy_to(self, door: Door | None, secret: bytes) -> None:
+    def copy_to(self, endpoint: Endpoint | None, secret: bytes) -> None:
         """Copy this process's snapshots there from now on; returns when all are there."""
         assert self._copied is not None, "a launch over several machines has such"
-        self._copied.copy_to(door, secret, self._ranks)
+        self._copied.copy_to(endpoint, secret, self._ranks)
 
     def remove_memory(self) -> None:
         """The launch ends: remove its memory on this machine."""
@@ -222,7 +222,7 @@ class Ranks:
             engine.abandon()  # gloo's messages hold its connections
             self._worker.unload(handle)
 
-    def rejoin(self, join: Join, index: int, ranks: tuple[int, ...]) -> int:
+    def rejoin(self, join: Rendezvous, index: int, ranks: tuple[int, ...]) -> int:
         """Connect anew, as the host of these ranks, and make their programs ready; blocks until all
         hosts have come. Returns the last change that has ended here, or in the process that this
         one replaces."""
@@ -291,30 +291,30 @@ class Ranks:
             with joined.running(run):
                 if self._copied is not None:
                     self._copied.check()
-                made = method(worker, *arguments)
+                result = method(worker, *arguments)
         except HostFailed as failed:
             if self._memory is not None:  # it will meet others again; gloo's connections break
                 failed.__context__ = None  # once nothing refers to their messages
                 self.leave()
             raise
         self._counter.end(measured=method is Worker.run)
-        return made
+        return result
 
     def run_program(self, sent: tuple[Any, ...], plain: Plain) -> Any:
         """`Worker.run`, with the plain data that was sent now or before as inputs."""
-        own = self._unpacked(sent, plain)
-        return self.run(Worker.run, own.number, own.program, own)
+        run = self._unpacked(sent, plain)
+        return self.run(Worker.run, run.number, run.program, run)
 
     def undo_program(self, failure: Failure, sent: tuple[Any, ...], plain: Plain) -> Any:
         """Called instead of `run_program`, if the run has failed where it cannot continue."""
-        own = self._unpacked(sent, plain)
-        return self.run(partial(Worker.undo, failure=failure), own.number, own.program, own)
+        run = self._unpacked(sent, plain)
+        return self.run(partial(Worker.undo, failure=failure), run.number, run.program, run)
 
     def _unpacked(self, sent: tuple[Any, ...], plain: Plain) -> HostRun:
         """The run of a message, with its plain data as inputs."""
-        own = HostRun.of(sent)
-        run, handle = own.number, own.program
-        inputs: dict[int, Any] = dict(own.inputs)
+        host_run = HostRun.of(sent)
+        run, handle = host_run.number, host_run.program
+        inputs: dict[int, Any] = dict(host_run.inputs)
         for rank, named in plain.items():
             for name, data in named.items():
                 if isinstance(data, bytes):
@@ -326,7 +326,7 @@ class Ranks:
                     self.obey(known)
                 else:
                     inputs[rank][name] = marshal.loads(known)  # a new object: it has no other owner
-        return own
+        return host_run
 
     def obey(self, flags: bytes) -> None:
         """Set the controller's settings of torch's kernels here."""
@@ -335,6 +335,6 @@ class Ranks:
             self._flags = flags
 
     @property
-    def _connected(self) -> tuple[Joined, Worker]:
+    def _connected(self) -> tuple[HostConnections, Worker]:
         assert self._joined is not None and self._worker is not None, "connect comes first"
         return self._joined, self._worker

@@ -1,8 +1,8 @@
 """Replicas of a host's snapshots: a replica server on another machine keeps a copy.
 
-    keeper = Keeper(folder, secret, "10.0.0.2")           # in a process on the other machine
-    store = CopiedFile(SnapshotFile.create(folder, (0,)))
-    store.copy_to(keeper.door, secret, (0,))              # the present file; then all changes
+    keeper = ReplicaServer(folder, secret, "10.0.0.2")    # in a process on the other machine
+    store = ReplicatedFile(SnapshotFile.create(folder, (0,)))
+    store.copy_to(keeper.endpoint, secret, (0,))          # the present file; then all changes
     store.keep(7, {(0, "w"): w}, {}, (), before=False)    # w: f32[4]; sent, too
     store.states(6, 7)                                    # returns when the other one has it
 
@@ -40,15 +40,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dtensor.daft.diagnosis.seen import thread
+from dtensor.daft.diagnosis.observation import thread
 from dtensor.daft.ray.channel.messages import (
-    ASKED,
     CLAIM_BYTES,
-    GAVE,
     NONCE_BYTES,
+    ONE_WAY,
     RAISED,
-    TOLD,
-    Invitation,
+    REQUEST,
+    RESPONSE,
+    Credentials,
     Kind,
     Message,
     claimed,
@@ -60,9 +60,9 @@ from dtensor.daft.ray.channel.messages import (
     widen,
 )
 from dtensor.daft.undo.snapshot_file import SnapshotFile
-from dtensor.daft.undo.snapshots import Key, Keys, Record, Store
+from dtensor.daft.undo.snapshots import Key, Keys, SnapshotRecord, SnapshotStore
 
-Door: TypeAlias = tuple[str, int]
+Endpoint: TypeAlias = tuple[str, int]
 """The endpoint of a keeper."""
 ANSWER_S = 30.0
 """How long a handshake may take."""
@@ -75,34 +75,34 @@ def _key(secret: bytes) -> bytes:
     return hmac.digest(secret, b"copies of snapshots", "sha256")
 
 
-class CopiedFile(Store):
+class ReplicatedFile(SnapshotStore):
     """A `SnapshotFile`, and a copy of it at the keeper of `copy_to`."""
 
     outlives = True
 
     def __init__(self, file: SnapshotFile) -> None:
         self._file = file
-        self._records: dict[int, Record] = {}  # existing ones, the oldest first
+        self._records: dict[int, SnapshotRecord] = {}  # existing ones, the oldest first
         self._sock: socket.socket | None = None
         self._answers: Generator[Message | None] | None = None
         self._said = 0, 0  # the states that the file has
         self._broken = ""
 
-    def copy_to(self, door: Door | None, secret: bytes, ranks: Sequence[int]) -> None:
+    def copy_to(self, endpoint: Endpoint | None, secret: bytes, ranks: Sequence[int]) -> None:
         """From now on copy to this keeper, and to no other; None: to none. Returns when the keeper
         has everything. `ConnectionError` if that fails."""
         self._hang_up()
         self._broken = ""
-        if door is None:
+        if endpoint is None:
             return
-        invitation = Invitation(index=ranks[0], path=None, address=door, key=_key(secret))
-        self._sock = join(invitation, ANSWER_S)
+        credentials = Credentials(index=ranks[0], path=None, address=endpoint, key=_key(secret))
+        self._sock = join(credentials, ANSWER_S)
         self._answers = incoming(self._sock)
-        self._tell(KeptCopy.begin, tuple(ranks))
+        self._tell(PeerCopy.begin, tuple(ranks))
         for record in self._records.values():
             self._tell_record(record)
-        self._tell(KeptCopy.states, *self._said)
-        self._ask(KeptCopy.complete)
+        self._tell(PeerCopy.states, *self._said)
+        self._ask(PeerCopy.complete)
         if self._broken:
             raise ConnectionError(self._broken)
 
@@ -119,15 +119,15 @@ class CopiedFile(Store):
         gone: Keys,
         *,
         before: bool,
-    ) -> Record:
+    ) -> SnapshotRecord:
         record = self._file.keep(number, tensors, others, gone, before=before)
         self._records[id(record)] = record
         self._tell_record(record)
         return record
 
-    def drop(self, record: Record) -> None:
+    def drop(self, record: SnapshotRecord) -> None:
         del self._records[id(record)]
-        self._tell(KeptCopy.drop, id(record))
+        self._tell(PeerCopy.drop, id(record))
         self._file.drop(record)
 
     def states(self, oldest: int, newest: int) -> None:
@@ -135,11 +135,11 @@ class CopiedFile(Store):
         self._said = oldest, newest
         self._file.states(oldest, newest)
         if moved:
-            self._ask(KeptCopy.states, oldest, newest)
+            self._ask(PeerCopy.states, oldest, newest)
         else:  # only the order matters
-            self._tell(KeptCopy.states, oldest, newest)
+            self._tell(PeerCopy.states, oldest, newest)
 
-    def found(self) -> tuple[int, int, list[Record]]:
+    def found(self) -> tuple[int, int, list[SnapshotRecord]]:
         oldest, newest, records = self._file.found()
         self._said = oldest, newest
         self._records = {id(record): record for record in records}
@@ -150,15 +150,15 @@ class CopiedFile(Store):
         self._records.clear()
         self._file.close()
 
-    def _tell_record(self, r: Record) -> None:
-        self._tell(KeptCopy.keep, id(r), r.number, r.tensors, r.others, r.gone, r.before)
+    def _tell_record(self, r: SnapshotRecord) -> None:
+        self._tell(PeerCopy.keep, id(r), r.number, r.tensors, r.others, r.gone, r.before)
 
     def _tell(self, method: Any, *given: object) -> None:
-        self._send(TOLD, method, given)
+        self._send(ONE_WAY, method, given)
 
     def _ask(self, method: Any, *given: object) -> None:
         """Returns when the keeper has done it."""
-        self._send(ASKED, method, given)
+        self._send(REQUEST, method, given)
         if self._answers is None:
             return
         try:
@@ -167,7 +167,7 @@ class CopiedFile(Store):
         except EOFError:
             self._break_off("its process has ended, or its machine")
         else:
-            if answer.kind != GAVE:
+            if answer.kind != RESPONSE:
                 self._break_off(str(answer.value()))
 
     def _send(self, kind: Kind, method: Any, given: tuple[object, ...]) -> None:
@@ -187,7 +187,7 @@ class CopiedFile(Store):
         self._sock = self._answers = None
 
 
-class KeptCopy:
+class PeerCopy:
     """The copy of one host's file, at its keeper."""
 
     def __init__(self, folder: Path) -> None:
@@ -195,7 +195,7 @@ class KeptCopy:
         self._folder = folder
         self._file: SnapshotFile | None = None
         self._lock = -1
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, SnapshotRecord] = {}
 
     def begin(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
@@ -238,7 +238,7 @@ class KeptCopy:
         return self._file
 
 
-class Keeper:
+class ReplicaServer:
     """Keeps copies for peers that connect and know the secret, each in a thread. `door`: its
     endpoint."""
 
@@ -246,8 +246,8 @@ class Keeper:
         self._folder = folder
         self._key = _key(secret)
         self._listening = socket.create_server((address, 0))
-        self.door: Door = self._listening.getsockname()[:2]
-        self._open: list[tuple[KeptCopy, socket.socket, threading.Thread]] = []
+        self.endpoint: Endpoint = self._listening.getsockname()[:2]
+        self._open: list[tuple[PeerCopy, socket.socket, threading.Thread]] = []
         self._changed = threading.Lock()
         threading.Thread(target=self._listen, name="keeper", daemon=True).start()
 
@@ -264,14 +264,14 @@ class Keeper:
     def _listen(self) -> None:
         while True:
             sock, _ = self._listening.accept()
-            kept = KeptCopy(self._folder)
+            kept = PeerCopy(self._folder)
             keeping = threading.Thread(target=self._keep, args=(kept, sock), daemon=True)
             with self._changed:
                 self._open = [each for each in self._open if each[2].is_alive()]
                 keeping.start()
                 self._open.append((kept, sock, keeping))
 
-    def _keep(self, kept: KeptCopy, sock: socket.socket) -> None:
+    def _keep(self, kept: PeerCopy, sock: socket.socket) -> None:
         with sock:
             try:
                 if self._knows(sock):
@@ -299,7 +299,7 @@ class Keeper:
         return True
 
 
-def _serve(kept: KeptCopy, sock: socket.socket) -> None:
+def _serve(kept: PeerCopy, sock: socket.socket) -> None:
     """Carry out messages. An exception is the answer to the next request, and no later message is
     carried out."""
     failed = ""
@@ -313,8 +313,8 @@ def _serve(kept: KeptCopy, sock: socket.socket) -> None:
             except Exception as error:  # no memory for one
                 notes = getattr(error, "__notes__", [])
                 failed = "\n".join((f"{type(error).__name__}: {error}", *notes))
-        if message.kind == ASKED:
-            send(sock, encoded(0, RAISED if failed else GAVE, (), failed))
+        if message.kind == REQUEST:
+            send(sock, encoded(0, RAISED if failed else RESPONSE, (), failed))
 
 
 def hold(folder: Path, ranks: Sequence[int]) -> int:

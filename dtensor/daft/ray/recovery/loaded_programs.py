@@ -4,7 +4,7 @@
     needed = loaded.need(program)                 # ops that hosts may lack: they are sent first
     new = loaded.number(keys)                     # the tags of keys that are new
     parts = loaded.add(handle, hosts)             # by host, its own part to send
-    loaded.teach(tell, 1)                         # the same again, for host 1's replacement
+    loaded.load_on(tell, 1)                         # the same again, for host 1's replacement
 
 A program is in the record from its load until its unload on hosts. If lost hosts are replaced
 (`keeps`), the record also has the parts that were sent, to send them again.
@@ -21,14 +21,14 @@ from typing import TypeAlias
 import torch
 
 from dtensor.daft.cluster.cluster import Handle
-from dtensor.daft.diagnosis.lines import Lines
+from dtensor.daft.diagnosis.program_lines import ProgramLines
 from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.channel.messages import Packed
 from dtensor.daft.ray.ranks.operators import Known, Needed
 from dtensor.daft.ray.ranks.ranks import Ranks, SentInputs, packed
-from dtensor.daft.ray.transports.slots import Between
+from dtensor.daft.ray.transports.slots import CrossHostKeys
 from dtensor.daft.verification.pairing import Hosts
 
 Part: TypeAlias = tuple[Packed, Packed]
@@ -44,7 +44,7 @@ class ShippedProgram:
     handle: Handle
     parts: Mapping[int, Part]
     needed: Needed
-    lines: Lines
+    lines: ProgramLines
 
 
 class LoadedOnHosts:
@@ -59,8 +59,8 @@ class LoadedOnHosts:
 
     def need(self, program: Program) -> Needed:
         """The operators and settings that hosts need before they get a program."""
-        found = self._needed[id(program)] = Needed.of(program, self._device, self._known)
-        return found
+        needed = self._needed[id(program)] = Needed.of(program, self._device, self._known)
+        return needed
 
     def number(self, keys: Iterable[Key]) -> dict[Key, int]:
         """Give tags to those keys that have none yet; returns them."""
@@ -73,7 +73,7 @@ class LoadedOnHosts:
         """Record a loaded program; returns the part of each of its hosts."""
         parts = dict(self._parts(handle, hosts))
         needed = self._needed.pop(id(handle.program))
-        lines = Lines.of(handle.program, handle.report.lists)
+        lines = ProgramLines.of(handle.program, handle.report.lists)
         kept = parts if self._keeps else {}
         self.programs[handle.id] = ShippedProgram(handle, kept, needed, lines)
         return parts
@@ -83,7 +83,7 @@ class LoadedOnHosts:
         places = [host for host, _ in handle.places]
         parts = host_programs(program, [hosts[h] for h in places], [lists[h] for h in places])
         if self._device.type == "cpu" and len(places) > 1:  # they may share memory
-            between = Between(program, [h for h, ranks in enumerate(hosts) for _ in ranks])
+            between = CrossHostKeys(program, [h for h, ranks in enumerate(hosts) for _ in ranks])
             parts = (replace(own, meetings=between.of(own.ranks)) for own in parts)
         with self._known.by_value():
             yield from zip(places, packed(parts), strict=True)
@@ -96,7 +96,7 @@ class LoadedOnHosts:
         """Hosts have lost all plain data that they were sent."""
         self.plain = SentInputs()
 
-    def teach(self, tell: Tell, host: int | None) -> None:
+    def load_on(self, tell: Tell, host: int | None) -> None:
         """Send a process the data that all programs need, and the parts of a host."""
         for number, known in self.programs.items():
             if known.needed:
@@ -104,7 +104,7 @@ class LoadedOnHosts:
             if host is not None and host in known.parts:
                 tell(Ranks.learn, number, *known.parts[host])
 
-    def lines(self, program: int) -> Lines | None:
+    def lines(self, program: int) -> ProgramLines | None:
         known = self.programs.get(program)
         return None if known is None else known.lines
 

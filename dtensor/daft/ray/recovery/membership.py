@@ -1,18 +1,18 @@
 """The processes that host a cluster's ranks, and the spares that wait to replace a lost one.
 
-    crew = Crew(home, ((0,), (1,)), "cpu", spares=1)     # three processes; it does not wait
-    crew.host(1)                                         # the process that hosts rank 1
-    by = crew.replace(1)                                 # "a spare": that process, from now on
+    membership = Membership(home, ((0,), (1,)), "cpu", spares=1)  # 3 processes; it does not wait
+    membership.host(1)                                   # the process that hosts rank 1
+    by = membership.replace(1)                           # "a spare": that process, from now on
 
 A spare is a host of no ranks: it has all imports, and the needs of programs. It gets a lost host's
 part of each program when it replaces that host. A used spare is followed by another, which starts
 while the ranks continue; if there is none, a new process is started, which takes seconds. The old
 process is ended first, through its pidfd, so that it never writes again.
 
-If Ray spans several machines, hosts are in blocks on them (`placing.py`). If snapshots are kept,
-too, hosts of the next machine, in a ring, keep copies of each machine's snapshots (`replicas.py`).
-A lost host is replaced on its own machine, if others live there, else on the one that has the
-copies.
+If Ray spans several machines, hosts are in blocks on them (`actor_placement.py`). If snapshots are
+kept, too, hosts of the next machine, in a ring, keep copies of each machine's snapshots
+(`replicas.py`). A lost host is replaced on its own machine, if others live there, else on the one
+that has the copies.
 
 Invariants: a process, its line to the controller and its name in the store have one number, which
 no other process of the launch has. Not here: the work that ranks repeat when they have met again
@@ -30,11 +30,11 @@ import torch
 
 from dtensor.daft.ir.instructions import Key
 from dtensor.daft.ray.bootstrap.machines import on_machine
-from dtensor.daft.ray.channel.messages import ASKED, TOLD, Kind, Payload
-from dtensor.daft.ray.channel.processes import NO_OPTIONS, Home, HostProcess
+from dtensor.daft.ray.channel.messages import ONE_WAY, REQUEST, Kind, Payload
+from dtensor.daft.ray.channel.processes import NO_OPTIONS, HostProcess, LaunchProcesses
 from dtensor.daft.ray.channel.run_channel import Reply, RunChannel
 from dtensor.daft.ray.ranks.ranks import Ranks
-from dtensor.daft.ray.transports.joining import Join, connect_of
+from dtensor.daft.ray.transports.connect import Rendezvous, connect_of
 from dtensor.daft.verification.pairing import Hosts
 
 SPARE = "a spare"
@@ -61,13 +61,13 @@ class HostCall:
     lent: bool = False
 
 
-class Crew:
+class Membership:
     """`hosts`: the ranks of each; `memory`: as for `Ranks`. `options` are Ray's. `machines`: by
     host, Ray's name of its machine, if Ray spans several; `controllers`: the controller's."""
 
     def __init__(
         self,
-        home: Home,
+        home: LaunchProcesses,
         channel: RunChannel,
         hosts: Hosts,
         device: str,
@@ -94,7 +94,7 @@ class Crew:
         self._hosts = [self._spawn(*each) for each in zip(hosts, where, strict=True)]
         for host, process in enumerate(self._hosts):
             self._place[process.index] = host
-        self.hire()
+        self.start_spares()
 
     def host(self, host: int) -> HostProcess:
         return self._hosts[host]
@@ -122,16 +122,16 @@ class Crew:
         return reply
 
     def tell(self, process: HostProcess, method: Callable[..., Any], *given: object) -> None:
-        self.channel.send(process.index, TOLD, (method,), given)
+        self.channel.send(process.index, ONE_WAY, (method,), given)
 
-    def meeting(self, prefix: str, tags: Mapping[Key, int], patience_s: float) -> Join:
+    def meeting(self, prefix: str, tags: Mapping[Key, int], patience_s: float) -> Rendezvous:
         """The rendezvous of the present hosts. It also publishes, for `dt.status`, the ranks and
         the machine of each process."""
         files = [process.counter.path.name for process in self.all]
         where = [self.home.named(process.machine) for process in self.all]
         self.home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), where)
         hosts = tuple(process.index for process in self.all)
-        return Join(
+        return Rendezvous(
             address=self.home.address,
             port=self.home.store.port,
             secret=self.home.secret,
@@ -167,18 +167,18 @@ class Crew:
 
     def add(self, new: Hosts) -> list[HostProcess]:
         """Add hosts of these ranks, after the present ones: spares, and new processes."""
-        found: list[HostProcess] = []
+        processes: list[HostProcess] = []
         for ranks in new:
             hosts = [process.machine for process in self._hosts]
             fewest = sorted(dict.fromkeys(hosts), key=hosts.count)
             process, _ = self._taken(ranks, fewest)
             self._place[process.index] = len(self._hosts)
             self._hosts.append(process)
-            found.append(process)
+            processes.append(process)
         self.hosts = (*self.hosts, *new)
-        return found
+        return processes
 
-    def dismiss(self, num: int) -> None:
+    def drop_last(self, num: int) -> None:
         """Remove the last hosts, and end their processes."""
         for process in self._hosts[-num:]:
             process.counts = False
@@ -207,7 +207,7 @@ class Crew:
         replies = [self._warm[spare.index] for spare in self.spares]
         return len(replies) == self._wanted and self.channel.came(replies)
 
-    def hire(self) -> list[HostProcess]:
+    def start_spares(self) -> list[HostProcess]:
         """Start the missing spares; returns the new ones."""
         new: list[HostProcess] = []
         while len(self.spares) < self._wanted:
@@ -215,7 +215,7 @@ class Crew:
             where = dict.fromkeys(process.machine for process in self._hosts)
             spare = self._spawn((), min(where, key=there.count))
             spare.counts = False
-            self._warm[spare.index] = self.channel.send(spare.index, ASKED, (Ranks.warm,), ())
+            self._warm[spare.index] = self.channel.send(spare.index, REQUEST, (Ranks.warm,), ())
             self.spares.append(spare)
             new.append(spare)
         return new
@@ -230,7 +230,7 @@ class Crew:
         process.machine = machine
         line = self.channel.add()
         assert line == process.index, "a process has the number of its line"
-        process.serve(self.channel.invitation(line))
+        process.serve(self.channel.credentials(line))
         return process
 
 
@@ -243,8 +243,8 @@ def ring(machines: Sequence[str]) -> list[int | None]:
     if len(there) < 2:
         return [None] * len(machines)
     following = dict(zip(there, [*list(there)[1:], *list(there)[:1]], strict=True))
-    found: list[int | None] = []
+    keepers: list[int | None] = []
     for host, machine in enumerate(machines):
         others = there[following[machine]]
-        found.append(others[there[machine].index(host) % len(others)])
-    return found
+        keepers.append(others[there[machine].index(host) % len(others)])
+    return keepers

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from dtensor.daft.cluster.changes import Changes
-from dtensor.daft.cluster.log import Log, Recovered, SentCall
+from dtensor.daft.cluster.call_log import CallLog, Recovered, SentCall
+from dtensor.daft.cluster.recovery_line import ChangeLog
 from dtensor.daft.errors import (
     ActorLost,
     ClusterClosed,
@@ -47,14 +47,14 @@ from dtensor.daft.errors import (
     TaskError,
 )
 from dtensor.daft.ray.bootstrap.machines import START_S
-from dtensor.daft.ray.channel.messages import ASKED, GAVE, HostFailed
+from dtensor.daft.ray.channel.messages import REQUEST, RESPONSE, HostFailed
 from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, Reply, RunChannel
-from dtensor.daft.ray.diagnosis.watch import Asked, HostWatch
+from dtensor.daft.ray.diagnosis.failure_detector import AwaitedCall, FailureDetector
 from dtensor.daft.ray.ranks.ranks import Ranks
-from dtensor.daft.ray.ranks.replicas import Door
+from dtensor.daft.ray.ranks.replicas import Endpoint
 from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
-from dtensor.daft.ray.recovery.membership import Crew, HostCall, ring
-from dtensor.daft.undo.undone import Undone
+from dtensor.daft.ray.recovery.membership import HostCall, Membership, ring
+from dtensor.daft.undo.failed_run import UndoneRun
 
 STOPPED_S = 0.75
 """A process that a signal has stopped for so long is lost, where it can be replaced."""
@@ -82,10 +82,10 @@ class _Lost:
 class Recovering(Protocol):
     """The part of a launch that recovery needs."""
 
-    crew: Crew
-    watch: HostWatch
+    membership: Membership
+    watch: FailureDetector
     loaded: LoadedOnHosts
-    log: Log
+    log: CallLog
 
     @property
     def failure(self) -> DaftError | None: ...
@@ -102,7 +102,7 @@ class Recovering(Protocol):
 
 
 class Recovery:
-    def __init__(self, launch: Recovering, changes: Changes, max_restarts: int) -> None:
+    def __init__(self, launch: Recovering, changes: ChangeLog, max_restarts: int) -> None:
         self.epoch: int = 0
         self.recovered: list[Recovered] = []
         self.gone: dict[tuple[int, str], ActorLost] = {}  # lost values, until put anew
@@ -124,7 +124,7 @@ class Recovery:
             self.settle()
         if log.nbytes > MOST_BYTES or len(log.calls) > MOST_CALLS:
             self._wait_for_some()
-        if any(self._channel.is_broken(process.index) for process in launch.crew.all):
+        if any(self._channel.is_broken(process.index) for process in launch.membership.all):
             self._recover_or_raise(launch.watch.root((), ()), self.epoch)
 
     def settle(self) -> None:
@@ -134,7 +134,7 @@ class Recovery:
         while self._later and (not log.calls or self._later[0][0] <= log.calls[0].serial):
             self._later.pop(0)[1]()
 
-    def when_sure(self, act: Callable[[], None]) -> None:
+    def when_stable(self, act: Callable[[], None]) -> None:
         """Call `act` once all earlier calls are stable: none of them will be sent again."""
         self._later.append((self._launch.log.added, act))
         self.settle()
@@ -179,36 +179,36 @@ class Recovery:
             if isinstance(error, TaskError) and not self._undo(error.failure):
                 return error
             try:
-                found = self._replace(error)
+                replaced = self._replace(error)
             except DaftError as failed:
                 return failed
             except BaseException:  # Ctrl-C, or the launch is closed: the hosts' states are unknown
                 launch.interrupted()
                 raise
-            if isinstance(error, TaskError) and not found.ranks:
+            if isinstance(error, TaskError) and not replaced.ranks:
                 return None  # reading the run's result raises it
-            self.recovered.append(found)
-        warnings.warn(str(found), RuntimeWarning, stacklevel=3)
+            self.recovered.append(replaced)
+        warnings.warn(str(replaced), RuntimeWarning, stacklevel=3)
         return None
 
     def meet(self) -> None:
         """All hosts meet anew, including new ones. With no call in flight, and the lock held;
         DaftError if they cannot."""
-        found = self._replace(ActorLost(Failure(rank=None, reason="hosts did not meet.")))
-        if found.ranks:  # lost meanwhile
-            self.recovered.append(found)
-            warnings.warn(str(found), RuntimeWarning, stacklevel=3)
+        replaced = self._replace(ActorLost(Failure(rank=None, reason="hosts did not meet.")))
+        if replaced.ranks:  # lost meanwhile
+            self.recovered.append(replaced)
+            warnings.warn(str(replaced), RuntimeWarning, stacklevel=3)
 
     def _undo(self, failure: Failure) -> bool:
         """A call of a run has raised where its rank could not continue, as in an update: that run
         is not repeated, and fails with this. False if the run is none of those that can be
         repeated."""
         calls = self._launch.log.calls
-        own = [call for call in calls if call.run is not None and call.run == failure.step]
-        for call in own:  # when it is sent again, it only reports that it was undone
+        calls_of_run = [call for call in calls if call.run is not None and call.run == failure.step]
+        for call in calls_of_run:  # when it is sent again, it only reports that it was undone
             call.undone = True
             call.message.functions = Ranks.undo_program, failure
-        return bool(own)
+        return bool(calls_of_run)
 
     def _replace(self, error: DaftError) -> Recovered:
         begin, lost = time.monotonic(), _Lost()
@@ -234,9 +234,9 @@ class Recovery:
     def _start_epoch(self, error: DaftError, lost: _Lost) -> set[int]:
         """The runs that are repeated. Raises `error` if recovery is impossible, and another
         `ActorLost` if another host is lost meanwhile."""
-        launch, crew, log = self._launch, self._launch.crew, self._launch.log
+        launch, membership, log = self._launch, self._launch.membership, self._launch.log
         channel = self._channel
-        if crew.several:  # a machine's connections break together
+        if membership.several:  # a machine's connections break together
             channel.listen(TOGETHER_S)
         gone = self._gone()
         self._restarts += len(gone)
@@ -245,28 +245,30 @@ class Recovery:
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
             raise error
-        old_ranks = [crew.hosts[host] for host in gone]
+        old_ranks = [membership.hosts[host] for host in gone]
         places = self._places(gone)
         for host in gone:
-            old = crew.host(host)
-            process, by = crew.replace(host, places[host])
+            old = membership.host(host)
+            process, by = membership.replace(host, places[host])
             lost.failures.append(launch.watch.lost[old.index].failure)
-            lost.ranks += crew.hosts[host]
+            lost.ranks += membership.hosts[host]
             lost.by.append(by)
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
                 channel.listen(0.01)  # read its last messages
-            launch.loaded.teach(partial(crew.tell, process), host)
+            launch.loaded.load_on(partial(membership.tell, process), host)
         # new processes too: no host begins to connect to one that has not started
         asked = self._ask_all(Ranks.leave, old_ranks)
         self._wait(asked, whatever=True)
         for each in asked:
             channel.forget_unread(each.host.index)
         prefix = f"ranks {self.epoch}"
-        join = crew.meeting(prefix, launch.loaded.tags, launch.watch.patience_s)
-        asked = [self._ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in enumerate(crew.hosts)]
+        join = membership.meeting(prefix, launch.loaded.tags, launch.watch.patience_s)
+        asked = [
+            self._ask(h, Ranks.rejoin, join, h, ranks) for h, ranks in enumerate(membership.hosts)
+        ]
         ended = self._wait(asked)
-        cut = self._changes.cut(log.ended(ended))
+        cut = self._changes.recovery_line(log.ended(ended))
         again = log.again(cut)
         runs = {call.run for call in again if call.run is not None}
         self._check(error, ended, runs)
@@ -280,16 +282,16 @@ class Recovery:
         self.begin_copies(self._wait_long)
         for host in gone:
             self._note_gone(host, error)
-        spoiled = {call.run for call in again if self._reads_gone(call)}
+        poisoned = {call.run for call in again if self._reads_gone(call)}
         for call in again:
-            if call.asked is not None and call.run in spoiled:
+            if call.asked is not None and call.run in poisoned:
                 call.asked.gone = next(iter(self.gone.values()))
         launch.loaded.start_over()
         for call in again:
             call.gave = call.gave or _gave(call)
-            self._send_again(call)
-        for spare in crew.hire():
-            launch.loaded.teach(partial(crew.tell, spare), None)
+            self._resend(call)
+        for spare in membership.start_spares():
+            launch.loaded.load_on(partial(membership.tell, spare), None)
         self._check_again(again)
         return runs
 
@@ -298,16 +300,16 @@ class Recovery:
         message: HostCall = call.message
         if message.program is None:
             return False
-        ranks = self._launch.crew.hosts[call.host]
+        ranks = self._launch.membership.hosts[call.host]
         read = (*message.stored, *self._launch.loaded.state(message.program, ranks))
         return any(key in self.gone for key in read)
 
-    def _send_again(self, call: SentCall) -> None:
+    def _resend(self, call: SentCall) -> None:
         message: HostCall = call.message
-        crew, process = self._launch.crew, self._launch.crew.host(call.host)
+        membership, process = self._launch.membership, self._launch.membership.host(call.host)
         if message.plain:
-            crew.tell(process, Ranks.remember, message.plain)
-        reply = crew.send(call.host, message)
+            membership.tell(process, Ranks.remember, message.plain)
+        reply = membership.send(call.host, message)
         call.number = reply.number
         if call.asked is not None:
             call.asked.host, call.asked.ref, call.asked.since = process, reply, None
@@ -335,61 +337,63 @@ class Recovery:
         while time.monotonic() < end:  # this may be a consequence of another loss
             self._raise_lost(None)
             time.sleep(0.02)
-        found = [reply.message.value() for reply in undone if not reply.failed]
-        why += [fault.error for each in found for fault in each.faults]
+        undone_runs = [reply.message.value() for reply in undone if not reply.failed]
+        why += [fault.error for each in undone_runs for fault in each.faults]
         reason = "a run that had succeeded was repeated, because a rank was lost, and failed then."
         reason += "".join(f"\n  {error}" for error in why[:1])
         raise CommunicationError(Failure(rank=None, reason=reason)) from next(iter(why), None)
 
     # -- copies on another machine --------------------------------------------------------------
-    def begin_copies(self, wait: Callable[[Sequence[Asked]], list[Any]]) -> None:
+    def begin_copies(self, wait: Callable[[Sequence[AwaitedCall]], list[Any]]) -> None:
         """From now on hosts copy their snapshots to a host on another machine. A pair of hosts
         whose processes are unchanged does so already."""
-        crew = self._launch.crew
-        if not crew.several:
+        membership = self._launch.membership
+        if not membership.several:
             return
-        keepers = ring([process.machine for process in crew.all])
+        keepers = ring([process.machine for process in membership.all])
         pairs = {
-            crew.host(host).index: None if keeper is None else crew.host(keeper).index
+            membership.host(host).index: None if keeper is None else membership.host(keeper).index
             for host, keeper in enumerate(keepers)
         }
         self._copies = {each: keeper for each, keeper in self._copies.items() if each in pairs}
         new = [
             host
-            for host, process in enumerate(crew.all)
+            for host, process in enumerate(membership.all)
             if self._copies.get(process.index, -1) != pairs[process.index]
         ]
         for host in new:
-            self._copies.pop(crew.host(host).index, None)
+            self._copies.pop(membership.host(host).index, None)
         needed = sorted({keeper for host in new if (keeper := keepers[host]) is not None})
-        secret = crew.home.secret
-        given = secret, crew.home.address
+        secret = membership.home.secret
+        given = secret, membership.home.address
         doors = wait([self._ask(keeper, Ranks.keep_copies, *given) for keeper in needed])
-        door_of: dict[int | None, Door] = dict(zip(needed, doors, strict=True))
+        door_of: dict[int | None, Endpoint] = dict(zip(needed, doors, strict=True))
         wait([self._ask(h, Ranks.copy_to, door_of.get(keepers[h]), secret) for h in new])
         self._copies = pairs
         both = enumerate(keepers)
-        self._places_of = [[crew.host(h).machine for h in b if h is not None] for b in both]
+        self._places_of = [[membership.host(h).machine for h in b if h is not None] for b in both]
 
     def _places(self, gone: Sequence[int]) -> dict[int, list[str]]:
         """By lost host, the live machines that have its snapshots; the controller's if none has."""
-        crew, found = self._launch.crew, dict[int, list[str]]()
-        living = crew.living(gone)
+        membership, machines = self._launch.membership, dict[int, list[str]]()
+        living = membership.living(gone)
         for host in gone:
-            old = crew.host(host)
+            old = membership.host(host)
             places = [old.machine]
             keeper = self._copies.get(old.index)
-            by = None if keeper is None else crew.place(keeper)
+            by = None if keeper is None else membership.place(keeper)
             if by is not None and by not in gone:  # else its copy may be old
-                places.append(crew.host(by).machine)
+                places.append(membership.host(by).machine)
             if not living.intersection(places):
                 places = [place for own in self._places_of[host : host + 1] for place in own]
-            found[host] = [place for place in places if place in living] or [crew.controllers]
-        return found
+            machines[host] = [place for place in places if place in living] or [
+                membership.controllers
+            ]
+        return machines
 
     def _note_gone(self, host: int, error: DaftError) -> None:
         """Note the values of the process that are in no snapshot."""
-        for rank, name in self._launch.loaded.replayable(self._launch.crew.hosts[host]):
+        for rank, name in self._launch.loaded.replayable(self._launch.membership.hosts[host]):
             reason = (
                 f"{name!r} was lost with the process of this rank, which was replaced: values that "
                 f"are written over in place, as those of caches, are in no snapshot.\n"
@@ -407,8 +411,8 @@ class Recovery:
     def _gone(self) -> list[int]:
         """The hosts that are lost now."""
         launch = self._launch
-        launch.watch.find([process.index for process in launch.crew.all])
-        return [h for h, p in enumerate(launch.crew.all) if p.index in launch.watch.lost]
+        launch.watch.find([process.index for process in launch.membership.all])
+        return [h for h, p in enumerate(launch.membership.all) if p.index in launch.watch.lost]
 
     def _check(self, error: DaftError, ended: Sequence[int], runs: set[int]) -> None:
         """Raises the error if stable state is lost, or if the failure repeats."""
@@ -429,21 +433,21 @@ class Recovery:
 
     @property
     def _channel(self) -> RunChannel:
-        return self._launch.crew.channel
+        return self._launch.membership.channel
 
-    def _ask(self, host: int, method: Callable[..., Any], *given: object) -> Asked:
-        process = self._launch.crew.host(host)
-        return Asked(process, self._channel.send(process.index, ASKED, (method,), given))
+    def _ask(self, host: int, method: Callable[..., Any], *given: object) -> AwaitedCall:
+        process = self._launch.membership.host(host)
+        return AwaitedCall(process, self._channel.send(process.index, REQUEST, (method,), given))
 
-    def _ask_all(self, method: Callable[..., Any], *given: object) -> list[Asked]:
-        return [self._ask(host, method, *given) for host in range(len(self._launch.crew.all))]
+    def _ask_all(self, method: Callable[..., Any], *given: object) -> list[AwaitedCall]:
+        return [self._ask(host, method, *given) for host in range(len(self._launch.membership.all))]
 
-    def _wait_long(self, asked: Sequence[Asked]) -> list[Any]:
+    def _wait_long(self, asked: Sequence[AwaitedCall]) -> list[Any]:
         """Wait for calls that may take as long as sending all of a host's state."""
         return self._wait(asked, patience_s=max(START_S, self._launch.watch.deadline_s))
 
     def _wait(
-        self, asked: Sequence[Asked], *, whatever: bool = False, patience_s: float = MEET_S
+        self, asked: Sequence[AwaitedCall], *, whatever: bool = False, patience_s: float = MEET_S
     ) -> list[Any]:
         """The results; `ActorLost` if a host is lost meanwhile. `whatever`: ignore results and
         exceptions of the calls."""
@@ -462,11 +466,11 @@ class Recovery:
                     else:
                         raise NotYet
                 else:
-                    found = self._channel.get(replies, SLICE_S)
+                    results = self._channel.get(replies, SLICE_S)
                     for each in asked:
                         each.host.answered = True
                         each.host.watch()
-                    return found
+                    return results
             except NotYet:
                 launch.watch.look(asked, patience_s)
             except Exception as error:  # a host may raise any error because another is lost
@@ -480,14 +484,14 @@ class Recovery:
         while True:
             lost = self._gone()
             if lost:
-                raise launch.watch.lost[launch.crew.host(lost[0]).index]
+                raise launch.watch.lost[launch.membership.host(lost[0]).index]
             if raised is None:
                 return
             if time.monotonic() > end:
                 break
             time.sleep(0.02)
         if isinstance(raised, CallLost):  # alive, but unreachable
-            for process in launch.crew.all:
+            for process in launch.membership.all:
                 if self._channel.is_broken(process.index):
                     reason = "its connection to the controller broke, though the process is alive."
                     raise launch.watch.lose(process, reason)
@@ -500,7 +504,7 @@ def answered(call: SentCall, channel: RunChannel) -> bool:
     reply: Reply | None = None if call.asked is None else call.asked.ref
     if reply is None or reply.message is None:
         return False
-    return reply.message.kind == GAVE or not isinstance(channel.failure(reply), HostFailed)
+    return reply.message.kind == RESPONSE or not isinstance(channel.failure(reply), HostFailed)
 
 
 def _gave(call: SentCall) -> bool:
@@ -508,4 +512,4 @@ def _gave(call: SentCall) -> bool:
     reply: Reply | None = None if call.asked is None else call.asked.ref
     if reply is None or reply.message is None or reply.failed:
         return False
-    return not isinstance(reply.message.value(), Undone)
+    return not isinstance(reply.message.value(), UndoneRun)

@@ -140,13 +140,13 @@ class ExchangeTransport(Transport):
         self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
     ) -> Pending:
         me = collective.group.index(rank)
-        whole = None if collective.does.divided else pack_bytes(values)
+        packed = None if collective.does.divided else pack_bytes(values)
         sends: dict[int, Tensor] = {}
         data: dict[int, Tensor] = {}
         for m, member in enumerate(collective.group):
             if m != me:
-                own = contribution(collective, values, m)
-                sends[member] = pack_bytes(own) if whole is None else whole
+                contributed = contribution(collective, values, m)
+                sends[member] = pack_bytes(contributed) if packed is None else packed
                 nbytes = sum(buffer.nbytes for buffer in expected(collective, me, m))
                 data[member] = self._wire.empty(nbytes)
 
@@ -155,8 +155,12 @@ class ExchangeTransport(Transport):
                 unpack_bytes(data[member], expected(collective, me, m)) if m != me else ()
                 for m, member in enumerate(collective.group)
             ]
-            own = contribution(collective, values, me)
-            parts[me] = own if collective.op is not None else [copied(value) for value in own]
+            contributed = contribution(collective, values, me)
+            parts[me] = (
+                contributed
+                if collective.op is not None
+                else [copied(value) for value in contributed]
+            )
             return combined(collective, parts)
 
         return _Posted(self._post(key, sends, data), finish, sends)
@@ -224,7 +228,7 @@ class ExchangeTransport(Transport):
             parts = {member: unpack_bytes(data[member], buffers) for member in others}
             parts[rank] = tuple(pieces[rank])
             outs = [buffer.dtype for buffer in collective.out_buffers]
-            made = {
+            folded_by = {
                 member: [
                     Buffer(tuple(piece.shape), dtype)
                     for piece, dtype in zip(pieces[member], outs, strict=True)
@@ -233,10 +237,10 @@ class ExchangeTransport(Transport):
             }
             folded = [fold([parts[m][i] for m in group], op, dtype) for i, dtype in enumerate(outs)]
             message = pack_bytes(folded)
-            gathered = {m: self._wire.empty(sum(b.nbytes for b in made[m])) for m in others}
+            gathered = {m: self._wire.empty(sum(b.nbytes for b in folded_by[m])) for m in others}
             for work in self._post(key, {m: message for m in others}, gathered, 1):
                 work.wait()
-            done = {m: unpack_bytes(gathered[m], made[m]) for m in others}
+            done = {m: unpack_bytes(gathered[m], folded_by[m]) for m in others}
             done[rank] = tuple(folded)
             return tuple(
                 torch.cat([done[m][i] for m in group]).reshape(buffer.shape)

@@ -78,13 +78,13 @@ def prove(group: Messenger, index: int, peers: Sequence[int], secret: bytes) -> 
     """To each other that all know the secret: each answers the number of another, drawn for it."""
 
     def exchange(tag: int, messages: Mapping[int, bytes]) -> dict[int, bytes]:
-        own = {p: torch.frombuffer(bytearray(m), dtype=torch.uint8) for p, m in messages.items()}
-        found = {peer: torch.empty(PROOF_BYTES, dtype=torch.uint8) for peer in peers}
-        works = [group.recv([data], peer, tag) for peer, data in found.items()]
-        works += [group.send([data], peer, tag) for peer, data in own.items()]
+        sent = {p: torch.frombuffer(bytearray(m), dtype=torch.uint8) for p, m in messages.items()}
+        received = {peer: torch.empty(PROOF_BYTES, dtype=torch.uint8) for peer in peers}
+        works = [group.recv([data], peer, tag) for peer, data in received.items()]
+        works += [group.send([data], peer, tag) for peer, data in sent.items()]
         for work in works:
             work.wait()
-        return {peer: data.numpy().tobytes() for peer, data in found.items()}
+        return {peer: data.numpy().tobytes() for peer, data in received.items()}
 
     def answer(by: int, to: int, number: bytes) -> bytes:
         return hmac.digest(secret, b"gloo" + struct.pack("<II", by, to) + number, "sha256")

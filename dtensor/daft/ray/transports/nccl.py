@@ -148,10 +148,10 @@ class NcclWire(Wire):
         for key in sorted(tags, key=lambda key: tags[key]):
             members, channel, sort = key
             # Members are on different actors, so at most one is here.
-            own = [i for i, member in enumerate(members) if member in self._ranks]
-            if own and key not in self._groups:
+            hosted = [i for i, member in enumerate(members) if member in self._ranks]
+            if hosted and key not in self._groups:
                 name = f"{sort} {channel!r} {members}"
-                self._groups[key] = self._make(name, own[0], len(members))
+                self._groups[key] = self._make(name, hosted[0], len(members))
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

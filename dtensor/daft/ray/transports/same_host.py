@@ -12,8 +12,8 @@ all_reduce of f32[1024] over ranks 0 and 1:
 A large all_reduce of three or more members is folded piece by piece, each by a waiting member that
 claims it: all members have started then, so a claimed piece needs no further waiting.
 
-It handles the keys whose actors all share memory (`peers.py`); other keys, and values of unknown
-length, use the messages of `others`.
+It handles the keys whose actors all share memory (`shared_memory_peers.py`); other keys, and values
+of unknown length, use the messages of `others`.
 
 Invariants: a start never waits, and a wait only for its partners' starts, as in the verifier; so no
 accepted program hangs, and a slot is not written before all have read it
@@ -40,8 +40,13 @@ from torch import Tensor
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.daft.ray.transports.exchange import ExchangeTransport, Wire
-from dtensor.daft.ray.transports.peers import CLOSED, FLAG, Neighbours, whole_pages
 from dtensor.daft.ray.transports.segments import Window, calls, take
+from dtensor.daft.ray.transports.shared_memory_peers import (
+    CLOSED,
+    FLAG,
+    SharedMemoryPeers,
+    whole_pages,
+)
 from dtensor.daft.ray.transports.slots import LINE, Lane, lay_out, pieces_of, placed
 from dtensor.daft.run.transport import (
     Begin,
@@ -71,7 +76,7 @@ def join_same_host(
     `meet` puts its argument into `store` as `here<index>` and returns when all have; `connect`
     returns the wire, when all have called it.
     """
-    neighbours = Neighbours.create(place, index, host_of)
+    neighbours = SharedMemoryPeers.create(place, index, host_of)
     with ExitStack() as failing:
         everyone = range(max(host_of) + 1)
         if neighbours is not None:
@@ -93,11 +98,11 @@ class _Link:
 
     __slots__ = ("inbox", "neighbours", "outbox", "rank", "started", "taken")
 
-    def __init__(self, neighbours: Neighbours, own: int, other: int) -> None:
+    def __init__(self, neighbours: SharedMemoryPeers, rank: int, other: int) -> None:
         self.neighbours = neighbours
         self.rank = other
-        self.inbox = neighbours.inbox(own, other)
-        self.outbox = neighbours.inbox(other, own)
+        self.inbox = neighbours.inbox(rank, other)
+        self.outbox = neighbours.inbox(other, rank)
         self.started = 0
         self.taken = 0
 
@@ -121,7 +126,7 @@ class _Link:
 class SameHostTransport(Transport):
     """`neighbours` have settled; `others` carries messages for other hosts."""
 
-    def __init__(self, neighbours: Neighbours, others: ExchangeTransport) -> None:
+    def __init__(self, neighbours: SharedMemoryPeers, others: ExchangeTransport) -> None:
         self._neighbours = neighbours
         self._others = others
         self._end = neighbours.head_bytes(neighbours.index)  # of its own windows
@@ -186,10 +191,10 @@ class SameHostTransport(Transport):
         self._neighbours.close()
         self._others.close()
 
-    def _link(self, own: int, other: int) -> _Link:
-        if (own, other) not in self._links:
-            self._links[own, other] = _Link(self._neighbours, own, other)
-        return self._links[own, other]
+    def _link(self, rank: int, other: int) -> _Link:
+        if (rank, other) not in self._links:
+            self._links[rank, other] = _Link(self._neighbours, rank, other)
+        return self._links[rank, other]
 
 
 class _Shared(Prepared):
@@ -198,7 +203,7 @@ class _Shared(Prepared):
     def __init__(
         self,
         transport: SameHostTransport,
-        neighbours: Neighbours,
+        neighbours: SharedMemoryPeers,
         number: int,
         title: bytes,
         sizes: Mapping[int, int],
@@ -256,10 +261,12 @@ class _Member:
         # by slot, for each kind of start on the key: layers repeat
         self.views: dict[object, list[_Views | None]] = {}
         if lane.pieces:
-            own = self.windows[self.me].address
-            counted = [own + lane.done[self.me] + at * LINE for at in range(lane.slots)]
+            window_address = self.windows[self.me].address
+            counted = [window_address + lane.done[self.me] + at * LINE for at in range(lane.slots)]
             if self.me == 0:
-                counted += [own + lane.claims + i * LINE for i in range(lane.slots * lane.pieces)]
+                counted += [
+                    window_address + lane.claims + i * LINE for i in range(lane.slots * lane.pieces)
+                ]
             for address in counted:
                 calls().initialise(address, 1, 0)
 
@@ -386,8 +393,8 @@ class _Begin:
                     return self._fold_together(start, views)
                 parts = [contribution(start, part, member.me) for part in views.parts]
                 parts[member.me] = contribution(start, values, member.me)
-                made = combined(start, parts)
-                return made if start.op is not None else tuple(map(copied, made))
+                folded = combined(start, parts)
+                return folded if start.op is not None else tuple(map(copied, folded))
             case Recv(lent=lent):
                 return tuple(views.parts[0]) if lent else tuple(map(copied, views.parts[0]))
             case Send():
@@ -423,26 +430,26 @@ class _Begin:
         member, start = self._member, self._start
         divided = isinstance(start, Collective) and start.does.divided
         mine = member.tensors(member.me, at, self._given[member.me])
-        own = [(i, to) for i, to in enumerate(mine) if not divided or i != member.me]
+        own_values = [(i, to) for i, to in enumerate(mine) if not divided or i != member.me]
         cut = pieces_of(start)
         claims = [member.claim(at, n) for n in range(len(cut))] if member.me == 0 else []
         if not member.met:
-            return _Views(own=own, claims=claims)
+            return _Views(own=own_values, claims=claims)
         brings = tuple(member.tensors(m, at, given) for m, given in enumerate(self._given))
         if not cut or not isinstance(start, Collective):
-            return _Views(own=own, parts=brings)
+            return _Views(own=own_values, parts=brings)
         results = member.results(at, start.out_buffers)
         given = [[tensor.view(-1) for tensor in part] for part in brings]
-        made = [tensor.view(-1) for tensor in results]
+        flat_results = [tensor.view(-1) for tensor in results]
         folds = [
             [
-                ([part[n][begin:end] for part in given], made[n][begin:end])
+                ([part[n][begin:end] for part in given], flat_results[n][begin:end])
                 for n, begin, end in piece
             ]
             for piece in cut
         ]
         return _Views(
-            own=own,
+            own=own_values,
             parts=brings,
             claims=claims,
             pieces=[_Piece(member.claim(at, n), fold) for n, fold in enumerate(folds)],

@@ -132,7 +132,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class SegmentAddress:
     """The data with which another process opens a segment. `place`: the namespace of `/proc`."""
 
     place: str
@@ -144,7 +144,7 @@ class Card:
 class Segment:
     """`process`: a pidfd of the owner."""
 
-    def __init__(self, card: Card, descriptor: int, process: int) -> None:
+    def __init__(self, card: SegmentAddress, descriptor: int, process: int) -> None:
         self.card = card
         self.descriptor: int = descriptor
         self._process = process
@@ -165,10 +165,10 @@ class Segment:
             os.pwrite(descriptor, nonce.encode(), 0)
             process = os.pidfd_open(os.getpid())
             failing.pop_all()
-        return Segment(Card(place, os.getpid(), descriptor, nonce), descriptor, process)
+        return Segment(SegmentAddress(place, os.getpid(), descriptor, nonce), descriptor, process)
 
     @staticmethod
-    def open(card: Card) -> Segment | None:
+    def open(card: SegmentAddress) -> Segment | None:
         """Open another process's segment; None if that is impossible."""
         with ExitStack() as failing:
             try:

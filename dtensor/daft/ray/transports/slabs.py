@@ -29,7 +29,7 @@ from collections import Counter, deque
 import torch
 from torch import Tensor
 
-from dtensor.daft.ray.transports.segments import Card, Segment, calls
+from dtensor.daft.ray.transports.segments import Segment, SegmentAddress, calls
 
 SHARED_BYTES = 1 << 16
 """A smaller message is sent: mapping it would cost more."""
@@ -78,7 +78,7 @@ class Slabs:
         self._ended: set[int] = set()
 
     @property
-    def card(self) -> Card:
+    def card(self) -> SegmentAddress:
         return self._segment.card
 
     def room(self, nbytes: int) -> Tensor:
@@ -160,7 +160,7 @@ class OpenSlabs:
         self._owner = os.getpid()
 
     @staticmethod
-    def of(card: Card, index: int) -> OpenSlabs | None:
+    def of(card: SegmentAddress, index: int) -> OpenSlabs | None:
         """Open them; None if that is impossible."""
         segment = Segment.open(card)
         return None if segment is None else OpenSlabs(segment, index)

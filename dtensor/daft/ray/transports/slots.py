@@ -1,6 +1,6 @@
 """The layout of payloads in shared memory of actors, and the counts a wait needs: from a program.
 
-    between = Between(program, (0, 1))                  # the controller: once for a program,
+    between = CrossHostKeys(program, (0, 1))            # the controller: once for a program,
     replace(own, meetings=between.of(own.ranks))        # then for each host's part of it
     arena = lay_out(own, (0, 1), shares)                # the host
 
@@ -94,18 +94,20 @@ class Arena:
     ahead: Mapping[Site, Mapping[int, int]]
 
 
-class Between:
+class CrossHostKeys:
     """The traffic between hosts of a program, of all its ranks; `host_of`: by rank, its host."""
 
     def __init__(self, program: Program, host_of: Sequence[int]) -> None:
         uses = _uses(program, host_of)
         ordered = sorted(uses, key=lambda key: (key[2], *key))
         slots = [(key, _slots_of(program, uses[key])) for key in ordered]
-        self.keys: tuple[KeySlots, ...] = tuple(own for _, own in slots if own is not None)
+        self.keys: tuple[KeySlots, ...] = tuple(
+            key_slots for _, key_slots in slots if key_slots is not None
+        )
         known: dict[tuple[int, tuple[Buffer, ...]], tuple[int, tuple[Buffer, ...]]] = {}
         starts: dict[Site, tuple[int, tuple[Buffer, ...]]] = {}
-        for number, own in enumerate(self.keys):
-            for rank, indices in uses[own.key].starts.items():
+        for number, key_slots in enumerate(self.keys):
+            for rank, indices in uses[key_slots.key].starts.items():
                 for index in indices:
                     each = number, brought(_start(program, (rank, index)))
                     starts[rank, index] = known.setdefault(each, each)
@@ -115,8 +117,10 @@ class Between:
 
     def of(self, ranks: Collection[int]) -> Meetings:
         """The facts that the host of these ranks needs."""
-        members = [frozenset(own.key[0]) for own in self.keys]
-        mine = {n for n, own in enumerate(members) if not own.isdisjoint(ranks)}
+        members = [frozenset(members_of_key.key[0]) for members_of_key in self.keys]
+        mine = {
+            n for n, members_of_key in enumerate(members) if not members_of_key.isdisjoint(ranks)
+        }
         peers = sorted({rank for n in mine for rank in members[n]}.difference(ranks))
         return Meetings(
             keys=self.keys,
@@ -198,12 +202,12 @@ def _uses(program: Program, host_of: Sequence[int]) -> dict[Key, _Use]:
     """The uses of the keys whose members are on different hosts."""
     uses: dict[Key, _Use] = {}
     crosses: dict[Key, bool] = {}
-    for rank, own in enumerate(program.ranks):
-        waits = starts_of_waits(own.instructions)
+    for rank, rank_program in enumerate(program.ranks):
+        waits = starts_of_waits(rank_program.instructions)
         at: dict[int, tuple[Key, int]] = {}  # a start: its key, and its number on that
         pending: dict[Key, dict[int, None]] = defaultdict(dict)  # numbers, the oldest first
         spans: dict[Key, int] = {}
-        for index, instruction in enumerate(own.instructions):
+        for index, instruction in enumerate(rank_program.instructions):
             if isinstance(instruction, Wait):
                 for start in waits[index]:
                     if start in at:
@@ -231,8 +235,10 @@ def _uses(program: Program, host_of: Sequence[int]) -> dict[Key, _Use]:
 
 def _slots_of(program: Program, use: _Use) -> KeySlots | None:
     """The slots of a key; None if they are too large."""
-    starts = [[_start(program, (r, index)) for index in own] for r, own in use.starts.items()]
-    sizes = tuple(max(placed(brought(start))[1] for start in own) for own in starts)
+    starts = [
+        [_start(program, (r, index)) for index in indices] for r, indices in use.starts.items()
+    ]
+    sizes = tuple(max(placed(brought(start))[1] for start in indices) for indices in starts)
     if max(sizes) > LARGEST_BYTES:
         return None
     together = [(start, pieces) for start in starts[0] if (pieces := pieces_of(start))]
@@ -245,9 +251,9 @@ def _slots_of(program: Program, use: _Use) -> KeySlots | None:
     )
 
 
-def _lane(own: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
+def _lane(key_slots: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
     """Place a key's slots after the `used` bytes of each window."""
-    members, slots = own.key[0], own.slots
+    members, slots = key_slots.key[0], key_slots.slots
 
     def take(member: int, nbytes: int) -> int:
         actor = host_of[members[member]]
@@ -256,15 +262,15 @@ def _lane(own: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
         return begin
 
     return Lane(
-        key=own.key,
+        key=key_slots.key,
         slots=slots,
-        slot_bytes=own.slot_bytes,
-        begins=tuple(take(m, slots * size) for m, size in enumerate(own.slot_bytes)),
-        pieces=own.pieces,
-        result_bytes=own.result_bytes,
-        claims=take(0, slots * own.pieces * LINE),
-        results=take(0, slots * own.result_bytes),
-        done=tuple(take(m, slots * LINE if own.pieces else 0) for m in range(len(members))),
+        slot_bytes=key_slots.slot_bytes,
+        begins=tuple(take(m, slots * size) for m, size in enumerate(key_slots.slot_bytes)),
+        pieces=key_slots.pieces,
+        result_bytes=key_slots.result_bytes,
+        claims=take(0, slots * key_slots.pieces * LINE),
+        results=take(0, slots * key_slots.result_bytes),
+        done=tuple(take(m, slots * LINE if key_slots.pieces else 0) for m in range(len(members))),
     )
 
 
@@ -273,17 +279,17 @@ _Starts: TypeAlias = list[tuple[int, Key, tuple[Buffer, ...]]]
 
 
 def _own_starts(program: HostProgram, rank: int, lanes: Mapping[Key, Lane]) -> _Starts:
-    found: _Starts = []
+    starts: _Starts = []
     for index, start in enumerate(program.ranks[rank].instructions):
         if isinstance(start, Send | Recv | Collective):
             key = key_of(rank, start)
             if key in lanes and (isinstance(start, Collective) or not start.buffer.variable):
-                found.append((index, key, brought(start)))
-    return found
+                starts.append((index, key, brought(start)))
+    return starts
 
 
 def _met(
-    starts: Mapping[int, _Starts], own: Collection[int]
+    starts: Mapping[int, _Starts], hosted: Collection[int]
 ) -> tuple[dict[Site, tuple[tuple[Buffer, ...], ...]], dict[Site, dict[int, int]]]:
     """`Arena.brings` and `Arena.ahead`."""
     # for the k-th start on a key, by rank: its payload, and by partner how many earlier starts of
@@ -294,11 +300,11 @@ def _met(
     for rank, listed in starts.items():
         numbers: dict[Key, int] = defaultdict(int)
         counts: dict[int, int] = defaultdict(int)
-        concerned = {key: _concerned(key, rank, own) for _, key, _ in listed}
+        concerned = {key: _concerned(key, rank, hosted) for _, key, _ in listed}
         for index, key, buffers in listed:
             number = numbers[key]
             numbers[key] += 1
-            if rank in own:
+            if rank in hosted:
                 sites[rank, index] = key, number
             brings[key, number, rank] = buffers
             there = before[key, number, rank] = {}
@@ -321,9 +327,9 @@ def _met(
     )
 
 
-def _concerned(key: Key, rank: int, own: Collection[int]) -> tuple[int, ...]:
+def _concerned(key: Key, rank: int, hosted: Collection[int]) -> tuple[int, ...]:
     """The partners of a rank on a key whose starts are counted here."""
-    return tuple(other for other in key[0] if other != rank and (rank in own or other in own))
+    return tuple(other for other in key[0] if other != rank and (rank in hosted or other in hosted))
 
 
 def _start(program: Program, site: Site) -> Start:

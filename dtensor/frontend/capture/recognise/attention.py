@@ -143,9 +143,9 @@ def _learned(mask: fx.Node) -> str:
         if isinstance(val, Tensor) and val.requires_grad:
             _, dot, path = str(each.target).partition(".")  # below the module that was called
             return path if dot else "an argument"
-        found = [n for n in each.all_input_nodes if n not in met]
-        met.update(found)
-        waiting += [] if each.target is aten.detach.default else found
+        inputs = [n for n in each.all_input_nodes if n not in met]
+        met.update(inputs)
+        waiting += [] if each.target is aten.detach.default else inputs
     return ""
 
 

@@ -61,26 +61,26 @@ class Constants:
                     waiting[read] -= 1
                     if not waiting[read]:
                         del values[read]
-        found = values[node]
-        assert isinstance(found, Tensor), "asked for a tensor"
-        return found
+        constant = values[node]
+        assert isinstance(constant, Tensor), "asked for a tensor"
+        return constant
 
     def _cone(self, node: fx.Node) -> list[fx.Node]:
         """``node`` and all that it is computed from, in order. Raises NotConstant."""
-        found, waiting, is_changed = {node: None}, [node], False
+        cone, waiting, is_changed = {node: None}, [node], False
         while waiting:
             each = waiting.pop()
             if each not in self._known:
                 self._check(each)
                 is_changed |= each not in self._places or each in self.writes.changed
             for read in each.all_input_nodes:
-                if read not in found:
-                    found[read] = None
+                if read not in cone:
+                    cone[read] = None
                     waiting.append(read)
         if is_changed:
             raise NotConstant("it is changed in place")
-        self._known.update(found)
-        return sorted(found, key=self._places.__getitem__)
+        self._known.update(cone)
+        return sorted(cone, key=self._places.__getitem__)
 
     def _check(self, node: fx.Node) -> None:
         if node.op == "placeholder":

@@ -38,8 +38,8 @@ def users(node: fx.Node) -> list[fx.Node]:
 
 def sole_user(node: fx.Node, *targets: Any) -> fx.Node | None:
     """The one that uses the value, if it is alone and one of these ops."""
-    found = users(node)
-    return found[0] if len(found) == 1 and is_op(found[0], *targets) else None
+    readers = users(node)
+    return readers[0] if len(readers) == 1 and is_op(readers[0], *targets) else None
 
 
 def other(node: fx.Node, operand: fx.Node) -> Any:

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.frontend.capture.memory import keep_layout
+from dtensor.frontend.capture.memory_rewrites import keep_layout
 from dtensor.frontend.capture.recognise.attention import Mask, attention, settle_mask
 from dtensor.frontend.capture.recognise.constants import Constants, Writes
 from dtensor.frontend.capture.recognise.dropout import dropped_sum
 from dtensor.frontend.capture.recognise.gates import gate
 from dtensor.frontend.capture.recognise.matching import CASTS, NoMatch, is_op, users
-from dtensor.frontend.capture.recognise.met import Met
 from dtensor.frontend.capture.recognise.norms import layer_norm, rms_norm
+from dtensor.frontend.capture.recognise.pattern_match import PatternMatch
 from dtensor.frontend.capture.recognise.rope import rope
 
 aten: Any = torch.ops.aten
@@ -44,11 +44,11 @@ _MATCHES: tuple[tuple[str, Match, tuple[Any, ...]], ...] = (
 )
 
 
-def recognise(graph: fx.Graph) -> list[Met]:
+def recognise(graph: fx.Graph) -> list[PatternMatch]:
     """In place. Returns what was recognised and what was not, in the order of the program."""
     constants = Constants(graph)
     writes, order = constants.writes, {node: i for i, node in enumerate(graph.nodes)}
-    met: list[tuple[int, Met]] = []
+    met: list[tuple[int, PatternMatch]] = []
     for what, match, targets in _MATCHES:
         for target in targets:
             for node in graph.find_nodes(op="call_function", target=target):
@@ -56,35 +56,35 @@ def recognise(graph: fx.Graph) -> list[Met]:
                     op, new = match(graph, node, writes)
                 except NoMatch as reason:
                     if str(reason):
-                        met.append((order[node], Met(what, "", str(reason), node.meta)))
+                        met.append((order[node], PatternMatch(what, "", str(reason), node.meta)))
                 else:
-                    met.append((order[node], Met(what, op, "", new.meta)))
+                    met.append((order[node], PatternMatch(what, op, "", new.meta)))
     for node in graph.find_nodes(op="call_function", target=aten.rms_norm.default):
-        met.append((order[node], Met("rms norm", "_fused_rms_norm", "", node.meta)))
+        met.append((order[node], PatternMatch("rms norm", "_fused_rms_norm", "", node.meta)))
     met += _attentions(graph, constants, order)
     for node in graph.find_nodes(op="call_function", target=aten.softmax.int):
         if _weighs(node):
             reason = "it is written with matmul and softmax"
-            met.append((order[node], Met("attention", "", reason, node.meta)))
+            met.append((order[node], PatternMatch("attention", "", reason, node.meta)))
     return [each for _, each in sorted(met, key=itemgetter(0))]
 
 
 def _attentions(
     graph: fx.Graph, constants: Constants, order: Mapping[fx.Node, int]
-) -> Iterator[tuple[int, Met]]:
-    found = graph.find_nodes(op="call_function", target=_ATTENTION)
+) -> Iterator[tuple[int, PatternMatch]]:
+    attentions = graph.find_nodes(op="call_function", target=_ATTENTION)
     known: dict[Mask, bool | None] = {}
-    for node in found:
+    for node in attentions:
         settle_mask(node, constants, known)
     views = bool(graph.find_nodes(op="call_function", target=aten.view.default))
-    for node in found:
+    for node in attentions:
         if views:
             keep_layout(graph, node)
         try:
             op, why = attention(graph, node, constants.writes), ""
         except NoMatch as reason:
             op, why = "", str(reason)
-        yield order[node], Met("attention", op, why, node.meta)
+        yield order[node], PatternMatch("attention", op, why, node.meta)
 
 
 def _weighs(softmax: fx.Node) -> bool:

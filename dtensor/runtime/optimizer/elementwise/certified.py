@@ -28,10 +28,10 @@ CERTIFIED: dict[str, tuple[str, tuple[str, ...]]] = {
 def certified(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the exact class, of an installed version that was read, is in the table."""
     cls = type(optimizer)
-    found = CERTIFIED.get(f"{cls.__module__}.{cls.__qualname__}")
-    if found is None:
+    entry = CERTIFIED.get(f"{cls.__module__}.{cls.__qualname__}")
+    if entry is None:
         return False
-    distribution, versions = found
+    distribution, versions = entry
     try:
         return version(distribution) in versions
     except PackageNotFoundError:

@@ -5,8 +5,8 @@
     probed.kind.entries                      # {"exp_avg": StateEntry(number=False, ...)}
 
 An optimizer of the same class, with the user's options and attributes, steps small parameters of 1
-to 4 dims. First as in torch, with each op recorded (recorded.py); then also through the ranks' own
-path, `ShardOptimizer` over flat runs, cut unevenly over two and three ranks, and with whole
+to 4 dims. First as in torch, with each op recorded (op_recorder.py); then also through the ranks'
+own path, `ShardOptimizer` over flat runs, cut unevenly over two and three ranks, and with whole
 parameters on either of two. Gradients are of 1e-6 to 1e3, some have NaN and Inf in single elements,
 some are missing, one parameter gets its first gradient late. After each step all values, states,
 groups' options and attributes are compared: in float64, where a weight decay that depends on the
@@ -37,13 +37,13 @@ from torch.nn import Parameter
 from dtensor.errors import PlanningError
 from dtensor.numerics import is_narrow
 from dtensor.private_torch import DisableTorchFunctionSubclass
-from dtensor.runtime.optimizer.elementwise.ghost import Ghost, Told
-from dtensor.runtime.optimizer.elementwise.recorded import (
+from dtensor.runtime.optimizer.elementwise.op_recorder import (
     NotElementwise,
     RecordedSteps,
     text_of,
     unreached,
 )
+from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer, Told
 from dtensor.runtime.optimizer.optimizer_kind import (
     PYTHON,
     OptimizerKind,
@@ -269,19 +269,19 @@ class _Trial:
                 value = torch.randn(shape, generator=draw, dtype=torch.float64).mul(0.5).to(dtype)
                 held[label] = Parameter(value.to(wide))
         *given, attributes = copied((*self.options, self.attributes))
-        made = [
+        parameters = [
             {**options, "params": [held[label] for label in labels]}
             for options, labels in zip(given, groups, strict=True)
         ]
-        optimizer = self.kind.make(made, attributes)
+        optimizer = self.kind.make(parameters, attributes)
         for number, labels in enumerate(groups):
             for label in labels if self.begun[number] else ():
                 optimizer.state[held[label]] = self._state_of(number, held[label])
         return _Whole(optimizer, held, tuple(groups), dtype)
 
-    def _gradients(self, whole: _Whole, step: int) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for at, (label, parameter) in enumerate(whole.held.items()):
+    def _gradients(self, reference: _Whole, step: int) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
+        for at, (label, parameter) in enumerate(reference.held.items()):
             value = self.drawn.get((label, step))
             if value is None:
                 draw = torch.Generator().manual_seed(1000 * at + step)
@@ -294,13 +294,13 @@ class _Trial:
                     flat[0], flat[3], flat[5] = torch.nan, torch.inf, -torch.inf
             missing = (at % len(SHAPES) == 1 and step == 4) or (at % len(SHAPES) == 2 and step < 2)
             if not (self.late and missing):
-                found[label] = value.to(whole.stored)
-        return found
+                gradients[label] = value.to(reference.stored)
+        return gradients
 
-    def _try(self, whole: _Whole, step: int) -> None:
+    def _try(self, reference: _Whole, step: int) -> None:
         """One step in torch. PlanningError where it raises."""
         try:
-            whole.step(self._gradients(whole, step))
+            reference.step(self._gradients(reference, step))
         except Exception as error:
             raise self._raised(error, "on whole parameters") from error
 
@@ -343,62 +343,62 @@ class _Trial:
         """The state of a parameter of each group, as `__init__` made it: numbers; for a tensor, the
         number that all its elements equal, or None for the parameter's own value. Empty where the
         state is anything else, as after a step."""
-        found: list[dict[str, Any]] = []
+        states: list[dict[str, Any]] = []
         for group in self.tried:
-            own: dict[str, Any] = {}
+            state: dict[str, Any] = {}
             plain = type(self.optimizer.state) is defaultdict  # else it is on ranks
             for parameter in group["params"][:1] if plain else ():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
                     like = isinstance(value, Tensor) and value.shape == parameter.shape
                     if not like or value.numel() < 2:
-                        own[key] = copied(value)
+                        state[key] = copied(value)
                     elif value.is_meta or parameter.is_meta:
                         return self.begun
                     elif bool((value == value.view(-1)[0]).all()):
-                        own[key] = _Full(value.view(-1)[0].item(), value.dtype)
+                        state[key] = _Full(value.view(-1)[0].item(), value.dtype)
                     elif torch.equal(value, parameter):
-                        own[key] = _Full(None, value.dtype)
+                        state[key] = _Full(None, value.dtype)
                     else:
                         return self.begun
-            found.append(own)
-        return found
+            states.append(state)
+        return states
 
     def _state_of(self, group: int, parameter: Parameter) -> dict[str, Any]:
         """The initial state of a parameter."""
-        found: dict[str, Any] = {}
+        state: dict[str, Any] = {}
         for key, value in self.begun[group].items():
             if isinstance(value, _Full):
                 same_dtype = value.dtype == self.tried[group]["params"][0].dtype
                 dtype = parameter.dtype if same_dtype else value.dtype
-                own = parameter.detach().to(dtype, copy=True)
-                found[key] = own if value.value is None else own.fill_(value.value)
+                begun = parameter.detach().to(dtype, copy=True)
+                state[key] = begun if value.value is None else begun.fill_(value.value)
             else:
-                found[key] = copied(value)
-        return found
+                state[key] = copied(value)
+        return state
 
     def _changed_by_steps(self) -> tuple[frozenset[str], frozenset[str]]:
-        whole = self._whole(self.dtypes[0])
-        before, changed, attributes = whole.told, frozenset[str](), frozenset[str]()
+        reference = self._whole(self.dtypes[0])
+        before, changed, attributes = reference.told, frozenset[str](), frozenset[str]()
         for step in range(NOT_FINITE):
-            self._try(whole, step)
-            more, others = _changes(before, whole.told)
+            self._try(reference, step)
+            more, others = _changes(before, reference.told)
             changed, attributes = changed | more, attributes | others
         return changed, attributes
 
     def _record(self) -> RecordedSteps:
         """All steps once, each op watched. PlanningError for one that mixes elements."""
-        whole = self._whole(self.dtypes[0])
+        reference = self._whole(self.dtypes[0])
         recorded = RecordedSteps(self.files)
         for step in range(len(SCALES)):
-            gradients = self._gradients(whole, step)
-            for label, parameter in whole.held.items():
+            gradients = self._gradients(reference, step)
+            for label, parameter in reference.held.items():
                 given = gradients.get(label)
                 parameter.grad = None if given is None else given.to(parameter.dtype)
-            recorded.follow(p.data for p in whole.held.values())
-            recorded.follow(p.grad for p in whole.held.values() if p.grad is not None)
+            recorded.follow(p.data for p in reference.held.values())
+            recorded.follow(p.grad for p in reference.held.values() if p.grad is not None)
             try:
                 with recorded:
-                    bare_step(whole.optimizer)
+                    bare_step(reference.optimizer)
             except NotElementwise as found:
                 raise PlanningError(
                     f"{self.name} is not elementwise: {found.what}, so on shards it would give "
@@ -416,17 +416,17 @@ class _Trial:
         seen: dict[str, _Under] = {}
         keys: list[dict[str, None]] = [{} for _ in self.options]
         for dtype in dict.fromkeys((torch.float64, *self.dtypes)):
-            whole = self._whole(dtype)
+            reference = self._whole(dtype)
             for step in range(len(SCALES)):
-                self._try(whole, step)
-                known = set(whole.held.values())
-                for key in whole.optimizer.state:
+                self._try(reference, step)
+                known = set(reference.held.values())
+                for key in reference.optimizer.state:
                     if key not in known:
                         raise self._keeps(f"{key!r}", "a state that is of no parameter")
-                for group, labels in enumerate(whole.groups):
+                for group, labels in enumerate(reference.groups):
                     for label in labels:
-                        parameter = whole.held[label]
-                        state = whole.optimizer.state.get(parameter)
+                        parameter = reference.held[label]
+                        state = reference.optimizer.state.get(parameter)
                         if state:
                             self._see(seen, state, parameter)
                             keys[group] |= dict.fromkeys(state)
@@ -444,38 +444,42 @@ class _Trial:
     def _compare(self, dtype: torch.dtype, keys: Sequence[tuple[str, ...]]) -> None:
         """Compare the ranks' path with torch's, for each way of cutting."""
         for cut, size, how in _CUTS:
-            whole = self._whole(dtype)
-            begun = {n: dict(whole.optimizer.state.get(p, {})) for n, p in whole.held.items()}
-            ghost = Ghost(self.kind, copied({n: s for n, s in begun.items() if s}))
-            by_label = {n: k for group, k in zip(whole.groups, keys, strict=True) for n in group}
-            own = [ShardOptimizer(self.kind, self.masters) for _ in range(size)]
+            reference = self._whole(dtype)
+            begun = {
+                n: dict(reference.optimizer.state.get(p, {})) for n, p in reference.held.items()
+            }
+            shadow = ShadowOptimizer(self.kind, copied({n: s for n, s in begun.items() if s}))
+            by_label = {
+                n: k for group, k in zip(reference.groups, keys, strict=True) for n in group
+            }
+            optimizers = [ShardOptimizer(self.kind, self.masters) for _ in range(size)]
             parts = {
                 label: cut(_at(label), parameter.detach().to(dtype))
-                for label, parameter in whole.held.items()
+                for label, parameter in reference.held.items()
             }
             ranks = [
                 _Rank(one, {n: p[r].clone() for n, p in parts.items() if p[r] is not None})
-                for r, one in enumerate(own)
+                for r, one in enumerate(optimizers)
             ]
             for label, state in begun.items():
                 self._give(ranks, cut, label, state)
             for step in range(len(SCALES)):
-                gradients = self._gradients(whole, step)
-                options, attributes = whole.told
+                gradients = self._gradients(reference, step)
+                options, attributes = reference.told
                 for number, rank in enumerate(ranks):
                     pieces = {n: cut(_at(n), g)[number] for n, g in gradients.items()}
                     mine = {n: piece.clone() for n, piece in pieces.items() if n in rank.shards}
                     try:
-                        rank.step(whole.groups, by_label, (*options, attributes), mine)
+                        rank.step(reference.groups, by_label, (*options, attributes), mine)
                     except Exception as error:
                         raise self._raised(error, f"on shards ({how})") from error
                 try:
-                    told = ghost.step(whole.groups, gradients.keys(), options, attributes)
+                    told = shadow.step(reference.groups, gradients.keys(), options, attributes)
                 except Exception as error:
                     raise self._raised(error, "on parameters of one element") from error
-                self._try(whole, step)
-                self._check_values(whole, ranks, cut, f"{how}, step {step + 1}")
-                self._check_told(told, whole.told, f"step {step + 1}")
+                self._try(reference, step)
+                self._check_values(reference, ranks, cut, f"{how}, step {step + 1}")
+                self._check_told(told, reference.told, f"step {step + 1}")
 
     def _give(self, ranks: Sequence[_Rank], cut: Cut, label: str, state: Mapping[str, Any]) -> None:
         """Put a parameter's initial state into the tables of the ranks."""
@@ -490,13 +494,15 @@ class _Trial:
 
     # -- comparisons --------------------------------------------------------------------------
 
-    def _check_values(self, whole: _Whole, ranks: Sequence[_Rank], cut: Cut, where: str) -> None:
-        for label, parameter in whole.held.items():
-            expected = cut(_at(label), parameter.detach().to(whole.stored))
+    def _check_values(
+        self, reference: _Whole, ranks: Sequence[_Rank], cut: Cut, where: str
+    ) -> None:
+        for label, parameter in reference.held.items():
+            expected = cut(_at(label), parameter.detach().to(reference.stored))
             for rank, one in zip(ranks, expected, strict=True):
                 if label in rank.shards:
                     self._check(rank.shards[label], one, "the value", parameter, where)
-            for key, value in (whole.optimizer.state.get(parameter) or {}).items():
+            for key, value in (reference.optimizer.state.get(parameter) or {}).items():
                 entry = self.kind.entries[key]
                 like = value if isinstance(value, Tensor) and not entry.number else None
                 pieces = None if like is None else cut(_at(label), like)
@@ -509,22 +515,20 @@ class _Trial:
                     wanted = pieces[number] if pieces is not None else entry.stored(value)
                     self._check(held, wanted, f"{key} of the state", parameter, where)
 
-    def _check(self, found: Tensor, wanted: Tensor, what: str, of: Tensor, where: str) -> None:
-        if found.shape != wanted.shape or found.dtype != wanted.dtype:
+    def _check(self, got: Tensor, wanted: Tensor, what: str, of: Tensor, where: str) -> None:
+        if got.shape != wanted.shape or got.dtype != wanted.dtype:
             raise self._differs(
-                f"{what} is {found.dtype}{list(found.shape)} in place of "
+                f"{what} is {got.dtype}{list(got.shape)} in place of "
                 f"{wanted.dtype}{list(wanted.shape)}",
                 of,
                 where,
             )
-        if torch.equal(found, wanted):
+        if torch.equal(got, wanted):
             return
-        rtol, atol, few = _TOLERANCES.get(
-            of.dtype if of.is_floating_point() else found.dtype, _WIDE
-        )
-        if is_narrow(found.dtype):
+        rtol, atol, few = _TOLERANCES.get(of.dtype if of.is_floating_point() else got.dtype, _WIDE)
+        if is_narrow(got.dtype):
             rtol, atol, few = _NARROW
-        a, b = (_wide(x) for x in (found, wanted))
+        a, b = (_wide(x) for x in (got, wanted))
         # a small value may be the difference of large ones
         atol *= max(1.0, float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())) if b.numel() else 1.0
         alike = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
@@ -538,12 +542,12 @@ class _Trial:
             where,
         )
 
-    def _check_told(self, found: Told, wanted: Told, where: str) -> None:
-        both = zip((*found[0], found[1]), (*wanted[0], wanted[1]), strict=True)
+    def _check_told(self, got: Told, wanted: Told, where: str) -> None:
+        both = zip((*got[0], got[1]), (*wanted[0], wanted[1]), strict=True)
         for number, (one, other) in enumerate(both):
             for key in one.keys() | other.keys():
                 if key not in one or key not in other or not same(one[key], other[key]):
-                    what = f"{key!r} of a group" if number < len(found[0]) else f"attribute {key}"
+                    what = f"{key!r} of a group" if number < len(got[0]) else f"attribute {key}"
                     raise PlanningError(
                         f"{self.name} is not elementwise: a step changes its {what} depending on "
                         f"the parameters ({where}: {other.get(key)!r}, on one element "
@@ -647,16 +651,16 @@ def _told_entry(entry: StateEntry) -> str:
 
 def files_of(cls: type) -> frozenset[str]:
     """The files of an optimizer's classes, without torch's base."""
-    found: set[str] = set()
+    files: set[str] = set()
     for base in cls.__mro__:
         if issubclass(base, torch.optim.Optimizer) and base is not torch.optim.Optimizer:
             with suppress(TypeError, OSError):
-                found.add(inspect.getsourcefile(base) or "")
+                files.add(inspect.getsourcefile(base) or "")
             step = vars(base).get("step")
             step = inspect.unwrap(step) if callable(step) else None
             if step is not None and hasattr(step, "__code__"):
-                found.add(step.__code__.co_filename)
-    return frozenset(found - {""})
+                files.add(step.__code__.co_filename)
+    return frozenset(files - {""})
 
 
 def _is_count(value: Any) -> bool:
@@ -710,5 +714,5 @@ _TOLERANCES = {
 }
 """Relative, absolute, and how much of a tensor may differ more: with 16 bits an update by a sign
 may differ where a sum is nearly 0, since the last elements of a tensor are rounded differently
-(flat.py)."""
+(flat_buffers.py)."""
 _NARROW = (0.05, 0.02, 0.05)

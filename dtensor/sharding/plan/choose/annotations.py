@@ -40,10 +40,10 @@ def _words(text: str, num_dims: int, where: str) -> dict[str, Placement]:
         raise PlanningError(f"{where}: {len(words)} dims are named, the value has {num_dims}")
     stated: dict[str, Placement] = {}
     for dim, word in enumerate(words):
-        found = _WORD.fullmatch(word)
-        if found is None:
+        match = _WORD.fullmatch(word)
+        if match is None:
             raise PlanningError(f"{where}: {word!r} is not a dim; write for example 'd@tp'")
-        for axis in (found[1] or "").strip("()").split(","):
+        for axis in (match[1] or "").strip("()").split(","):
             if axis:
                 if axis in stated:
                     raise PlanningError(f"{where}: axis {axis!r} is named twice")

@@ -24,9 +24,9 @@ import torch
 
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.choose.annotations import annotation_placements
-from dtensor.sharding.plan.choose.blame import infeasible
+from dtensor.sharding.plan.choose.axis_problem import AxisChoice, AxisProblem
+from dtensor.sharding.plan.choose.infeasible import infeasible
 from dtensor.sharding.plan.choose.opened_factors import Reach, reach
-from dtensor.sharding.plan.choose.question import AxisChoice, Question
 from dtensor.sharding.plan.choose.solve import At, Infeasible, Node, Option, Solution, solve
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, layer_group, without_numbers
 from dtensor.sharding.plan.request import Pin
@@ -50,35 +50,37 @@ from dtensor.sharding.spec.spec import TensorSpec
 _LATE = 20e-9
 
 
-def choose_axis(question: Question, axis: str, done: Sequence[AxisChoice]) -> AxisChoice:
+def choose_axis(axis_problem: AxisProblem, axis: str, done: Sequence[AxisChoice]) -> AxisChoice:
     """The cheapest choice on ``axis`` given the axes already ``done``."""
-    num = question.mesh.axis_size(axis)
-    flow = question.flow
-    pins = _with_annotations(question, axis)
+    num = axis_problem.mesh.axis_size(axis)
+    flow = axis_problem.flow
+    pins = _with_annotations(axis_problem, axis)
     reached = reach(
         flow,
-        question.rules,
+        axis_problem.rules,
         list(pins.values()),
         axis,
         num,
-        free=question.free and axis != MICROBATCH_AXIS,
-        gathers=question.gathers,
-        labels=question.labels(),
+        free=axis_problem.free and axis != MICROBATCH_AXIS,
+        gathers=axis_problem.gathers,
+        labels=axis_problem.labels(),
     )
     pins = {value: pin for value, pin in pins.items() if value not in reached.misaligned}
     canonical = Canonical(flow, num)
-    strategies = _restrict(question, reached, pins, axis, num)
-    priced = Prices(question, axis, done)
+    strategies = _restrict(axis_problem, reached, pins, axis, num)
+    priced = Prices(axis_problem, axis, done)
     nodes = [_op_node(op, strategies[op.name], canonical, priced) for op in flow.ops]
-    choices = {i.name: _input_choices(question, i, reached, pins, axis) for i in flow.inputs}
+    choices = {i.name: _input_choices(axis_problem, i, reached, pins, axis) for i in flow.inputs}
     for item in flow.inputs:
-        nodes.append(_input_node(question, item, choices[item.name], reached, canonical, priced))
+        nodes.append(
+            _input_node(axis_problem, item, choices[item.name], reached, canonical, priced)
+        )
     for output in flow.outputs:
         if output.kind == "result":
-            stated = question.wanted.get(axis, {}).get(output.value)
+            stated = axis_problem.wanted.get(axis, {}).get(output.value)
             name = f"result {output.of}"
             ends = priced.ends(output.value, canonical(output.value, stated or REPLICATE))
-            if stated is None and question.split_results and axis != MICROBATCH_AXIS:
+            if stated is None and axis_problem.split_results and axis != MICROBATCH_AXIS:
                 ends += [
                     ((output.value, placed), 0.0)
                     for placed in _written_at(nodes, output.value)
@@ -106,12 +108,12 @@ def choose_axis(question: Question, axis: str, done: Sequence[AxisChoice]) -> Ax
 # -- options -----------------------------------------------------------------------------------
 
 
-def _with_annotations(question: Question, axis: str) -> dict[str, Pin]:
+def _with_annotations(axis_problem: AxisProblem, axis: str) -> dict[str, Pin]:
     """The pins on the axis, those of annotations in the program included."""
-    pins = dict(question.pins.get(axis, {}))
-    for op in question.flow.ops:
-        if question.is_mark(op):
-            stated = annotation_placements(op, question.mesh)
+    pins = dict(axis_problem.pins.get(axis, {}))
+    for op in axis_problem.flow.ops:
+        if axis_problem.is_mark(op):
+            stated = annotation_placements(op, axis_problem.mesh)
             if axis in stated:
                 assert op.results[0] is not None
                 pins[op.results[0]] = Pin(
@@ -124,7 +126,7 @@ def _with_annotations(question: Question, axis: str) -> dict[str, Pin]:
 
 
 def _restrict(
-    question: Question, reached: Reach, pins: Mapping[str, Pin], axis: str, num: int
+    axis_problem: AxisProblem, reached: Reach, pins: Mapping[str, Pin], axis: str, num: int
 ) -> dict[str, tuple[Strategy, ...]]:
     """Follow the pins: a value that is split stays split wherever a rule accepts it so.
 
@@ -133,43 +135,43 @@ def _restrict(
     pending sum, operands that disagree, what no pin reaches) is for the exact solve. With
     search="free" only what the user pinned is settled.
     """
-    metas = question.flow.metas
+    metas = axis_problem.flow.metas
     in_time = axis == MICROBATCH_AXIS
     settled: dict[str, Placement] = {}
     if not in_time:  # a pending input is an open matter, as a pending result is
         stated = {v: p.placement for v, p in pins.items()}
         settled = {v: p for v, p in stated.items() if not isinstance(p, Partial)}
     result: dict[str, tuple[Strategy, ...]] = {}
-    for op in question.flow.ops:
-        found = reached.strategies[op.name]
-        if in_time and any(name in question.mixed for name in op.results):
-            found = tuple(s for s in found if s.kind != "replicate")
+    for op in axis_problem.flow.ops:
+        strategies = reached.strategies[op.name]
+        if in_time and any(name in axis_problem.mixed for name in op.results):
+            strategies = tuple(s for s in strategies if s.kind != "replicate")
         pin = pins.get(op.results[0] or "")
-        if question.is_mark(op) and pin is not None:
+        if axis_problem.is_mark(op) and pin is not None:
             stated = pin.placement
-            found = tuple(
-                s for s in found if same(s.results[0], stated, op.call.operands[0].shape, num)
+            strategies = tuple(
+                s for s in strategies if same(s.results[0], stated, op.call.operands[0].shape, num)
             ) or (Strategy((stated,), (stated,), "stated"),)
         known = [(i, name) for i, name in enumerate(op.operands) if name in settled]
-        if known and len(found) > 1:
-            agreeing = [_agreement(s, known, settled, metas, num) for s in found]
+        if known and len(strategies) > 1:
+            agreeing = [_agreement(s, known, settled, metas, num) for s in strategies]
             best = max(agreeing)
-            found = tuple(s for s, n in zip(found, agreeing, strict=True) if n == best)
-        if not in_time and (not question.free or (question.is_view(op) and known)):
+            strategies = tuple(s for s, n in zip(strategies, agreeing, strict=True) if n == best)
+        if not in_time and (not axis_problem.free or (axis_problem.is_view(op) and known)):
             for index, name in enumerate(op.results):
-                if name is None or not found:
+                if name is None or not strategies:
                     continue
-                first = found[0].results[index]
+                first = strategies[0].results[index]
                 shape = metas[name].shape
                 if isinstance(first, Shard) and all(
-                    same(s.results[index], first, shape, num) for s in found
+                    same(s.results[index], first, shape, num) for s in strategies
                 ):
                     settled[name] = first
-        if not in_time and question.is_view(op):
+        if not in_time and axis_problem.is_view(op):
             # a copy that was gathered for others can be viewed too
-            whole = reached.strategies[op.name][:1]
-            found = tuple(dict.fromkeys((*found, *whole)))
-        result[op.name] = found
+            replicated = reached.strategies[op.name][:1]
+            strategies = tuple(dict.fromkeys((*strategies, *replicated)))
+        result[op.name] = strategies
     return result
 
 
@@ -204,11 +206,11 @@ def _op_node(op: Op, strategies: Sequence[Strategy], canonical: Canonical, price
         )
         late = _LATE if any(isinstance(p, Partial) for p in strategy.operands) else 0.0
         options.append(Option(reads, writes, priced.op(op, strategy) + late))
-    return Node(op.name, tuple(options), layer_group(op, priced.question.flow))
+    return Node(op.name, tuple(options), layer_group(op, priced.axis_problem.flow))
 
 
 def _input_choices(
-    question: Question,
+    axis_problem: AxisProblem,
     item: Input,
     reached: Reach,
     pins: Mapping[str, Pin],
@@ -224,7 +226,7 @@ def _input_choices(
 
 
 def _input_node(
-    question: Question,
+    axis_problem: AxisProblem,
     item: Input,
     choices: Sequence[Placement],
     reached: Reach,
@@ -239,9 +241,11 @@ def _input_node(
         placed = canonical(item.name, placement)
         kept = placed if pinned is None else canonical(item.name, pinned.placement)
         wanted = PARTIAL if priced.axis == MICROBATCH_AXIS else kept
-        ends = [priced.ends(g, canonical(g, wanted)) for g in question.gradients.get(item.name, ())]
-        if item.name in question.mutations:
-            moved = question.mutations[item.name]
+        ends = [
+            priced.ends(g, canonical(g, wanted)) for g in axis_problem.gradients.get(item.name, ())
+        ]
+        if item.name in axis_problem.mutations:
+            moved = axis_problem.mutations[item.name]
             in_time = (placed, PARTIAL) if priced.axis == MICROBATCH_AXIS else (kept,)
             ends.append([((moved, p), 0.0) for p in in_time])
         for combination in itertools.product(*ends):
@@ -295,8 +299,8 @@ class Canonical:
 class Prices:
     """Seconds of conversions and ops on one axis, given the placements on the axes done."""
 
-    def __init__(self, question: Question, axis: str, done: Sequence[AxisChoice]) -> None:
-        self.question: Question = question
+    def __init__(self, axis_problem: AxisProblem, axis: str, done: Sequence[AxisChoice]) -> None:
+        self.axis_problem: AxisProblem = axis_problem
         self.axis: str = axis
         self.done: tuple[AxisChoice, ...] = tuple(done)
         self.cache: dict[tuple[int, Placement, Placement], float] = {}
@@ -305,7 +309,7 @@ class Prices:
 
     def native(self, value: str) -> dict[str, Placement]:
         """The placements on the axes done, as the producer leaves them."""
-        producer = self.question.flow.producers.get(value)
+        producer = self.axis_problem.flow.producers.get(value)
         if producer is None:
             return {c.axis: c.inputs[value] for c in self.done}
         index = producer.results.index(value)
@@ -316,7 +320,7 @@ class Prices:
             return math.inf
         if move_kind(src, dst) is None:
             return math.inf
-        meta = self.question.flow.metas[value]
+        meta = self.axis_problem.flow.metas[value]
         if value not in self.natives:  # asked once a value, priced once for all that are alike
             others = self.native(value)
             alike = (meta, tuple(others.items()))
@@ -335,7 +339,7 @@ class Prices:
         src: Placement,
         dst: Placement,
     ) -> float:
-        mesh = self.question.mesh
+        mesh = self.axis_problem.mesh
         if splits_rows(len(shape), (src, dst, *others.values())):
             others = {}  # the other axes are changed first
 
@@ -348,32 +352,32 @@ class Prices:
         pending = {p.op for p in (src, dst, *others.values()) if isinstance(p, Partial)}
         if len(pending) > 1:  # a value is not pending in two ways at once
             return math.inf
-        return seconds(spec(src), spec(dst), self.question.topology)
+        return seconds(spec(src), spec(dst), self.axis_problem.topology)
 
     def ends(self, value: str, wanted: Placement) -> list[tuple[At, float]]:
         """Ways to deliver an output: as wanted, or pending and reduced after the last microbatch.
 
         Reductions that share buckets cost bytes but no latency of their own.
         """
-        found: list[tuple[At, float]] = [((value, wanted), 0.0)]
+        options: list[tuple[At, float]] = [((value, wanted), 0.0)]
         if isinstance(wanted, Partial) or self.axis == MICROBATCH_AXIS:
-            return found
-        topology = self.question.topology
-        if self.question.bucketed:
+            return options
+        topology = self.axis_problem.topology
+        if self.axis_problem.bucketed:
             topology = replace(topology, latency=0.0)
-        patient = Prices(replace(self.question, topology=topology), self.axis, self.done)
-        times = self.question.mesh.shape.get(MICROBATCH_AXIS, 1)
+        patient = Prices(replace(self.axis_problem, topology=topology), self.axis, self.done)
+        times = self.axis_problem.mesh.shape.get(MICROBATCH_AXIS, 1)
         price = patient.convert(value, PARTIAL, wanted)
         if math.isfinite(price):  # not so where the value is pending in another way already
-            found.append(((value, PARTIAL), price / times))
-        return found
+            options.append(((value, PARTIAL), price / times))
+        return options
 
     def op(self, op: Op, strategy: Strategy) -> float:
         """The roofline of one rank's part of the op; nothing for views."""
-        rule = self.question.rules[op.name]
+        rule = self.axis_problem.rules[op.name]
         if rule.kind in ("view", "mark"):
             return 0.0
-        mesh = self.question.mesh
+        mesh = self.axis_problem.mesh
         chosen = [(c.axis, c.strategies[op.name]) for c in self.done]
         chosen.append((self.axis, strategy))
         work = 1.0
@@ -388,6 +392,6 @@ class Prices:
                 placed = (*s.operands, *s.results)[index]
                 part /= mesh.axis_size(axis) if isinstance(placed, Shard) else 1
             moved += math.prod(meta.shape) * meta.dtype.itemsize * part
-        return self.question.topology.compute_seconds(
+        return self.axis_problem.topology.compute_seconds(
             flops=rule.flops * work, bytes_moved=moved, attention=rule.kind == "attention"
         )

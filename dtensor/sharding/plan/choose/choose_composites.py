@@ -51,10 +51,10 @@ def cheapest(
     current = best
     chosen: tuple[Kind, ...] = ()
     for _ in range(_ROUNDS):
-        found = [kind for kind in _gathered(current) if kind not in written]
-        if not found:
+        kinds = [kind for kind in _gathered(current) if kind not in written]
+        if not kinds:
             break
-        written.update(dict.fromkeys(found))
+        written.update(dict.fromkeys(kinds))
         try:
             current = make(_written_out(flow, written))
         except PlanningError:  # a pin does not line up with the simpler ops: they stay fused
@@ -105,12 +105,12 @@ def _written_out(flow: Dataflow, kinds: dict[Kind, None]) -> Dataflow:
         operands = tuple(metas[name] for name in op.operands)
         if operands != op.call.operands:
             op = replace(op, call=replace(op.call, operands=operands))
-        found = op.expand(op.call) if out and op.expand is not None else None
-        made = [op] if found is None else list(_steps(op, found, taken))
-        for each in made:
+        expansion = op.expand(op.call) if out and op.expand is not None else None
+        ops_of = [op] if expansion is None else list(_steps(op, expansion, taken))
+        for each in ops_of:
             results = zip(each.results, each.call.results, strict=True)
             metas.update((name, meta) for name, meta in results if name and meta is not None)
-        ops += made
+        ops += ops_of
     return replace(flow, ops=tuple(ops)).pruned(flow.outputs)
 
 
@@ -123,11 +123,11 @@ def _steps(op: Op, expansion: Expansion, taken: set[str]) -> Iterator[Op]:
         if number is not None and name is not None
     }
     for call, operands in zip(expansion.calls, expansion.operands, strict=True):
-        own = unused(f"{op.name}_{call.name.split('.')[1]}", taken)
-        name = given.get(len(names), own)
+        op_name = unused(f"{op.name}_{call.name.split('.')[1]}", taken)
+        name = given.get(len(names), op_name)
         yield replace(
             op,
-            name=own,
+            name=op_name,
             call=call,
             operands=tuple(names[number] for number in operands),
             results=(name,),

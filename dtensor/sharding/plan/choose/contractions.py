@@ -37,7 +37,7 @@ def contractions_of(
     flow: Dataflow, rules: Mapping[str, Rule], value: str, batch: frozenset[str]
 ) -> tuple[Contraction, ...]:
     """The forward contractions of the input ``value``; ``batch``: what depends on arguments."""
-    found: list[Contraction] = []
+    contractions: list[Contraction] = []
     dims: tuple[int | None, ...] = tuple(range(len(flow.metas[value].shape)))
     waiting: list[tuple[str, tuple[int | None, ...]]] = [(value, dims)]
     seen: set[tuple[str, int]] = set()
@@ -50,14 +50,14 @@ def contractions_of(
             rule = rules[op.name]
             one = _contraction(value, op, index, rule, came_from)
             if one is not None:
-                found.append(one)
+                contractions.append(one)
                 continue
             if any(n in batch for i, n in enumerate(op.operands) if i != index):
                 continue
             for result, placed in zip(op.results, rule.results, strict=True):
                 if result is not None:
                     waiting.append((result, _carried(rule.operands[index], placed, came_from)))
-    return tuple(found)
+    return tuple(contractions)
 
 
 def _contraction(

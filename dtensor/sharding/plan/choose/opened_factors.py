@@ -201,7 +201,7 @@ def _with_pending(
     result: dict[str, tuple[Strategy, ...]] = {}
     for op in flow.ops:
         replicate, *linear = rules[op.name].fixed_strategies
-        found = [replicate, *sharded.get(op.name, {})]
+        strategies = [replicate, *sharded.get(op.name, {})]
         for strategy in linear:
             taken = [
                 name
@@ -219,12 +219,12 @@ def _with_pending(
                 plain = all(math.prod(m.shape) == 1 or _is_index(m.dtype) for m in others)
                 allowed = plain and all(name in pending for name in taken)
             if allowed:
-                found.append(strategy)
-        for strategy in found:
+                strategies.append(strategy)
+        for strategy in strategies:
             for name, p in zip(op.results, strategy.results, strict=True):
                 if name is not None and p == Partial("sum"):
                     pending.add(name)
-        result[op.name] = tuple(dict.fromkeys(found))
+        result[op.name] = tuple(dict.fromkeys(strategies))
     return result
 
 

@@ -107,12 +107,12 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
         constraints=rows.constraint(len(costs)),
         options={"mip_rel_gap": 0.0, "presolve": True},
     )
-    found = cast("np.ndarray[Any, np.dtype[np.float64]] | None", outcome.x)  # pyright: ignore[reportUnknownMemberType]
-    if found is None:
+    values = cast("np.ndarray[Any, np.dtype[np.float64]] | None", outcome.x)  # pyright: ignore[reportUnknownMemberType]
+    if values is None:
         raise Infeasible
     chosen: dict[str, int] = {}
     for key, members in enumerate(groups):
-        weights = [float(found[index[key, k]]) for k in range(len(members[0].options))]
+        weights = [float(values[index[key, k]]) for k in range(len(members[0].options))]
         best = int(np.argmax(weights))
         chosen.update({member.name: best for member in members})
     return Solution(chosen, num_choices)
@@ -179,8 +179,8 @@ def _value_classes(
         writers, uses, pairs = kinds[kind]
         priced = (kind, tuple(price(value, p, q) for p, q in pairs))
         seen = counts.get(priced)
-        found = seen[0] if seen else _ValueClass(value, writers, uses)
-        counts[priced] = (found, 1 + (seen[1] if seen else 0))
+        value_class = seen[0] if seen else _ValueClass(value, writers, uses)
+        counts[priced] = (value_class, 1 + (seen[1] if seen else 0))
     return dict(counts.values())
 
 

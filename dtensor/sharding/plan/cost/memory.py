@@ -67,10 +67,10 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
     )
     gradients = waiting_gradients(plan, stage)
     updates = updates_of(plan.steps, [stage])
-    own = _activations(plan, stage, gradients)
+    activations_of_stage = _activations(plan, stage, gradients)
     flying = plan.in_flight[stage] if stage < len(plan.in_flight) else 1
-    kept = own.once + (flying - 1) * own.saved
-    activations = max(kept + own.peak, own.end)
+    kept = activations_of_stage.once + (flying - 1) * activations_of_stage.saved
+    activations = max(kept + activations_of_stage.peak, activations_of_stage.end)
     return Memory(
         parameters=parameters,
         gradients=sum(gradients.values()),
@@ -78,23 +78,29 @@ def stage_memory(plan: PlanRecord, stage: int) -> Memory:
         masters=sum(step.master_bytes for step in updates),
         activations=activations,
         snapshots=plan.copies * _written(plan, stage) if plan.copies else 0,
-        not_at_once=activations - max(kept + own.above, own.end),
+        not_at_once=activations - max(kept + activations_of_stage.above, activations_of_stage.end),
     )
 
 
 def rank_memory(plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory]) -> Memory:
     """The memory of the fullest rank of these ``stages``; ``each``: the memory of each stage
     alone."""
-    whole = Memory(*map(sum, zip(*map(astuple, each), strict=True)))
+    total = Memory(*map(sum, zip(*map(astuple, each), strict=True)))
     if len(stages) < 2 or plan.timetable is None:
-        return whole
-    own = [_activations(plan, stage, waiting_gradients(plan, stage)) for stage in stages]
+        return total
+    activations_by_stage = [
+        _activations(plan, stage, waiting_gradients(plan, stage)) for stage in stages
+    ]
     most = max(
-        own[running].above + sum(kept * of.saved for kept, of in zip(held, own, strict=True))
+        activations_by_stage[running].above
+        + sum(kept * of.saved for kept, of in zip(held, activations_by_stage, strict=True))
         for running, held in plan.timetable.held(stages)
     )
-    at_once = max(sum(of.once for of in own) + most, sum(of.end for of in own))
-    return replace(whole, not_at_once=whole.activations - at_once)
+    at_once = max(
+        sum(of.once for of in activations_by_stage) + most,
+        sum(of.end for of in activations_by_stage),
+    )
+    return replace(total, not_at_once=total.activations - at_once)
 
 
 def _written(plan: PlanRecord, stage: int) -> int:
@@ -119,7 +125,7 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
     producers = {name: step for step in plan.steps for name in step.gives}
     state = {item.label for item in plan.inputs if item.kind in _STATE}
     specs = plan.value_specs()
-    found: dict[str, int] = {}
+    waiting: dict[str, int] = {}
     for output in plan.outputs:
         if output.kind != "gradient" or output.of not in state:
             continue
@@ -127,21 +133,21 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
             if at == stage:
                 names = _accumulated(value, producers)
                 # reduced in place; one that is left in float32 is larger than its parts
-                found[names[-1]] = max(specs[name].max_local_nbytes for name in names)
-    return found
+                waiting[names[-1]] = max(specs[name].max_local_nbytes for name in names)
+    return waiting
 
 
 def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
     """The values from a finished gradient back, past its reductions, to the result of the
     backward."""
-    found = [value]
+    chain = [value]
     while True:
-        value = found[-1]
+        value = chain[-1]
         match producers.get(value):
             case Redistribute(results=results, operands=operands, phase="optimizer"):
-                found.append(operands[results.index(value)])
+                chain.append(operands[results.index(value)])
             case _:
-                return found
+                return chain
 
 
 def _flat(step: Redistribute) -> int:
@@ -216,8 +222,10 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
     values.nbytes.update((values.storage[v], 0) for v in uncounted if v in values.storage)
     once = sum(values.nbytes[name] for name in always)
     made = [[n for n, _ in _made(step, stage) if values.storage[n] == n] for step in walk]
-    own = {values.storage[v]: nbytes for v, nbytes in gradients.items() if v in values.storage}
-    coming = [sum(own.get(name, 0) for name in names) for names in made]
+    gradient_bytes = {
+        values.storage[v]: nbytes for v, nbytes in gradients.items() if v in values.storage
+    }
+    coming = [sum(gradient_bytes.get(name, 0) for name in names) for names in made]
     saved, peak, above = _peaks(made, coming, values, frozenset(always), first_backward)
     return _Activations(once, saved, peak, above, _end(plan, stage, sum(gradients.values())))
 

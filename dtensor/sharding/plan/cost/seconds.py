@@ -54,7 +54,7 @@ def step_times(plan: PlanRecord, step: Step) -> int:
 
 def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:
     """Every step that communicates, in program order."""
-    return tuple(found for step in plan.steps for found in collectives_of(plan, step))
+    return tuple(collective for step in plan.steps for collective in collectives_of(plan, step))
 
 
 def collectives_of(plan: PlanRecord, step: Step) -> tuple[PlannedCollective, ...]:

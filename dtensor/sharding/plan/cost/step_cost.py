@@ -52,11 +52,11 @@ class Resized:
 
     def factor(self, axes: frozenset[str]) -> float:
         """How much larger a shard is that these axes split."""
-        found = 1.0
+        factor = 1.0
         for axis, size in self.sizes.items():
             if axis in axes:
-                found *= self.planned[axis] / size
-        return found
+                factor *= self.planned[axis] / size
+        return factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]
     if result not in bases:
         return ()
     others = tuple(spec for at, spec in enumerate(specs) if at != bases[result])
-    found = writes_of(step.op.call)
-    assert found is not None
+    writes = writes_of(step.op.call)
+    assert writes is not None
     whole = specs[bases[result]]
-    return (*others, *others) if found.partial else (*specs, whole)
+    return (*others, *others) if writes.partial else (*specs, whole)

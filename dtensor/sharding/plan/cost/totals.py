@@ -153,11 +153,11 @@ class PlanTotals:
     # -- of stages, of ranks -------------------------------------------------------------------
 
     def _sent_by_rank(self, part: Callable[[Key], K]) -> dict[K, tuple[SentTotals, ...]]:
-        found: dict[K, list[SentTotals]] = {}
+        sent: dict[K, list[SentTotals]] = {}
         for key, stages in self.sent.items():
-            before = found.get(part(key), [SentTotals()] * len(stages))
-            found[part(key)] = [a + b for a, b in zip(before, stages, strict=True)]
-        return {key: self._by_rank(stages, SentTotals()) for key, stages in found.items()}
+            before = sent.get(part(key), [SentTotals()] * len(stages))
+            sent[part(key)] = [a + b for a, b in zip(before, stages, strict=True)]
+        return {key: self._by_rank(stages, SentTotals()) for key, stages in sent.items()}
 
     def _by_rank(self, stages: Sequence[A], none: A) -> tuple[A, ...]:
         """Sums over the stages that each rank hosts."""

@@ -8,7 +8,7 @@ wanted of it by one-axis moves. All-reduces of gradients over one axis share buc
 of a parameter that several stages use are summed over those stages; then come the norm and the
 updates.
 
-What parameters that are stored split add to that is in as_stored.py.
+What parameters that are stored split add to that is in stored_gradients.py.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dtensor.numerics import is_narrow
-from dtensor.sharding.plan.choose.question import AxisChoice
+from dtensor.sharding.plan.choose.axis_problem import AxisChoice
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
-from dtensor.sharding.plan.emit.as_stored import regather, scatter_early
+from dtensor.sharding.plan.emit.stored_gradients import regather, scatter_early
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
 from dtensor.sharding.plan.precision import accumulated, left_in_float32, rounded, widened
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
@@ -85,16 +85,18 @@ def _planned(
     request: Request, item: Input, spec: TensorSpec, chosen: Sequence[AxisChoice]
 ) -> PlannedInput:
     """An input that is used as ``spec``, with how it is stored."""
-    found = PlannedInput(item.name, item.label, item.kind, spec, item.stages)
+    planned_input = PlannedInput(item.name, item.label, item.kind, spec, item.stages)
     crooked = tuple(c.misaligned[item.name] for c in chosen if item.name in c.misaligned)
     if crooked:
         pinned = spec.with_placements(**{m.axis: m.placement for m in crooked})
-        found = replace(found, misaligned=crooked, pinned=pinned)
+        planned_input = replace(planned_input, misaligned=crooked, pinned=pinned)
     is_split = item.kind == "parameter" and item.label not in request.stored_whole
     if request.zero is not None and is_split:
         axis, level = request.zero
-        found = replace(found, stored=stored_spec(found.base, axis), zero=level)
-    return found
+        planned_input = replace(
+            planned_input, stored=stored_spec(planned_input.base, axis), zero=level
+        )
+    return planned_input
 
 
 # -- outputs ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dtensor.sharding.plan.choose.question import AxisChoice
+from dtensor.sharding.plan.choose.axis_problem import AxisChoice
 from dtensor.sharding.plan.dataflow import Op
 from dtensor.sharding.plan.precision import accumulated, rounded
 from dtensor.sharding.plan.request import Request
@@ -70,8 +70,10 @@ class Emitter:
 
     # -- one op ---------------------------------------------------------------------------------
 
-    def compute(self, op: Op, made: tuple[str | None, ...], stage: int, phase: StepPhase) -> None:
-        """The op at ``stage``, its results called ``made``."""
+    def compute(
+        self, op: Op, result_names: tuple[str | None, ...], stage: int, phase: StepPhase
+    ) -> None:
+        """The op at ``stage``, its results called ``result_names``."""
         strategies = {c.axis: c.strategies[op.name] for c in self.chosen}
         by = Reader(stage, phase, op.source, f"{op.name} needs it")
         operands: list[Copy] = []
@@ -96,7 +98,7 @@ class Emitter:
                 rule=self.rules[op.name],
                 operands=tuple(copy.name for copy in operands),
                 operand_specs=tuple(copy.spec for copy in operands),
-                results=made,
+                results=result_names,
                 result_specs=results,
                 phase=phase,
                 stage=stage,
@@ -105,7 +107,7 @@ class Emitter:
                 flops=self.rules[op.name].flops // work,
             )
         )
-        for value, name, spec in zip(op.results, made, results, strict=True):
+        for value, name, spec in zip(op.results, result_names, results, strict=True):
             if value is not None and name is not None and spec is not None:
                 self.add(value, Copy(name, spec, stage, once, phase))
 
@@ -126,8 +128,8 @@ class Emitter:
         here = self.on(value, by.stage)
         if not here and producer is not None and rearranges(producer, self.rules[producer.name]):
             # what crosses is the value itself, once; its views are taken where they are used
-            made = (self.fresh(f"{value}_at{by.stage}"),)
-            self.compute(producer, made, by.stage, by.phase)
+            result_names = (self.fresh(f"{value}_at{by.stage}"),)
+            self.compute(producer, result_names, by.stage, by.phase)
             here = self.on(value, by.stage)
         if here:
             copy, path = self._cheapest(here, wanted)

@@ -83,8 +83,8 @@ class _Gathering:
                 self._expect(value, stage, _when_used(output))
         for step in kept:
             reads = [(at, value) for at, value in _uses(step) if self._depends(value)]
-            found = {value: self.read(value, at, _when(step)) for at, value in reads}
-            self.steps.append(step.reading(found) if found else step)
+            names = {value: self.read(value, at, _when(step)) for at, value in reads}
+            self.steps.append(step.reading(names) if names else step)
         outputs = [
             replace(o, values=tuple((s, self.read(v, s, _when_used(o))) for s, v in o.values))
             for o in self.plan.outputs
@@ -156,8 +156,8 @@ class _Gathering:
     def _repeat(self, maker: Compute | Redistribute, stage: int, when: When) -> None:
         operands = {name: self.read(name, stage, when) for name in maker.reads}
         results = {name: self._named(name, stage, when) for name in maker.gives}
-        made = maker.reading(operands).giving(results)
-        self.steps.append(replace(made, phase=_phase(when), stage=stage, once=when == "once"))
+        repeated = maker.reading(operands).giving(results)
+        self.steps.append(replace(repeated, phase=_phase(when), stage=stage, once=when == "once"))
 
     def _named(self, value: str, stage: int, when: When) -> str:
         name = unused(value, self.names)
@@ -180,7 +180,7 @@ class _Gathering:
         items = [self.split[self._base(member)[0]] for member in group.members]
         values = [self._shard(member, stage, when) for member in group.members]
         for axis in _axes(items[0]):
-            found = [
+            moves = [
                 Move("all_gather", axis, spec, spec.with_placements(**{axis: used}))
                 for (_, spec), item in zip(values, items, strict=True)
                 for used in (item.spec.placement(axis),)
@@ -192,7 +192,7 @@ class _Gathering:
                     bucket=unused(f"parameters_{axis}", self.names),
                     results=tuple(results),
                     operands=tuple(name for name, _ in values),
-                    moves=tuple(found),
+                    moves=tuple(moves),
                     stage=stage,
                     of=tuple(item.label for item in items),
                     phase=_phase(when),
@@ -200,7 +200,7 @@ class _Gathering:
                     source=", ".join(dict.fromkeys(lines)),
                 )
             )
-            values = [(name, move.dst) for name, move in zip(results, found, strict=True)]
+            values = [(name, move.dst) for name, move in zip(results, moves, strict=True)]
         for member, (name, _) in zip(group.members, values, strict=True):
             self.copies[member, (stage, when)] = name
 
@@ -251,14 +251,14 @@ def _on_shard(
     cast: Compute, axes: Sequence[str], held: TensorSpec
 ) -> tuple[tuple[str, Strategy], ...]:
     """The strategies of a cast that is made on what is stored, split over ``axes`` too."""
-    found = dict(cast.strategies)
+    strategies = dict(cast.strategies)
     for axis in axes:
         placed = held.placement(axis)
         assert isinstance(placed, Shard)
         split = through(cast.rule, 0, placed, held.mesh.axis_size(axis))
         assert isinstance(split, Strategy), "a cast goes through wherever its operand is cut"
-        found[axis] = split
-    return tuple(found.items())
+        strategies[axis] = split
+    return tuple(strategies.items())
 
 
 def _narrows(step: Compute) -> bool:

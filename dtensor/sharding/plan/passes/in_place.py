@@ -57,29 +57,31 @@ def in_place(plan: PlanRecord) -> PlanRecord:
         item.label: item for item in plan.inputs if item.kind in ("parameter", "buffer", "argument")
     }
     producers = {name: step for step in plan.steps for name in step.gives}
-    found = [
+    writes = [
         _Storage(plan, inputs[str(o.of)], stage, value, producers).judged()
         for o in plan.outputs
         if o.kind == "mutation"
         for stage, value in o.values
     ]
-    changed = {write.name for write in found}
-    made = _Made(producers)
+    changed = {write.name for write in writes}
+    made_values = _Made(producers)
     while True:  # a write that is demoted may make another one safe, never unsafe
-        written = [write.name for write in found if write.how == "in place"]
-        unsafe = next((w for w in found if w.how == "in place" and not made.safe(w, written)), None)
+        written = [write.name for write in writes if write.how == "in place"]
+        unsafe = next(
+            (w for w in writes if w.how == "in place" and not made_values.safe(w, written)), None
+        )
         if unsafe is None:
             break
         why = "its position depends on a message, or on another write before the commit"
-        found[found.index(unsafe)] = _copied(plan, unsafe, why)
-    for number, write in enumerate(found):
+        writes[writes.index(unsafe)] = _copied(plan, unsafe, why)
+    for number, write in enumerate(writes):
         others = changed - {*written, write.name}
-        if write.how == "at the commit" and made.given(write) & others:
+        if write.how == "at the commit" and made_values.given(write) & others:
             write = _copied(plan, write, "it reads another value that changes at the commit")
         if write.how == "copied":
             write = replace(write, shares=bool(roots(write.value, producers) & changed))
-        found[number] = write
-    return replace(plan, state_writes=tuple(found))
+        writes[number] = write
+    return replace(plan, state_writes=tuple(writes))
 
 
 def _copied(plan: PlanRecord, write: StateWrite, why: str) -> StateWrite:
@@ -163,8 +165,8 @@ class _Storage:
         if item.held != item.spec or not self._traced(self.value):
             raise _Kept("no op writes to the old contents under their placement")
         shape, dtype = item.spec.shape, item.spec.dtype
-        whole = torch.empty(shape, dtype=dtype, device="meta")
-        self.aliases[item.name] = _Alias(0, (_place(whole),), whole)
+        storage = torch.empty(shape, dtype=dtype, device="meta")
+        self.aliases[item.name] = _Alias(0, (_place(storage),), storage)
         for step in self.plan.steps:
             self._step(step)
         for output in self.plan.outputs:
@@ -184,13 +186,13 @@ class _Storage:
         assert spec is not None
         if any(isinstance(p, Partial) for p in spec.placements):
             return False
-        found = writes_of(step.op.call)
-        if found is None:
+        op_writes = writes_of(step.op.call)
+        if op_writes is None:
             known = _is_view(step) and self._traced(step.operands[0])
             if known:
                 self.chain[value] = None
             return known
-        for base in found.base:
+        for base in op_writes.base:
             held = step.operand_specs[base]
             fits = (held.shape, held.dtype) == (spec.shape, spec.dtype) and alike(held, spec)
             if fits and self._traced(step.operands[base]):
@@ -282,9 +284,9 @@ class _Storage:
     def _known(self, name: str) -> OpWrites:
         step = self.producers[name]
         assert isinstance(step, Compute)
-        found = writes_of(step.op.call)
-        assert found is not None
-        return found
+        op_writes = writes_of(step.op.call)
+        assert op_writes is not None
+        return op_writes
 
 
 # -- views -----------------------------------------------------------------------------------------
@@ -312,11 +314,11 @@ def _is_view(step: Compute) -> bool:
     return step.op.call.name.rpartition(".")[0] in _VIEWS
 
 
-def _viewed(call: OpCall, whole: Any) -> torch.Tensor | None:
+def _viewed(call: OpCall, storage: Any) -> torch.Tensor | None:
     """The view of a meta tensor; None where it is a copy."""
-    args = [whole if isinstance(a, Operand) else a for a in call.args]
+    args = [storage if isinstance(a, Operand) else a for a in call.args]
     seen: Any = call.target(*args, **dict(call.kwargs))
-    return seen if seen.untyped_storage()._cdata == whole.untyped_storage()._cdata else None
+    return seen if seen.untyped_storage()._cdata == storage.untyped_storage()._cdata else None
 
 
 def _as_view(call: OpCall) -> OpCall:
@@ -359,16 +361,16 @@ class _Made:
 
     def given(self, write: StateWrite) -> set[str]:
         """The inputs whose storage the written values, and the positions, may share."""
-        found: set[str] = set()
+        storages: set[str] = set()
         for name, base in write.writes:
             others = (v for at, v in enumerate(self.producers[name].reads) if at != base)
-            found |= {root for v in others for root in roots(v, self.producers)}
-        return found
+            storages |= {root for v in others for root in roots(v, self.producers)}
+        return storages
 
     def _positions(self, name: str) -> Iterator[str]:
         step = self.producers[name]
         assert isinstance(step, Compute)
-        found = writes_of(step.op.call)
-        assert found is not None
-        for at in found.positions:
+        op_writes = writes_of(step.op.call)
+        assert op_writes is not None
+        for at in op_writes.positions:
             yield step.operands[at]

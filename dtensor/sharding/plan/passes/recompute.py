@@ -57,16 +57,16 @@ def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
 
 def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
     """Op name to the name of its region, for forward ops that are in one."""
-    found: dict[str, str] = {}
+    regions: dict[str, str] = {}
     marked: dict[int, list[Op]] = {}
     for op in ops:
         if op.phase == "forward":
             call = next((c for c in op.calls if c.partition("@")[0] in modules), None)
             if call is not None:
-                found[op.name] = call
+                regions[op.name] = call
             elif op.checkpoint is not None:
                 marked.setdefault(op.checkpoint, []).append(op)
-    taken = set(found.values())
+    taken = set(regions.values())
     sizes = Counter(call for op in ops if op.phase == "forward" for call in op.calls)
     for number, members in marked.items():
         # of `checkpoint(block, x)` the call of the block: the outermost that holds it alone
@@ -74,8 +74,8 @@ def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
         name = next((c for c in shared if sizes[c] == len(members)), f"checkpoint {number}")
         name = name if name not in taken else f"checkpoint {number}"
         taken.add(name)
-        found.update((op.name, name) for op in members)
-    return found
+        regions.update((op.name, name) for op in members)
+    return regions
 
 
 @dataclass(slots=True)
@@ -124,8 +124,8 @@ class _Recompute:
                 case Compute(op=op):
                     home = (self.names[op.name], step.stage) if op.name in self.names else None
                 case Redistribute() if step.is_free:
-                    found = readers.get(step.name, set())
-                    home = next(iter(found)) if len(found) == 1 else None
+                    regions = readers.get(step.name, set())
+                    home = next(iter(regions)) if len(regions) == 1 else None
                 case _:
                     continue
             for name in step.gives:
@@ -178,27 +178,27 @@ class _Recompute:
     def _repeat(self, values: Sequence[str]) -> None:
         """Repeat the steps that make ``values``, in program order, unless they were repeated
         already."""
-        found: dict[int, Repeatable] = {}
+        makers: dict[int, Repeatable] = {}
         waiting = [name for name in values if name not in self.again]
         while waiting:
             at, step = self.makers[waiting.pop()]
-            if at not in found:
-                found[at] = step
+            if at not in makers:
+                makers[at] = step
                 waiting.extend(
                     name for name in step.reads if name in self.needed and name not in self.again
                 )
-        for at in sorted(found):
-            self._lay_down(found[at])
+        for at in sorted(makers):
+            self._lay_down(makers[at])
 
     def _lay_down(self, step: Repeatable) -> None:
-        own = [name for name in step.gives if name in self.needed]
-        home = self.homes[own[0]]
+        needed = [name for name in step.gives if name in self.needed]
+        home = self.homes[needed[0]]
         assert home is not None
-        for name in own:
+        for name in needed:
             self.again[name] = unused(f"{name}_again", self.taken)
-        made = replace(step.reading(self.again).giving(self.again), phase="backward")
-        self.repeats.setdefault(home, []).append(made)
-        self.steps.append(made)
+        repeated = replace(step.reading(self.again).giving(self.again), phase="backward")
+        self.repeats.setdefault(home, []).append(repeated)
+        self.steps.append(repeated)
 
     # -- the regions as data
     # -------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class _Recompute:
                 if home is not None and home in read:
                     read[home][name] = None
         order = {name: at for at, name in enumerate(dict.fromkeys(self.names.values()))}
-        found: list[Region] = []
+        regions: list[Region] = []
         some = {name for name, _ in self.repeats}
         keys = {h for h in self.homes.values() if h is not None and h[0] not in some}
         keys.update(self.repeats)
@@ -234,7 +234,7 @@ class _Recompute:
             steps = self.repeats.get(key, [])
             values = (bases.get(name, name) for name in read.get(key, ()))
             saved = dict.fromkeys(name for name in values if name not in always)
-            found.append(
+            regions.append(
                 Region(
                     name=key[0],
                     stage=key[1],
@@ -247,13 +247,13 @@ class _Recompute:
                     flops=sum(step.flops for step in steps if isinstance(step, Compute)),
                 )
             )
-        return tuple(found)
+        return tuple(regions)
 
 
 def _bases(plan: PlanRecord) -> dict[str, str]:
     """By view, the value of which it is a view in the end."""
-    found: dict[str, str] = {}
+    bases: dict[str, str] = {}
     for step in plan.steps:
         if (base := step.viewed) is not None:
-            found.update((name, found.get(base, base)) for name in step.gives)
-    return found
+            bases.update((name, bases.get(base, base)) for name in step.gives)
+    return bases

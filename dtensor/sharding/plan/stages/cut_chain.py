@@ -74,18 +74,18 @@ class Chain:
     def costs(self, bounds: Sequence[int]) -> tuple[int, ...]:
         """The cost of each part."""
         part = {u: k for k in range(len(bounds) - 1) for u in range(bounds[k], bounds[k + 1])}
-        found = [sum(self.own[i:j]) for i, j in itertools.pairwise(bounds)]
+        costs = [sum(self.own[i:j]) for i, j in itertools.pairwise(bounds)]
         for item in self.shared:
             for k in {part[u] for u in item.units}:
-                found[k] += item.cost
+                costs[k] += item.cost
         for item in self.tied:
             parts = {part[u] for u in item.units}
             for k in parts if len(parts) > 1 else ():
-                found[k] += item.cost
+                costs[k] += item.cost
         for item in self.sent:
             others = {part[u] for u in item.readers} - {part[item.unit]}
-            found[part[item.unit]] += item.cost * len(others)
-        return tuple(found)
+            costs[part[item.unit]] += item.cost * len(others)
+        return tuple(costs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,41 +137,41 @@ def partition(
 
 def _any(items: Sequence[SharedCost], num: int) -> Table:
     """The cost for each part of the items of which it has any unit."""
-    found = np.zeros((num, num + 1), np.int64)
+    table = np.zeros((num, num + 1), np.int64)
     for item in items:
         before = -1
         for unit in item.units:
-            found[before + 1 : unit + 1, unit + 1 :] += item.cost
+            table[before + 1 : unit + 1, unit + 1 :] += item.cost
             before = unit
-    return found
+    return table
 
 
 def _fixed(chain: Chain) -> Table:
     num = len(chain.own)
     sums = np.concatenate([[0], np.cumsum(np.array(chain.own, np.int64))])
-    found = sums[None, :] - sums[:num, None] + _any((*chain.shared, *chain.tied), num)
+    table = sums[None, :] - sums[:num, None] + _any((*chain.shared, *chain.tied), num)
     for item in chain.tied:  # all of the units: no sum is needed
-        found[: item.units[0] + 1, item.units[-1] + 1 :] -= item.cost
-    return found
+        table[: item.units[0] + 1, item.units[-1] + 1 :] -= item.cost
+    return table
 
 
 def _sent(chain: Chain) -> Table:
     """The cost for each part of values that other parts read, as if one part read each."""
     num = len(chain.own)
-    found = np.zeros((num, num + 1), np.int64)
+    table = np.zeros((num, num + 1), np.int64)
     for item in chain.sent:
         first, last = min(item.unit, *item.readers), max(item.unit, *item.readers)
-        found[: item.unit + 1, item.unit + 1 :] += item.cost
-        found[: first + 1, last + 1 :] -= item.cost
-    return found
+        table[: item.unit + 1, item.unit + 1 :] += item.cost
+        table[: first + 1, last + 1 :] -= item.cost
+    return table
 
 
 def _may_be(chain: Chain) -> NDArray[np.bool_]:
     num = len(chain.own)
-    found = np.arange(num)[:, None] < np.arange(num + 1)[None, :]
+    table = np.arange(num)[:, None] < np.arange(num + 1)[None, :]
     for unit, end in chain.barred:
-        found[: unit + 1, end] = False
-    return found
+        table[: unit + 1, end] = False
+    return table
 
 
 def _memory(chain: Chain, num_parts: int, in_flight: Sequence[int]) -> list[Table]:
@@ -252,8 +252,8 @@ def _searched(
         nodes += 1
         part = len(bounds) - 1
         if part == num_parts:
-            if bounds[-1] == num and (found := max(chain.costs(bounds))) < least:
-                best, least = bounds, found
+            if bounds[-1] == num and (dearest := max(chain.costs(bounds))) < least:
+                best, least = bounds, dearest
             continue
         first = bounds[-1]
         ends = [

@@ -64,15 +64,15 @@ def chain_of(
     pricing.walk()
     num = parts.num_stages
     pricing.cross()
-    own = [0] * num
+    cost_of_unit = [0] * num
     shared: list[SharedCost] = []
     for units, cost in pricing.costs.items():
         if len(units) == 1:
-            own[units[0]] += cost
+            cost_of_unit[units[0]] += cost
         elif units:
             shared.append(SharedCost(cost, units))
     return Chain(
-        own=tuple(own),
+        own=tuple(cost_of_unit),
         shared=tuple(shared),
         sent=tuple(pricing.sent),
         tied=tuple(pricing.ties()),
@@ -121,10 +121,10 @@ class UnitPricing:
 
     def walk(self) -> None:
         self.rules = {s.op.name: s.rule for s in self.whole.steps if isinstance(s, Compute)}
-        found: dict[str, list[int]] = {}
+        stages_of: dict[str, list[int]] = {}
         for op in self.parts.ops:
-            found.setdefault(op.copy_of or op.name, []).append(op.stage)
-        self.at = {name: tuple(sorted(set(stages))) for name, stages in found.items()}
+            stages_of.setdefault(op.copy_of or op.name, []).append(op.stage)
+        self.at = {name: tuple(sorted(set(stages))) for name, stages in stages_of.items()}
         waiting: list[int] = []  # conversions, made for the next op
         for index, step in enumerate(self.whole.steps):
             if _converts(step) and step.phase != "optimizer":
@@ -199,13 +199,13 @@ class UnitPricing:
                 root = self._root(name)
                 if root in makers and makers[root].stage != op.stage:
                     read.setdefault(root, set()).add(op.stage)
-        for name, found in read.items():
+        for name, readers in read.items():
             if name in specs:
                 maker = makers[name]
                 yield Crossing(
                     spec=specs[name],
                     unit=maker.stage,
-                    readers=tuple(sorted(found)),
+                    readers=tuple(sorted(readers)),
                     phase=maker.phase,
                     times=often.get(name, 1),
                 )
@@ -226,8 +226,8 @@ class UnitPricing:
             if not isinstance(step, Compute):
                 continue
             pairs = zip(step.op.operands, step.operand_specs, strict=True)
-            made = zip(step.op.results, step.result_specs, strict=True)
-            for name, spec in (*pairs, *made):
+            results = zip(step.op.results, step.result_specs, strict=True)
+            for name, spec in (*pairs, *results):
                 if name is not None and spec is not None:
                     # it is sent where it is smallest between maker and reader
                     known = specs.setdefault(name, spec)
@@ -261,23 +261,23 @@ class UnitPricing:
 
     def held(self) -> dict[Units, int]:
         """Bytes of parameters, gradients and the optimizer's state, by units that use them."""
-        found: defaultdict[Units, int] = defaultdict(int)
+        bytes_by_units: defaultdict[Units, int] = defaultdict(int)
         trained = self._trained()
         for item in self.whole.inputs:
             if item.label in self.uses:
-                found[self.uses[item.label]] += item.held.max_local_nbytes
-                found[self.uses[item.label]] += trained.get(item.label, 0)
+                bytes_by_units[self.uses[item.label]] += item.held.max_local_nbytes
+                bytes_by_units[self.uses[item.label]] += trained.get(item.label, 0)
         for step in updates_of(self.whole.steps):
             if step.parameter in self.uses:
-                found[self.uses[step.parameter]] += step.state_bytes + step.master_bytes
-        return found
+                bytes_by_units[self.uses[step.parameter]] += step.state_bytes + step.master_bytes
+        return bytes_by_units
 
     def kept(self) -> dict[Units, int]:
         """Bytes of one microbatch that its backward reads, by units of the backward that do."""
-        found: defaultdict[Units, int] = defaultdict(int)
+        bytes_by_units: defaultdict[Units, int] = defaultdict(int)
         for spec, units in self.kept_values():
-            found[units] += spec.max_local_nbytes
-        return found
+            bytes_by_units[units] += spec.max_local_nbytes
+        return bytes_by_units
 
     def kept_values(self) -> Iterator[tuple[TensorSpec, Units]]:
         """The values of a microbatch's forward that its backward reads, and the units that do."""

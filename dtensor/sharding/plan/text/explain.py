@@ -56,8 +56,8 @@ class PlanIndex:
             for name in dict.fromkeys(step.reads):
                 self.readers[name].append(step)
         self.opened: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-        for axis, found in plan.opened:
-            for number, each in enumerate(found):
+        for axis, opened in plan.opened:
+            for number, each in enumerate(opened):
                 for name in each.reached:
                     self.opened[axis, name][number] = each.by
         self._more: dict[str, list[str]] = defaultdict(list)  # why it runs again, or is saved
@@ -92,10 +92,10 @@ class PlanIndex:
 
     def openers(self, axis: str, values: Sequence[str]) -> list[str]:
         """The pins on the axis that reach one of the values, as the user wrote them."""
-        found: dict[int, str] = {}
+        pins: dict[int, str] = {}
         for value in values:
-            found |= self.opened.get((axis, value), {})
-        return list(dict.fromkeys(found[number] for number in sorted(found)))
+            pins |= self.opened.get((axis, value), {})
+        return list(dict.fromkeys(pins[number] for number in sorted(pins)))
 
     def _of_region(self, region: Region) -> None:
         """Which values run again, or are there because others do."""

@@ -65,8 +65,8 @@ class Run:
 
 def runs_of(plan: PlanRecord, lists: Iterable[Sequence[Step]]) -> list[list[Run]]:
     """The runs of each list, in order; a list may read values of those before it."""
-    found = _Found({item.name: item.label for item in plan.inputs})
-    return [_List(found, steps).runs() for steps in lists]
+    places = _Found({item.name: item.label for item in plan.inputs})
+    return [_List(places, steps).runs() for steps in lists]
 
 
 # A name that two layers may spell differently: (kind, name) with the kinds "value", "label" and
@@ -110,7 +110,7 @@ class _List:
             self.at.setdefault(key, []).append(index)
 
     def runs(self) -> list[Run]:
-        found: list[Run] = []
+        runs: list[Run] = []
         start = 0
         while start < len(self.steps):
             period, extent = self._periodic(start)
@@ -121,7 +121,7 @@ class _List:
             run = self._run(begin, period, (start + extent - begin) // period)
             match run:
                 case Run():
-                    found.append(run)
+                    runs.append(run)
                     start = run.stop
                 case "not numbered":
                     start += extent
@@ -129,7 +129,7 @@ class _List:
                     start += period if extent >= 3 * period else 1
                 case _:
                     assert_never(run)
-        return found
+        return runs
 
     def _periodic(self, start: int) -> tuple[int, int]:
         """(period, steps) of the repetition from ``start`` on that folds most steps; zeros if none.
@@ -183,15 +183,17 @@ class _List:
                 now.append([self._relations(a, b, own, layer) for a, b in pairs])
                 if agreed:
                     now[-1] = [_both(x, y) for x, y in zip(agreed[offset], now[-1], strict=True)]
-            if not all(relations for found in now for relations in found):
+            if not all(relations for relations_of in now for relations in relations_of):
                 break
             agreed, layers = now, layer + 1
-        if layers == 1 or any(_OUTSIDE in relations for found in agreed for relations in found):
+        if layers == 1 or any(
+            _OUTSIDE in relations for relations_of in agreed for relations in relations_of
+        ):
             return "not alike"
         numbered = [
             (offset, number, relation)
-            for offset, found in enumerate(agreed)
-            for number, relations in enumerate(found)
+            for offset, relations_of in enumerate(agreed)
+            for number, relations in enumerate(relations_of)
             for relation in relations
             if relation[0] == "label"
         ]
@@ -212,8 +214,8 @@ class _List:
             for (offset, number), name in sorted(places.items())
             if any(
                 relation[:3] == ("own", offset, number) and relation[3]
-                for found in agreed
-                for relations in found
+                for relations_of in agreed
+                for relations in relations_of
                 for relation in relations
             )
         ]
@@ -223,7 +225,7 @@ class _List:
             count=layers,
             shown=shown,
             first=", ".join(collapse(dict.fromkeys(names[shown]))),
-            layers=collapse(dict.fromkeys(name for found in names for name in found)),
+            layers=collapse(dict.fromkeys(name for relations_of in names for name in relations_of)),
             passed=tuple(dict.fromkeys(passed)),
         )
 
@@ -231,13 +233,13 @@ class _List:
         """Whether each name that the layer reads is related in one way: a value that all layers
         read may also be the one passed to the first."""
         ways: dict[_Ref, set[_Relation]] = {}
-        for offset, found in enumerate(agreed):
-            for ref, relations in zip(self.refs[start + offset], found, strict=True):
+        for offset, relations_of in enumerate(agreed):
+            for ref, relations in zip(self.refs[start + offset], relations_of, strict=True):
                 ways[ref] = ways.get(ref, relations) & relations
         return all(ways.values())
 
     def _relations(
-        self, a: _Ref, b: _Ref, own: dict[str, tuple[int, int, int]], layer: int
+        self, a: _Ref, b: _Ref, places: dict[str, tuple[int, int, int]], layer: int
     ) -> set[_Relation]:
         """Every relation of ``b``, a name in ``layer``, to ``a`` in the layer before."""
         (kind, first), (_, second) = a, b
@@ -247,8 +249,8 @@ class _List:
         if kind == "label":
             return _label_relations(first, second)
         if first == second:
-            return set() if first in own else {_SAME}
-        place, after = own.get(first), own.get(second)
+            return set() if first in places else {_SAME}
+        place, after = places.get(first), places.get(second)
         if after is not None:
             # from the same number of layers back, or passed to the first layers from outside
             passed = place is None and after[0] == 0
@@ -258,13 +260,13 @@ class _List:
         labels = self.found.labels
         if first in labels and second in labels:
             return _label_relations(labels[first], labels[second])
-        found: set[_Relation] = {
+        relations: set[_Relation] = {
             ("of", run, offset, index, later[1] - layer)
             for run, layer, offset, index in self.found.places.get(first, ())
             for later in self.found.places.get(second, ())
             if (later[0], *later[2:]) == (run, offset, index)
         }
-        return found or ({_OUTSIDE} if place is None else set())
+        return relations or ({_OUTSIDE} if place is None else set())
 
     def _register(
         self, start: int, period: int, count: int, agreed: Sequence[Sequence[set[_Relation]]]
@@ -277,8 +279,8 @@ class _List:
             layer, offset = divmod(index - start, period)
             for number, name in enumerate(self.steps[index].gives):
                 places.setdefault(name, []).append((run, layer, offset, number))
-        for offset, found in enumerate(agreed):
-            for at, relations in enumerate(found):
+        for offset, relations_of in enumerate(agreed):
+            for at, relations in enumerate(relations_of):
                 for relation in relations:
                     match relation:
                         case ("own", int() as made, int() as number, int() as back):

@@ -5,7 +5,7 @@
 
 Invariants: nothing for a step whose axes each split an input, the stages, what zero stores or a
 tenth of the parameters, and whose pairs are the right way round. Not here: the comparison of two
-plans (plan/swapped.py).
+plans (plan/swapped_pairs.py).
 """
 
 from __future__ import annotations

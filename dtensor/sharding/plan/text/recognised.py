@@ -20,9 +20,11 @@ from dtensor.sharding.plan.text.words import table
 _NOTHING = "nothing of this program is a pattern that is looked for"
 
 
-def recognised_text(found: Iterable[Recognised]) -> str:
+def recognised_text(recognised: Iterable[Recognised]) -> str:
     """The two tables; a sentence where both are empty."""
-    counts = Counter((each.op or each.what, _place(each), _why(each), each.op) for each in found)
+    counts = Counter(
+        (each.op or each.what, _place(each), _why(each), each.op) for each in recognised
+    )
     parts: list[str] = []
     for title, wanted in (("recognised", True), ("as written", False)):
         rows = [

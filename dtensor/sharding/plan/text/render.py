@@ -101,14 +101,14 @@ def render(
             text += ["", f"stage {stage} of {plan.num_stages}    {_ranks(plan, stage)}"]
         text += ["", "inputs", *_inputs(plan, stage)]
         sections: dict[str, list[Line | str]] = {
-            name: lines(stage, name, own) if lines else [line_of(plan, s, stage) for s in own]
-            for name, own in steps_by_section(plan, stage).items()
+            name: lines(stage, name, steps) if lines else [line_of(plan, s, stage) for s in steps]
+            for name, steps in steps_by_section(plan, stage).items()
         }
         sections["optimizer"] += [*_updates(plan, stage), *sections.pop(UPDATED)]
-        widths = _widths([line for found in sections.values() for line in found])
-        for name, found in sections.items():
-            if found:
-                text += ["", _title(plan, name), *_columns(found, widths)]
+        widths = _widths([line for section_lines in sections.values() for line in section_lines])
+        for name, section_lines in sections.items():
+            if section_lines:
+                text += ["", _title(plan, name), *_columns(section_lines, widths)]
         if written := _state_writes(plan, stage):
             text += ["", _title(plan, "state that is written"), *written]
     if plan.schedule:
@@ -127,12 +127,12 @@ def hint_lines(plan: PlanRecord) -> list[str]:
 
 def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
     """The printed steps of a stage, in order, without the updates, which are printed together."""
-    found = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
+    sections = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
     for step in plan.steps:
         if step.is_on(stage) and not isinstance(step, Update):
             last = isinstance(step, Redistribute) and step.in_place
-            found[UPDATED if last else SECTIONS[0] if step.once else step.phase].append(step)
-    return found
+            sections[UPDATED if last else SECTIONS[0] if step.once else step.phase].append(step)
+    return sections
 
 
 def _title(plan: PlanRecord, section: str) -> str:
@@ -222,17 +222,17 @@ def _updates(plan: PlanRecord, stage: int) -> list[Line]:
     for step in updates_of(plan.steps, [stage]):
         groups.setdefault(step.optimizer, []).append(step)
     lines: list[Line] = []
-    for optimizer, found in groups.items():
-        state = size_text(sum(step.state_bytes for step in found))
-        copies = sum(step.master_bytes for step in found)
+    for optimizer, updates in groups.items():
+        state = size_text(sum(step.state_bytes for step in updates))
+        copies = sum(step.master_bytes for step in updates)
         masters = f", {size_text(copies)} of float32 masters" if copies else ""
         lines.append(
             Line(
                 "",
                 "",
-                f"update {count_text(len(found), 'parameter')} by {optimizer}",
+                f"update {count_text(len(updates), 'parameter')} by {optimizer}",
                 f"{state} of state{masters}",
-                more=members([step.parameter for step in found]),
+                more=members([step.parameter for step in updates]),
             )
         )
     return lines
@@ -247,22 +247,22 @@ def _state_writes(plan: PlanRecord, stage: int) -> list[str]:
             each = how.get(write.how, f"computed, and copied at the commit: {write.why}")
             alike.setdefault((each, write.source), []).append(write)
     lines: list[str] = []
-    for (how, source), found in alike.items():
-        nbytes = sum(write.nbytes * (1 + write.shares) for write in found)
+    for (how, source), writes in alike.items():
+        nbytes = sum(write.nbytes * (1 + write.shares) for write in writes)
         copied = f", {size_text(nbytes)} copied" if nbytes else ""
-        names = ", ".join(collapse([write.of for write in found]))
+        names = ", ".join(collapse([write.of for write in writes]))
         first, *more = wrapped(f"{names}: {how}{copied}    {source}".rstrip(), "  ", WIDTH - 8)
         lines += [first, *(f"      {text}" for text in more)]
     return lines
 
 
 def _sent(plan: PlanRecord, step: Step, stage: int) -> str:
-    found = [c for c in collectives_of(plan, step) if c.stage == stage]
-    if not found:
+    collectives = [c for c in collectives_of(plan, step) if c.stage == stage]
+    if not collectives:
         return ""
-    times = f" x{found[0].times}" if found[0].times > 1 else ""
-    over = f" over {', '.join(c.axis for c in found)}" if isinstance(step, Norm) else ""
-    return f"{size_text(sum(c.bytes_sent for c in found))} sent{times}{over}"
+    times = f" x{collectives[0].times}" if collectives[0].times > 1 else ""
+    over = f" over {', '.join(c.axis for c in collectives)}" if isinstance(step, Norm) else ""
+    return f"{size_text(sum(c.bytes_sent for c in collectives))} sent{times}{over}"
 
 
 def count_text(number: int, noun: str) -> str:
@@ -289,11 +289,11 @@ def _widths(given: Sequence[Line | str]) -> tuple[int, int, int, int]:
 def _columns(lines: Sequence[Line | str], widths: tuple[int, int, int, int]) -> list[str]:
     """Lines with their columns aligned: a text that is too long borrows from the next column."""
     name_width, text_width, type_width, cost_width = widths
-    found: list[str] = []
+    rows: list[str] = []
     for line in lines:
         if isinstance(line, str):
             first, *more = wrapped(line, "  ", WIDTH - 8)
-            found += [first, *(f"        {text}" for text in more)]
+            rows += [first, *(f"        {text}" for text in more)]
             continue
         name = f"  {line.name}" if line.inner else line.name
         start = f"{line.mark or ' '} {line.text}"
@@ -303,8 +303,8 @@ def _columns(lines: Sequence[Line | str], widths: tuple[int, int, int, int]) -> 
         for text, width in ((line.type, type_width), (line.cost, cost_width), (line.source, 0)):
             start = f"{start:<{edge}}  {text}"
             edge += 2 + width
-        found += [start.rstrip(), *line.more]
-    return found
+        rows += [start.rstrip(), *line.more]
+    return rows
 
 
 # -- the head and inputs -------------------------------------------------------------------------
@@ -328,9 +328,9 @@ def _ranks(plan: PlanRecord, stage: int) -> str:
     uneven: list[str] = []
     sizes_of: dict[TensorSpec, list[tuple[str, list[int]]]] = {}
     for name, spec in _held(plan, stage):
-        if (found := sizes_of.get(spec)) is None:
-            found = sizes_of[spec] = list(_uneven_axes(spec))
-        for axis, sizes in found:
+        if (uneven_axes := sizes_of.get(spec)) is None:
+            uneven_axes = sizes_of[spec] = list(_uneven_axes(spec))
+        for axis, sizes in uneven_axes:
             uneven.append(f"{name} {spec} holds {', '.join(map(str, sizes))} over {axis}")
     if not uneven:
         return "all ranks identical"
@@ -372,9 +372,9 @@ def _axes(totals: PlanTotals) -> list[str]:
         groups: dict[tuple[str, int, int, tuple[str, ...]], list[list[str]]] = {}
         for item in opened.get(axis, ()):
             key = (item.by, item.dim, item.size, collapse([item.label, *item.values], "*"))
-            found = groups.setdefault(key, [[], []])
-            found[0].append(item.label)
-            found[1].extend(item.values)
+            group = groups.setdefault(key, [[], []])
+            group[0].append(item.label)
+            group[1].extend(item.values)
         for (by, dim, size, _), (labels, others) in groups.items():
             text = f"splits {', '.join(collapse(labels))} dim {dim} ({size})"
             if others:

@@ -73,7 +73,7 @@ def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
     for step in plan.steps:  # a step's operands come before it
         for name in step.gives:
             counted[name] = _terms(step, name, counted)
-    found: list[Reordered] = []
+    sums: list[Reordered] = []
     for step in plan.steps:
         for value, result, axis, spec in _sums(step):
             if spec.dtype.is_floating_point:
@@ -81,8 +81,8 @@ def reordered(plan: PlanRecord) -> tuple[Reordered, ...]:
                 if isinstance(step, Accumulate) or value not in makers:
                     terms = max(terms, spec.mesh.axis_size(axis))
                 scaled = spec.mesh.axis_size(axis) if spec.placement(axis) == SOFTMAX else 0
-                found.append(Reordered(result, axis, terms, spec.dtype, scaled))
-    return tuple(found)
+                sums.append(Reordered(result, axis, terms, spec.dtype, scaled))
+    return tuple(sums)
 
 
 def rounding_text(plan: PlanRecord) -> str:

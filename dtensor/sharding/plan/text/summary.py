@@ -167,15 +167,15 @@ def _cells(sent: SentTotals, kind: str = "") -> Row:
 
 def _longest(plan: PlanRecord) -> list[Row]:
     """The ops and lines of source that compute longest on a stage: how many, seconds, the line."""
-    found: dict[tuple[str, str], dict[int, list[float]]] = {}
+    costs: dict[tuple[str, str], dict[int, list[float]]] = {}
     for step in plan.steps:
         if step.op is not None:
             key = (op_text(step.op.call), step.source)
-            own = found.setdefault(key, {}).setdefault(step.stage, [0, 0.0])
+            own = costs.setdefault(key, {}).setdefault(step.stage, [0, 0.0])
             times = step_times(plan, step)
             own[0] += times
             own[1] += times * step_seconds(plan, step, step.stage)[0]
-    most = {key: max(by.values(), key=lambda own: own[1]) for key, by in found.items()}
+    most = {key: max(by.values(), key=lambda own: own[1]) for key, by in costs.items()}
     ranked = sorted(most.items(), key=lambda item: -item[1][1])[:_LONGEST]
     return [
         (op, source, f"x{number:.0f}", seconds_text(seconds))

@@ -105,10 +105,10 @@ def collapse(names: Iterable[str], instead: str | None = None) -> tuple[str, ...
         groups.setdefault(_NUMBER.sub("#", name), {})[name] = None
     if instead is not None:
         return tuple(pattern.replace("#", instead) for pattern in groups)
-    found: list[str] = []
+    patterns: list[str] = []
     for pattern, members in groups.items():
-        found += _one_pattern(pattern, list(members))
-    return tuple(found)
+        patterns += _one_pattern(pattern, list(members))
+    return tuple(patterns)
 
 
 def _one_pattern(pattern: str, names: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ from dtensor.sharding.rules.tables import (
     views,
 )
 from dtensor.sharding.rules.tables.dtypes import DTYPES, parts_of
-from dtensor.sharding.rules.tables.whole import Whole
+from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 # One module per family, each with its RULES.
 TABLES = (
@@ -56,4 +56,4 @@ for _table in TABLES:
 def reasons() -> dict[str, str]:
     """The reason of each op that is whole on every rank on purpose, by its name."""
     rows = ((name, builder) for table in TABLES for name, builder in table.RULES.items())
-    return {name: row.reason for name, row in rows if isinstance(row, Whole)}
+    return {name: row.reason for name, row in rows if isinstance(row, Unsplittable)}

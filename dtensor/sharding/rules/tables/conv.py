@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dtensor.sharding.local import values
+from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, OpCall
 from dtensor.sharding.rules.build import make, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
@@ -59,9 +59,9 @@ def _terms(
     )
 
 
-def _at(values: Any, dim: int) -> int:
+def _at(local_forms: Any, dim: int) -> int:
     """Of a setting for each dim, or for all."""
-    return values[dim] if len(values) > 1 else values[0]
+    return local_forms[dim] if len(local_forms) > 1 else local_forms[0]
 
 
 def _flops(
@@ -76,7 +76,7 @@ def _convolution(call: OpCall) -> Rule:
     terms = _terms(call, x, weight, args[3:])
     biased = args[2] is not None
     left = [terms.x, terms.weight, *([terms.channels] if biased else [])]
-    found = make(
+    rule = make(
         call,
         f"{', '.join(left)} -> {terms.y}",
         linear=((0, 2), (1, 2)) if biased else ((0,), (1,)),
@@ -84,14 +84,14 @@ def _convolution(call: OpCall) -> Rule:
         localize=_local_groups,
         sizes={"g": args[8]},
     )
-    return replace(found, flops=_flops(x, weight, call.result.shape, args[6]))
+    return replace(rule, flops=_flops(x, weight, call.result.shape, args[6]))
 
 
 def _local_groups(call: OpCall, local: Local) -> OpCall:
     args = positional(call)
     x, weight, y = local.operand_shape(0), local.operand_shape(1), local.result_shape()
     if not math.prod(x) * math.prod(weight):
-        return retarget(call, values.empty_convolution, args[0], args[2], list(y))
+        return retarget(call, local_forms.empty_convolution, args[0], args[2], list(y))
     args[8] = _groups(x, weight, y, args[6])
     return retarget(call, call.target, *args)
 
@@ -105,7 +105,7 @@ def _convolution_backward(call: OpCall) -> Rule:
     args = positional(call)
     x, weight = call.operands[1].shape, call.operands[2].shape
     terms = _terms(call, x, weight, args[4:10])
-    found = make(
+    rule = make(
         call,
         f"{terms.y}, {terms.x}, {terms.weight} -> {terms.x}, {terms.weight}, {terms.channels} ~i",
         linear=((0,),),
@@ -113,7 +113,7 @@ def _convolution_backward(call: OpCall) -> Rule:
         sizes={"g": args[9]},
     )
     num = sum(meta is not None for meta in call.results[:2])
-    return replace(found, flops=num * _flops(x, weight, call.operands[0].shape, args[7]))
+    return replace(rule, flops=num * _flops(x, weight, call.operands[0].shape, args[7]))
 
 
 def _local_backward(call: OpCall, local: Local) -> OpCall:
@@ -121,7 +121,7 @@ def _local_backward(call: OpCall, local: Local) -> OpCall:
     y, x, weight = (local.operand_shape(i) for i in range(3))
     if not math.prod(y) * math.prod(x) * math.prod(weight):
         shapes = [None if m is None else local.result_shape(i) for i, m in enumerate(call.results)]
-        return retarget(call, values.empty_convolution_backward, args[0], shapes)
+        return retarget(call, local_forms.empty_convolution_backward, args[0], shapes)
     if args[3] is not None:
         args[3] = [y[1]]
     args[9] = _groups(x, weight, y, args[7])

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dtensor.sharding.local import values
+from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.ops.random import encode_pieces
 from dtensor.sharding.rules.build import make, names, pattern, retarget, sized, whole_dims
@@ -78,7 +78,7 @@ def _arange(call: OpCall) -> Rule:
         if length(pieces) == call.result.shape[0]:
             return call
         how = dict(dtype=call.result.dtype, device=dict(call.kwargs).get("device"))
-        return retarget(call, values.arange_pieces, pieces, start, step, **how)
+        return retarget(call, local_forms.arange_pieces, pieces, start, step, **how)
 
     return make(call, "-> n", localize=localize)
 
@@ -94,7 +94,7 @@ def _local_triangle(call: OpCall, local: Local) -> OpCall:
     rank = len(shape)
     return retarget(
         call,
-        values.triangle,
+        local_forms.triangle,
         call.args[0],
         call.target is torch.ops.aten.triu.default,
         call.arg(1, "diagonal", 0),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dtensor.sharding.local import values
+from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, OpCall
 from dtensor.sharding.rules.build import (
     Groups,
@@ -105,7 +105,7 @@ def _strided(call: OpCall) -> Rule:
 
 def _local_strided(call: OpCall, local: Local) -> OpCall:
     size, stride, offset = call.args[1], call.args[2], call.arg(3, "storage_offset") or 0
-    return retarget(call, values.strided, call.args[0], size, stride, offset)
+    return retarget(call, local_forms.strided, call.args[0], size, stride, offset)
 
 
 def _strided_scatter(call: OpCall) -> Rule:
@@ -116,7 +116,7 @@ def _strided_scatter(call: OpCall) -> Rule:
 
 def _local_strided_scatter(call: OpCall, local: Local) -> OpCall:
     size, stride, offset = call.args[2], call.args[3], call.arg(4, "storage_offset") or 0
-    return retarget(call, values.strided_scatter, *call.args[:2], size, stride, offset)
+    return retarget(call, local_forms.strided_scatter, *call.args[:2], size, stride, offset)
 
 
 def _resize(call: OpCall) -> Rule:
@@ -128,7 +128,7 @@ def _resize(call: OpCall) -> Rule:
 
     def localize(call: OpCall, local: Local) -> OpCall:
         strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        return retarget(call, values.strided, call.args[0], shape, strides, 0)
+        return retarget(call, local_forms.strided, call.args[0], shape, strides, 0)
 
     return make(call, f"{x} -> {out}", linear=_LINEAR, localize=localize)
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from dtensor.sharding.local import values
+from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules.build import full_names, retarget
 from dtensor.sharding.rules.dtypes import Dtypes, Half, beside_indices
@@ -75,14 +75,14 @@ def _told(call: OpCall) -> OpCall:
 
 
 def _mean(call: OpCall) -> OpCall:
-    if call.target is values.mean_over:
+    if call.target is local_forms.mean_over:
         return call.with_arg(4, torch.float32)
     return _told(call)
 
 
 def _of_copies(call: OpCall) -> OpCall:
     """On float32 copies of the operands."""
-    return retarget(call, values.in_float32, call.target, *call.args, **dict(call.kwargs))
+    return retarget(call, local_forms.in_float32, call.target, *call.args, **dict(call.kwargs))
 
 
 _GIVEN: dict[Parts, str] = {

@@ -37,7 +37,7 @@ from dtensor.sharding.rules.build import (
 )
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.whole import Whole
+from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 _LINEAR: Groups = ((0,),)
 
@@ -73,9 +73,9 @@ def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[
     """
     shape = call.operands[0].shape
     given: Sequence[object] = call.args[position]
-    found = {d: item.index for d, item in enumerate(given) if isinstance(item, Operand)}
-    at = list(found)
-    metas = [call.operands[index] for index in found.values()]
+    indexed = {d: item.index for d, item in enumerate(given) if isinstance(item, Operand)}
+    at = list(indexed)
+    metas = [call.operands[index] for index in indexed.values()]
     for meta in metas:
         if meta.dtype in (torch.bool, torch.uint8):
             raise no_rule(call, "how many places a mask names depends on its values")
@@ -336,9 +336,11 @@ RULES: dict[str, Builder] = {
     "aten.index_fill.int_Tensor": _index_fill,
     "aten.take.default": _take,
     "aten.put.default": _put,
-    "aten.repeat_interleave.Tensor": Whole("where a row goes depends on all counts before it"),
-    "aten.masked_scatter.default": Whole(_ORDER, linear=((0, 2),)),
-    "aten.masked_scatter_backward.default": Whole(_ORDER, linear=((0,),)),
+    "aten.repeat_interleave.Tensor": Unsplittable(
+        "where a row goes depends on all counts before it"
+    ),
+    "aten.masked_scatter.default": Unsplittable(_ORDER, linear=((0, 2),)),
+    "aten.masked_scatter_backward.default": Unsplittable(_ORDER, linear=((0,),)),
     "aten.gather.default": _gather,
     "aten.scatter_add.default": _scatter_add,
     "aten.scatter.src": _scatter_src,

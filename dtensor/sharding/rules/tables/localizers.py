@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from dtensor.private_torch import OpOverload
-from dtensor.sharding.local import values
+from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import retarget
 
@@ -40,7 +40,7 @@ def contiguous(localize: Localizer | None = None) -> Localizer:
         if here.target is not call.target:
             return here
         named = dict(here.kwargs)
-        return retarget(here, values.contiguously, call.target, *here.args, **named)
+        return retarget(here, local_forms.contiguously, call.target, *here.args, **named)
 
     return localized
 
@@ -50,10 +50,10 @@ def _zeros(call: OpCall, local: Local) -> OpCall:
         (meta,) = call.results
         assert meta is not None
         shape = local.result_shape()
-        return retarget(call, values.zeros, Operand(0), list(shape), meta.dtype)
+        return retarget(call, local_forms.zeros, Operand(0), list(shape), meta.dtype)
     shapes = [None if m is None else local.result_shape(i) for i, m in enumerate(call.results)]
     dtypes = [None if m is None else m.dtype for m in call.results]
-    return retarget(call, values.many_zeros, Operand(0), shapes, dtypes)
+    return retarget(call, local_forms.many_zeros, Operand(0), shapes, dtypes)
 
 
 def positional(call: OpCall) -> list[Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dtensor.sharding.local import values
+from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import Groups, make, num_pairs, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
@@ -40,7 +40,7 @@ def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Loc
 
 def _elementwise(reduction_at: int, *, backward: bool = False) -> Builder:
     """Of tensors that broadcast against each other; of a backward the gradient comes first."""
-    over = values.loss_backward_over if backward else values.loss_over
+    over = local_forms.loss_backward_over if backward else local_forms.loss_over
 
     def build(call: OpCall) -> Rule:
         reduction = positional(call)[reduction_at]
@@ -79,7 +79,7 @@ def _row_loss(reduction_at: int, more: str = "") -> Builder:
         if reduction == _NONE:
             return make(call, f"{', '.join(left)} -> {', '.join([n, *right])}")
         count = call.operands[0].shape[0] if n else 1
-        over = values.first_over if more else values.loss_over
+        over = local_forms.first_over if more else local_forms.loss_over
         localize = _divided(reduction_at, count, over) if reduction == _MEAN else None
         text = f"{', '.join(left)} -> {', '.join(['', *right])}"
         return make(call, text, localize=unless_empty(localize))
@@ -99,7 +99,7 @@ def _row_loss_backward(reduction_at: int) -> Builder:
         left += [x if rank == len(m.shape) and rank > 1 else "c!" for m in call.operands[3:]]
         reduction = positional(call)[reduction_at]
         count = call.operands[1].shape[0] if n else 1
-        over = _divided(reduction_at, count, values.loss_backward_over)
+        over = _divided(reduction_at, count, local_forms.loss_backward_over)
         localize = unless_empty(over if reduction == _MEAN else None)
         return make(call, f"{', '.join(left)} -> {x}", linear=_BACKWARD, localize=localize)
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 import dtensor.sharding.ops.attention_masked  # noqa: F401  # pyright: ignore[reportUnusedImport]
-from dtensor.sharding.local import values
+from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import (
     Groups,
@@ -38,7 +38,7 @@ from dtensor.sharding.rules.build import (
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import contiguous, positional, unless_empty
-from dtensor.sharding.rules.tables.whole import Whole
+from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 _PRODUCT: Groups = ((0,), (1,))
 
@@ -71,8 +71,8 @@ def _linear(call: OpCall) -> Rule:
 def _attention(call: OpCall) -> Rule:
     heads = _heads(call, 0, 1)
     text = f"b {heads} t! e!, b g s! e!, b g s! f! -> b {heads} t! f!, b {heads} t!"
-    found = make(call, text, sizes=_groups(call, 0, 1))
-    return replace(found, flops=_attention_flops(found))
+    rule = make(call, text, sizes=_groups(call, 0, 1))
+    return replace(rule, flops=_attention_flops(rule))
 
 
 def _attention_backward(call: OpCall) -> Rule:
@@ -81,15 +81,15 @@ def _attention_backward(call: OpCall) -> Rule:
         f"b {heads} t! f!, b {heads} t! e!, b g s! e!, b g s! f!, b {heads} t! f!, b {heads} t! "
         f"-> b {heads} t! e!, b g s! e!, b g s! f!"
     )
-    found = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
-    return replace(found, flops=_attention_flops(found) * 5 // 2)
+    rule = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
+    return replace(rule, flops=_attention_flops(rule) * 5 // 2)
 
 
 def _attention_masked(call: OpCall) -> Rule:
     heads, mask = _heads(call, 0, 1), _mask_term(call, 3, 0, 1)
     text = f"b {heads} t e!, b g s! e!, b g s! e!, {mask} -> b {heads} t e!, b {heads} t"
-    found = make(call, text, sizes=_groups(call, 0, 1))
-    return replace(found, flops=_attention_flops(found))
+    rule = make(call, text, sizes=_groups(call, 0, 1))
+    return replace(rule, flops=_attention_flops(rule))
 
 
 def _attention_masked_backward(call: OpCall) -> Rule:
@@ -97,8 +97,8 @@ def _attention_masked_backward(call: OpCall) -> Rule:
     q, kv, stats = f"b {_heads(call, 1, 2)} t e!", "b g s! e!", f"b {_heads(call, 1, 2)} t"
     mask = _mask_term(call, 4, 1, 2)
     text = f"{q}, {q}, {kv}, {kv}, {mask}, {q}, {stats} -> {q}, {kv}, {kv}"
-    found = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
-    return replace(found, flops=_attention_flops(found) * 5 // 2)
+    rule = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
+    return replace(rule, flops=_attention_flops(rule) * 5 // 2)
 
 
 def _mask_term(call: OpCall, mask: int, q: int, k: int) -> str:
@@ -146,17 +146,17 @@ def _masked_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str,
 
 def _masked(call: OpCall) -> Rule:
     q, k, lse, mask = _masked_terms(call, 0, dropout_at=3)
-    run = unless_empty(_run_masked(values.flash_attention, dropout_at=3))
-    found = make(call, f"{q}, {k}, {k}{mask} -> {q}, {lse}", localize=run)
-    return replace(found, flops=_attention_flops(found))
+    run = unless_empty(_run_masked(local_forms.flash_attention, dropout_at=3))
+    rule = make(call, f"{q}, {k}, {k}{mask} -> {q}, {lse}", localize=run)
+    return replace(rule, flops=_attention_flops(rule))
 
 
 def _masked_backward(call: OpCall) -> Rule:
     q, k, lse, mask = _masked_terms(call, 1, dropout_at=6)
     text = f"{q}, {q}, {k}, {k}, {q}, {lse}{mask} -> {q}, {k}, {k}"
-    run = unless_empty(_run_masked(values.flash_attention_backward, dropout_at=6))
-    found = make(call, text, linear=((0,),), localize=run)
-    return replace(found, flops=_attention_flops(found) * 5 // 2)
+    run = unless_empty(_run_masked(local_forms.flash_attention_backward, dropout_at=6))
+    rule = make(call, text, linear=((0,),), localize=run)
+    return replace(rule, flops=_attention_flops(rule) * 5 // 2)
 
 
 def _run_masked(function: Callable[..., Any], dropout_at: int) -> Localizer:
@@ -218,7 +218,7 @@ def _grouped_mm(call: OpCall) -> Rule:
             text, groups = f"g m k, g k n{offsets} -> g m n", 0
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        from dtensor.sharding.local.groups import grouped_mm
+        from dtensor.sharding.local.grouped_matmul import grouped_mm
 
         given = [*positional(call)[:3], None][:3]
         return retarget(call, grouped_mm, *given, _held_groups(call, local, groups))
@@ -238,7 +238,7 @@ def _held_groups(call: OpCall, local: Local, operand: int | None) -> list[int] |
 
 def _experts_backward(call: OpCall) -> Rule:
     def localize(call: OpCall, local: Local) -> OpCall:
-        from dtensor.sharding.local.groups import grouped_mm_backward
+        from dtensor.sharding.local.grouped_matmul import grouped_mm_backward
 
         groups = _held_groups(call, local, 1)
         return retarget(call, grouped_mm_backward, *positional(call), groups)
@@ -274,7 +274,7 @@ RULES: dict[str, Builder] = {
     "aten._cdist_backward.default": pattern(
         "... p r, ... p m, ... r m, ... p r -> ... p m", linear=((0,),), localize=unless_empty()
     ),
-    "aten._pdist_forward.default": Whole(
+    "aten._pdist_forward.default": Unsplittable(
         "its results are pairs of rows, in one triangular order", localize=contiguous()
     ),
     "aten._pdist_backward.default": pattern(

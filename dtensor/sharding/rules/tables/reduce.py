@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from dtensor.sharding.local import values
+from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import Groups, make, names, num_pairs, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
@@ -73,7 +73,7 @@ def _identity(reduce: ByElement) -> Localizer:
             return call
         dtype = call.result.dtype
         args = (call.args[0], local.result_shape(), _identity_of(reduce, dtype), dtype)
-        return retarget(call, values.filled, *args)
+        return retarget(call, local_forms.filled, *args)
 
     return localize
 
@@ -104,7 +104,7 @@ def _mean(call: OpCall) -> Rule:
     dtype: torch.dtype | None = dict(call.kwargs).get("dtype")
 
     def localize(call: OpCall, local: Local) -> OpCall:
-        return retarget(call, values.mean_over, call.args[0], dims, keepdim, count, dtype)
+        return retarget(call, local_forms.mean_over, call.args[0], dims, keepdim, count, dtype)
 
     text = _terms(call, dims, keepdim, whole=False)
     return make(call, text, linear=_SUM, localize=localize)
@@ -186,7 +186,7 @@ def _mse_localizer(call: OpCall, local: Local) -> OpCall:
     if _is_whole(call, local):
         return call
     count, add = num_pairs(call, 0), 2
-    return retarget(call, values.loss_over, call.target, count, *call.args[:2], add)
+    return retarget(call, local_forms.loss_over, call.target, count, *call.args[:2], add)
 
 
 def _mse_loss_backward(call: OpCall) -> Rule:
@@ -201,7 +201,7 @@ def _mse_backward_localizer(call: OpCall, local: Local) -> OpCall:
     if _is_whole(call, local):
         return call
     count, add = num_pairs(call, 1), 2
-    return retarget(call, values.loss_backward_over, call.target, count, *call.args[:3], add)
+    return retarget(call, local_forms.loss_backward_over, call.target, count, *call.args[:3], add)
 
 
 def _is_whole(call: OpCall, local: Local) -> bool:

@@ -16,7 +16,7 @@ from dtensor.sharding.rules.build import make, operand_index
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.reduce import along, reduction
-from dtensor.sharding.rules.tables.whole import Whole
+from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 
 def _bucketize(call: OpCall) -> Rule:
@@ -25,9 +25,9 @@ def _bucketize(call: OpCall) -> Rule:
 
 def _searchsorted(call: OpCall) -> Rule:
     sorter = operand_index(call, 6, "sorter")
-    found = "s" if sorter is None else "s!"
+    factor = "s" if sorter is None else "s!"
     shared = len(call.operands[0].shape) == 1
-    sequence = found if shared else f"... {found}"
+    sequence = factor if shared else f"... {factor}"
     terms = [sequence]
     result = ""
     if operand_index(call, 1, "self") is not None:
@@ -67,11 +67,11 @@ RULES: dict[str, Builder] = {
     "aten.searchsorted.Tensor": _searchsorted,
     "aten.searchsorted.Scalar": _searchsorted,
     "aten.histc.default": _histc,
-    "aten.histogram.bin_ct": Whole(_EDGES),
-    "aten.histogram.bins_tensor": Whole(_EDGES),
-    "aten._histogramdd_bin_edges.default": Whole(_EDGES),
-    "aten._histogramdd_from_bin_cts.default": Whole(_EDGES),
-    "aten._histogramdd_from_bin_tensors.default": Whole(_EDGES),
-    "aten.hash_tensor.default": Whole(_HASH),
-    "aten.nonzero_static.default": Whole("which places are not zero depends on all values"),
+    "aten.histogram.bin_ct": Unsplittable(_EDGES),
+    "aten.histogram.bins_tensor": Unsplittable(_EDGES),
+    "aten._histogramdd_bin_edges.default": Unsplittable(_EDGES),
+    "aten._histogramdd_from_bin_cts.default": Unsplittable(_EDGES),
+    "aten._histogramdd_from_bin_tensors.default": Unsplittable(_EDGES),
+    "aten.hash_tensor.default": Unsplittable(_HASH),
+    "aten.nonzero_static.default": Unsplittable("which places are not zero depends on all values"),
 }

@@ -37,10 +37,10 @@ aten: Any = torch.ops.aten
 
 def factorize(before: tuple[int, ...], after: tuple[int, ...]) -> _Matching:
     """The common factors of two shapes with the same number of elements."""
-    found = _Matching([[] for _ in before], [[] for _ in after])
+    matching = _Matching([[] for _ in before], [[] for _ in after])
     if math.prod(before) == 0:
-        found.separate(before, after)
-        return found
+        matching.separate(before, after)
+        return matching
     i = j = 0
     left, right = 1, 1  # what is left of the current dims; 1 asks for the next
     while True:
@@ -50,14 +50,14 @@ def factorize(before: tuple[int, ...], after: tuple[int, ...]) -> _Matching:
             right, j = after[j], j + 1
         common = math.gcd(left, right)
         if common > 1:
-            name = found.new(common)
-            found.left[i - 1].append(name)
-            found.right[j - 1].append(name)
+            name = matching.new(common)
+            matching.left[i - 1].append(name)
+            matching.right[j - 1].append(name)
             left, right = left // common, right // common
         elif left == right == 1:
-            return found
+            return matching
         else:
-            i, j = found.skip(i, j, left, right, before, after)
+            i, j = matching.skip(i, j, left, right, before, after)
             left = right = 1
 
 
@@ -105,12 +105,12 @@ class _Matching:
 
 
 def _view(call: OpCall) -> Rule:
-    found = factorize(call.operands[0].shape, call.result.shape)
+    matching = factorize(call.operands[0].shape, call.result.shape)
     return Rule(
-        operands=(tuple((tuple(factors),) for factors in found.left),),
-        results=(tuple((tuple(factors),) for factors in found.right),),
-        sizes=tuple(found.sizes.items()),
-        whole=frozenset(found.whole),
+        operands=(tuple((tuple(factors),) for factors in matching.left),),
+        results=(tuple((tuple(factors),) for factors in matching.right),),
+        sizes=tuple(matching.sizes.items()),
+        whole=frozenset(matching.whole),
         linear=tuple(frozenset(group) for group in linear_groups(call, ((0,),))),
         localize=_reshape,
     )

@@ -1,0 +1,436 @@
+"""Running one op on DTensors: plan it once per kind of operands, then one call per op.
+
+    execute(aten.mul.Tensor, (x, 2.0), {})  ->  OpResult(values=(Value,), planned=...)
+
+The cache key is the op, its arguments without tensors, each operand's layout and views, and the
+registered kernels; a plan serves every session, a loaded program one. A run is an asynchronous call
+of the session's cluster: its results stay on the ranks under fresh names.
+
+Invariants: operands belong to one session and one mesh. Communication that the user did not request
+is reported (policy.py) before anything runs. A failure names the user's line.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from dtensor.api.eager.errors import elsewhere, located, note_line, op_name, plain, with_line
+from dtensor.api.eager.op_program import CallKey, OneOp, PlannedOp, plan_op
+from dtensor.api.eager.policy import COUNTED, check
+from dtensor.api.eager.values import (
+    CachedView,
+    Cell,
+    CellTensor,
+    ReadValue,
+    Value,
+    ViewStep,
+    fresh_name,
+)
+from dtensor.api.store.handle import Layout, contiguous_strides, layout_of
+from dtensor.api.store.session import MeshSession
+from dtensor.api.values.randomness import Counter, numbers_fed
+from dtensor.daft import DaftError, Stored
+from dtensor.errors import PlanningError
+from dtensor.frontend.call_lock import CALL_LOCK
+from dtensor.kernels.registry import current
+from dtensor.private_torch import current_graph_task_id
+from dtensor.runtime.lower.program import lower
+from dtensor.sharding.ops.call import STEP
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import PARTIAL, Placement
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
+
+MAX_PROGRAMS = 4096
+"""Plans of single ops, and programs of them per session, that are kept: the last used ones."""
+
+aten: Any = torch.ops.aten
+_OPEN_NUMBERS: dict[str, frozenset[int | str]] = {
+    "aten.add.Tensor": frozenset({1, "alpha"}),
+    "aten.sub.Tensor": frozenset({1, "alpha"}),
+    "aten.mul.Tensor": frozenset({1}),
+    "aten.div.Tensor": frozenset({1}),
+    "aten.add.Scalar": frozenset({1, 2, "alpha"}),
+    "aten.sub.Scalar": frozenset({1, 2, "alpha"}),
+    "aten.mul.Scalar": frozenset({1}),
+    "aten.div.Scalar": frozenset({1}),
+    "aten.addcmul.default": frozenset({"value"}),
+    "aten.addcdiv.default": frozenset({"value"}),
+    "aten.lerp.Scalar": frozenset({2}),
+}
+"""The arguments that a training loop changes from step to step: inputs of each run, not planned."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A planned op, and its program on each session that ran it."""
+
+    planned: PlannedOp
+    name: str
+    key: Any  # its key in the cache
+    programs: WeakKeyDictionary[MeshSession, Any] = field(default_factory=WeakKeyDictionary)
+
+
+@dataclass(frozen=True, slots=True)
+class OpResult:
+    planned: PlannedOp
+    values: tuple[Value | None, ...]
+
+    def cells(self) -> tuple[Cell | None, ...]:
+        """A new cell for each returned value."""
+        return tuple(
+            None if value is None or layout is None else Cell(value.session, layout, value)
+            for value, layout in zip(self.values, self.planned.results, strict=True)
+        )
+
+
+_entries: OrderedDict[Any, Entry] = OrderedDict()
+_draws = Counter("eager")
+"""The counters of random ops, in the program's order."""
+_loaded: WeakKeyDictionary[MeshSession, OrderedDict[Entry, None]] = WeakKeyDictionary()
+
+
+def execute(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    write: CellTensor | None = None,
+    pinned: Mapping[str, Placement] | None = None,
+    like: Cell | None = None,
+    told: bool = False,
+) -> OpResult:
+    """Run one op; ``target`` None: bring ``args[0]`` to ``pinned``, or out of its views.
+
+    Args:
+        write: the DTensor among args that the op changes; the result is its whole cell.
+        like: determines where an op without operands runs.
+        told: the user requested the communication.
+    """
+    with CALL_LOCK:
+        return _executed(target, args, kwargs, write, pinned, like, told)
+
+
+def _executed(
+    target: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    write: CellTensor | None,
+    pinned: Mapping[str, Placement] | None,
+    like: Cell | None,
+    told: bool,
+) -> OpResult:
+    call = CallKey()
+    open_numbers = _open(target)
+    key = (
+        target,
+        *(call.key(v, is_open=i in open_numbers) for i, v in enumerate(args)),
+        *((k, call.key(v, is_open=k in open_numbers)) for k, v in kwargs.items()),
+    )
+    session, mesh = _home(target, call.operands, like)
+    reads = [_read(x, mesh, whole=target is None or x is write) for x in call.operands]
+    held = tuple((r.layout, r.view) for r in reads)
+    at = None if write is None else call.places[id(write)]
+    pins = None if pinned is None else tuple(pinned.items())
+    key_of_entry = (key, held, at, pins, mesh, current())
+    entry = _entries.get(key_of_entry)
+    if entry is None and call.numbers:
+        entry = _entries.get((key_of_entry, tuple(map(repr, call.numbers))))
+    if entry is None:
+        names: list[str] = []
+        asked = OneOp(
+            target=target,
+            args=tuple(
+                call.structure(v, names if i in open_numbers else None) for i, v in enumerate(args)
+            ),
+            kwargs={
+                k: call.structure(v, names if k in open_numbers else None)
+                for k, v in kwargs.items()
+            },
+            operands=held,
+            labels=_labels(target, call, args, kwargs),
+            mesh=mesh,
+            write=at,
+            pinned=pinned,
+        )
+        entry = _plan(asked, key_of_entry, call.numbers)
+    _entries.move_to_end(entry.key)
+    if entry.planned.moves and not told:
+        check(entry.name, entry.planned.moves)
+    for collectives in COUNTED:
+        collectives += entry.planned.plan.collectives
+    return _run(session, entry, call, reads)
+
+
+@cache
+def _open(target: Any) -> frozenset[int | str]:
+    name = str(target)
+    if target is not None and target._schema.is_mutable:
+        base, _, overload = name.rpartition(".")
+        name = f"{base.removesuffix('_')}.{overload}"
+    return _OPEN_NUMBERS.get(name, frozenset())
+
+
+def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[MeshSession, Mesh]:
+    """The session and mesh of the op's operands, where it runs. PlanningError if they differ."""
+    first: Any = None
+    for x in operands:
+        if isinstance(x, CellTensor):
+            first = x if first is None else first
+            if x.session is not first.session:
+                raise elsewhere(target, first, x)
+        elif x.dim() and current_graph_task_id() == -1:
+            raise plain(target, operands)
+    cell = like if first is None else first._cell
+    assert cell is not None
+    cell.session.check()
+    for x in operands:
+        if isinstance(x, CellTensor) and x._cell.layout.spec.on:
+            raise with_line(
+                PlanningError(
+                    f"{op_name(target)} takes a DTensor that only a part of the mesh holds.\n"
+                    f"  {x._cell.layout.spec} on {x.mesh}\n"
+                    f"fix: dt.distribute(x.full_tensor(), mesh), or compute where it was made"
+                )
+            )
+    return cell.session, cell.layout.spec.mesh
+
+
+def _labels(
+    target: Any, call: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The names of operands in torch's schema; numbered within a list."""
+    names = [a.name for a in target._schema.arguments] if target is not None else ["x"]
+    labels: dict[int, str] = {}
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        if isinstance(value, torch.Tensor):
+            labels.setdefault(call.places[id(value)], name)
+        elif isinstance(value, (list, tuple)):
+            for i, item in enumerate(value):
+                if isinstance(item, torch.Tensor):
+                    labels.setdefault(call.places[id(item)], f"{name}_{i}")
+    return tuple(labels[i] for i in range(len(call.operands)))
+
+
+def _plan(op: OneOp, key: Any, numbers: Sequence[float]) -> Entry:
+    try:
+        planned = plan_op(op)
+    except PlanningError as error:
+        raise with_line(error) from None
+    last = op.operands[0][1] if op.target is None else None  # a view that needs communication
+    key = (key, tuple(map(repr, numbers))) if planned.folded else key
+    entry = _entries[key] = Entry(planned, op_name(op.target if last is None else last.target), key)
+    if len(_entries) > MAX_PROGRAMS:
+        _entries.popitem(last=False)
+    return entry
+
+
+def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[ReadValue]) -> OpResult:
+    planned = entry.planned
+    program = entry.programs.get(session)
+    if program is None:
+        program = _load(session, entry)
+    else:
+        _loaded[session].move_to_end(entry)
+    feed: dict[str, object] = dict(planned.constants)
+    for name, read in zip(planned.inputs, reads, strict=True):
+        if name is not None:
+            value = read.value
+            feed[name] = Stored(value.stored.label) if isinstance(value, Value) else value
+    for index, number in enumerate(call.numbers):
+        if f"number_{index}" in planned.numbers:
+            feed[f"number_{index}"] = number
+    if STEP in planned.numbers:
+        feed |= numbers_fed(_draws.advance(), "eager")
+    names = [fresh_name() for _ in planned.plan.outputs]
+    keep = {f"result {o.of}": names[int(o.of)] for o in planned.plan.outputs}
+    note_line(session)
+    try:
+        future = session.run(program, [feed] * session.mesh.size, keep)
+        if session.at_once:
+            future.check()
+    except DaftError as error:
+        raise located(session, error) from error.__cause__
+    fresh_names = iter(names)
+    values = tuple(
+        None if layout is None else Value(session, session.stored(next(fresh_names), layout.spec))
+        for layout in planned.results
+    )
+    for extra in planned.reduced:
+        kept = Value(session, session.stored(names[extra.index], extra.spec))
+        x = call.operands[extra.operand]
+        if isinstance(x, CellTensor) and x._cell.value is reads[extra.operand].value:
+            x._cell.reduced = kept
+    return OpResult(planned, values)
+
+
+def _load(session: MeshSession, entry: Entry) -> Any:
+    lowered = lower(entry.planned.plan, None, device=session.cluster.device)
+    program = session.cluster.load(lowered)
+    entry.programs[session] = program
+    known = _loaded.setdefault(session, OrderedDict())
+    known[entry] = None
+    if len(known) > MAX_PROGRAMS:
+        oldest, _ = known.popitem(last=False)
+        session.cluster.unload(oldest.programs.pop(session))
+    return program
+
+
+# -- cells and views -----------------------------------------------------------------------------
+
+
+def fill(cell: Cell, number: Any) -> None:
+    """The first value of a cell that has none."""
+    spec = cell.layout.spec
+    cpu = torch.device("cpu")
+    ran = execute(
+        aten.full.default,
+        (list(spec.shape), number),
+        {"dtype": spec.dtype, "device": cpu},
+        pinned=spec.sharding,
+        like=cell,
+    )
+    assert ran.values[0] is not None
+    cell.set(ran.values[0])
+
+
+def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
+    """The read of an operand: for a DTensor its cell's value, seen through its views.
+
+    A view that takes communication is made once and kept; ``whole``: the cell and the view, even
+    with communication. A plain tensor is one number, or in a backward pass a tensor of autograd:
+    zeros for a part of a split that has no gradient.
+    """
+    if not isinstance(x, CellTensor):
+        spec = make_spec(tuple(x.shape), x.dtype, mesh)
+        return ReadValue(x.detach(), layout_of(spec, contiguous_strides(spec.shape)), None)
+    cell, view = x._cell, x._view
+    if cell.value is None:
+        fill(cell, 0)
+        assert cell.value is not None
+    value = cell.reduced or cell.value
+    layout = (
+        cell.layout if value is cell.value else layout_of(value.stored.spec, cell.layout.strides)
+    )
+    if view is None or whole or not _seen(layout, view).moves:
+        return ReadValue(value, layout, view)
+    own = own_value(x)
+    return ReadValue(own, layout_of(own.stored.spec, x.stride()), None)
+
+
+def own_value(x: CellTensor, *, told: bool = False) -> Value:
+    """The tensor's own shards, not those of the whole that it views; ``told``: the user will read
+    them.
+
+    A view's value is made if its source has changed, and kept, so that its name stays valid.
+    """
+    cell = x._cell
+    if cell.value is None:
+        fill(cell, 0)
+    now = cell.value
+    assert now is not None
+    if x._view is None:
+        return now
+    if x._made is None or x._made.of is not now:
+        pinned = _pending_of(cell.layout.spec)
+        (new,) = execute(None, (x,), {}, pinned=pinned, told=told).values
+        assert new is not None
+        x._made = CachedView(now, new)
+    return x._made.value
+
+
+def spec_of(x: CellTensor) -> TensorSpec:
+    layout = x._cell.layout
+    if x._view is None:
+        return layout.spec
+    if x._made is not None and x._made.of is x._cell.value:
+        return x._made.value.stored.spec
+    result = _seen(layout, x._view).results[0]
+    assert result is not None
+    return result.spec
+
+
+@lru_cache(MAX_PROGRAMS)
+def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
+    """The program that makes a view of a cell, and the view's placement."""
+    op = OneOp(
+        target=None,
+        args=(),
+        kwargs={},
+        operands=((layout, view),),
+        labels=("x",),
+        mesh=layout.spec.mesh,
+        pinned=_pending_of(layout.spec),
+    )
+    try:
+        return plan_op(op)
+    except PlanningError as error:
+        raise with_line(error) from None
+
+
+def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
+    """A view of a pending sum is pending: every view is linear. Others are reduced first."""
+    return {axis: p for axis, p in spec.sharding.items() if p == PARTIAL}
+
+
+def lend(call: Sequence[Any], changed: Sequence[int]) -> None:
+    """Prepares these leaves of a call for changes in place: the shards of each are its own.
+
+    PlanningError where another leaf is the same tensor, or it is a view of a larger one.
+    """
+    for index in changed:
+        x = call[index]
+        fact = fix = ""
+        if not isinstance(x, CellTensor):
+            raise with_line(
+                PlanningError(
+                    "an argument that the function changes is no DTensor.\n"
+                    "fix: x = dt.distribute(x, mesh) before the calls"
+                )
+            )
+        if x._view is not None:
+            fact = "is a view of another DTensor"
+            fix = "pass the whole, and take the view in the function"
+        elif sum(isinstance(y, CellTensor) and y._cell is x._cell for y in call) > 1:
+            fact = "shares its memory with another argument"
+            fix = "pass the other one's .clone(), or the tensor once"
+        elif PARTIAL in x._cell.layout.spec.placements:
+            fact = "is a pending sum"
+            fix = "x = x.redistribute(...) before the call"
+        if fact:
+            fact = f"an argument that the function changes {fact}."
+            raise with_line(PlanningError(f"{fact}\n  {spec_of(x)}\nfix: {fix}"))
+        if own_value(x).cells > 1:  # a clone holds the same shards
+            (new,) = execute(None, (x,), {}, pinned=x._cell.layout.spec.sharding, told=True).values
+            assert new is not None
+            x._cell.set(new)
+
+
+def changed(call: Sequence[Any], indices: Sequence[int], run: Any) -> None:
+    """A run changes the shards of these: views see it, and so does autograd. Readers raise its
+    failure."""
+    for index in indices:
+        x = call[index]
+        assert isinstance(x, CellTensor) and x._cell.value is not None
+        x._cell.set(x._cell.value.written(run))
+        torch.autograd.graph.increment_version(x)
+
+
+def fetch(value: Value) -> list[torch.Tensor]:
+    """The shards, one per rank that holds them. Waits."""
+    try:
+        if value.run is not None:
+            run, value.run = value.run, None  # a failure is raised once
+            run.check()
+        if value.returned is not None:
+            return value.session.returned(value.returned, value.stored.at)
+        shards = value.session.launch.store.fetch([value.stored])[value.stored.label]
+        return [shards[rank] for rank in value.stored.at]
+    except DaftError as error:
+        raise located(value.session, error) from error.__cause__

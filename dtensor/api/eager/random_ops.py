@@ -1,0 +1,94 @@
+"""Random ops on DTensors: the project's own, whose numbers no placement changes.
+
+    rand_like(x)      ->  dt.random_uniform(shape, dtype), placed as x is
+    x.bernoulli_(p)   ->  x.copy_(dt.random_uniform(shape, f32) < p)
+
+They are rewritten as in a captured graph (frontend/capture/random_ops.py). A draw takes the next
+step of one count for the process, which `dt.manual_seed` starts again: so a program gives what it
+gives on ``dt.Mesh()``. Noise of another shape than x's is on every rank.
+
+Invariant: each run of a random op takes a number of its own (execute_op.py). Not here: what the
+numbers are (sharding/ops), and the ops that draw them in a function of torch's: autograd takes
+dropout apart into these.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.api.eager.execute_op import execute
+from dtensor.api.eager.op_program import CallKey, OpGraph, placed
+from dtensor.api.eager.values import CellTensor
+from dtensor.frontend.capture.random_ops import randomise
+
+aten: Any = torch.ops.aten
+dt: Any = torch.ops.dt
+
+_FACTORIES = {dt.random_uniform.default, dt.random_normal.default, dt.random_integers.default}
+_rewritten: dict[Any, fx.Graph | None] = {}
+
+
+def draw(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the op gives: DTensors; None for an op that has no form by counter."""
+    if target is aten.native_dropout.default:
+        x, p, train = args
+        if train is False:
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        return dt.dropout.default(x, p, at_seed=0, at_step=0, op=0)
+    call = CallKey()
+    shape = tuple(call.key(v) for v in (*args, *kwargs.values()))
+    metas = tuple((tuple(t.shape), t.stride(), t.dtype) for t in call.operands)
+    key = (target, shape, tuple(kwargs), metas)
+    if key not in _rewritten:
+        given = tuple(call.structure(a) for a in args)
+        named = {k: call.structure(v) for k, v in kwargs.items()}
+        _rewritten[key] = _rewrite(target, given, named, metas)
+    graph = _rewritten[key]
+    if graph is None:
+        return None
+    like = next(x for x in call.operands if isinstance(x, CellTensor))
+    noise = _run(graph, call.operands, like)
+    return args[0] if target._schema.is_mutable else noise
+
+
+def _rewrite(
+    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], metas: tuple[Any, ...]
+) -> fx.Graph | None:
+    op_graph = OpGraph()
+    nodes = [op_graph.read(f"x{i}", *meta) for i, meta in enumerate(metas)]
+    node = op_graph.call(target, *placed(args, nodes), **placed(dict(kwargs), nodes))
+    op_graph.graph.output(node)
+    return op_graph.graph if randomise(op_graph.graph, node, itertools.count()) else None
+
+
+def _run(graph: fx.Graph, operands: list[Any], like: CellTensor) -> Any:
+    values: dict[fx.Node, Any] = {}
+    given = iter(operands)
+    for node in graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
+        if node.op == "placeholder":
+            values[node] = next(given)
+        elif node.op == "output":
+            return args[0]
+        elif node.target in _FACTORIES:
+            values[node] = _drawn(node.target, args, kwargs, like)
+        else:
+            values[node] = node.target(*args, **kwargs)
+    raise AssertionError("the graph has no output")
+
+
+def _drawn(target: Any, args: tuple[Any, ...], kwargs: Any, like: CellTensor) -> Any:
+    """Noise, placed as ``like`` where it has its shape."""
+    size, dtype = args[0], args[-1]
+    noise: Any = like.new_empty(size, dtype=dtype)
+    cell = noise._cell
+    pinned = cell.layout.spec.sharding
+    (value,) = execute(target, (list(size), *args[1:]), kwargs, pinned=pinned, like=cell).values
+    assert value is not None
+    cell.set(value)
+    return noise

@@ -1,0 +1,426 @@
+"""What the user states of placements, checked against the module, the mesh and the arguments.
+
+    resolve(model, Mesh(tp=2), {"*.up.weight": dict(tp=Row()), "*.down.weight": dict(tp=Column())})
+    input_pins({"tokens": Meta((8, 16), i64)}, dict(dp=Row()), mesh)
+    planner_pins(flow, resolved, pinned)      # under the names of the Dataflow, for the planner
+    check_stated(dict(tp=Row()), '"*.up.weight"', mesh)   # they are placements, of axes there are
+    check_fit("up.weight", Meta((64, 16), f32), dict(tp=Shard(2)), '"*.up.weight"', mesh)   # raises
+
+Invariants: placements keep the order in which the user named the axes (on one dim the first is
+major); what comes back fits its tensor; a pattern that matches no tensor is an error. The first
+pattern that matches a tensor decides, so one whose tensors were all taken by earlier ones does
+nothing. A pattern that matches parameters says nothing of buffers; one that matches buffers alone
+places those. Every fix that names numbers was tried.
+
+Whether a placement lines up with what the program does is the planner's to say, not known here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from dtensor.api.model.stating.patterns import listing, names_of, nearest, no_match
+from dtensor.api.model.stating.roles_of_weights import (
+    Resolver,
+    StatedModule,
+    StatedRoles,
+    owners_of,
+)
+from dtensor.errors import PlanningError, check_kind, shown
+from dtensor.sharding.ops.call import Meta
+from dtensor.sharding.plan.dataflow import Dataflow
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.module_roles import ColumnParallel, Role, RowParallel
+from dtensor.sharding.spec.placements import (
+    Column,
+    Partial,
+    Placement,
+    Replicate,
+    Row,
+    Shard,
+    fits,
+    misfit,
+    on_dim,
+    one_block,
+    same,
+)
+from dtensor.sharding.spec.spec import TensorSpec, make_spec
+
+Stated = Mapping[str, Placement]  # axis -> placement, in the user's order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterPlacement:
+    """What was stated of one parameter or buffer; ``pattern`` is None where nothing was.
+
+    ``owner``: whose weight it is, where the pattern states a role of a module.
+    """
+
+    name: str
+    pattern: str | None
+    placements: StatedRoles
+    owner: StatedModule | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputPins:
+    """By argument name: the pins, and the arguments whose dim 0 is the batch."""
+
+    pins: Mapping[str, Stated]
+    batch: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerPins:
+    """The same under the names of a Dataflow's inputs: three fields of a planner's Request."""
+
+    pins: Mapping[str, Stated]
+    pinned_by: Mapping[str, str]
+    batch: tuple[str, ...]
+
+
+def resolve(
+    module: nn.Module,
+    mesh: Mesh,
+    placements: Mapping[str, StatedRoles],
+    *,
+    stage_axis: str | None = None,
+) -> tuple[ParameterPlacement, ...]:
+    """One entry for each parameter and buffer of ``module``, in its order.
+
+    A pattern that states a role is one over modules (roles_of_weights.py).
+
+    Raises PlanningError for a pattern without a match, an axis that is not in the mesh or is the
+    stage axis, a value that is not a placement, and a placement that the tensor cannot have.
+    """
+    names = names_of(module)
+    if not isinstance(placements, Mapping):
+        raise PlanningError(
+            f"placements is {show(placements)}, not a dict.\n"
+            f'fix: write {{"pattern": dict({some_axis(mesh)}=dt.Row())}}'
+        )
+    chosen: dict[str, str] = {}
+    owners: dict[str, StatedModule] = {}
+    for pattern, stated in placements.items():
+        check_kind("a key of placements", pattern, str, "a pattern", '{"*.weight": ...}')
+        check_stated(stated, f'"{pattern}"', mesh, stage_axis, roles=True)
+        if any(isinstance(p, Role) for p in stated.values()):
+            for name, owner in owners_of(pattern, module, names, mesh).items():
+                if name not in chosen:
+                    chosen[name], owners[name] = pattern, owner
+            continue
+        matches = [named for named in names if named.matched_by(pattern)]
+        if not matches:
+            raise no_match(pattern, "placements", module, names)
+        parameters = [named for named in matches if named.kind == "parameter"]
+        for named in parameters or matches:
+            if named.name not in chosen:
+                chosen[named.name] = pattern
+                check_fit(named.name, named.meta, stated, f'"{pattern}"', mesh)  # type: ignore[arg-type]
+    return tuple(
+        ParameterPlacement(
+            name=named.name,
+            pattern=chosen.get(named.name),
+            placements=dict(placements[chosen[named.name]]) if named.name in chosen else {},
+            owner=owners.get(named.name),
+        )
+        for named in names
+    )
+
+
+def input_pins(
+    arguments: Mapping[str, Meta],
+    inputs: Stated | Mapping[str, Stated] | None,
+    mesh: Mesh,
+    *,
+    stage_axis: str | None = None,
+) -> InputPins:
+    """The pins of a function's tensor arguments, given by name in the order of the call.
+
+    ``inputs``: placements by axis, for each argument that has the batch dim (its dim 0 is as long
+    as that of the first argument that has dims); or such dicts by argument name, where "batch"
+    means each tensor of a pytree argument ("batch.0", "batch.ids").
+
+    The batch is carried by the arguments whose dim 0 is as long as that of the first argument
+    pinned along dim 0, or of the first with dims; not by one that was named and left whole.
+    """
+    inputs = {} if inputs is None else inputs
+    if not isinstance(inputs, Mapping):
+        raise PlanningError(
+            f"inputs is {show(inputs)}, not a dict.\n"
+            f"fix: write inputs=dict({some_axis(mesh)}=dt.Row())"
+        )
+    by_name = [key for key, value in inputs.items() if isinstance(value, Mapping)]
+    if by_name and len(by_name) < len(inputs):
+        rest = [key for key in inputs if key not in by_name]
+        raise PlanningError(
+            f"inputs mixes arguments with axes: {listing(by_name)} by name, {listing(rest)} not.\n"
+            f"fix: state the placements of all arguments at once, or of each by name"
+        )
+    pins: dict[str, Stated] = {}
+    if by_name:
+        for key, stated in inputs.items():
+            assert isinstance(stated, Mapping)
+            check_stated(stated, f"inputs of {key}", mesh, stage_axis)
+            matches = [name for name in arguments if name == key or name.startswith(f"{key}.")]
+            if not matches:
+                raise _no_argument(key, arguments)
+            for name in matches:
+                check_fit(name, arguments[name], stated, "inputs", mesh)
+                pins[name] = dict(stated)
+        return InputPins(pins=pins, batch=_batch(arguments, pins))
+    check_stated(inputs, "inputs", mesh, stage_axis)
+    batch = _batch(arguments, {})
+    if inputs and not batch:
+        raise PlanningError(
+            f"inputs states placements, but no argument has a batch dim.\n"
+            f"  arguments: {_metas(arguments)}\n"
+            f"fix: remove inputs=, or pass tensors whose dim 0 is the batch"
+        )
+    for name in batch:
+        check_fit(name, arguments[name], inputs, "inputs", mesh)  # type: ignore[arg-type]
+        pins[name] = dict(inputs)  # type: ignore[arg-type]
+    return InputPins(pins=pins, batch=batch)
+
+
+def planner_pins(
+    flow: Dataflow, parameters: Sequence[ParameterPlacement], inputs: InputPins
+) -> PlannerPins:
+    """The pins under the names of ``flow``. What the program does not use is left out; roles become
+    placements of the dims that this program shows."""
+    pins: dict[str, Stated] = {}
+    pinned_by: dict[str, str] = {}
+    stated = {p.name: p for p in parameters if p.placements}
+    resolver = Resolver.of(flow) if any(p.owner for p in parameters) else None
+    for item in flow.inputs:
+        if item.kind in ("parameter", "buffer") and item.label in stated:
+            entry = stated[item.label]
+            by = entry.pattern or entry.name
+            if entry.owner is not None and resolver is not None:
+                placements = resolver.placements(item, entry.placements, entry.owner, by)
+                check_fit(item.label, item.meta, placements, f'"{by}"', entry.owner.mesh)
+                pins[item.name] = placements
+            else:
+                pins[item.name] = entry.placements  # type: ignore[assignment]
+            pinned_by[item.name] = by
+        elif item.kind == "argument" and inputs.pins.get(item.label):
+            pins[item.name] = inputs.pins[item.label]
+            pinned_by[item.name] = item.label
+    return PlannerPins(
+        pins=pins,
+        pinned_by=pinned_by,
+        batch=tuple(
+            item.name
+            for item in flow.inputs
+            if item.kind == "argument" and item.label in inputs.batch
+        ),
+    )
+
+
+def restated(spec: TensorSpec) -> dict[str, Placement]:
+    """A spec's placements in an order that makes it again: on one dim the major axis first."""
+    placements: dict[str, Placement] = {
+        axis: p for axis, p in spec.sharding.items() if not isinstance(p, Replicate)
+    }
+    for order in itertools.permutations(placements):
+        stated = {axis: placements[axis] for axis in order}
+        trial = make_spec(spec.shape, spec.dtype, spec.mesh, stated)
+        if trial.placements == spec.placements:
+            return stated
+    return placements
+
+
+# -- the batch -------------------------------------------------------------------------------------
+
+
+def _batch(arguments: Mapping[str, Meta], pins: Mapping[str, Stated]) -> tuple[str, ...]:
+    def splits_rows(name: str) -> bool:
+        dims = len(arguments[name].shape)
+        return any(isinstance(p, Shard) and p.dim in (0, -dims) for p in pins[name].values())
+
+    pinned = [name for name in pins if splits_rows(name)]
+    with_dims = [name for name, meta in arguments.items() if meta.shape]
+    if not with_dims:
+        return ()
+    size = arguments[(pinned or with_dims)[0]].shape[0]
+    unpinned = set(pins) - set(pinned) if pinned else set()
+    return tuple(n for n in with_dims if arguments[n].shape[0] == size and n not in unpinned)
+
+
+def _no_argument(name: str, arguments: Mapping[str, Meta]) -> PlanningError:
+    near = nearest(name, arguments)
+    return PlanningError(
+        f'inputs names "{name}", which is no tensor argument that the program uses.\n'
+        f"  tensor arguments: {_metas(arguments)}\n"
+        + (f'fix: write "{near[0]}"' if near else "fix: use the names of the function's parameters")
+    )
+
+
+def _metas(arguments: Mapping[str, Meta]) -> str:
+    return listing([f"{name}: {meta}" for name, meta in arguments.items()])
+
+
+# -- whether placements can be had -----------------------------------------------------------------
+
+
+def check_stated(
+    stated: object,
+    where: str,
+    mesh: Mesh,
+    stage_axis: str | None = None,
+    *,
+    roles: bool = False,
+) -> None:
+    """PlanningError unless ``stated`` maps axes of the mesh to Replicate or Shard, or to a role
+    where those may be stated."""
+    if not isinstance(stated, Mapping):
+        raise PlanningError(
+            f"{where} states {show(stated)}, not placements by axis.\n"
+            f"fix: write dict({some_axis(mesh)}={_as_placement(stated)})"
+        )
+    for axis, placement in stated.items():
+        if axis not in mesh.axes:
+            near = nearest(str(axis), mesh.axes)
+            fix = f"{near[0]}={_as_placement(placement)}" if near else "name an axis of the mesh"
+            raise PlanningError(
+                f'{where} names the axis "{axis}", which is not in the mesh.\n'
+                f"  {mesh}, axes: {listing(mesh.axes)}\n"
+                f"fix: {fix}"
+            )
+        if axis == stage_axis:
+            raise PlanningError(
+                f'{where} places a tensor on the axis "{axis}", which holds the stages.\n'
+                f"  {axis}={placement!r}\n"
+                f"fix: remove it; stages= says which stage holds a parameter"
+            )
+        if isinstance(placement, Role) and not roles:
+            raise PlanningError(
+                f"{where} states {axis}={placement!r}, which is a role of a module's weight.\n"
+                f"fix: write {axis}=dt.Row() or dt.Column()"
+            )
+        if not isinstance(placement, Replicate | Shard | Partial | Role):
+            raise PlanningError(
+                f"{where} states {axis}={show(placement)}, which is not a placement.\n"
+                f"fix: write {axis}={_as_placement(placement)}"
+            )
+        if isinstance(placement, Partial):
+            raise PlanningError(
+                f"{where} states {axis}={placement!r}, but only a computed value can be pending.\n"
+                f"fix: write {axis}=dt.Replicate(), or {axis}=dt.Row() to split it"
+            )
+
+
+def check_fit(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
+    """PlanningError where a tensor of ``meta`` cannot have the placements."""
+    for axis, placement in stated.items():
+        if isinstance(placement, Shard):
+            problem = _misfit(placement, meta)
+            if problem is not None:
+                fact, fix = problem
+                raise PlanningError(
+                    f"{axis}={placement!r} does not fit {name}: {fact}.\n"
+                    f"  {name}: {meta}\n"
+                    f"  stated by {where}\n"
+                    f"fix: {fix}"
+                )
+    _check_together(name, meta, stated, where, mesh)
+
+
+def _misfit(shard: Shard, meta: Meta) -> tuple[str, str] | None:
+    """(the fact, a fix that was tried), or None where the shard fits."""
+    shape = meta.shape
+    if not shape:
+        return "it has no dims", "dt.Replicate(), the only placement of a scalar"
+    if not -len(shape) <= shard.dim < len(shape):
+        if len(shape) == 1:
+            return f"it has 1 dim, and dim {shard.dim} is not there", f"dt.Row() splits {shape[0]}"
+        last = len(shape) - 1
+        offers = f"dt.Row() splits dim 0 of {shape[0]}, dt.Column() dim {last} of {shape[-1]}"
+        return f"it has {len(shape)} dims, and dim {shard.dim} is not there", offers
+    size = shape[shard.dim]
+    if fits(shard, size):
+        return None
+    return misfit(shard, size, f"dim {shard.dim % len(shape)} of {size}")
+
+
+def _check_together(name: str, meta: Meta, stated: Stated, where: str, mesh: Mesh) -> None:
+    """A minor axis splits the pieces of the major one of its dim; its own blocks would be lost."""
+    try:
+        lost = _lost_blocks(meta, stated, mesh)
+    except PlanningError as error:
+        raise PlanningError(f"{error}\n  {name}: {meta}\n  stated by {where}") from error
+    if lost is None:
+        return
+    rest = {axis: p for axis, p in stated.items() if axis != lost}
+    first = next(iter(rest))
+    if _lost_blocks(meta, {lost: stated[lost], **rest}, mesh) is None:
+        fix = f"name {lost} before {first}, so that {first} splits its blocks"
+    else:
+        fix = f"state blocks on {first} alone"
+    raise PlanningError(
+        f"{lost}={stated[lost]!r} of {name} would split the pieces that {first} cuts, and its own "
+        f"blocks would be lost.\n"
+        f"  {name}: {meta}\n"
+        f"  {', '.join(f'{axis}={p!r}' for axis, p in stated.items())}, stated by {where}\n"
+        f"fix: {fix}"
+    )
+
+
+def _lost_blocks(meta: Meta, stated: Stated, mesh: Mesh) -> str | None:
+    """The first axis whose stated blocks are not what it would split."""
+    spec = make_spec(meta.shape, meta.dtype, mesh, stated)
+    for axis, placement in stated.items():
+        got, num = spec.placement(axis), mesh.axis_size(axis)
+        if isinstance(placement, Shard) and isinstance(got, Shard):
+            stated_placement = on_dim(placement, got.dim)
+            if stated_placement != one_block(stated_placement) and not same(
+                stated_placement, got, meta.shape, num
+            ):
+                return axis
+    return None
+
+
+def _as_placement(value: object) -> str:
+    """What was probably meant, as one would write it."""
+    match value:
+        case Replicate():
+            return "dt.Replicate()"
+        case Shard(0, 1, 1):
+            return "dt.Row()"
+        case Shard(-1, 1, 1):
+            return "dt.Column()"
+        case Shard() | Partial() | ColumnParallel() | RowParallel():
+            return f"dt.{value!r}"
+        case int() if not isinstance(value, bool):
+            return f"dt.Shard({value})"
+        case str() if value.lower().startswith("col"):
+            return "dt.Column()"
+        case str() if value.lower().startswith("rep"):
+            return "dt.Replicate()"
+        case None:
+            return "dt.Replicate()"
+        case _ if value is Column:
+            return "dt.Column()"
+        case _ if value is Replicate:
+            return "dt.Replicate()"
+        case type() if value in (ColumnParallel, RowParallel):
+            return f"dt.{value.__name__}()"
+        case _ if value is Shard:
+            return "dt.Shard(0)"
+        case _:
+            return "dt.Row()"
+
+
+def show(value: object) -> str:
+    if value is Row or value is Column:
+        return "Row without ()" if value is Row else "Column without ()"
+    return shown(value)
+
+
+def some_axis(mesh: Mesh) -> str:
+    """An axis to show in an example: the last one, which is innermost."""
+    return mesh.axes[-1] if mesh.axes else "tp"

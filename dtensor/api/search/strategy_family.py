@@ -1,0 +1,345 @@
+"""The costs of all points of one size of tp and one ZeRO level, from the plan of one of them.
+
+    family = StrategyFamily.of(program, tp=4, zero=1)  # plans once, on mesh(dp=2, tp=4)
+    family.estimate(point)                       # Estimate(seconds=..., memory_bytes=...)
+
+The plan's steps are priced again for the point's dp and microbatches (step_prices.py), each is
+assigned to its units as in stages="auto" (sharding/plan/stages), the chain of units is cut into the
+point's stages, and the point's schedule is replayed with the times of its stages. No plan is made.
+An estimate is near the plan's own figures, most often below (each stage of a plan has its own
+messages), and no proof: `search` allows for the errors it has seen.
+
+Not here: the choice of points that are planned (search.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dtensor.api.model.stating.auto_stages import depth_of, units_in
+from dtensor.api.search.program import SearchedProgram
+from dtensor.api.search.space import SearchPoint
+from dtensor.api.search.step_prices import Floats, Scale, StepPrices
+from dtensor.runtime.lower.actions import weight_half
+from dtensor.runtime.schedule import Costs, Grid, OneFOneB, in_flight, waits
+from dtensor.sharding.plan.cost.step_cost import Amount, shard_bytes
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.record import PlanRecord
+from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost, partition
+from dtensor.sharding.plan.stages.unit_costs import SECOND, UnitPricing, Units
+from dtensor.sharding.plan.steps import updates_of
+from dtensor.sharding.redistribute.topology import ring_bytes
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
+
+KINDS = ("F", "I", "W", "end")
+"""The kinds of steps: an action of the pipeline, or work done once a step."""
+
+
+_SURE = np.array([0.95, 0.55])
+"""The least fraction of permanent and of temporary memory that plans were seen to need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds of a step and bytes of the fullest rank, not of a plan; ``cut``: whether the program
+    can have so many stages. ``least_bytes``: no plan was seen to need less."""
+
+    seconds: float
+    memory_bytes: float
+    least_bytes: float
+    cut: bool = True
+
+
+@dataclass(slots=True)
+class StrategyFamily:
+    """The data for estimates, of a plan with recomputation and of one without."""
+
+    parts: dict[bool, Costing]
+
+    @staticmethod
+    def of(program: SearchedProgram, tp: int, zero: int) -> StrategyFamily:
+        """PlanningError if the family's plan is refused."""
+        facts = program.facts
+        sizes = range(2, facts.num_ranks + 1) if "dp" in facts.axes else ()
+        cut = (n for n in sizes if facts.num_ranks % n == 0 and facts.rows % n == 0)
+        dp = next(cut, 1)
+        rows = facts.rows // dp
+        point = SearchPoint(
+            pp=1,
+            dp=dp,
+            tp=tp,
+            zero=zero,
+            microbatches=2 if rows % 2 == 0 else 1,
+            order="OneFOneB",
+            recompute=bool(program.layers),
+        )
+        plan = program.step.planned(
+            f"family {point.name}", program.strategy(point), program.topology
+        ).plan
+        costings = {point.recompute: Costing.of(program, plan)}
+        if point.recompute:
+            assert plan.plain is not None
+            costings[False] = Costing.of(program, plan.plain)
+        return StrategyFamily(costings)
+
+    def estimate(self, point: SearchPoint) -> Estimate:
+        return self.parts[point.recompute].estimate(point)
+
+    def floor(self, point: SearchPoint) -> float:
+        """A lower bound of the point's estimates in seconds, for this ZeRO level and higher
+        ones."""
+        return self.parts[point.recompute].floor(point)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitBytes:
+    """Bytes that a part of the units holds."""
+
+    units: Units
+    held: Amount
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMessage:
+    """A value that goes from ``unit`` to its readers; ``kind``: F or I."""
+
+    unit: int
+    readers: Units
+    sent: Amount
+    kind: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Costing:
+    """One plan without stages as a chain of units that can be priced at other sizes."""
+
+    plan: PlanRecord
+    prices: StepPrices
+    num_units: int
+    kinds: NDArray[np.int64]  # by step, of KINDS
+    groups: tuple[Units, ...]  # every tuple of units that some step is of
+    shares: tuple[tuple[int, int, float, float], ...]  # (step, group, part of its two seconds)
+    passed: tuple[UnitMessage, ...]
+    held: tuple[UnitBytes, ...]
+    kept: tuple[UnitBytes, ...]
+    transient: Amount  # bytes that a microbatch needs besides its kept values
+    barred: tuple[tuple[int, int], ...]
+    depth: tuple[int, ...]
+    steps: NDArray[np.int64] = field(init=False)
+    group: NDArray[np.int64] = field(init=False)
+    part: Floats = field(init=False)
+    starts: Floats = field(init=False)
+    cuts: dict[object, tuple[int, ...] | None] = field(
+        default_factory=dict[object, tuple[int, ...] | None]
+    )
+    tables: dict[tuple[Scale, bool], Floats] = field(
+        default_factory=dict[tuple[Scale, bool], Floats]
+    )
+
+    def __post_init__(self) -> None:
+        self.steps = np.array([s for s, _, _, _ in self.shares], np.int64)
+        self.group = np.array([g for _, g, _, _ in self.shares], np.int64)
+        self.part = np.array([p for _, _, p, _ in self.shares])
+        self.starts = np.array([p for _, _, _, p in self.shares])
+
+    @staticmethod
+    def of(program: SearchedProgram, plan: Plan | PlanRecord) -> Costing:
+        units = units_in(program.step.model, plan.flow)
+        uses = units.of_label()
+        pricing = UnitPricing(plan, units.flow, uses, "pp")
+        pricing.walk()
+        groups: dict[Units, int] = {}
+        shares: list[tuple[int, int, float, float]] = []
+        for step, parts in pricing.parts_of_steps():
+            every = tuple(sorted({u for of, _ in parts for u in of}))
+            alone = len(parts) == 1  # each stage with a value of a message has a message
+            for of, part in parts:
+                shares.append((step, groups.setdefault(of, len(groups)), part, float(alone)))
+            if not alone:
+                shares.append((step, groups.setdefault(every, len(groups)), 0.0, 1.0))
+        later = weight_half(plan)
+        kinds: list[int] = []
+        for step in plan.steps:
+            if not step.in_microbatch or step.once:
+                kinds.append(3)
+            elif step.phase == "forward":
+                kinds.append(0)
+            else:
+                kinds.append(2 if any(name in later for name in step.gives) else 1)
+        kept = tuple(UnitBytes(of, shard_bytes(spec)) for spec, of in pricing.kept_values())
+        activations = Plan.of(plan).memory[0].activations if isinstance(plan, PlanRecord) else 0
+        transient = max(activations - sum(k.held.number for k in kept), 0.0)
+        return Costing(
+            plan=plan,
+            prices=StepPrices.of(plan),
+            num_units=len(units.units),
+            kinds=np.array(kinds, np.int64),
+            groups=tuple(groups),
+            shares=tuple(shares),
+            passed=tuple(
+                UnitMessage(
+                    c.unit, c.readers, shard_bytes(c.spec), "F" if c.phase == "forward" else "I"
+                )
+                for c in pricing.crossing()
+            ),
+            held=tuple(_held(plan, uses)),
+            kept=kept,
+            transient=Amount(transient, frozenset({"dp", MICROBATCH_AXIS})),
+            barred=units.reused,
+            depth=depth_of(units),
+        )
+
+    def floor(self, point: SearchPoint) -> float:
+        """All work, shared evenly by the stages; for the update, the part that ZeRO leaves."""
+        scale = Scale(point.dp, point.microbatches)
+        seconds = sum(self.prices.seconds(scale)) * self.prices.times(scale)
+        ids = set(map(id, updates_of(self.plan.steps)))
+        updates = sum(seconds[i] for i, s in enumerate(self.plan.steps) if id(s) in ids)
+        spared = updates * (1 - 1 / point.dp) if point.zero else 0.0
+        return float(seconds.sum() - spared) / point.pp
+
+    # -- estimates -----------------------------------------------------------------------------
+
+    def estimate(self, point: SearchPoint) -> Estimate:
+        scale = Scale(point.dp, point.microbatches)
+        if point.pp == 1:
+            seconds = sum(self.prices.seconds(scale)) @ self.prices.times(scale)
+            memory = self._memory(scale, ((0, self.num_units),), (0,), (1,))
+            return Estimate(float(seconds) + self._votes(point), *memory)
+        grid = _grid(point)
+        cut = self._cut(point, scale)
+        if cut is None:
+            return Estimate(math.inf, math.inf, math.inf, cut=False)
+        bounds = tuple(itertools.pairwise(cut))
+        homes = grid.home()
+        table = self._stages(scale, bounds)
+        costs = Costs(
+            forward=tuple(table[:, 0]), input=tuple(table[:, 1]), weight=tuple(table[:, 2])
+        )
+        span, _ = waits(grid, costs)
+        ends = [0.0] * point.pp
+        for stage, rank in enumerate(homes):
+            ends[rank] += float(table[stage, 3])
+        memory = self._memory(scale, bounds, homes, in_flight(grid))
+        return Estimate(span + max(ends) + self._votes(point), *memory)
+
+    def _votes(self, point: SearchPoint) -> float:
+        """Seconds of the commit point, which is no step of a plan: a word is summed over each
+        axis."""
+        return sum(
+            self.plan.topology.collective_seconds(
+                "all_reduce", axis, num=num, bytes_sent=ring_bytes("all_reduce", 4, num)
+            )
+            for axis, num in point.mesh.shape.items()
+            if num > 1
+        )
+
+    def _by_group(self, scale: Scale, *, for_cut: bool = False) -> Floats:
+        """Seconds by group of units and kind; of actions, for one microbatch. ``for_cut``: a
+        message's start is shared by its values, as in stages="auto"."""
+        if (scale, for_cut) not in self.tables:
+            grows, starts = self.prices.seconds(scale)
+            share = self.part if for_cut else self.starts
+            seconds = grows[self.steps] * self.part + starts[self.steps] * share
+            table = np.zeros((len(self.groups), len(KINDS)))
+            np.add.at(table, (self.group, self.kinds[self.steps]), seconds)
+            self.tables[scale, for_cut] = table
+        return self.tables[scale, for_cut]
+
+    def _sent(self, scale: Scale) -> list[float]:
+        topology, to = self.plan.topology, self.prices.resized(scale)
+        return [
+            topology.collective_seconds(
+                "transfer", "pp", num=2, bytes_sent=p.sent.resized(to).number
+            )
+            for p in self.passed
+        ]
+
+    def _cut(self, point: SearchPoint, scale: Scale) -> tuple[int, ...] | None:
+        """The first unit of each stage, and the number of units."""
+        key = point.num_stages, scale
+        if key not in self.cuts:
+            times = np.array([scale.microbatches] * 3 + [1])
+            cost_of_unit = [0] * self.num_units
+            shared: list[SharedCost] = []
+            for units, row in zip(self.groups, self._by_group(scale, for_cut=True), strict=True):
+                cost = round(float(row @ times) * SECOND)
+                if len(units) == 1:
+                    cost_of_unit[units[0]] += cost
+                elif units:
+                    shared.append(SharedCost(cost, units))
+            chain = Chain(
+                own=tuple(cost_of_unit),
+                shared=tuple(shared),
+                sent=tuple(
+                    Sent(round(seconds * scale.microbatches * SECOND), p.unit, p.readers)
+                    for p, seconds in zip(self.passed, self._sent(scale), strict=True)
+                ),
+                barred=self.barred,
+                depth=self.depth,
+            )
+            few = self.num_units < point.num_stages
+            partitioned = None if few else partition(chain, point.num_stages)
+            self.cuts[key] = None if partitioned is None else partitioned.bounds
+        return self.cuts[key]
+
+    def _stages(self, scale: Scale, bounds: Sequence[tuple[int, int]]) -> Floats:
+        """Seconds by stage and kind."""
+        table = np.zeros((len(bounds), len(KINDS)))
+        stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
+        for units, row in zip(self.groups, self._by_group(scale), strict=True):
+            for k in {stage[u] for u in units}:
+                table[k] += row
+        for passed, seconds in zip(self.passed, self._sent(scale), strict=True):
+            others = {stage[u] for u in passed.readers} - {stage[passed.unit]}
+            table[stage[passed.unit], KINDS.index(passed.kind)] += seconds * len(others)
+        return table
+
+    def _memory(
+        self,
+        scale: Scale,
+        bounds: Sequence[tuple[int, int]],
+        homes: Sequence[int],
+        flying: Sequence[int],
+    ) -> tuple[float, float]:
+        """Bytes of the fullest rank, and a lower bound of them."""
+        to = self.prices.resized(scale)
+        stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
+        ranks = np.zeros((2, max(homes) + 1))  # permanent, and temporary
+        for item in self.held:
+            for k in {stage[u] for u in item.units}:
+                ranks[0, homes[k]] += item.held.resized(to).number
+        for item in self.kept:
+            for k in {stage[u] for u in item.units}:
+                ranks[1, homes[k]] += item.held.resized(to).number * flying[k]
+        if len(bounds) == 1:
+            ranks[1, 0] += self.transient.resized(to).number
+        return float(ranks.sum(0).max()), float((_SURE @ ranks).max())
+
+
+def _held(plan: PlanRecord, uses: dict[str, Units]) -> Iterator[UnitBytes]:
+    """Parameters, their gradients and the optimizer's state."""
+    for item in plan.inputs:
+        if item.label in uses:
+            yield UnitBytes(uses[item.label], shard_bytes(item.held))
+    specs = plan.value_specs()
+    for output in plan.outputs:
+        if output.kind == "gradient" and str(output.of) in uses:
+            yield UnitBytes(uses[str(output.of)], shard_bytes(specs[output.values[0][1]]))
+    for step in updates_of(plan.steps):
+        if step.parameter in uses:
+            kept = Amount(step.state_bytes + step.master_bytes, shard_bytes(step.spec).axes)
+            yield UnitBytes(uses[step.parameter], kept)
+
+
+@lru_cache(maxsize=1024)
+def _grid(point: SearchPoint) -> Grid:
+    schedule = point.schedule or OneFOneB(1)
+    return schedule.grid(point.num_stages, point.pp)

@@ -1,0 +1,217 @@
+"""A part of a cluster: some of its ranks as a cluster of their own.
+
+    with launch_cluster(4) as whole:
+        part = SubCluster(whole, (2, 3), "part 1: ", 'mesh(tp=2, name="play")')
+        part.put([{"w": w0}, {"w": w1}])           # on ranks 2 and 3 of the whole
+        part.run(part.load(program_of_two_ranks), [{}, {}]).get()
+
+Several parts may share ranks: each writes its names in the ranks' tables with its own prefix, so
+that equal names of two parts are two values (`inner` says how the whole calls a name of the part).
+A program is restated for the whole: rank i becomes ``ranks[i]``, its state gets the prefix, the
+other ranks take no part: nothing is sent to them, and they are not waited for. Errors name a rank
+by both numbers: "rank 2, rank 0 of mesh(tp=2)".
+
+Invariants: a part starts nothing and closing it stops nothing; a failure of the whole is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dtensor.daft.cluster.cluster import (
+    Cluster,
+    Future,
+    Handle,
+    Mode,
+    check_size,
+)
+from dtensor.daft.errors import ClusterClosed, DaftError
+from dtensor.daft.ir.program import Program, RankProgram
+from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored
+from dtensor.daft.status import Status
+
+if TYPE_CHECKING:
+    from dtensor.daft.cluster.call_log import Recovered
+
+
+class SubCluster(Cluster):
+    def __init__(self, cluster: Cluster, ranks: Sequence[int], prefix: str, title: str) -> None:
+        self.whole = cluster
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        self.prefix = prefix
+        self.size = len(self.ranks)
+        self.device = cluster.device
+        self.immediate = cluster.immediate
+        self._closed = False
+        outside = [rank for rank in self.ranks if not 0 <= rank < cluster.size]
+        if outside or len(set(self.ranks)) != self.size or not self.ranks:
+            raise ValueError(
+                f"A part has distinct ranks of its cluster, 0..{cluster.size - 1}; "
+                f"got {list(self.ranks)}."
+            )
+        self.known_as = {}
+        self._names = tuple(f"rank {index} of {title}" for index in range(self.size))
+        for rank, name in zip(self.ranks, self._names, strict=True):
+            known = cluster.known_as.get(rank)
+            cluster.known_as[rank] = f"{known} and {name}" if known else name
+
+    @property
+    def calls(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.calls
+
+    @property
+    def runs(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.runs
+
+    @property
+    def recoveries(self) -> Sequence[Recovered]:
+        return self.whole.recoveries
+
+    @property
+    def recovered(self) -> int:
+        return self.whole.recovered
+
+    @property
+    def failure(self) -> DaftError | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.failure
+
+    @property
+    def copies(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.whole.copies
+
+    def inner(self, name: str) -> str:
+        """The name that the whole has for a name in the part's tables."""
+        return self.prefix + name
+
+    def put(
+        self,
+        values: Sequence[Mapping[str, object]],
+        *,
+        drop: Names = NOTHING_DROPPED,
+        wait: bool = False,
+    ) -> None:
+        self._check(values, "put")
+        named = [{self.inner(n): v for n, v in own.items()} for own in values]
+        self.whole.put(self._spread(named, {}), drop=self._dropped(drop), wait=wait)
+
+    def get(self, names: Sequence[Sequence[str] | None]) -> Future:
+        self._check(names, "get")
+        wanted = [None if own is None else [self.inner(n) for n in own] for own in names]
+        return _SubClusterFuture(self.whole.get(self._spread(wanted, None)), self.ranks)
+
+    def delete(self, names: Sequence[Sequence[str]]) -> None:
+        self._check(names, "delete")
+        self.whole.delete(self._spread([[self.inner(n) for n in own] for own in names], []))
+
+    def load(self, program: Program) -> Handle:
+        self._check(program.ranks, f"Program {program.name!r}")
+        return self.whole.load(self._restated(program))
+
+    def unload(self, handle: Handle) -> None:
+        self.whole.unload(handle)
+
+    def run(
+        self,
+        handle: Handle,
+        inputs: Sequence[Mapping[str, object]],
+        *,
+        mode: Mode = "compiled",
+        keep: Mapping[str, str] = NOTHING_KEPT,
+        counted: Counted | None = None,
+        returned: Collection[str] = (),
+        drop: Names = NOTHING_DROPPED,
+    ) -> Future:
+        self._check(inputs, f"A run of {handle.program.name!r}")
+        fed = [
+            {
+                name: Stored(self.inner(value.name)) if isinstance(value, Stored) else value
+                for name, value in own.items()
+            }
+            for own in inputs
+        ]
+        kept = {output: self.inner(name) for output, name in keep.items()}
+        counted = counted and replace(counted, key=self.inner(counted.key))
+        fed = self._spread(fed, {})
+        future = self.whole.run(
+            handle,
+            fed,
+            mode=mode,
+            keep=kept,
+            counted=counted,
+            returned=returned,
+            drop=self._dropped(drop),
+        )
+        return _SubClusterFuture(future, self.ranks)
+
+    def _dropped(self, drop: Names) -> Names:
+        return {self.ranks[rank]: [self.inner(n) for n in own] for rank, own in drop.items()}
+
+    def check_undone(self) -> None:
+        self.whole.check_undone()
+
+    def status(self, seconds: float) -> Status:
+        """Of the whole."""
+        return self.whole.status(seconds)
+
+    def grow(self, size: int) -> None:
+        raise ValueError("A part has the ranks that it was made of; the whole grows.")
+
+    def interrupted(self) -> None:
+        self.whole.interrupted()
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _check(self, items: Sequence[object], what: str) -> None:
+        if self._closed:
+            raise ClusterClosed("This part of a cluster is closed.")
+        check_size(self.size, items, what)
+
+    def _spread(self, items: Sequence[Any], nothing: Any) -> list[Any]:
+        """One item per rank of the whole."""
+        spread: list[Any] = [nothing] * self.whole.size
+        for rank, item in zip(self.ranks, items, strict=True):
+            spread[rank] = item
+        return spread
+
+    def _restated(self, program: Program) -> Program:
+        ranks = [RankProgram(instructions=())] * self.whole.size
+        stages = [0] * self.whole.size
+        known_as = [""] * self.whole.size
+        for index, rank_program in enumerate(program.ranks):
+            names = {name: self.inner(name) for name in rank_program.state}
+            ranks[self.ranks[index]] = replace(
+                rank_program,
+                instructions=tuple(i.renamed(names, self.ranks) for i in rank_program.instructions),
+                state=tuple(map(self.inner, rank_program.state)),
+                nbytes=tuple((names.get(name, name), size) for name, size in rank_program.nbytes),
+                shares=tuple(
+                    (name, names.get(other, other)) for name, other in rank_program.shares
+                ),
+                replayable=tuple(names.get(name, name) for name in rank_program.replayable),
+            )
+            stages[self.ranks[index]] = program.stage_of[index]
+            known_as[self.ranks[index]] = self._names[index]
+        return replace(
+            program, ranks=tuple(ranks), stage_of=tuple(stages), known_as=tuple(known_as)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _SubClusterFuture(Future):
+    """The part's items of the whole's result."""
+
+    whole: Future
+    ranks: tuple[int, ...]
+
+    def get(self, timeout: float | None = None) -> list[Any]:
+        results = self.whole.get(timeout)
+        return [results[rank] for rank in self.ranks]
+
+    def done(self) -> bool:
+        return self.whole.done()
+
+    def check(self) -> None:
+        self.whole.check()

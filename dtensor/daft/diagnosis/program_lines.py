@@ -1,0 +1,131 @@
+"""The instruction at each position of the lists of a program's hosts, as data: waits, partners, and
+the user's lines.
+
+    lines = ProgramLines.of(program, report.lists)
+    lines.at(0, 7)        # ListLine(rank=0, index=7, kind="wait", text="wait s", ...)
+    lines.at(0, 7).partners                                      # ((1, 1, 4),)
+    ProgramLines.read(json.loads(json.dumps(lines.data())))      # the same
+
+Rank 0's host is at a wait there, and continues when rank 1 has started the instruction at position
+4 of host 1's list.
+
+Invariants: plain lists, strings and numbers, so that another process reads them without running
+code; made once for a program, a line each, at 10 us. It knows neither positions of hosts
+(`observation.py`) nor code, buffers or values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from dtensor.daft.ir.instructions import Call, Collective, Free, Recv, Send, Vote, Wait
+from dtensor.daft.ir.program import Program
+from dtensor.daft.ir.text import excerpt
+from dtensor.daft.verification.pairing import (
+    Site,
+    instruction_at,
+    pair,
+    starts_of_waits,
+    wait_edges,
+)
+
+LineKind: TypeAlias = Literal["call", "start", "wait", "other"]
+Partner: TypeAlias = tuple[int, int, int]
+"""A partner of a wait: a rank on another host, its host, and the position there that it must
+pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListLine:
+    """An instruction: `index` counts those of its rank's own list; `source` is the user's line, for
+    a wait the line of its messages."""
+
+    rank: int
+    index: int
+    kind: LineKind
+    text: str
+    label: str
+    source: str | None
+    partners: tuple[Partner, ...]
+
+
+class ProgramLines:
+    """`known_as`: by rank, its number for users, or empty."""
+
+    def __init__(
+        self, program: str, known_as: Sequence[str], sources: Sequence[str], rows: Sequence[Any]
+    ) -> None:
+        self.program = program
+        self.known_as = tuple(known_as)
+        self._sources = sources
+        self._rows = rows  # by host, of each position: the fields of a `ListLine`
+
+    @staticmethod
+    def of(program: Program, lists: Sequence[Sequence[Site]]) -> ProgramLines:
+        place = {site: (h, at) for h, sites in enumerate(lists) for at, site in enumerate(sites)}
+        edges = wait_edges(program, pair(program))
+        waits = [starts_of_waits(own.instructions) for own in program.ranks]
+        sources: dict[str | None, int] = {None: -1}
+
+        def row(site: Site) -> list[Any]:
+            rank, index = site
+            instruction = instruction_at(program, site)
+            kind: LineKind = "other"
+            concerned = [instruction]
+            partners = list[Partner]()
+            match instruction:
+                case Call():
+                    kind = "call"
+                case Send() | Recv() | Collective():
+                    kind = "start"
+                case Wait():
+                    kind = "wait"
+                    concerned += [instruction_at(program, (rank, s)) for s in waits[rank][index]]
+                    others = dict.fromkeys((other[0], *place[other]) for other in edges[site])
+                    partners = [p for p in others if p[1] != place[site][0]]
+                case _:
+                    pass
+            # no host stays at these, and they are half of a list
+            quick = isinstance(instruction, Free | Vote)
+            text = type(instruction).__name__.lower() if quick else excerpt(instruction)
+            label = next((str(i.label) for i in concerned if i.label is not None), "")
+            source = next((i.source for i in concerned if i.source), None)
+            number = sources.setdefault(source, len(sources) - 1)
+            return [rank, index, kind, text, label, number, partners]
+
+        rows = [[row(site) for site in sites] for sites in lists]
+        return ProgramLines(
+            program.name, program.known_as, [s for s in sources if s is not None], rows
+        )
+
+    @staticmethod
+    def read(data: Any) -> ProgramLines:
+        """The inverse of `data`."""
+        return ProgramLines(data["program"], data["known_as"], data["sources"], data["hosts"])
+
+    def data(self) -> dict[str, Any]:
+        """The lines in JSON's types."""
+        return {
+            "program": self.program,
+            "known_as": list(self.known_as),
+            "sources": list(self._sources),
+            "hosts": self._rows,
+        }
+
+    def at(self, host: int, position: int) -> ListLine | None:
+        """The instruction at a position; None if the list has no such position."""
+        rows = self._rows[host] if host < len(self._rows) else ()
+        if not 0 <= position < len(rows):
+            return None
+        rank, index, kind, text, label, source, partners = rows[position]
+        return ListLine(
+            rank=rank,
+            index=index,
+            kind=kind,
+            text=text,
+            label=label,
+            source=None if source < 0 else str(self._sources[source]),
+            partners=tuple((r, h, at) for r, h, at in partners),
+        )

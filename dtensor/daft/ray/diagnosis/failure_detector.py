@@ -1,0 +1,422 @@
+"""The failure detector of a launch: which hosts are alive, which are lost, and why.
+
+    watch = FailureDetector(controller, home, channel, deadline_s=60, call_deadline_s=3600)
+    watch.get([AwaitedCall(process, channel.send(0, REQUEST, (Objects.failures,), ()))])
+
+A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
+killed, host 0 reports "Connection closed by peer": the root is `ActorLost` for host 1, with the
+instruction in its counter file, and host 0's error as a note. The root is, in this order: a `Call`
+that raised; a host that was lost; a transfer that failed for another reason. Among failures of one
+kind it is that of the lowest host.
+
+Invariants: a host is lost once, with the instruction that it ran then, and each consequence of the
+loss raises that one `ActorLost`. The watch ends three kinds of hosts, so that calls which wait for
+them fail: a host that has stopped for `deadline_s`; a host that is in one call for
+`call_deadline_s`; and, where hosts must make progress, one of the hosts that block the awaited
+calls, when none of them has made progress for `deadline_s` and none was at work in that time. A
+host is at work in an instruction that ends by itself, if it uses the CPU. The controller says which
+hosts block a call (`Due`): progress of other hosts does not hide a hang, and their waiting is not
+taken for one. A host that waits for another is not ended for it: the watch follows the wait-for
+graph and ends a host that waits for no other (`diagnosis/diagnosis.py`).
+
+The watch does not know the programs of hosts: the `Controller` says which instruction a host was
+in, and for whom it waits.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeAlias
+
+from dtensor.daft.diagnosis.diagnosis import FOR_NOBODY, Waits, ends_of
+from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
+from dtensor.daft.ray.bootstrap.machines import START_S
+from dtensor.daft.ray.bootstrap.progress import Progress
+from dtensor.daft.ray.channel.messages import HostFailed
+from dtensor.daft.ray.channel.processes import HostProcess, LaunchProcesses
+from dtensor.daft.ray.channel.run_channel import CallLost, NotYet, RunChannel
+from dtensor.daft.ray.diagnosis.stragglers import StragglerWarnings
+from dtensor.signals import wait
+
+SLICE_S = 0.25  # how often a waiting controller samples the hosts
+SETTLE_S = 5.0  # how long after a first failure it searches for the root
+ENDING_S = 1.0  # how long Ray may take to report how a process ended
+CUT_OFF_S = 0.5
+"""How long it waits for the end of a process that cannot be called any more, and for any other root
+where failures are recovered from: the recovery checks again which hosts are alive."""
+STALE_S = 5.0
+"""A heartbeat comes every 0.25 s, later on a loaded machine; a heartbeat this old means that its
+process has stopped without a signal: by a debugger, a frozen container, a lost machine."""
+COMPUTES = 0.05
+"""Share of a core. A process that used so much of it over `deadline_s` computes, though slowly on a
+loaded machine. Ray's threads in an idle process use an eighth of that."""
+RUNNABLE = 0.9
+"""Share of the time. A process whose thread was on a core, or waited for one, for so long computes
+too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """The CPU time that a host has used so far; `runnable_s`: how long its thread was on a core or
+    waited for one."""
+
+    cpu_s: float
+    runnable_s: float
+
+    @staticmethod
+    def of(host: HostProcess) -> _Used:
+        return _Used(host.cpu_s, host.runnable_s)
+
+    def computes(self, before: _Used, seconds: float) -> bool:
+        """Whether the host did so in the seconds since then."""
+        return (
+            self.cpu_s - before.cpu_s >= COMPUTES * seconds
+            or self.runnable_s - before.runnable_s >= RUNNABLE * seconds
+        )
+
+
+@dataclass(slots=True)
+class AwaitedCall:
+    """A call in flight: the host that was called, the reference to the result (Ray's or the run
+    channel's), and the number of the first run after it. `since`: a caller waits for it, and no
+    host that blocks it has made progress since then; `used`: the CPU time of each of those hosts at
+    that time."""
+
+    host: HostProcess
+    ref: Any
+    before: int = 0
+    since: float | None = None
+    used: Mapping[int, _Used] = field(default_factory=dict[int, "_Used"])
+    call: Any = None  # the call, to repeat it where that is allowed
+    gone: ActorLost | None = None  # a value that it should read was lost with a process
+
+
+Due: TypeAlias = Callable[[Sequence[AwaitedCall]], Mapping[int, int]]
+"""By host, the last run that it must end before these calls can return."""
+
+
+@dataclass(slots=True)
+class _Sighting:
+    """The instruction at which a host was seen, since when, and `earlier`, the one before it; the
+    CPU time that the host had `used` when that was `measured`, and whether it computed for
+    `deadline_s` before."""
+
+    at: Progress
+    earlier: Progress
+    since: float
+    measured: float
+    used: _Used
+    computes: bool = False
+    at_work: bool = False  # and not in a wait for another
+
+
+class Controller(Protocol):
+    """The object that gives hosts their programs."""
+
+    @property
+    def failure(self) -> DaftError | None:
+        """The failure of the whole launch, after which nobody waits any longer."""
+        ...
+
+    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+        """The `Failure` of a host, with the instruction that it was in."""
+        ...
+
+    def at_work(self, host: int, at: Progress) -> bool:
+        """Whether a host is in an instruction that ends by itself, such as a `Call`, and does not
+        wait for another host."""
+        ...
+
+    def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
+        """The hosts for which each waiting host waits, from the positions of all."""
+        ...
+
+    def tell_of_loss(self, host: int) -> None:
+        """Tell the hosts that wait for a lost host that it is lost."""
+        ...
+
+
+class FailureDetector:
+    """`due`: None if hosts need not make progress: a method of a spawned actor may take any time.
+    `stopped_s`: how long a signal may stop a host, if not `deadline_s`."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        home: LaunchProcesses,
+        calls: RunChannel,
+        *,
+        deadline_s: float,
+        call_deadline_s: float,
+        due: Due | None,
+        stopped_s: float | None = None,
+    ) -> None:
+        self.deadline_s = deadline_s
+        self.stopped_s = stopped_s
+        self.call_deadline_s = call_deadline_s
+        self.patience_s: float = 2 * (deadline_s + call_deadline_s) + 60  # of NCCL's own watchdog
+        self.lost: dict[int, ActorLost] = {}
+        self._controller = controller
+        self._home = home
+        self._calls = calls
+        self._due = due
+        self._seen: dict[int, _Sighting] = {}
+        self._told: set[tuple[int, int, int]] = set()
+        self._late = StragglerWarnings(home.folder.path)
+
+    def get(
+        self,
+        asked: Sequence[AwaitedCall],
+        timeout: float | None = None,
+        *,
+        needed: Collection[HostProcess] = (),
+        deadline_s: float | None = None,
+    ) -> list[Any]:
+        """The results of the calls. Raises the root cause of a failure, also if a host is lost that
+        is `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`.
+        `deadline_s`: how long these calls may make no progress, if not as long as others."""
+        began = time.monotonic()
+        end = None if timeout is None else began + timeout
+        while True:
+            left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
+            try:  # other errors are the caller's fault, such as an unknown name
+                results = self._calls.get([each.ref for each in asked], left)
+            except NotYet:
+                pass
+            except HostFailed as failed:
+                root = self.root(asked, failed.hosts)
+                raise root from root.__cause__
+            except CallLost as lost:
+                root = self.root(asked, (), str(lost))
+                raise root from root.__cause__
+            else:
+                for each in asked:
+                    each.host.answered = True
+                    each.host.watch()
+                return results
+            if self._controller.failure is not None:
+                raise self._controller.failure
+            wait()  # for signals
+            self._home.check()
+            if end is not None and time.monotonic() >= end:
+                raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
+            self.look(asked, self.deadline_s if deadline_s is None else deadline_s)
+            if self._due is not None:
+                self._late.look(time.monotonic() - began)
+            if any(host.index in self.lost for host in needed):
+                raise self.root(asked, [host.index for host in needed])
+
+    def find(self, hosts: Collection[int]) -> ActorLost | None:
+        """The first of these that is lost, if any is."""
+        for host in self._home.processes:
+            if host.index in hosts and (host.gone or self._is_cut_off(host)):
+                self._lose_dead(host)
+        return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
+
+    def came(self, asked: Sequence[AwaitedCall]) -> bool:
+        """Whether all these calls have come back."""
+        return self._calls.came([each.ref for each in asked])
+
+    def look(self, asked: Sequence[AwaitedCall], deadline_s: float) -> None:
+        """Mark dead hosts as lost. End a host that has stopped, is in one call for too long, or
+        makes no progress where hosts must and none is at work."""
+        now, lost = time.monotonic(), len(self.lost)
+        for host in self._home.processes:
+            if host.counts and host.index not in self.lost:
+                self._look_at(host, host.counter.read(), now)
+        if self._due is not None and len(self.lost) == lost:  # else others wait for the lost
+            self._look_for_stalled(self._due, asked, now, deadline_s)
+
+    def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
+        if host.gone or self._is_cut_off(host) or host.ended() is not None:
+            self._lose_dead(host)
+            return
+        if at.beat_s is None:
+            waited_s = 0.0 if host.answered else now - host.started
+            if waited_s > max(START_S, self.deadline_s):
+                self.end(host, f"the process has not started for {waited_s:.1f} s.")
+            return
+        seen = self._seen.get(host.index)
+        if seen is None or seen.at.moving != at.moving:
+            earlier = at if seen is None else seen.at
+            seen = self._seen[host.index] = _Sighting(at, earlier, now, now, _Used.of(host))
+        elif now - seen.measured > self.deadline_s:
+            used = _Used.of(host)
+            seen.computes = used.computes(seen.used, now - seen.measured)
+            seen.measured, seen.used = now, used
+        at_work = self._controller.at_work(host.index, at)
+        seen.at_work = at_work and seen.computes
+        if self.stopped_s is not None and at.beat_s > self.stopped_s and host.stopped:
+            fact = f"a signal has stopped the process: no heartbeat for {at.beat_s:.1f} s."
+            self.end(host, fact, grace_s=0.0)
+        elif at.beat_s > self.deadline_s and (
+            host.stopped or (at.beat_s > STALE_S and not seen.computes)
+        ):
+            self.end(host, f"the process has stopped: no heartbeat for {at.beat_s:.1f} s.")
+        elif at_work and at.position >= 0:
+            if now - seen.since > self.call_deadline_s:
+                limit = f"{self.call_deadline_s:g} s (call_deadline_s)"
+                self.end(host, f"the process was in one call for more than {limit}.")
+            elif seen.at_work and self._due is not None:
+                self._tell(host, at)
+
+    def _tell(self, host: HostProcess, at: Progress) -> None:
+        """Warn, once for each instruction, that it takes long."""
+        where = (host.index, at.program, at.position)
+        if where in self._told:
+            return
+        self._told.add(where)
+        fact = (
+            f"it has computed for more than {self.deadline_s:g} s, and may take up to "
+            f"{self.call_deadline_s:g} s (call_deadline_s)."
+        )
+        failure = self._controller.describe(host.index, at, fact)
+        warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
+
+    def lose(self, host: HostProcess, reason: str) -> ActorLost:
+        """Mark a host as lost, and tell those that wait for it to join a program."""
+        if host.index not in self.lost:
+            failure = self._controller.describe(host.index, host.counter.read(), reason)
+            self.lost[host.index] = ActorLost(failure)
+            self._controller.tell_of_loss(host.index)
+        return self.lost[host.index]
+
+    def _lose_dead(self, host: HostProcess, text: str = "") -> None:
+        """`text`: Ray's report of the death, if there is one."""
+        cut_off = self._is_cut_off(host)  # Ray reports the loss of a machine only after a while
+        text = text or host.ended(0.0 if cut_off else ENDING_S) or ""
+        line = next(iter(text.strip().splitlines()), "")
+        fact = "the process died." if line or not cut_off else "its connection broke."
+        self.lose(host, f"{fact} {line}".strip())
+
+    def _is_cut_off(self, host: HostProcess) -> bool:
+        """Whether a process on another machine cannot be called any more: this is the earliest sign
+        of its end."""
+        return host.elsewhere and host.index in self._calls.broken()
+
+    def end(self, host: HostProcess, reason: str, grace_s: float = 1.0) -> None:
+        """End a host that cannot make progress, so that calls which wait for it fail."""
+        self.lose(host, reason)
+        host.kill()
+        host.end(grace_s)
+
+    def _look_for_stalled(
+        self, due: Due, asked: Sequence[AwaitedCall], now: float, deadline_s: float
+    ) -> None:
+        waiting = [each for each in asked if not self.came([each])]
+        called = {each.host.index for each in waiting}
+        last = due(waiting)
+        holding = list[HostProcess]()
+        moved = max((each.since or now for each in waiting), default=now)
+        for index in sorted(called | last.keys()):
+            host, seen = self._home.processes[index], self._seen.get(index)
+            if seen is None and not host.answered:
+                moved = now  # it is still starting
+            if seen is None:  # the counter of a host on another machine cannot be read
+                holding.append(host)
+                continue
+            if index in called or not seen.earlier.has_ended(last[index]):
+                moved = max(moved, seen.since)
+            if index in called or not seen.at.has_ended(last[index]):
+                holding.append(host)
+        if any(each.since != moved for each in waiting):
+            self._have_stalled(waiting, holding, moved)
+        if now - moved <= deadline_s:
+            return
+        there = {host.index: host.counter.read() for host in self._home.processes}
+        waits = self._controller.waits(there)
+        before = {index: used for each in waiting for index, used in each.used.items()}
+        if any(
+            self._controller.at_work(host.index, there[host.index])
+            and not waits.get(host.index, FOR_NOBODY).blockers
+            and host.index in before
+            and _Used.of(host).computes(before[host.index], now - moved)
+            for host in holding
+        ):
+            self._have_stalled(waiting, holding, now)
+            return
+        if holding:  # else the last call has just come back
+            host, fact = self._suspect(holding, there, waits)
+            why = f"no progress for more than {deadline_s:g} s"
+            self.end(host, f"the process {fact.format(why)}")
+
+    def _have_stalled(
+        self, waiting: Sequence[AwaitedCall], holding: Sequence[HostProcess], moved: float
+    ) -> None:
+        """No host that blocks these calls has made progress since `moved`."""
+        used = {host.index: _Used.of(host) for host in holding}
+        for each in waiting:
+            each.since, each.used = moved, used
+
+    def _suspect(
+        self,
+        holding: Sequence[HostProcess],
+        there: Mapping[int, Progress],
+        waits: Mapping[int, Waits],
+    ) -> tuple[HostProcess, str]:
+        """The host to end among those that make no progress, and its fault as text. It is one that
+        has stopped, or else one that waits for no other, preferably one in a `Call`."""
+        stopped = [host for host in holding if host.stopped]
+        if stopped:
+            return stopped[0], "has stopped: {}."
+        ends = {end for host in holding for end in ends_of(host.index, waits)}
+        # a sender that holds its message back may have ended its run
+        senders = {h for own in waits.values() if own.held_back for h in own.blockers}
+        held = {host.index for host in holding}
+        suspects = [h for h in self._home.processes if h.index in ends & (held | senders)]
+        fact = "made {}, though it is alive."
+        if not suspects:  # the host that they wait for was replaced, and no connection broke here
+            suspects = list(holding)
+            fact = "made {}: it waits for a process that is gone, and was not told."
+
+        def worth(host: HostProcess) -> tuple[bool, bool, int]:
+            at = there[host.index]
+            unseen = host.index not in self._seen  # on another machine
+            return unseen, not self._controller.at_work(host.index, at), at.run
+
+        return min(suspects, key=worth), fact
+
+    def root(
+        self, asked: Sequence[AwaitedCall], hosts: Collection[int], text: str = ""
+    ) -> DaftError:
+        """The root cause of a failure, among these hosts, or those that Ray's `text` names; a death
+        may be noticed a moment later than its consequences."""
+        begin = time.monotonic()
+        while True:
+            errors: list[DaftError] = []
+            for each in asked:
+                match self._calls.failure(each.ref):
+                    case HostFailed(error=error):
+                        errors.append(error)
+                    case CallLost() as lost:
+                        text = text or str(lost)
+                    case _:
+                        pass
+            processes = [host for host in self._home.processes if host.counts]
+            for host in processes:
+                gone = host.gone or self._is_cut_off(host) or host.ended() is not None
+                if gone or host.id in text:
+                    self._lose_dead(host, text)
+            named = [host.index for host in processes if host.id in text]
+            among = (*named, *(sorted(hosts) or [host.index for host in processes]))
+            roots: list[DaftError] = [e for e in errors if isinstance(e, TaskError)]
+            there = {host.index for host in processes}
+            roots += [self.lost[i] for i in among if i in self.lost and i in there]
+            lines = self._calls.broken()
+            cut_off = [host for host in processes if host.index in lines]
+            settle_s = CUT_OFF_S if cut_off or self.stopped_s is not None else SETTLE_S
+            if roots or time.monotonic() > begin + settle_s:
+                break
+            self._calls.listen(0.05)
+        if not roots:
+            alive = "its connection to the controller broke, though the process is alive."
+            roots = [self.lose(host, alive) for host in cut_off]
+        line = next(iter(text.strip().splitlines()), "")
+        root, *_ = (*roots, *errors, ActorLost(Failure(rank=None, reason=line)))
+        for error in errors:
+            if error.failure != root.failure:
+                root.add_note(f"then failed: {error}")
+        return root

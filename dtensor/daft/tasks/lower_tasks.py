@@ -1,0 +1,288 @@
+"""Recorded tasks, frozen into a `Program`: one list of instructions for each actor.
+
+    tasks        y = a.execute(x);  z = b.execute(y)
+    actor a      v0 = call a.execute(self, x0); send v0 to 1; wait v0; free v0
+    actor b      v0 = recv from 0; wait v0; v1 = call b.execute(self, v0); free v0
+
+Every value is a message (`values.py`), so its size is known only when it is there: buffers are
+`u8[*]`. A value goes once to each actor that uses it, as soon as it is made. Lists are projections
+of one order, in which each `Wait` comes after the starts that it needs: so no such program can
+hang, and the verifier, which knows nothing of this argument, checks it.
+
+It knows nothing of sessions, and does not run anything.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dtensor.daft.ir.instructions import Buffer, Call, Free, Instruction, Recv, Send, Wait
+from dtensor.daft.ir.label import Label
+from dtensor.daft.ir.program import Function, Program, RankProgram
+from dtensor.daft.ir.text import columns, format_instruction
+from dtensor.daft.tasks.task import HostedObject, Task
+from dtensor.daft.verification.pairing import Hosts
+from dtensor.daft.verification.verifier import Report, verify
+
+MESSAGE = Buffer((), torch.uint8, variable=True)
+CHANNEL = "values"
+SELF = "self"
+LAG = 2
+"""Calls of the sender after which it waits for a send: the receiver may be behind by as much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A task; `inputs` are values: argument i is -1 - i, the result of task j is j."""
+
+    actor: int
+    task: Task
+    arguments: Tensor
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoweredTasks:
+    """A program and where it runs: rank r is actor `actors[r]`, host h is process `processes[h]`.
+
+    `results`: (rank, value) of each result, `titles` the tasks that make them. `arguments`: for
+    each argument, the ranks that use it. `undeclared`: for each rank, tasks of unknown size.
+    """
+
+    program: Program
+    actors: tuple[int, ...]
+    names: tuple[str, ...]
+    hosts: Hosts
+    processes: tuple[int, ...]
+    results: tuple[tuple[int, str], ...]
+    titles: tuple[str, ...]
+    arguments: tuple[tuple[int, ...], ...]
+    undeclared: tuple[tuple[str, ...], ...]
+    report: Report
+
+    def __str__(self) -> str:
+        lists = [
+            [format_instruction(i, brief=True) for i in own.instructions]
+            for own in self.program.ranks
+        ]
+        titles = [f"{rank}: {name}" for rank, name in enumerate(self.names)]
+        lines = [f"program {self.program.name}    {len(self.actors)} actors"]
+        lines += [columns(titles, lists), "", "memory of values, at most"]
+        for name, own, peak, unknown in zip(
+            self.names, self.program.ranks, self.report.peak_bytes, self.undeclared, strict=True
+        ):
+            # Arguments have the size that the caller gives them.
+            bound = " + ".join((f"{peak} bytes", *own.inputs))
+            if unknown:
+                bound = f"unknown: {', '.join(unknown)}"
+            lines.append(f"  {name:<16} {bound}")
+        if any(self.undeclared):
+            lines.append("  (unknown: these tasks do not declare their tensors by daft.returns)")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Invoke:
+    """What a `Call` runs: a task, with the arguments that were recorded."""
+
+    task: Task
+    arguments: Tensor
+    owned: tuple[int, ...]
+
+    def __call__(self, subject: HostedObject, *messages: Tensor) -> tuple[Tensor]:
+        return (self.task.run(subject, self.arguments, messages, self.owned, copies=True),)
+
+
+def lower_tasks(
+    name: str,
+    tasks: Sequence[Recorded],
+    results: Sequence[int],
+    process_of: dict[int, int],
+    num_arguments: int,
+) -> LoweredTasks:
+    """`results` are tasks whose values come back. `ProgramError` if the program is not sound."""
+    lowering = _Lowering(tasks, frozenset(results))
+    actors = lowering.actors
+    processes = sorted({process_of[actor] for actor in actors})
+    hosts = tuple(
+        tuple(rank for rank, actor in enumerate(actors) if process_of[actor] == process)
+        for process in processes
+    )
+    program = lowering.program(name)
+    names = {t.actor: t.task.actor for t in tasks}
+    return LoweredTasks(
+        program=program,
+        actors=tuple(actors),
+        names=tuple(names[actor] for actor in actors),
+        hosts=hosts,
+        processes=tuple(processes),
+        results=tuple((lowering.rank_of[result], _name(result)) for result in results),
+        titles=tuple(tasks[result].task.title for result in results),
+        arguments=tuple(
+            tuple(r for r, own in enumerate(program.ranks) if argument(i) in own.inputs)
+            for i in range(num_arguments)
+        ),
+        undeclared=lowering.undeclared(),
+        report=verify(program, hosts),
+    )
+
+
+def argument(index: int) -> str:
+    """What the program calls argument `index`."""
+    return f"x{index}"
+
+
+def _name(value: int) -> str:
+    return f"v{value}" if value >= 0 else argument(-1 - value)
+
+
+@dataclass(slots=True)
+class _ActorList:
+    """One actor's list while it grows."""
+
+    instructions: list[Instruction] = field(default_factory=list[Instruction])
+    inputs: list[str] = field(default_factory=list[str])
+    outputs: list[str] = field(default_factory=list[str])
+    nbytes: dict[str, int] = field(default_factory=dict[str, int])
+    started: set[int] = field(default_factory=set[int])  # received, and not waited for
+    sent: dict[int, int] = field(default_factory=dict[int, int])  # value -> calls since, to go
+    done: set[int] = field(default_factory=set[int])  # tasks, so far
+    unknown: list[str] = field(default_factory=list[str])
+
+
+class _Lowering:
+    def __init__(self, tasks: Sequence[Recorded], results: frozenset[int]) -> None:
+        self.tasks = tasks
+        self.results = results
+        self.actors = list(dict.fromkeys(task.actor for task in tasks))
+        index = {actor: rank for rank, actor in enumerate(self.actors)}
+        self.rank_of = [index[task.actor] for task in tasks]
+        self.ranks = [_ActorList() for _ in self.actors]
+        self.functions: dict[str, Function] = {}
+        # For each value, the last task of each rank that uses it.
+        self.last: dict[int, dict[int, int]] = defaultdict(dict)
+        for number, task in enumerate(tasks):
+            for value in task.inputs:
+                self.last[value][self.rank_of[number]] = number
+
+    def program(self, name: str) -> Program:
+        for number in range(len(self.tasks)):
+            self._task(number)
+        for rank in range(len(self.ranks)):
+            self._settle(rank, everything=True)
+        ranks = tuple(
+            RankProgram(
+                instructions=tuple(own.instructions),
+                inputs=tuple(own.inputs),
+                outputs=tuple(own.outputs),
+                state=(SELF,),
+                nbytes=tuple(own.nbytes.items()),
+            )
+            for own in self.ranks
+        )
+        return Program(
+            name=name,
+            ranks=ranks,
+            functions=tuple(self.functions.items()),
+            stage_of=(0,) * len(ranks),
+        )
+
+    def undeclared(self) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(dict.fromkeys(own.unknown)) for own in self.ranks)
+
+    def _task(self, number: int) -> None:
+        recorded, rank = self.tasks[number], self.rank_of[number]
+        actor_list, task, name = self.ranks[rank], recorded.task, _name(number)
+        used = list(dict.fromkeys(recorded.inputs))
+        for value in used:
+            if value < 0 and _name(value) not in actor_list.inputs:
+                actor_list.inputs.append(_name(value))
+        arrived = [value for value in used if value in actor_list.started]
+        if arrived:
+            actor_list.started -= set(arrived)
+            actor_list.instructions.append(Wait(tuple(map(_name, arrived))))
+        ended = [v for v in used if v >= 0 and self.last[v][rank] == number]
+        owned = tuple(
+            i for i, v in enumerate(recorded.inputs) if v in ended and self._is_free(v, rank)
+        )
+        source = task.issued[0] if task.issued else None
+        call = Call(
+            self._function(recorded, owned),
+            (SELF, *map(_name, recorded.inputs)),
+            (name,),
+            () if task.operation else (SELF,),
+            label=Label(task.title),
+            source=source,
+        )
+        actor_list.instructions.append(call)
+        actor_list.done.add(number)
+        self._declare(rank, number, name)
+        self._settle(rank)
+        self._send(number, source)
+        unused = number not in self.last and number not in self.results
+        freed = [v for v in ended if v not in actor_list.sent and self._is_free(v, rank)]
+        freed += [number] if unused else []
+        if freed:
+            actor_list.instructions.append(Free(tuple(map(_name, freed))))
+        if number in self.results:
+            actor_list.outputs.append(name)
+
+    def _send(self, number: int, source: str | None) -> None:
+        """To each other actor that uses it, which starts to receive it at this point too."""
+        rank, name = self.rank_of[number], _name(number)
+        for to in sorted(self.last.get(number, {})):
+            if to == rank:
+                continue
+            self.ranks[rank].instructions.append(Send(name, to, CHANNEL, MESSAGE, source=source))
+            self.ranks[rank].sent[number] = LAG
+            other = self.ranks[to]
+            other.instructions.append(Recv(name, rank, CHANNEL, MESSAGE, source=source))
+            other.started.add(number)
+            self._declare(to, number, name)
+
+    def _settle(self, rank: int, everything: bool = False) -> None:
+        """Wait for sends, LAG calls after they started, and free what is not used any more."""
+        actor_list = self.ranks[rank]
+        for value in list(actor_list.sent):
+            actor_list.sent[value] -= 1
+            used = self.last[value].get(rank, value)  # its last use here
+            if not everything and (actor_list.sent[value] > 0 or used not in actor_list.done):
+                continue
+            del actor_list.sent[value]
+            actor_list.instructions.append(Wait((_name(value),)))
+            if value not in self.results:
+                actor_list.instructions.append(Free((_name(value),)))
+
+    def _is_free(self, value: int, rank: int) -> bool:
+        """Whether nobody else reads the rank's copy: no send, not the controller."""
+        made_here = self.rank_of[value] == rank
+        sent = made_here and any(to != rank for to in self.last[value])
+        return not sent and not (made_here and value in self.results)
+
+    def _declare(self, rank: int, number: int, name: str) -> None:
+        actor_list, task = self.ranks[rank], self.tasks[number].task
+        if task.returns is None:
+            actor_list.unknown.append(task.title)
+        else:
+            actor_list.nbytes[name] = sum(buffer.nbytes for buffer in task.returns)
+
+    def _function(self, recorded: Recorded, owned: tuple[int, ...]) -> str:
+        """Tasks that differ in nothing share a function."""
+        task, count = recorded.task, 1
+        name = task.title
+        while name in self.functions:
+            (_, invoke), *_ = self.functions[name].bindings
+            assert isinstance(invoke, Invoke)
+            same = (invoke.task, invoke.owned) == (task, owned)
+            if same and torch.equal(invoke.arguments, recorded.arguments):
+                return name
+            count += 1
+            name = f"{task.title}.{count}"
+        invoke = Invoke(task, recorded.arguments, owned)
+        self.functions[name] = Function.of(invoke, name)
+        return name

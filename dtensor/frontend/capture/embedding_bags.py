@@ -1,0 +1,77 @@
+"""Bags of one size, `nn.EmbeddingBag` of a matrix of ids, as rows that are looked up and reduced.
+
+    embedding_bag(w [v d], reshape(ids [b k]), arange(0, b k, k), mode="sum")
+        ->   sum(embedding(w, ids) [b k d], 1)
+
+Where a bag ends is then a shape, and not a value among others: each bag is of its row alone.
+
+Invariants: values and gradients are those of the bag: ids that are padding count for nothing, a bag
+of padding alone is 0, and of equal maxima the first has the gradient. Not here: bags whose offsets
+the program gives, bags of no ids, gradients scaled by frequency: they stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.frontend.graph import Writer, bound
+
+aten: Any = torch.ops.aten
+_SUM, _MEAN, _MAX = range(3)
+
+
+def as_rows(graph: fx.Graph, node: fx.Node) -> None:
+    """In place of an `embedding_bag` whose bags are of one size."""
+    a = bound(node)
+    width, uses = _width(a), list(node.users)
+    used = [u for u in uses if u.users]
+    plain = not a["scale_grad_by_freq"] and not a["include_last_offset"]
+    if not width or not plain or any(u.args[1] != 0 for u in used):
+        return
+    call = Writer(graph, node)
+    pad, mode = a.get("padding_idx"), a["mode"]
+    ids = call(aten.reshape.default, a["indices"], [-1, width])
+    how = (-1 if pad is None else pad, False, a["sparse"])
+    rows = call(aten.embedding.default, a["weight"], ids, *how)
+    if a["per_sample_weights"] is not None:
+        weights = call(aten.reshape.default, a["per_sample_weights"], [-1, width, 1])
+        rows = call(aten.mul.Tensor, rows, weights)
+    kept = None if pad is None else call(aten.ne.Scalar, ids, pad)
+    here = None if kept is None else call(aten.unsqueeze.default, kept, -1)
+    if mode == _MAX:
+        if here is not None:
+            rows = call(aten.where.ScalarOther, here, rows, -math.inf)
+        out = call(operator.getitem, call(aten.max.dim, rows, 1), 0)
+        if here is not None:
+            out = call(aten.where.ScalarOther, call(aten.any.dim, here, 1), out, 0.0)
+    else:
+        if here is not None:
+            rows = call(aten.where.ScalarOther, here, rows, 0.0)
+        out = call(aten.sum.dim_IntList, rows, [1])
+        if mode == _MEAN and kept is None:
+            out = call(aten.div.Tensor, out, width)
+        elif mode == _MEAN:
+            count = call(aten.clamp.default, call(aten.sum.dim_IntList, kept, [1], True), 1)
+            out = call(aten.div.Tensor, out, count)
+    for user in uses:
+        if user in used:
+            out.meta["val"] = user.meta["val"]
+            user.replace_all_uses_with(out)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _width(a: dict[str, Any]) -> int:
+    """How many ids each bag has; 0 where they differ, or where it is not known."""
+    offsets, count = a["offsets"], a["indices"].meta["val"].numel()
+    if offsets.target is not aten.arange.start_step:
+        return 0
+    given = bound(offsets)
+    start, end, step = given["start"], given["end"], given["step"]
+    fits = start == 0 and end == count and step > 0 and count % step == 0
+    return step if fits and isinstance(step, int) else 0

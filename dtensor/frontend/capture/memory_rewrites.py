@@ -1,0 +1,126 @@
+"""Rewrites of what an exported program does with memory, loaded by the few that do it.
+
+    x[mask] = value                        ->  x.copy_(where(mask, value, x))
+    attention(q, k, v) with a view of it   ->  the same, laid out as torch's kernel lays it out
+    cross_entropy(x.float().view(n, v))    ->  cross_entropy(x.view(n, v)), x of 16 bits
+
+Invariants: values are unchanged. New nodes carry the line and module of the node that they replace.
+Not here: the rewrites that all programs need (canonical.py).
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.frontend.graph import USERS_META, Writer, bound
+from dtensor.numerics import is_narrow
+from dtensor.private_torch import OpOverload
+
+aten: Any = torch.ops.aten
+
+
+def fill_masked(graph: fx.Graph, node: fx.Node) -> None:
+    """What a mask names in an index_put counts with its values; a where has no such size."""
+    a = bound(node)
+    x, value = a["self"], a["values"]
+    if len(a["indices"]) != 1 or a["indices"][0] is None or a["accumulate"]:
+        return
+    (mask,) = a["indices"]
+    rest = x.meta["val"].dim() - mask.meta["val"].dim()
+    if mask.meta["val"].dtype != torch.bool or value.meta["val"].dim() > rest:
+        return
+    call = Writer(graph, node)
+    if rest:
+        mask = call(aten.reshape.default, mask, [*mask.meta["val"].shape, *[1] * rest])
+    chosen = call(aten.where.self, mask, value, x)
+    in_place = node.target is aten.index_put_.default
+    call.replace(call(aten.copy_.default, x, chosen) if in_place else chosen)
+
+
+def keep_layout(graph: fx.Graph, node: fx.Node) -> None:
+    """Rows of all heads after each other, as torch's kernel leaves them and what takes its place
+    does not; in the final graph it is no op."""
+    out = node.meta["val"]
+    if not _is_viewed(node) or out.dim() != 4 or not out.transpose(1, 2).is_contiguous():
+        return
+    users = list(node.users)
+    with graph.inserting_after(node):
+        across = graph.call_function(aten.transpose.int, (node, 1, 2))
+    with graph.inserting_after(across):
+        kwargs: dict[str, Any] = {"memory_format": torch.contiguous_format}
+        dense = graph.call_function(aten.clone.default, (across,), kwargs)
+    with graph.inserting_after(dense):
+        back = graph.call_function(aten.transpose.int, (dense, 1, 2))
+    for new in (across, dense, back):
+        new.meta.update({k: node.meta[k] for k in USERS_META if k in node.meta})
+    node.replace_all_uses_with(back, delete_user_cb=users.__contains__)
+
+
+def read_narrow(graph: fx.Graph, logits: Any) -> None:
+    """Where the logits of a cross entropy are (views of) a float32 copy that nothing else reads, it
+    reads the original: its statistics are float32 anyway.
+
+    Not where anything is written in place later: the original might be read after that.
+    """
+    views: list[fx.Node] = []
+    while isinstance(logits, fx.Node) and logits.target in _VIEWS and len(logits.users) == 1:
+        views.append(logits)
+        logits = logits.args[0]
+    if (
+        not isinstance(logits, fx.Node)
+        or logits.target is not aten.to.dtype
+        or len(logits.users) > 1
+    ):
+        return
+    original = logits.args[0]
+    assert isinstance(original, fx.Node)
+    dtype = original.meta["val"].dtype
+    if not is_narrow(dtype) or logits.meta["val"].dtype != torch.float32 or _writes_after(logits):
+        return
+    logits.replace_all_uses_with(original)
+    graph.erase_node(logits)
+    for view in views:
+        view.meta["val"] = view.meta["val"].to(dtype)
+
+
+_VIEWS = {
+    aten.view.default,
+    aten.reshape.default,
+    aten.flatten.using_ints,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.squeeze.dim,
+    aten.unsqueeze.default,
+    aten.permute.default,
+    aten.transpose.int,
+}
+
+
+def _writes_after(node: fx.Node) -> bool:
+    """Whether an op after it may change what it read."""
+    later = node.next
+    while later.op != "output":
+        if isinstance(later.target, OpOverload):
+            if later.target._schema.is_mutable:
+                return True
+        elif later.op == "call_function" and later.target is not operator.getitem:
+            return True  # a region with a graph of its own
+        later = later.next
+    return False
+
+
+def _is_viewed(node: fx.Node) -> bool:
+    """Whether the program views heads and rows of it together, as its strides in memory allow."""
+    turns = (aten.transpose.int, aten.permute.default)
+    for user in node.users:
+        if user.target in turns and any(u.target is aten.view.default for u in user.users):
+            return True
+        if user.target in (*turns, aten.reshape.default) and _is_viewed(user):
+            return True
+    return False

@@ -1,0 +1,267 @@
+"""The ops of an optimizer's step on elements of parameters, and the lines that it ran.
+
+    with RecordedSteps(files, [p.data, p.grad]) as recorded:
+        optimizer.step()                       # NotElementwise at the first op that mixes elements
+    recorded.ops                               # {"aten.add_", "aten.lerp_", ...}
+
+A tensor *holds elements* if it is a parameter, its gradient, or was computed or written from one
+that does; it is identified by its memory, so views do too. On such tensors a step may run torch's
+pointwise ops, copy, view all elements in their order, and read shapes. Nothing else is allowed: no
+sum, index, product of matrices, cut, or read to Python, after which ops are hidden. A step may not
+draw random numbers at all. Other tensors, such as a count of steps, are free.
+
+The use of shapes is not seen here: the probe compares values (probe.py).
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import random
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dtensor.private_torch import DisableTorchFunction, OpOverload, TorchDispatchMode, pytree
+
+
+class NotElementwise(BaseException):
+    """An op that mixes elements. Not an Exception: a step does not catch it."""
+
+    def __init__(self, what: str, line: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.line = line
+
+
+_aten = torch.ops.aten
+_COPIES = {
+    *(_aten.copy_, _aten._to_copy, _aten.clone, _aten.lift_fresh, _aten.lift_fresh_copy),
+    *(
+        _aten.resolve_conj,
+        _aten.resolve_neg,
+        _aten.fill_,
+        _aten.zero_,
+        _aten._conj,
+        _aten._foreach_copy_,
+    ),
+    *(_aten._foreach_zero_, _aten._foreach_copy, _aten.masked_fill_, _aten.where),
+}
+_VIEWS = {
+    *(_aten.detach, _aten.detach_, _aten.alias, _aten.view, _aten._unsafe_view, _aten.reshape),
+    *(_aten._reshape_alias, _aten.unsqueeze, _aten.view_as_real, _aten.view_as_complex),
+    *(_aten.real, _aten.imag, _aten._neg_view),
+}
+"""All elements, in their order, or both parts of complex ones."""
+_FACTORIES = {
+    *(_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_like, _aten.new_zeros),
+    *(_aten.new_empty, _aten.new_full, _aten.new_ones, _aten.new_empty_strided),
+}
+_FUSED = {_aten._fused_adam_, _aten._fused_adamw_, _aten._fused_sgd_, _aten._fused_adagrad_}
+_READS = {_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.item, _aten.allclose}
+_REDUCES = frozenset({"max", "min", "norm", "powsum", "mm"})
+"""Torch's ops on lists."""
+_RAW = {
+    *(Tensor.tolist, Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),
+    *(Tensor.__array__, Tensor.__dlpack__, Tensor.apply_, Tensor.map_),
+}
+
+
+class RecordedSteps(AbstractContextManager["RecordedSteps"]):
+    """Within, ops on tensors that hold elements are watched; see the module. ``files``: lines of
+    these files are noted."""
+
+    def __init__(self, files: Collection[str]) -> None:
+        self.files = frozenset(files)
+        self.ops: dict[str, None] = {}
+        self.reached: dict[CodeType, set[int]] = {}
+        self._memory: dict[int, Any] = {}  # element storages, kept alive
+        self._block = ExitStack()
+
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """Note that these hold elements."""
+        with DisableTorchFunction():
+            for tensor in tensors:
+                memory = tensor.untyped_storage()
+                self._memory[memory._cdata] = memory
+
+    def holds(self, tensor: Tensor) -> bool:
+        with DisableTorchFunction():
+            return tensor.untyped_storage()._cdata in self._memory
+
+    def __enter__(self) -> RecordedSteps:
+        self._block.enter_context(_Dispatched(self))
+        self._block.enter_context(_MemoryReads(self))
+        self._drawn = random.getstate(), numpy.random.get_state()
+        self._tracing = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        sys.settrace(self._tracing)
+        self._block.close()
+        python, arrays = self._drawn
+        drew = python != random.getstate() and "Python's random"
+        before, after = arrays, numpy.random.get_state()
+        drew = drew or (any(map(_differ, before, after)) and "numpy's random")
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        if drew and raised[0] is None:
+            raise NotElementwise(f"it draws from {drew}, on each rank its own", "")
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        code = frame.f_code
+        if code.co_filename not in self.files:
+            return None
+        lines = self.reached.setdefault(code, set())
+
+        def local(frame: FrameType, event: str, arg: object) -> Any:
+            lines.add(frame.f_lineno)
+            return local
+
+        lines.add(frame.f_lineno)
+        return local
+
+    # -- ops ---------------------------------------------------------------------------------------
+
+    def op(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Run an op, or NotElementwise."""
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        held = [t for t in tensors if self.holds(t)]
+        packet = func.overloadpacket
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.refuse(func, "draws random numbers, on each rank its own")
+        if held and packet not in _FACTORIES:
+            if packet in _READS:
+                self.refuse(func, "reads elements of a parameter to Python")
+            if not _allowed(func):
+                self.refuse(func, "is not one element of a parameter at a time")
+            self.ops[str(packet)] = None
+        out = func(*args, **kwargs)
+        if held and packet not in _FACTORIES:
+            if packet not in _VIEWS and packet not in _FUSED:
+                self._check_sizes(func, (*args, *kwargs.values(), out))
+            self.follow(t for t in pytree.tree_leaves(out) if isinstance(t, Tensor))
+            self.follow(_written(func, args, kwargs))
+        return out
+
+    def _check_sizes(self, func: OpOverload, values: Sequence[Any]) -> None:
+        """All tensors that hold elements have the same number of them, and the result too; in
+        lists, those at each position."""
+        lists = [v for v in values if isinstance(v, list | tuple) and _are_tensors(v)]
+        longest = max(map(len, lists), default=1)
+        for at in range(longest):
+            some = [v[at] for v in lists if at < len(v)]
+            some += [v for v in values if isinstance(v, Tensor)]
+            sizes = {t.numel() for t in some if self.holds(t)}
+            result = values[-1]
+            if isinstance(result, list | tuple):
+                result = result[at] if at < len(result) else None
+            if isinstance(result, Tensor):
+                sizes.add(result.numel())
+            if len(sizes) > 1:
+                self.refuse(
+                    func, f"mixes tensors of {' and '.join(map(str, sorted(sizes)))} elements"
+                )
+
+    def refuse(self, func: object, why: str) -> None:
+        raise NotElementwise(f"{func} {why}", line_of(self.files))
+
+
+class _Dispatched(TorchDispatchMode):
+    def __init__(self, recorded: RecordedSteps) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._recorded.op(func, args, kwargs or {})
+
+
+class _MemoryReads(TorchFunctionMode):
+    """Reads of memory itself, which no op shows."""
+
+    def __init__(self, recorded: RecordedSteps) -> None:
+        super().__init__()
+        self._recorded = recorded
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _RAW and isinstance(args[0], Tensor) and self._recorded.holds(args[0]):
+            name = getattr(func, "__name__", str(func))
+            self._recorded.refuse(f"Tensor.{name}", "reads elements of a parameter to Python")
+        return func(*args, **(kwargs or {}))
+
+
+def _allowed(func: OpOverload) -> bool:
+    packet = func.overloadpacket
+    if packet in _COPIES or packet in _VIEWS or packet in _FUSED:
+        return True
+    name = packet.__name__
+    if name.startswith("_foreach_"):
+        name = name.removeprefix("_foreach_").rstrip("_")
+        if name in _REDUCES:
+            return False
+    elif torch.Tag.pointwise in func.tags:
+        return True
+    else:  # in place and out= variants lack the tag at times
+        ends = ("out", "Scalar_out", "Tensor_out")
+        if not (name.endswith("_") or func._overloadname.endswith(ends)):
+            return False
+        name = name.rstrip("_")
+        if name in _REDUCES:
+            return False
+    base = getattr(_aten, name, None)
+    return base is not None and any(
+        torch.Tag.pointwise in getattr(base, overload).tags for overload in base.overloads()
+    )
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Any) -> Iterator[Tensor]:
+    """The tensors that an op writes to."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+
+
+def _are_tensors(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, Tensor) for value in values)
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return not numpy.array_equal(a, b)
+
+
+def line_of(files: Collection[str]) -> str:
+    """The present line of the caller's step: its innermost line in these files."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name in files:
+            return text_of(name, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def text_of(file: str, line: int) -> str:
+    """A line of source, with its place."""
+    folder, name = os.path.split(file)
+    return f"{os.path.basename(folder)}/{name}:{line}: {linecache.getline(file, line).strip()}"
+
+
+def unreached(reached: dict[CodeType, set[int]]) -> tuple[str, ...]:
+    """The lines of these functions that did not run."""
+    lines_left: list[tuple[str, int]] = []
+    for code, lines in reached.items():
+        lines_of_code = {line for _, _, line in code.co_lines() if line is not None}
+        lines_of_code.discard(code.co_firstlineno)
+        lines_left += [(code.co_filename, line) for line in lines_of_code - lines]
+    return tuple(text_of(file, line) for file, line in sorted(lines_left))

@@ -1,0 +1,147 @@
+"""What is known when the axes are chosen: the program, its rules and pins; and an axis' answer.
+
+    axis_problem = axis_problem_of(request, inner, rules)
+    axis_problem.pins["tp"]["up_weight"]  # Pin(value="up_weight", placement=Shard(0), ...)
+
+Pins are stated of the user's mesh and refined here: of two axes on one dim the second is cut within
+the pieces of the first; a batch is split over microbatches. Not here: prices, choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dtensor.sharding.plan.choose.opened_factors import Rules
+from dtensor.sharding.plan.dataflow import Dataflow, Op
+from dtensor.sharding.plan.record import Misaligned, Opened
+from dtensor.sharding.plan.request import Pin, Request
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.rules.rule import Strategy
+from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
+from dtensor.sharding.spec.placements import PARTIAL, REPLICATE, Placement, Shard, refine
+from dtensor.sharding.spec.spec import make_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisChoice:
+    """What one axis does: a strategy for each op, a placement for each input."""
+
+    axis: str
+    strategies: Mapping[str, Strategy]
+    inputs: Mapping[str, Placement]
+    opened: tuple[Opened, ...]
+    misaligned: Mapping[str, Misaligned]  # by input
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisProblem:
+    """All that is known when an axis is chosen. ``mesh`` is the inner mesh."""
+
+    flow: Dataflow
+    rules: Rules
+    mesh: Mesh
+    pins: Mapping[str, Mapping[str, Pin]]  # axis -> value -> pin
+    wanted: Mapping[str, Mapping[str, Placement]]  # axis -> value of a result -> placement
+    gradients: Mapping[str, tuple[str, ...]]  # input -> the values of its gradients
+    mutations: Mapping[str, str]  # input -> the value of its new contents
+    topology: Topology
+    free: bool
+    mixed: frozenset[str]  # values that depend on the batch and on parameters
+    bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
+    split_results: bool = False  # a result on which nothing is stated may stay split
+    gathers: bool = False  # pins that do not line up with the program are storage
+
+    def labels(self) -> dict[str, str]:
+        return {i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")}
+
+    def is_view(self, op: Op) -> bool:
+        return self.rules[op.name].kind == "view"
+
+    def is_mark(self, op: Op) -> bool:
+        return self.rules[op.name].kind == "mark"
+
+
+def inner_mesh(request: Request) -> Mesh:
+    """What specs are stated on: the mesh without the stage axis, with the microbatches' axis."""
+    inner = request.mesh.without(request.stage_axis) if request.stage_axis else request.mesh
+    if request.num_microbatches == 1:
+        return inner
+    return inner.extended(MICROBATCH_AXIS, request.num_microbatches)
+
+
+def axis_problem_of(request: Request, inner: Mesh, rules: Rules) -> AxisProblem:
+    flow = request.flow
+    gradients: dict[str, tuple[str, ...]] = {}
+    mutations: dict[str, str] = {}
+    by_label = {i.label: i.name for i in flow.inputs}
+    for output in flow.outputs:
+        if output.kind == "gradient":
+            name = by_label[str(output.of)]
+            gradients[name] = (*gradients.get(name, ()), output.value)
+        elif output.kind == "mutation":
+            mutations[by_label[str(output.of)]] = output.value
+    results = {o.of: o.value for o in flow.outputs if o.kind == "result"}
+    wanted: dict[str, dict[str, Placement]] = {}
+    for index, placements in request.results.items():
+        for axis, placement in placements.items():
+            wanted.setdefault(axis, {})[results[index]] = placement
+    if request.num_microbatches > 1:
+        wanted[MICROBATCH_AXIS] = dict.fromkeys(results.values(), PARTIAL)
+    return AxisProblem(
+        flow=flow,
+        rules=rules,
+        mesh=inner,
+        pins=_pins(request, inner),
+        wanted=wanted,
+        gradients=gradients,
+        mutations=mutations,
+        topology=request.topology,
+        free=request.search == "free",
+        bucketed=request.training is not None,
+        split_results=request.split_results,
+        gathers=request.misaligned == "gather",
+        mixed=flow.batch_values & flow.depending("parameter", "buffer", "tangent"),
+    )
+
+
+def _pins(request: Request, inner: Mesh) -> dict[str, dict[str, Pin]]:
+    """Axis -> value -> pin, two axes on one dim refined; batches split over microbatches."""
+    metas = request.flow.metas
+    kinds = {i.name: i.kind for i in request.flow.inputs}
+    pins: dict[str, dict[str, Pin]] = {}
+    for value, spec in request.held.items():
+        for axis, placement in spec.sharding.items():
+            if placement != REPLICATE:
+                pins.setdefault(axis, {})[value] = Pin(value=value, placement=placement, by=value)
+    for value, placements in request.pins.items():
+        meta = metas[value]
+        spec = make_spec(meta.shape, meta.dtype, request.mesh, placements)
+        flat = kinds[value] in ("parameter", "buffer") and len(meta.shape) <= 1
+        opens = value not in request.settled and not flat
+        by = request.pinned_by.get(value, value)
+        for axis, stated in placements.items():
+            placement = spec.placement(axis)
+            pins.setdefault(axis, {})[value] = Pin(
+                value=value,
+                placement=placement,
+                by=by,
+                opens=opens,
+                stated=stated if isinstance(stated, Shard) else None,
+            )
+    if request.num_microbatches > 1:
+        for value in request.batch:
+            meta = metas[value]
+            majors = [
+                (pin.placement, inner.axis_size(axis))
+                for axis in inner.axes
+                if (pin := pins.get(axis, {}).get(value)) is not None
+                and isinstance(pin.placement, Shard)
+                and pin.placement.dim == 0
+                and inner.axis_size(axis) > 1
+            ]
+            shard = refine(Shard(0), majors, meta.shape[0])
+            pins.setdefault(MICROBATCH_AXIS, {})[value] = Pin(
+                value=value, placement=shard, by=value
+            )
+    return pins

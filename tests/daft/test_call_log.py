@@ -1,0 +1,135 @@
+"""The controller's log of what may have to be asked again, by sequences drawn at random."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from dtensor.daft.cluster.call_log import CallLog, SentCall
+from dtensor.daft.cluster.recovery_line import ChangeLog
+
+
+@dataclass(slots=True)
+class Answer:
+    there: bool = False
+
+
+def came(call: SentCall) -> bool:
+    return call.asked is not None and call.asked.there
+
+
+def sent(host: int, change: int | None, run: int | None, *, asked: bool = True) -> SentCall:
+    answer = Answer() if asked else None
+    return SentCall(host=host, change=change, run=run, number=0, asked=answer, nbytes=10)
+
+
+def test_who_has_to_end_which_run_yet() -> None:
+    """Runs 0 on hosts 0 and 1, 1 on 1 and 2, 2 on 3 alone: what host 2 is asked waits for 1, and
+    through host 1 for 0; host 3's run holds nobody up."""
+    log = CallLog(came, came)
+    for run, hosts in enumerate(((0, 1), (1, 2), (3,))):
+        for host in hosts:
+            log.add(sent(host, None, run))
+    assert log.due([2], before=3) == {0: 0, 1: 1, 2: 1}
+    assert log.due([2], before=1) == {} and log.due([3], before=3) == {3: 2}
+    for call in log.calls[:3]:
+        call.asked.there = True  # run 0 has come back, and run 1 of host 1
+    assert log.due([2], before=3) == {2: 1} and log.due([1], before=3) == {}
+    log.drop()
+    assert [(call.host, call.run) for call in log.calls] == [(2, 1), (3, 2)]
+    assert [set(log.hosts_of(run) or ()) for run in range(3)] == [{0, 1}, {1, 2}, {3}]
+    assert log.hosts_of(3) is None
+
+
+def test_the_log_of_what_nobody_makes_again_does_not_grow() -> None:
+    log, drops = CallLog(lambda call: call.number < last, came), 0
+    for run in range(1000):
+        last = run - 3
+        log.add(SentCall(host=run % 4, change=None, run=run, number=run))
+        if log.is_long:
+            log.drop()
+            drops += 1
+        assert len(log.calls) < 16
+    assert drops < 500
+
+
+def test_an_answer_that_died_is_asked_for_again() -> None:
+    log, changes = CallLog(came, came), ChangeLog(2)
+    for run in range(2):
+        number, _, _ = changes.add((0, 1), commits=True)
+        for host in range(2):
+            log.add(sent(host, number, run))
+    for call in log.calls[:3]:
+        assert call.asked is not None
+        call.asked.there = True  # all but host 1's to run 1, which has ended there
+    ended = log.ended([2, 2])
+    assert ended == [2, 1]
+    assert changes.recovery_line(ended) == {0: 1, 1: 1}
+    again = log.again(changes.recovery_line(ended))
+    assert [(call.host, call.run) for call in again] == [(0, 1), (1, 1)]
+
+
+def test_a_read_is_where_it_was() -> None:
+    log, changes = CallLog(came, came), ChangeLog(2)
+    first, _, _ = changes.add((0, 1), together=False)
+    log.add(sent(0, first, None, asked=False))
+    log.add(sent(0, None, None))
+    second, _, _ = changes.add((0,), together=False)
+    log.add(sent(0, second, None, asked=False))
+    # both puts have ended, and what was read between them is lost: the second is made again
+    ended = log.ended([second, first])
+    assert ended[0] == first
+    again = log.again(changes.recovery_line(ended))
+    assert [call.change for call in again] == [None, second]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_is_asked_again_is_what_comes_behind_the_cut(seed: int) -> None:
+    """Whoever is lost: each host does all its changes, once each from where it is, in order; hosts
+    of a run all do it again, or none; what was dropped is never behind the cut."""
+    draw = random.Random(seed)
+    num = draw.randint(1, 3)
+    log, changes = CallLog(came, came), ChangeLog(num, draw.choice((1, 1, 3)))
+    lists: list[list[SentCall]] = [[] for _ in range(num)]
+    for run in range(draw.randint(1, 12)):
+        kind = draw.choice(("run", "run", "put", "get"))
+        some = [h for h in range(num) if draw.random() < 0.6] or [0]
+        hosts = list(range(num)) if kind == "run" and draw.random() < 0.6 else some
+        number = None
+        if kind != "get":
+            number, _, _ = changes.add(hosts, together=kind == "run")
+        for host in hosts:
+            call = sent(host, number, run if kind == "run" else None, asked=kind != "put")
+            lists[host].append(call)
+            log.add(call)
+        if draw.random() < 0.3:  # some answers come, and their hosts are heard of
+            for host, own in enumerate(lists):
+                for call in own[: draw.randint(0, len(own))]:
+                    if call.asked is not None:
+                        call.asked.there = True
+                    if call.change is not None:
+                        changes.heard(host, call.change)
+            log.drop(changes.base)
+    done = [0] * num
+    for host, own in enumerate(lists):  # a prefix has ended, and of it a prefix was answered
+        heard = max((i for i, c in enumerate(own) if c.asked and c.asked.there), default=-1)
+        end = draw.randint(heard + 1, len(own))
+        least = changes.ended[host]
+        for call in own[:end]:
+            done[host] = max(done[host], call.change or 0)
+        done[host] = max(done[host], least)
+    cut = changes.recovery_line(log.ended(done))
+    again = log.again(cut)
+    for host, own in enumerate(lists):
+        assert cut[host] >= changes.base[host]
+        wanted = [c for c in own if c.change is not None and c.change > cut[host]]
+        found = [c for c in again if c.host == host and c.change is not None]
+        assert [c.change for c in found] == [c.change for c in wanted]
+        unanswered = [c for c in own if c.change is None and not came(c)]
+        assert [c for c in again if c.host == host and c.change is None] == unanswered
+    for run in {c.run for c in again if c.run is not None}:
+        assert {c.host for c in again if c.run == run} == {
+            host for host, own in enumerate(lists) for c in own if c.run == run
+        }

@@ -1,0 +1,259 @@
+"""Whom the controller ends when nobody moves: a clock and records of progress that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from tests.extras import missing
+
+pytest.importorskip("ray", reason=missing("ray"))
+
+from dtensor.daft import Buffer, Call, Collective, Program, Wait
+from dtensor.daft.diagnosis.observation import Progress
+from dtensor.daft.diagnosis.program_lines import ProgramLines
+from dtensor.daft.errors import Failure
+from dtensor.daft.ray.channel.processes import HostProcess, LaunchProcesses
+from dtensor.daft.ray.diagnosis import failure_detector
+from dtensor.daft.ray.diagnosis.failure_detector import AwaitedCall, FailureDetector
+from dtensor.daft.verification.verifier import verify
+from tests.daft.programs import function, program
+
+DEADLINE_S = 10.0
+RUN = 7
+CALL, START, WAIT = 0, 1, 2
+
+
+def chain() -> Program:
+    """Each of three calls, then all add up what they have."""
+    import torch
+
+    one = Buffer((1,), torch.float32)
+    total = Collective("all_reduce", (0, 1, 2), ("y",), ("s",), (one,), (one,), "sum", "c")
+    return program(
+        *[[Call("f", ("x",), ("y",)), total, Wait(("s",))]] * 3,
+        functions=[function("f", "def forward(x):\n    return (x,)")],
+        inputs=[("x",)] * 3,
+        outputs=[("s", "y")] * 3,
+    )
+
+
+@dataclass(eq=False)
+class Process:
+    """What the watch sees of one; `burns`: of a core. None for its place: it is not seen."""
+
+    index: int
+    at: Progress | None
+    burns: float = 0.0
+    stopped: bool = False
+    counts: bool = True
+    answered: bool = True
+    gone: bool = False
+    elsewhere: bool = False
+    started: float = 0.0
+    cpu_s: float = 0.0
+    runnable_s: float = 0.0
+    starves: bool = False  # it waits for a core nearly all the time
+    counter: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counter = SimpleNamespace(read=lambda: self.at or Progress(-1, -1, -1, None))
+
+    def ended(self, patience_s: float = 0.0) -> None: ...
+    def failure_detector(self) -> None: ...
+    def kill(self) -> None: ...
+    def end(self, grace_s: float) -> None: ...
+
+
+class Cluster:
+    """Three hosts with a rank each, of which all are waited for, and a clock."""
+
+    def __init__(self, *places: Progress | None, **of_two: Any) -> None:
+        self.now = 100.0
+        self.lines = ProgramLines.of(made := chain(), verify(made).lists)
+        self.processes = [Process(i, at) for i, at in enumerate(places)]
+        self.processes[2] = replace(self.processes[2], **of_two)
+        home = SimpleNamespace(
+            processes=self.processes,
+            folder=SimpleNamespace(path=Path("/nowhere")),
+            check=lambda: None,
+        )
+        self.watch = FailureDetector(
+            cast(Any, self),
+            cast(LaunchProcesses, home),
+            cast(Any, self),
+            deadline_s=60.0,
+            call_deadline_s=3600.0,
+            due=self.due,
+        )
+        self.asked = [AwaitedCall(cast(HostProcess, each), each) for each in self.processes]
+
+    # what the watch asks of the controller, and of calls
+    def describe(self, host: int, at: Progress, reason: str) -> Failure:
+        return Failure(rank=host, reason=reason)
+
+    def at_work(self, host: int, at: Progress) -> bool:
+        return at.position <= CALL
+
+    def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Any]:
+        from dtensor.daft.ray.cluster import RayCluster
+
+        membership = SimpleNamespace(
+            all=self.processes, host=lambda host: self.processes[host], host_of=(0, 1, 2)
+        )
+        loaded = SimpleNamespace(lines={0: self.lines}.get)
+        seen = SimpleNamespace(membership=membership, loaded=loaded)
+        return RayCluster.waits(cast(RayCluster, seen), there)
+
+    def tell_of_loss(self, host: int) -> None: ...
+
+    def due(self, asked: Sequence[AwaitedCall]) -> Mapping[int, int]:
+        return {each.host.index: RUN for each in asked}
+
+    def came(self, refs: Sequence[Any]) -> bool:
+        return False
+
+    def broken(self) -> Sequence[int]:
+        return ()
+
+    def pass_by(self, seconds: float) -> dict[int, str]:
+        """Look as often as a controller that waits does; who was ended, and why."""
+        for _ in range(int(4 * seconds)):
+            self.now += 0.25
+            for each in self.processes:
+                each.cpu_s += 0.25 * each.burns
+                each.runnable_s += 0.24 * each.starves
+            self.watch.look(self.asked, DEADLINE_S)
+            if self.watch.lost:
+                break
+        return {host: str(error) for host, error in self.watch.lost.items()}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cluster; the watch takes the time from the last one that was made."""
+    clusters: list[Cluster] = []
+    clock = SimpleNamespace(monotonic=lambda: clusters[-1].now if clusters else 0.0)
+    monkeypatch.setattr(failure_detector, "time", clock)
+
+    def make(*places: Progress | None, **of_two: Any) -> Cluster:
+        clusters.append(Cluster(*places, **of_two))
+        return clusters[-1]
+
+    return make
+
+
+def at(position: int, run: int = RUN, **what: Any) -> Progress:
+    return Progress(position, 0 if position >= 0 else -1, run, 0.1, 100, 100, **what)
+
+
+def silent(seconds: float) -> Progress:
+    """Whose last heartbeat is so old."""
+    return replace(at(CALL), beat_s=seconds)
+
+
+def test_one_without_a_heartbeat_has_stopped(made: Any) -> None:
+    """Though no signal did that: a debugger, or a machine that is gone."""
+    cluster = made(at(WAIT), at(WAIT), silent(failure_detector.STALE_S))
+    cluster.watch.deadline_s = 1.0
+    assert cluster.pass_by(4.0) == {}  # it may be late
+    cluster.processes[2].at = silent(failure_detector.STALE_S + 1)
+    ((host, why),) = cluster.pass_by(1.0).items()
+    assert host == 2 and "the process has stopped: no heartbeat for 6.0 s" in why
+
+
+@pytest.mark.parametrize("of_two", [dict(burns=0.1), dict(starves=True)])
+def test_one_that_computes_may_be_late_with_its_heartbeat(made: Any, of_two: Any) -> None:
+    cluster = made(at(WAIT), at(WAIT), silent(1.0), **of_two)
+    with pytest.warns(RuntimeWarning, match="it has computed for more than 60 s"):
+        assert cluster.pass_by(90.0) == {}
+    cluster.processes[2].at = silent(90.0)
+    assert cluster.pass_by(90.0) == {}
+
+
+def meets(rank: int | None = None) -> Progress:
+    """Between runs, where it waits for a rank to come."""
+    return at(-1, run=-1, peer=rank)
+
+
+SLEEPING = [
+    (at(WAIT), at(WAIT), at(CALL)),
+    (at(WAIT), at(WAIT), at(START)),  # in what does not end by itself either
+    (at(WAIT), at(WAIT), at(-1, run=RUN - 1)),  # it has not begun the run
+    (meets(2), meets(2), meets()),  # to its part of a meeting it has not come
+    (meets(1), meets(2), meets()),
+    (meets(2), at(WAIT), meets()),
+]
+
+
+@pytest.mark.parametrize("places", SLEEPING)
+def test_who_is_waited_for_is_ended_and_not_who_waits(made: Any, places: Any) -> None:
+    cluster = made(*places)
+    assert cluster.pass_by(DEADLINE_S - 0.5) == {}
+    ((host, why),) = cluster.pass_by(2.0).items()
+    assert host == 2 and "no progress for more than 10 s, though it is alive" in why
+
+
+@pytest.mark.parametrize("places", SLEEPING)
+def test_nobody_is_ended_while_the_one_that_is_waited_for_computes(made: Any, places: Any) -> None:
+    """A tenth of a core, as on a machine that is busy: it imports, say, or loads a program."""
+    if places[2].position == START:
+        pytest.skip("a start does not compute for long")
+    cluster = made(*places, burns=0.1)
+    told = pytest.warns(RuntimeWarning, match="it has computed for more than 60 s")
+    with told if places[2].position == CALL else nullcontext():
+        assert cluster.pass_by(20 * DEADLINE_S) == {}
+    cluster.processes[2].burns = 0.0
+    assert list(cluster.pass_by(3 * DEADLINE_S)) == [2]
+
+
+def test_nobody_is_ended_who_gets_no_core(made: Any) -> None:
+    cluster = made(meets(2), meets(2), meets(), starves=True)
+    assert cluster.pass_by(20 * DEADLINE_S) == {}
+
+
+def test_what_a_waiting_host_uses_hides_no_hang(made: Any) -> None:
+    cluster = made(meets(2), meets(2), meets())
+    cluster.processes[0].burns = 0.3  # it looks whether the others have come
+    assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
+
+
+def test_one_that_is_stopped_comes_before_one_in_a_call(made: Any) -> None:
+    cluster = made(at(CALL), at(WAIT), at(WAIT), stopped=True)
+    ((host, why),) = cluster.pass_by(2 * DEADLINE_S).items()
+    assert host == 2 and "has stopped: no progress" in why
+
+
+def test_a_host_that_is_not_seen_is_waited_for(made: Any) -> None:
+    """It is on another machine; here all wait, and none of them is ended."""
+    cluster = made(at(WAIT), at(WAIT), None, elsewhere=True)
+    assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
+    cluster = made(at(WAIT), at(CALL), None, elsewhere=True)  # one that is seen is waited for, too
+    assert list(cluster.pass_by(2 * DEADLINE_S)) == [1]
+
+
+def test_who_sends_a_message_that_does_not_come(made: Any) -> None:
+    """It has gone on, and has ended the run; which of two it was, the waits have noticed."""
+    cluster = made(at(WAIT, peer=2), at(WAIT, peer=2), at(-1))
+    assert list(cluster.pass_by(2 * DEADLINE_S)) == [2]
+
+
+def test_a_wait_for_one_that_was_replaced(made: Any) -> None:
+    """Who takes its place has nothing to do with the run, and has answered."""
+    cluster = made(at(WAIT), at(WAIT), meets())
+    cluster.asked.pop()
+    ((host, why),) = cluster.pass_by(2 * DEADLINE_S).items()
+    assert host == 0 and "it waits for a process that is gone, and was not told" in why
+
+
+def test_a_host_that_moves_on_gives_all_of_them_time(made: Any) -> None:
+    cluster = made(at(WAIT), at(WAIT), at(CALL))
+    for run in range(RUN - 5, RUN):
+        cluster.processes[2].at = at(CALL, run=run)
+        assert cluster.pass_by(DEADLINE_S - 1.0) == {}
