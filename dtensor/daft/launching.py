@@ -17,6 +17,7 @@ import math
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, assert_never, get_args
 
@@ -228,7 +229,10 @@ def launch_cluster(
 def _check_ray() -> None:
     """`ImportError`, with what to do, where it is not installed. It is not imported: that takes
     half a second."""
-    if sys.modules.get("ray") is None and find_spec("ray") is None:
+    there = False
+    with suppress(ModuleNotFoundError):
+        there = sys.modules.get("ray") is not None or find_spec("ray") is not None
+    if not there:
         raise ImportError(
             "backend='ray' needs Ray, which is not installed in this Python "
             f"({sys.executable}).\n"

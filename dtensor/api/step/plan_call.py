@@ -21,6 +21,7 @@ import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -295,10 +296,15 @@ class PlanCache:
         if found is None:
             graph = next((p.graph for p in known if _switched(p) and p.same()), None)
             changed = changed or _changed_number(self._asked, asked, call)
-            if captures and graph is None and changed is None and not known:
+            unknown = captures and graph is None and changed is None and not known
+            if unknown:  # but perhaps of other lengths
                 found = self._of_lengths(call, (asked, others), make)
-            else:
+            if found is None:
+                began = time.perf_counter()
                 found = self._made(changed, lambda: make(graph))
+                seconds = time.perf_counter() - began
+                if unknown:
+                    self._lengths.was_captured(call, (asked, others), found.graph, seconds)
             known = [planned for planned in known if self._agrees(planned)]
         self._keep((asked, others), [found, *(p for p in known if p is not found)])
         self.latest, self._asked = found, asked
@@ -306,18 +312,13 @@ class PlanCache:
 
     def _of_lengths(
         self, call: BoundCall, key: object, make: Callable[[Graph | None], Planned]
-    ) -> Planned:
-        """That of a call of which nothing is known, but perhaps of other lengths."""
+    ) -> Planned | None:
+        """The plan of a call by the export for other lengths; None: it has to be captured."""
         graph = self._lengths.graph(call, key)
         if graph is not None:
-            try:
+            with suppress(Exception):  # an error that is not of this graph comes again
                 return self._made(None, lambda: make(graph))
-            except Exception:
-                pass  # it is captured: an error that is not of this graph comes again
-        began = time.perf_counter()
-        found = self._made(None, lambda: make(None))
-        self._lengths.was_captured(call, key, found.graph, time.perf_counter() - began)
-        return found
+        return None
 
     def _keep(self, key: object, plans: list[Planned]) -> None:
         """These are those of the key, of which the first is used now."""
