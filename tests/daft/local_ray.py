@@ -285,6 +285,19 @@ def killed() -> dict[str, Any]:
     return {}
 
 
+def killed_while_it_starts() -> dict[str, Any]:
+    """The same, where Ray does not come up."""
+    from tests.chaos.watch import processes_of
+
+    os.environ["RAY_worker_register_timeout_seconds"] = "1"  # noqa: SIM112 - then init hangs
+    with hosts():
+        until(lambda: "raylet" in processes_of(os.getpid()).values())
+        others = set(processes_of(os.getpid())) - {os.getpid()}
+        print(json.dumps({"processes": sorted(others)}), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {}
+
+
 def in_ray() -> bool:
     import ray
 
@@ -292,6 +305,8 @@ def in_ray() -> bool:
 
 
 if __name__ == "__main__":
-    cases = [as_new, replaced, forked, fails, interrupted, at_exit, killed]
+    cases: list[Callable[[], dict[str, Any]]] = [
+        *(as_new, replaced, forked, fails, interrupted, at_exit, killed, killed_while_it_starts),
+    ]
     case = next(each for each in cases if each.__name__ == sys.argv[1])
     print(json.dumps(case()))

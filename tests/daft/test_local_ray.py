@@ -64,7 +64,9 @@ def test_ctrl_c_while_it_starts() -> None:
     assert found("interrupted") == {"caught": "KeyboardInterrupt", "left": []}
 
 
-@pytest.mark.parametrize(("case", "status"), [("at_exit", 0), ("killed", -9)])
+@pytest.mark.parametrize(
+    ("case", "status"), [("at_exit", 0), ("killed", -9), ("killed_while_it_starts", -9)]
+)
 def test_it_ends_with_the_process(case: str, status: int) -> None:
     said = found(case, status)
     assert len(said["processes"]) >= 3 and not said.get("in Ray", False)

@@ -14,10 +14,12 @@ from __future__ import annotations
 import os
 import pickle
 import select
+import signal
 import socket
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from dtensor.daft.ray.bootstrap.fork_server import forked_workers
@@ -100,6 +102,15 @@ class LocalRayProcess:
         self.say("awake")
 
 
+def _end_while_it_starts(parent: int, sock: socket.socket, started: int) -> None:
+    """Ray may take long to start, or for ever; what it has started ends with this process."""
+    poll = select.poll()
+    for each, event in ((parent, select.POLLIN), (sock.fileno(), 0), (started, select.POLLIN)):
+        poll.register(each, event)  # a socket says in any case that its peer has hung up
+    if started not in dict(poll.poll()):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main(descriptor: str, controller: str, idle_s: str) -> None:
     sock = socket.socket(fileno=int(descriptor))
     try:
@@ -107,6 +118,8 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
     except ProcessLookupError:
         return
     process = LocalRayProcess(sock, parent, float(idle_s))
+    started, starts = os.pipe()
+    Thread(target=_end_while_it_starts, args=(parent, sock, started), daemon=True).start()
     with ExitStack() as ending:
         try:
             if float(idle_s):
@@ -115,6 +128,7 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
 
             start_ray(None)
             ending.callback(end_ray)
+            os.write(starts, b"1")
         except BaseException as error:
             process.say("failed", f"{type(error).__name__}: {error}")
             return
