@@ -22,7 +22,7 @@ import signal
 import socket
 import sys
 from collections.abc import Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 ADDRESS = "DTENSOR_FORK_SERVER"
 MESSAGE = 1 << 20  # bytes, at most
@@ -235,8 +235,12 @@ def main(argv: list[str]) -> None:
         return
     wanted = worker_of(argv)
     if wanted is not None:
-        with suppress(OSError):  # no server answers
+        try:
             ask(os.environ[ADDRESS], wanted)
+        except FileNotFoundError:  # Ray has ended, and the server after it
+            os._exit(1)
+        except OSError:  # the server has ended by itself
+            pass
     start_cold(argv)
 
 
