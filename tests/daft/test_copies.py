@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -249,7 +250,9 @@ def test_a_machine_is_lost() -> None:
     process, machine = found["recoveries"]
     assert "a spare on another machine" in process and "rank 3: the process died" in process
     # by processes that start there, or a spare, if another has taken its place already
-    assert "on another machine" in machine and "rank 2: its connection broke" in machine
+    assert "on another machine" in machine
+    # by its connection, or by Ray's error, whichever comes first
+    assert re.search("rank 2: (its connection broke|the process died)", machine)
     assert "Machine 10.77.0.2 (two) has ended or cannot be reached." in machine
     error, *notes = found["all lost"]
     assert "rank 0" in error and "its state is gone with it" in notes[0]

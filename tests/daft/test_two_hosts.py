@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ def can() -> Iterator[None]:
     networks = interfaces()
     yield
     assert interfaces() == networks
+    end = time.monotonic() + 600.0  # the kernel frees the memory of what it has killed
+    while marked(MARK[MARKED]) and time.monotonic() < end:
+        time.sleep(0.05)
     assert not marked(MARK[MARKED])
 
 
