@@ -66,7 +66,9 @@ def run(tree: Path, size: int) -> list[float]:
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, __file__, "--child", str(size)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
