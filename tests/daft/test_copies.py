@@ -248,7 +248,9 @@ def test_a_machine_is_lost() -> None:
     assert found["machines"] == 2 and found["copies"] == 4 and not found["left on the first"]
     assert found["disturbed"] == found["undisturbed"]
     process, machine = found["recoveries"]
-    assert "a spare on another machine" in process and "rank 3: the process died" in process
+    # a spare that is there, or one that has not started yet
+    assert re.search("a spare (that started )?on another machine", process)
+    assert "rank 3: the process died" in process
     # by processes that start there, or a spare, if another has taken its place already
     assert "on another machine" in machine
     # by its connection, or by Ray's error, whichever comes first
