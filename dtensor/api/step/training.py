@@ -43,7 +43,7 @@ from dtensor.api.step.plan_call import (
     parameter_labels,
     plan_call,
 )
-from dtensor.api.step.wrapped_optimizers import torchs_own
+from dtensor.api.step.wrapped_optimizers import refuse_accumulation, torchs_own
 from dtensor.api.store.optimizer_state import place_optimizer
 from dtensor.api.store.session import MeshSession, launched, session_for
 from dtensor.api.values.lazy_parameters import as_it_is
@@ -380,8 +380,6 @@ class TrainStep:
             self._running.clear()  # its launch raised what was not read when it ended
         self._raise_unread()
         if self.accelerated is not None:
-            from dtensor.api.step.accumulation import refuse_accumulation
-
             refuse_accumulation(self.accelerated)
         call = self._call(batch, kwargs)
         with CALL_LOCK:

@@ -1,15 +1,20 @@
-"""What stands around an optimizer of torch's, where one is taken.
+"""Accelerate's wrapper of an optimizer.
 
     torchs_own(accelerator.prepare(adamw))       # adamw
+    with accelerator.accumulate(net):            # gradient_accumulation_steps=4
+        step(x, y)                               # PlanningError: an update at each micro-step
 
-Accelerate's wrapper of the exact class is taken off: its step steps the optimizer that it has, and
-that is what trains here. Whatever else stands around an optimizer may do more in its step.
+A wrapper of the exact class is taken off: its step steps the optimizer that it has, and that trains
+here. Any other wrapper may do more in its step. A wrapper does not step while accelerate
+accumulates gradients, as transformers' Trainer has it do, too.
 """
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+
+from dtensor.errors import PlanningError
 
 
 def torchs_own(optimizer: Any) -> Any:
@@ -18,3 +23,14 @@ def torchs_own(optimizer: Any) -> Any:
     if accelerate is not None and type(optimizer) is accelerate.AcceleratedOptimizer:
         return optimizer.optimizer
     return optimizer
+
+
+def refuse_accumulation(wrapper: Any) -> None:
+    """PlanningError where the wrapper's own step would do nothing but wait for more gradients."""
+    if not wrapper.gradient_state.sync_gradients:
+        raise PlanningError(
+            "accelerate is accumulating gradients, and a step updates each time that it is "
+            "called: this would be an update at each micro-step.\n"
+            "fix: gradient_accumulation_steps=1, batches as many times as large, and "
+            "dt.train_step(..., schedule=dt.GPipe(microbatches=4))"
+        )

@@ -178,3 +178,13 @@ def progress_of(data: bytes | bytearray | mmap.mmap) -> Progress:
         asked=field["asked"],
         answered=bool(field["answered"]),
     )
+
+
+def process_stat(pid: int) -> list[str]:
+    """State, parent, ... of a process, as `man 5 proc` has them from the third on; "X" and zeros
+    where it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", *"0" * 14]
+    return text.rpartition(")")[2].split()

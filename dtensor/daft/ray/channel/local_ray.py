@@ -31,10 +31,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from dtensor.daft.ray.bootstrap import fork_server
+from dtensor.daft.ray.bootstrap.progress import process_stat
 from dtensor.daft.ray.bootstrap.worker_environment import worker_environment
 from dtensor.daft.ray.channel.local_ray_process import MESSAGE
 from dtensor.signals import Lock, held_back
@@ -154,8 +154,7 @@ class LocalRay:
     @property
     def _stopped(self) -> bool:
         """Whether a signal has stopped it; else the machine is busy."""
-        stat = Path(f"/proc/{self._process.pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] in "Tt"
+        return process_stat(self._process.pid)[0] in "Tt"
 
     def end(self) -> None:
         """With all that it has started. Twice is fine."""

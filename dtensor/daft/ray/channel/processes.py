@@ -34,7 +34,7 @@ from dtensor.daft.ray.bootstrap.machines import (
     own_address,
     own_node,
 )
-from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.bootstrap.progress import ProgramCounter, process_stat
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
 from dtensor.daft.ray.channel.host_actor import packed
@@ -146,13 +146,13 @@ class HostProcess:
     @property
     def stopped(self) -> bool:
         """Whether a signal has stopped it: its state says so, where a heartbeat may be late."""
-        return self._stat()[0] in "Tt"
+        return process_stat(self.counter.pid)[0] in "Tt"
 
     @property
     def cpu_s(self) -> float:
         """Seconds of CPU time of all its threads, and of processes that it started and that have
         ended, as compilers; 0 if it is not on this machine."""
-        return sum(map(int, self._stat()[11:15])) / os.sysconf("SC_CLK_TCK")
+        return sum(map(int, process_stat(self.counter.pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def runnable_s(self) -> float:
@@ -182,14 +182,6 @@ class HostProcess:
             os.close(self._process)
         self._process, self._ended = None, True
         self.counter.close()
-
-    def _stat(self) -> list[str]:
-        """State, parent, ... as `man 5 proc` has them from the third on."""
-        try:
-            text = Path(f"/proc/{self.counter.pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return ["X", *"0" * 14]
-        return text.rpartition(")")[2].split()
 
     def _ends_within(self, seconds: float) -> bool:
         if self._process is None:
