@@ -75,7 +75,7 @@ def test_what_is_private_of_torch_and_ray_is_named_in_its_files_alone():
 
 @pytest.mark.slow
 def test_the_package_needs_no_tests():
-    graph = grimp.build_graph("dtensor", include_external_packages=True)
+    graph = grimp.build_graph("dtensor", include_external_packages=True, cache_dir=None)
     assert "torch" in graph.modules
     assert "tests" not in graph.modules
 
@@ -83,7 +83,7 @@ def test_the_package_needs_no_tests():
 @pytest.fixture(scope="module")
 def imports() -> nx.DiGraph[str]:
     """Who imports whom, also inside functions and for types alone."""
-    graph = grimp.build_graph("dtensor")
+    graph = grimp.build_graph("dtensor", cache_dir=None)
     found: nx.DiGraph[str] = nx.DiGraph()
     found.add_nodes_from(graph.modules)
     for module in graph.modules:
