@@ -179,7 +179,13 @@ def loss_of(part: nn.Module, x: Tensor) -> Tensor:
     return (y * y.detach().cos()).mean()
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+LARGE = ("whole numbers",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in PROGRAMS],
+)
 def test_each_length_is_right(name: str, counted: Counted) -> None:
     use, follows = PROGRAMS[name]
     torch.manual_seed(0)
@@ -327,7 +333,13 @@ def test_what_it_reads_is_read_anew(
 # -- models ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda: Llama(layers=2), lambda: GPT(layers=1)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: Llama(layers=2), id="llama", marks=pytest.mark.slow),
+        pytest.param(lambda: GPT(layers=1), id="gpt"),
+    ],
+)
 def test_a_model_trains_on_batches_of_any_size(
     make: Callable[[], nn.Module], counted: Counted
 ) -> None:
@@ -360,6 +372,7 @@ def test_a_model_trains_on_batches_of_any_size(
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_a_capture(counted: Counted) -> None:
     def step_of(model: nn.Module) -> dt.TrainStep:
         parallel = dt.parallelize(model, dt.Mesh(tp=2))

@@ -1,4 +1,4 @@
-"""The line on a terminal while ranks start."""
+"""What is said while ranks start."""
 
 from __future__ import annotations
 
@@ -46,13 +46,27 @@ def test_it_counts_and_then_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stream.getvalue().endswith("\r\x1b[K")
 
 
+def test_a_log_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(terminal=False, awaited="3 ready\n")
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(starting_line, "LOG_EACH_S", 0.001)
+    counts = iter([2])
+    with said_while_it_starts(4, lambda: next(counts, 3)):
+        assert stream.came.wait(600.0)
+    first, second, *_ = stream.getvalue().splitlines()
+    assert first == "dtensor: starting 4 ranks: 2 ready"
+    assert second == "dtensor: starting 4 ranks: 3 ready"
+    assert "\x1b" not in stream.getvalue()
+
+
 @pytest.mark.parametrize("terminal", [True, False])
-def test_it_does_not_come_where_that_is_soon_or_no_terminal(
+def test_it_does_not_come_where_that_is_soon(
     terminal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream(terminal)
     monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setattr(starting_line, "AFTER_S", 1e6 if terminal else 0.0)
+    monkeypatch.setattr(starting_line, "AFTER_S", 1e6)
+    monkeypatch.setattr(starting_line, "LOG_EACH_S", 1e6)
     with said_while_it_starts(1, lambda: 0):
         pass
     assert stream.getvalue() == ""

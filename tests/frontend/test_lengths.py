@@ -44,7 +44,13 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[] if name == "gpt" else pytest.mark.slow)
+        for name, make in MODELS.items()
+    ],
+)
 def test_equals_a_capture_of_each_length(
     make: Callable[[], tuple[nn.Module, Callable[..., Any]]],
 ) -> None:

@@ -1,9 +1,10 @@
-"""One line on a terminal while ranks start: "starting 4 ranks: 2 ready"; it is gone when they have.
+"""Says on the standard error that ranks are starting: "starting 4 ranks: 2 ready".
 
     with said_while_it_starts(4, lambda: 2):
         ...                                  # waits
 
-It comes after `AFTER_S`, and where the standard error is no terminal not at all.
+On a terminal it is one line that comes after `AFTER_S`, counts, and is gone when they have started.
+Elsewhere (a log, a notebook) it is a line after each `LOG_EACH_S`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 AFTER_S = 0.5
+LOG_EACH_S = 10.0
 _EACH_S = 0.1
 _CLEAR = "\r\x1b[K"
 
@@ -21,24 +23,32 @@ _CLEAR = "\r\x1b[K"
 @contextmanager
 def said_while_it_starts(size: int, num_ready: Callable[[], int]) -> Generator[None]:
     stream = sys.stderr
-    if stream is None or not stream.isatty():  # pyright: ignore[reportUnnecessaryComparison]
+    if stream is None:  # pyright: ignore[reportUnnecessaryComparison]
         yield
         return
     ended = threading.Event()
 
-    def say() -> None:
+    def say(before: str, after: str) -> None:
+        plural = "" if size == 1 else "s"
+        stream.write(f"{before}starting {size} rank{plural}: {num_ready()} ready{after}")
+        stream.flush()
+
+    def say_on_a_terminal() -> None:
         if ended.wait(AFTER_S):
             return
-        plural = "" if size == 1 else "s"
         while True:
-            stream.write(f"{_CLEAR}starting {size} rank{plural}: {num_ready()} ready")
-            stream.flush()
+            say(_CLEAR, "")
             if ended.wait(_EACH_S):
                 break
         stream.write(_CLEAR)
         stream.flush()
 
-    thread = threading.Thread(target=say, name="starting", daemon=True)
+    def say_in_a_log() -> None:
+        while not ended.wait(LOG_EACH_S):
+            say("dtensor: ", "\n")
+
+    target = say_on_a_terminal if stream.isatty() else say_in_a_log
+    thread = threading.Thread(target=target, name="starting", daemon=True)
     try:
         thread.start()
         yield
