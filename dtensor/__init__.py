@@ -10,6 +10,8 @@
 Public names are those of __init__.pyi, each imported at its first use; all others are private.
 """
 
+import sys
+
 import lazy_loader
 
 from dtensor.torch_bound import warn_of_torch
@@ -18,4 +20,11 @@ warn_of_torch()
 del warn_of_torch
 
 __version__ = "0.1.0"
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        return _import(name)
+    text = f"module 'dtensor' has no attribute '{name}'"
+    raise AttributeError(text, name=name, obj=sys.modules[__name__])  # "Did you mean: ..."

@@ -69,14 +69,14 @@ def test_an_axis_that_is_not_in_the_mesh() -> None:
         """\
 "*.up.weight" names the axis "tpp", which is not in the mesh.
   mesh(pp=2, dp=2, tp=2), axes: pp, dp, tp
-fix: tp=dt.Row()""",
+fix: tp=dt.Row(); or add tpp to the mesh, tpp=1 to split nothing""",
     )
     assert_expected_inline(
         placed({"*.up.weight": dict(expert=Row())}),
         """\
 "*.up.weight" names the axis "expert", which is not in the mesh.
   mesh(pp=2, dp=2, tp=2), axes: pp, dp, tp
-fix: name an axis of the mesh""",
+fix: name an axis of the mesh; or add expert to the mesh, expert=1 to split nothing""",
     )
 
 

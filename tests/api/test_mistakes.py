@@ -102,7 +102,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: dt.Shard("0"), r"Shard\('0'\): a dim is a whole number"),
     (lambda: dt.Row(blocks="qkv"), r"blocks='qkv'\): blocks and unit are whole numbers"),
     (lambda: dt.Column(unit=1.5), r"unit=1.5\): blocks and unit are whole numbers"),
-    (lambda: dt.ColumnParallel(blocks=0), r"ColumnParallel\(blocks=0, .* at least 1"),
+    (lambda: dt.ColumnParallel(blocks=0), r"ColumnParallel\(blocks=0\).* at least 1"),
     (lambda: dt.RowParallel(unit="a"), "unit='a'.*: blocks and unit are whole numbers"),
     (lambda: dt.Auto(num_stages="2"), "num_stages='2' is not a whole number of at least 1"),
     (lambda: dt.GPipe(2.0), "at least one microbatch, and this one has 2.0"),

@@ -49,6 +49,7 @@ def test_it_counts_and_then_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_log_gets_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream(terminal=False, awaited="3 ready\n")
     monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr(starting_line, "LOG_AFTER_S", 0.001)
     monkeypatch.setattr(starting_line, "LOG_EACH_S", 0.001)
     counts = iter([2])
     with said_while_it_starts(4, lambda: next(counts, 3)):
@@ -66,6 +67,7 @@ def test_it_does_not_come_where_that_is_soon(
     stream = Stream(terminal)
     monkeypatch.setattr("sys.stderr", stream)
     monkeypatch.setattr(starting_line, "AFTER_S", 1e6)
+    monkeypatch.setattr(starting_line, "LOG_AFTER_S", 1e6)
     monkeypatch.setattr(starting_line, "LOG_EACH_S", 1e6)
     with said_while_it_starts(1, lambda: 0):
         pass

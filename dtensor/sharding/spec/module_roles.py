@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dtensor.sharding.spec.placements import check_split
+from dtensor.sharding.spec.placements import check_split, options_of
 
 Blocks = int | tuple[int, ...]
 
@@ -35,6 +35,9 @@ class ColumnParallel:
     def __post_init__(self) -> None:
         check_split(self, 0, self.blocks, self.unit)
 
+    def __repr__(self) -> str:
+        return f"ColumnParallel({', '.join(options_of(self.blocks, self.unit))})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowParallel:
@@ -51,6 +54,9 @@ class RowParallel:
 
     def __post_init__(self) -> None:
         check_split(self, 0, self.blocks, self.unit)
+
+    def __repr__(self) -> str:
+        return f"RowParallel({', '.join(options_of(self.blocks, self.unit))})"
 
 
 Role = ColumnParallel | RowParallel

@@ -96,7 +96,7 @@ class Shard:
         check_split(self, self.dim, blocks, self.unit)
 
     def __repr__(self) -> str:
-        return f"Shard({', '.join((repr(self.dim), *options_of(self)))})"
+        return f"Shard({', '.join((repr(self.dim), *options_of(self.blocks, self.unit)))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +171,10 @@ def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
 # -- what others ask of a cut; its blocks and unit are read here, in spec.py and rules/rule.py -----
 
 
-def options_of(shard: Shard) -> tuple[str, ...]:
-    """What one states of it besides the dim: ``("blocks=3", "unit=16")``."""
-    blocks = (f"blocks={shard.blocks!r}",) if shard.blocks != 1 else ()
-    return (*blocks, f"unit={shard.unit!r}") if shard.unit != 1 else blocks
+def options_of(blocks: int | tuple[int, ...], unit: int) -> tuple[str, ...]:
+    """What one states of a Shard or a role besides the dim: ``("blocks=3", "unit=16")``."""
+    stated = (f"blocks={blocks!r}",) if blocks != 1 else ()
+    return (*stated, f"unit={unit!r}") if unit != 1 else stated
 
 
 def blocks_of(shard: Shard, size: int) -> tuple[int, ...]:

@@ -289,7 +289,7 @@ def check_stated(
             raise PlanningError(
                 f'{where} names the axis "{axis}", which is not in the mesh.\n'
                 f"  {mesh}, axes: {listing(mesh.axes)}\n"
-                f"fix: {fix}"
+                f"fix: {fix}; or add {axis} to the mesh, {axis}=1 to split nothing"
             )
         if axis == stage_axis:
             raise PlanningError(

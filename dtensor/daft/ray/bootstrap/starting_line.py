@@ -4,7 +4,7 @@
         ...                                  # waits
 
 On a terminal it is one line that comes after `AFTER_S`, counts, and is gone when they have started.
-Elsewhere (a log, a notebook) it is a line after each `LOG_EACH_S`.
+Elsewhere (a log, a notebook) it is a line after `LOG_AFTER_S` and then each `LOG_EACH_S`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 AFTER_S = 0.5
-LOG_EACH_S = 10.0
+LOG_AFTER_S = 10.0
+LOG_EACH_S = 60.0
 _EACH_S = 0.1
 _CLEAR = "\r\x1b[K"
 
@@ -44,8 +45,10 @@ def said_while_it_starts(size: int, num_ready: Callable[[], int]) -> Generator[N
         stream.flush()
 
     def say_in_a_log() -> None:
-        while not ended.wait(LOG_EACH_S):
+        wait = LOG_AFTER_S
+        while not ended.wait(wait):
             say("dtensor: ", "\n")
+            wait = LOG_EACH_S
 
     target = say_on_a_terminal if stream.isatty() else say_in_a_log
     thread = threading.Thread(target=target, name="starting", daemon=True)
