@@ -7,10 +7,12 @@ import copy
 import decimal
 import enum
 import functools
+import importlib
 import math
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,15 +73,20 @@ def test_equals_a_capture_of_each_length(
         found.graph(loss, called(1), {}, model)
 
 
-def exported(use: Callable[[Tensor, Any], Tensor]) -> tuple[ForLengths, Any, nn.Module]:
+def exported(
+    use: Callable[[Tensor, Any], Tensor], after_a_capture: bool = False
+) -> tuple[ForLengths, Any, nn.Module]:
     model = nn.Linear(4, 4)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return use(model(x), x.shape[0]).square().sum()
 
     args = (model, torch.empty(12, 4))
-    dims = {(0, 0): 0}
-    return export_for_lengths(loss, args, {}, grads="loss", main=model, dims=dims), loss, model
+    reads = capture(loss, args, grads="loss").reads if after_a_capture else None
+    found = export_for_lengths(
+        loss, args, {}, grads="loss", main=model, dims={(0, 0): 0}, ran=reads and reads.ran
+    )
+    return found, loss, model
 
 
 TABLE = {f"{n}": float(n) for n in range(64)} | {n: float(n) for n in range(64)}  # type: ignore
@@ -150,6 +157,28 @@ def test_a_length_that_becomes_something_else_is_refused(
     with pytest.raises(NotForLengths, match=why):
         exported(use)
     assert random.getstate() == before
+
+
+def test_what_stands_for_type_equals_it() -> None:
+    """Other threads meet it in the modules of the call."""
+
+    def use(x: Tensor, n: Any) -> Tensor:
+        assert type(Whole) == type and {type: 1}[type(Whole)] == 1  # noqa: E721
+        return x * n
+
+    exported(use, after_a_capture=True)
+
+
+def test_a_module_that_compares_with_type_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def use(x, n):\n    return x * (n if type(type) {} type else 2)\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "equals_type.py").write_text(text.format("=="))
+    exported(importlib.import_module("equals_type").use, after_a_capture=True)
+    (tmp_path / "is_type.py").write_text(text.format("is"))
+    with pytest.raises(NotForLengths, match="use asks for a type"):
+        exported(importlib.import_module("is_type").use, after_a_capture=True)
 
 
 def test_a_branch_is_a_guard() -> None:

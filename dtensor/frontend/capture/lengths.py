@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import builtins
 import dis
+import linecache
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -376,6 +378,7 @@ class _Watch:
         codes = [c for c in known.codes.values() if _uses_type(c)] if known is not None else []
         files = {code.co_filename for code in codes}
         held = [(space_of(m), m) for m in list(sys.modules.values())]
+        files = {f for f in files if not _IS_TYPE.search("".join(linecache.getlines(f)))}
         self._modules = [
             m for space, m in held if space.get("__file__") in files and "type" not in space
         ]
@@ -503,6 +506,10 @@ _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _ARITHMETIC = tuple(f"__{side}{name}__" for name in _ARITHMETIC for side in ("", "r"))
 
 
+_IS_TYPE = re.compile(r"\bis (not )?type\b")
+"""False of what stands for `type`: such a module's own is left."""
+
+
 def _uses_type(code: CodeType) -> bool:
     steps = list(dis.get_instructions(code))
     for step, following in zip(steps, [*steps[1:], None], strict=True):
@@ -531,6 +538,12 @@ def _watched_type(watch: _Watch) -> type:
             if "__module__" not in args[2]:
                 made.__module__ = sys._getframe(1).f_globals["__name__"]
             return made
+
+        def __eq__(cls, other: object) -> bool:
+            return other is type if cls is Type else super().__eq__(other)
+
+        def __hash__(cls) -> int:
+            return hash(type) if cls is Type else super().__hash__()
 
         def __instancecheck__(cls, value: Any) -> bool:
             return isinstance(value, type) if cls is Type else super().__instancecheck__(value)
