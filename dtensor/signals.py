@@ -9,7 +9,8 @@
 Within, our handler replaces every Python handler, and notes the signal. `act` calls the program's
 handlers for noted signals; so does the end of the outermost block. Code that must not let an
 exception pass keeps it (`keep`): the end of that block raises it. Under `held_back` no handler runs
-before its end. In `as_set`, where no state can be lost, handlers run when signals come.
+before its end. In `as_set`, where no state of ours can be lost, handlers run when signals come, but
+for those that come in torch's own Python: torch may be between two changes of its modes there.
 
 A handler that `act` calls, within a block, is cut off where it calls a function of ours: it runs
 again, from its beginning, at the end of the block, where all calls work.
@@ -41,6 +42,9 @@ from typing import Any
 SAY_AFTER_S = 1.0
 LOOK_S = 0.05
 """How often a thread that waits for a lock polls."""
+_HERE = os.path.dirname(__file__) + os.sep
+_PASSED = (_HERE, os.path.dirname(os.__file__) + os.sep, "<")
+"""Where files begin that are neither torch's nor the user's."""
 
 # Without the conversions of `signal` to enums, which take ten times as long.
 _c: Any = importlib.import_module("_signal")
@@ -146,8 +150,9 @@ def waits_may_act() -> Iterator[None]:
 
 @contextmanager
 def as_set() -> Iterator[None]:
-    """A part of a block in which no state can be lost: handlers run when signals come, as without
-    this module, until one raises; signals during that exception wait."""
+    """A part of a block in which no state of ours can be lost: handlers run when signals come, as
+    without this module, until one raises; signals during that exception wait. Those that come in
+    torch's Python wait for `act` or the end of the block."""
     global _depth, _plain, _raised
     if threading.get_ident() != _main or not _depth or _holding or _acting:
         yield
@@ -167,7 +172,7 @@ def as_set() -> Iterator[None]:
 
 def act() -> None:
     """Handle pending signals here, which may raise; does nothing under `held_back`."""
-    global _acting, _cut
+    global _acting, _cut, _raised
     if not noted or _holding or _acting or threading.get_ident() != _main:
         return
     _acting = True
@@ -179,6 +184,7 @@ def act() -> None:
                 _call(number)
             except BaseException:
                 if not _cut:
+                    _raised = _plain
                     raise
             if _cut:
                 _after.append(number)
@@ -282,9 +288,12 @@ def _put_back() -> None:
 def _note(number: int, frame: FrameType | None) -> None:
     """Our handler, in place of the program's."""
     global _forced, _raised
-    if not _depth and not _raised:
+    if not _depth and not _raised and not (_plain and _is_torchs(frame) and not is_said()):
         if not _plain:
             _put_back()
+        elif number in noted:
+            noted.remove(number)
+            del _waits[number]
         try:
             _handlers[number](number, frame)
         except BaseException:
@@ -300,6 +309,22 @@ def _note(number: int, frame: FrameType | None) -> None:
         noted.append(number)
         _waits[number] = waits = [False]
         _thread.start_new_thread(_say_late, (number, waits))  # takes no lock: we may hold it
+
+
+def _is_torchs(frame: FrameType | None) -> bool:
+    """Whether torch's Python runs in it, or something of ours or the standard library's on behalf
+    of torch. An exception between two of its statements can leave a mode on torch's stack, and one
+    in what its C++ asks ends the process; from functions of the user's torch expects them."""
+    torch = sys.modules.get("torch")
+    home = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else None
+    while frame is not None and home is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(home):
+            return True
+        if not file.startswith(_PASSED) or "site-packages" in file.removeprefix(_HERE):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _call(number: int) -> None:

@@ -6,9 +6,11 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType
 
 import pytest
+import torch
 
 from dtensor.signals import (
     Lock,
@@ -125,6 +127,32 @@ def test_a_part_of_a_block_is_as_without_it(handlers: Handlers) -> None:
         assert handlers.came == [USR1]
     assert ended == [1]
     assert handlers.came == [USR1, USR2]
+
+
+def in_torch(statement: str, **names: object) -> None:
+    """Runs it as if torch's Python had it."""
+    file = str(Path(torch.__file__).with_name("made_up.py"))
+    exec(compile(statement, file, "exec"), {"signal": signal, **names})
+
+
+def test_in_torchs_python_they_wait_for_a_place_of_ours(handlers: Handlers) -> None:
+    handlers.does = handlers.stops
+    with pytest.raises(Stop), defer_signals(), as_set():
+        in_torch(f"signal.raise_signal({USR1:d})")
+        in_torch(f"with context: signal.raise_signal({USR1:d})", context=ExitStack())
+        assert handlers.came == []
+        act()
+    assert handlers.came == [USR1]
+    handlers.does = int
+    with defer_signals(), as_set():
+        in_torch(f"signal.raise_signal({USR1:d})")
+        in_torch("calls()", calls=lambda: signal.raise_signal(USR1))  # as of the user's function
+        assert handlers.came == [USR1, USR1]
+        in_torch(f"signal.raise_signal({USR2:d})")
+        assert handlers.came == [USR1, USR1]
+    assert handlers.came == [USR1, USR1, USR2]
+    in_torch(f"signal.raise_signal({USR1:d})")  # no block of ours
+    assert handlers.came == [USR1, USR1, USR2, USR1]
 
 
 def test_a_block_within_such_a_part_is_one(handlers: Handlers) -> None:

@@ -86,7 +86,8 @@ class AtLine:
             if self.lines == self.at:
                 sys.settrace(None)
                 self.came.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
-                signal.raise_signal(self.number)
+                handler: Any = signal.getsignal(self.number)
+                handler(self.number, frame)  # as the interpreter does, which gives it this frame
         return self._look
 
 

@@ -70,7 +70,7 @@ from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Shard, index_sets, refine
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
-from dtensor.signals import as_set
+from dtensor.signals import act, as_set
 
 Grads = Literal["none", "loss", "tangents"]
 
@@ -418,6 +418,7 @@ def _planned(call: BoundCall, mesh: Mesh, grads: Grads, options: Options, name: 
     call.look()
     models = call.models(mesh)
     graph = options.graph or call.graph(grads)
+    act()  # on signals
     stages = models.stages if models else with_parts(models.stages, call.specs(), mesh)
     if stages.waiting:
         one = replace(stages, num_stages=1)

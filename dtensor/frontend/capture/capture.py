@@ -71,7 +71,7 @@ from dtensor.frontend.source import (
 )
 from dtensor.private_torch import FakeTensorMode
 from dtensor.sharding.gc_pause import collector_paused
-from dtensor.signals import as_set
+from dtensor.signals import act, as_set
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.functions import AppliedFunctions
@@ -249,6 +249,7 @@ def graph_of(
     """The graph of an exported forward, which it rewrites; within `in_capture` and `faked`."""
     from dtensor.frontend.capture.to_graph import to_graph  # loads torch's compiler, as above
 
+    act()  # on signals
     exported = print_of(forward)
     met = canonicalise(forward, itertools.count())
     check_forward(forward, root.grads != "none")

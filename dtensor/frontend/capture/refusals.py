@@ -42,6 +42,7 @@ from dtensor.private_torch import (
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
+from dtensor.signals import act, noted
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.data_assignment import DataAssignments
@@ -117,6 +118,8 @@ class RefusalMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if noted:
+            act()
         kwargs = kwargs or {}
         if func in _ASKS and not _is_constant(args[0]):
             check = check_of_torch() if func is torch.Tensor.__bool__ else None
