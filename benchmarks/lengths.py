@@ -37,8 +37,8 @@ PARTS: tuple[tuple[str, Any, str], ...] = (
     ("cut down", exporting._Cut, "module"),
     ("canonicalise", capturing, "canonicalise"),
     ("differentiate", capturing, "_differentiate"),
-    ("reads", exporting.Reads, "__init__"),
-    ("reads compared", exporting.Reads, "difference"),
+    ("reads", exporting.Guards, "__init__"),
+    ("reads compared", exporting.Guards, "difference"),
     ("plan", plan_call, "plan"),
 )
 
