@@ -184,7 +184,7 @@ def act() -> None:
                 _call(number)
             except BaseException:
                 if not _cut:
-                    _raised = _plain
+                    _raised = _raised or (_plain and not _depth)
                     raise
             if _cut:
                 _after.append(number)

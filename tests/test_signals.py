@@ -165,6 +165,15 @@ def test_a_block_within_such_a_part_is_one(handlers: Handlers) -> None:
         assert handlers.came == [USR1, USR2]
 
 
+def test_what_is_kept_in_such_a_part_is_raised_though_a_handler_raised(handlers: Handlers) -> None:
+    handlers.does = handlers.stops
+    with defer_signals(), as_set(), pytest.raises(ValueError, match="kept"), defer_signals():
+        signal.raise_signal(USR1)
+        with pytest.raises(Stop):
+            act()
+        keep(ValueError("kept"))
+
+
 def test_a_handler_that_calls_us_runs_again_at_the_end(handlers: Handlers) -> None:
     lock, had = Lock(), list[int]()
 

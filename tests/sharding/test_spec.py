@@ -243,7 +243,7 @@ def test_bad_texts(text: str, message: str) -> None:
 
 def test_what_is_asked_of_a_cut() -> None:
     fused = Shard(1, (8, 2, 2), 2)
-    assert options_of((8, 2, 2), 2) == ("blocks=(8, 2, 2)", "unit=2") and options_of(1, 1) == ()
+    assert options_of(fused) == ("blocks=(8, 2, 2)", "unit=2") and options_of(Shard(1)) == ()
     assert blocks_of(Shard(0, 3), 12) == (4, 4, 4) and units_of(fused, 12) == 1
     assert on_dim(fused, 0) == Shard(0, (8, 2, 2), 2) and one_block(fused) == Shard(1, 1, 2)
     assert fits(fused, 12) and not fits(fused, 13) and not fits(with_unit(fused, 4), 12)

@@ -155,7 +155,6 @@ def _written(placement: Placement, matrix: bool) -> str:
     """As one writes it: ``dt.Row(unit=16)``; a Column is the last dim, in a matrix dim 1."""
     match placement:
         case Shard(dim) if dim == 0 or (dim == 1 and matrix):
-            stated = ", ".join(options_of(placement.blocks, placement.unit))
-            return f"dt.{'Row' if dim == 0 else 'Column'}({stated})"
+            return f"dt.{'Row' if dim == 0 else 'Column'}({', '.join(options_of(placement))})"
         case _:
             return f"dt.{placement!r}"

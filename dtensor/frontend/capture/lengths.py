@@ -376,9 +376,9 @@ class _Watch:
     def __init__(self, known: ExecutedCode | None) -> None:
         self.seen: list[str] = []
         codes = [c for c in known.codes.values() if _uses_type(c)] if known is not None else []
-        files = {code.co_filename for code in codes}
+        using = {code.co_filename for code in codes}
+        files = {f for f in using if not _IS_TYPE.search("".join(linecache.getlines(f)))}
         held = [(space_of(m), m) for m in list(sys.modules.values())]
-        files = {f for f in files if not _IS_TYPE.search("".join(linecache.getlines(f)))}
         self._modules = [
             m for space, m in held if space.get("__file__") in files and "type" not in space
         ]

@@ -36,7 +36,7 @@ class ColumnParallel:
         check_split(self, 0, self.blocks, self.unit)
 
     def __repr__(self) -> str:
-        return f"ColumnParallel({', '.join(options_of(self.blocks, self.unit))})"
+        return f"ColumnParallel({', '.join(options_of(self))})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class RowParallel:
         check_split(self, 0, self.blocks, self.unit)
 
     def __repr__(self) -> str:
-        return f"RowParallel({', '.join(options_of(self.blocks, self.unit))})"
+        return f"RowParallel({', '.join(options_of(self))})"
 
 
 Role = ColumnParallel | RowParallel

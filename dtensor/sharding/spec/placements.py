@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Never, cast
+from typing import Never, Protocol, cast
 
 from dtensor.errors import PlanningError, checked_call
 from dtensor.numerics import REDUCTIONS, ReduceOp, reductions_listed
@@ -96,7 +96,7 @@ class Shard:
         check_split(self, self.dim, blocks, self.unit)
 
     def __repr__(self) -> str:
-        return f"Shard({', '.join((repr(self.dim), *options_of(self.blocks, self.unit)))})"
+        return f"Shard({', '.join((repr(self.dim), *options_of(self)))})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +171,19 @@ def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
 # -- what others ask of a cut; its blocks and unit are read here, in spec.py and rules/rule.py -----
 
 
-def options_of(blocks: int | tuple[int, ...], unit: int) -> tuple[str, ...]:
-    """What one states of a Shard or a role besides the dim: ``("blocks=3", "unit=16")``."""
-    stated = (f"blocks={blocks!r}",) if blocks != 1 else ()
-    return (*stated, f"unit={unit!r}") if unit != 1 else stated
+class Cut(Protocol):
+    """A Shard, or a role of a module's weight."""
+
+    @property
+    def blocks(self) -> int | tuple[int, ...]: ...
+    @property
+    def unit(self) -> int: ...
+
+
+def options_of(cut: Cut) -> tuple[str, ...]:
+    """What one states of it besides the dim: ``("blocks=3", "unit=16")``."""
+    blocks = (f"blocks={cut.blocks!r}",) if cut.blocks != 1 else ()
+    return (*blocks, f"unit={cut.unit!r}") if cut.unit != 1 else blocks
 
 
 def blocks_of(shard: Shard, size: int) -> tuple[int, ...]:
