@@ -36,14 +36,12 @@ from typing import Any
 from dtensor.daft.ray.bootstrap import fork_server
 from dtensor.daft.ray.bootstrap.progress import process_stat
 from dtensor.daft.ray.bootstrap.worker_environment import worker_environment
-from dtensor.daft.ray.channel.local_ray_process import MESSAGE
+from dtensor.daft.ray.channel.local_ray_process import END_S, MESSAGE
 from dtensor.signals import Lock, held_back
 
 IDLE_S = 60.0
 """For how long a Ray stays that no launch uses."""
 ANSWER_S = 1.0
-END_S = 10.0
-"""How long it may take to end; then it is killed, and Ray with it."""
 _OF_TESTS = "PYTEST_CURRENT_TEST"  # is another for each test, and no host's affair
 
 

@@ -6,7 +6,8 @@ The first argument is the descriptor of a socket, the second the process that is
 for how many seconds the Ray stays when no launch uses it; 0: its workers are not forked either.
 
 Invariants: it ends, and Ray with it, when that process has ended or has hung up, and after those
-seconds. Ray ends with it, however it ends. It imports neither torch nor what hosts host.
+seconds, also where Ray hangs. Ray ends with it, however it ends. It imports neither torch nor what
+hosts host.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from dtensor.daft.ray.bootstrap.fork_server import forked_workers
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MESSAGE = 1 << 20
 """Bytes of a message, at most."""
+END_S = 10.0
+"""How long it may take to end; then it is killed, and Ray with it."""
 
 
 class LocalRayProcess:
@@ -102,13 +104,25 @@ class LocalRayProcess:
         self.say("awake")
 
 
-def _end_while_it_starts(parent: int, sock: socket.socket, started: int) -> None:
-    """Ray may take long to start, or for ever; what it has started ends with this process."""
-    poll = select.poll()
-    for each, event in ((parent, select.POLLIN), (sock.fileno(), 0), (started, select.POLLIN)):
-        poll.register(each, event)  # a socket says in any case that its peer has hung up
-    if started not in dict(poll.poll()):
-        os.kill(os.getpid(), signal.SIGKILL)
+def _watch(parent: int, sock: socket.socket, started: int) -> None:
+    """A fork that ends this process where nobody is obeyed any longer and it does not end by
+    itself: Ray may hang when it starts or ends, with Python's lock held, so that no thread can."""
+    mine = os.pidfd_open(os.getpid())
+    watched = os.getpid()
+    if os.fork():
+        os.close(mine)
+        return
+    try:
+        poll = select.poll()
+        for each, event in ((parent, select.POLLIN), (sock.fileno(), 0), (mine, select.POLLIN)):
+            poll.register(each, event)  # a socket says in any case that its peer has hung up
+        if mine not in dict(poll.poll()):
+            is_up = bool(select.select([started], [], [], 0.0)[0])
+            ended, _, _ = select.select([mine], [], [], END_S if is_up else 0.0)
+            if not ended:
+                os.kill(watched, signal.SIGKILL)  # and what it has started ends with it
+    finally:
+        os._exit(0)
 
 
 def main(descriptor: str, controller: str, idle_s: str) -> None:
@@ -117,9 +131,9 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
         parent = os.pidfd_open(int(controller))
     except ProcessLookupError:
         return
-    process = LocalRayProcess(sock, parent, float(idle_s))
     started, starts = os.pipe()
-    Thread(target=_end_while_it_starts, args=(parent, sock, started), daemon=True).start()
+    _watch(parent, sock, started)
+    process = LocalRayProcess(sock, parent, float(idle_s))
     with ExitStack() as ending:
         try:
             if float(idle_s):
@@ -134,6 +148,8 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
             return
         process.say("up")
         process.serve()
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 if __name__ == "__main__":
