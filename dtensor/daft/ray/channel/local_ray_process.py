@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from dtensor.daft.ray.bootstrap.fork_server import forked_workers
+from dtensor.daft.ray.bootstrap.progress import process_stat
 
 if TYPE_CHECKING:
     from dtensor.daft.ray.channel.ray_actor import RayActor
@@ -104,11 +105,13 @@ class LocalRayProcess:
         self.say("awake")
 
 
-def _watch(parent: int, sock: socket.socket, started: int) -> None:
+def _watch(parent: int, sock: socket.socket, told: int) -> None:
     """A fork that ends this process where nobody is obeyed any longer and it does not end by
-    itself: Ray may hang when it starts or ends, with Python's lock held, so that no thread can."""
-    mine = os.pidfd_open(os.getpid())
-    watched = os.getpid()
+    itself: Ray may hang when it starts or ends, with Python's lock held, so that no thread can.
+    Where this process was killed, what is left of Ray ends too: its agents would look for a minute
+    for one that has gone. ``told``: of a pipe that says "u" when Ray is up, "e" when it has ended.
+    """
+    watched, mine = os.getpid(), os.pidfd_open(os.getpid())
     if os.fork():
         os.close(mine)
         return
@@ -117,10 +120,19 @@ def _watch(parent: int, sock: socket.socket, started: int) -> None:
         for each, event in ((parent, select.POLLIN), (sock.fileno(), 0), (mine, select.POLLIN)):
             poll.register(each, event)  # a socket says in any case that its peer has hung up
         if mine not in dict(poll.poll()):
-            is_up = bool(select.select([started], [], [], 0.0)[0])
+            is_up = bool(select.select([told], [], [], 0.0)[0])
             ended, _, _ = select.select([mine], [], [], END_S if is_up else 0.0)
             if not ended:
-                os.kill(watched, signal.SIGKILL)  # and what it has started ends with it
+                os.kill(watched, signal.SIGKILL)
+        os.set_blocking(told, False)
+        with suppress(BlockingIOError):
+            if b"e" in os.read(told, 2):
+                return
+        for name in os.listdir("/proc"):
+            if name.isdigit() and process_stat(int(name))[3] == str(watched) != name:  # its session
+                with suppress(ProcessLookupError):
+                    if int(name) != os.getpid():
+                        os.kill(int(name), signal.SIGKILL)
     finally:
         os._exit(0)
 
@@ -131,10 +143,11 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
         parent = os.pidfd_open(int(controller))
     except ProcessLookupError:
         return
-    started, starts = os.pipe()
-    _watch(parent, sock, started)
+    told, tells = os.pipe()
+    _watch(parent, sock, told)
     process = LocalRayProcess(sock, parent, float(idle_s))
     with ExitStack() as ending:
+        ending.callback(os.write, tells, b"e")
         try:
             if float(idle_s):
                 ending.enter_context(forked_workers())  # first: it imports while Ray starts
@@ -142,7 +155,7 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
 
             start_ray(None)
             ending.callback(end_ray)
-            os.write(starts, b"1")
+            os.write(tells, b"u")
         except BaseException as error:
             process.say("failed", f"{type(error).__name__}: {error}")
             return
