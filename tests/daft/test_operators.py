@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import subprocess
 import sys
@@ -75,6 +76,21 @@ def test_the_kernel_of_an_op_is_found_and_not_run() -> None:
     assert calls == []
     assert found.module == __name__ and found.kernel is not None and found.reason == ""
     assert found.schema.startswith("test_operators::many(Tensor x, Tensor[] xs, int n")
+
+
+def test_a_callback_of_the_collector_is_no_kernel() -> None:
+    def callback(phase: str, info: dict[str, int]) -> None: ...
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        found = origin("many")
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
+    assert found.kernel is not None and pickle.loads(found.kernel).__name__ != "callback"
+    assert gc.isenabled()
 
 
 def test_a_kernel_travels_with_what_it_closes_over() -> None:

@@ -32,6 +32,7 @@ define no op of a program, though its ops call them; the choice of programs to l
 from __future__ import annotations
 
 import copyreg
+import gc
 import importlib
 import inspect
 import io
@@ -65,6 +66,7 @@ from dtensor.private_torch import (
     get_operation_overload,
     op_packet,
 )
+from dtensor.signals import held_back
 
 _cloudpickle: Any = cloudpickle  # which has no types
 
@@ -320,17 +322,21 @@ def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | Non
             raise _Begins
 
     args, kwargs = _empty_arguments(op, device)
-    outer = sys.getprofile()
-    try:
-        with torch.no_grad(), below_autograd():
-            sys.setprofile(profile)
-            op(*args, **kwargs)
-    except _Begins:
-        pass
-    except Exception as error:  # torch itself refuses the empty tensors
-        return None, f"its kernel cannot be found: {type(error).__name__}: {error}"
-    finally:
-        sys.setprofile(outer)
+    outer, collects = sys.getprofile(), gc.isenabled()
+    with held_back():
+        try:
+            gc.disable()  # its callbacks, like a handler of a signal, would be taken for the kernel
+            with torch.no_grad(), below_autograd():
+                sys.setprofile(profile)
+                op(*args, **kwargs)
+        except _Begins:
+            pass
+        except Exception as error:  # torch itself refuses the empty tensors
+            return None, f"its kernel cannot be found: {type(error).__name__}: {error}"
+        finally:
+            sys.setprofile(outer)
+            if collects:
+                gc.enable()
     if not began:
         return None, "its kernel cannot be found"
     return _function_of(began[0], op)
