@@ -108,8 +108,8 @@ class LocalRayProcess:
 def _watch(parent: int, sock: socket.socket, told: int) -> None:
     """A fork that ends this process where nobody is obeyed any longer and it does not end by
     itself: Ray may hang when it starts or ends, with Python's lock held, so that no thread can.
-    Where this process was killed, what is left of Ray ends too: its agents would look for a minute
-    for one that has gone. ``told``: of a pipe that says "u" when Ray is up, "e" when it has ended.
+    Where this process was killed or failed, what is left of Ray ends too: its agents would look for
+    a minute for one that has gone. ``told``: of a pipe, "u" when Ray is up, "e" when it has ended.
     """
     watched, mine = os.getpid(), os.pidfd_open(os.getpid())
     if os.fork():
@@ -128,11 +128,11 @@ def _watch(parent: int, sock: socket.socket, told: int) -> None:
         with suppress(BlockingIOError):
             if b"e" in os.read(told, 2):
                 return
-        for name in os.listdir("/proc"):
-            if name.isdigit() and process_stat(int(name))[3] == str(watched) != name:  # its session
+        for process in map(int, filter(str.isdigit, os.listdir("/proc"))):
+            session = process_stat(process)[3]
+            if session == str(watched) and process != os.getpid():
                 with suppress(ProcessLookupError):
-                    if int(name) != os.getpid():
-                        os.kill(int(name), signal.SIGKILL)
+                    os.kill(process, signal.SIGKILL)
     finally:
         os._exit(0)
 
@@ -147,7 +147,6 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
     _watch(parent, sock, told)
     process = LocalRayProcess(sock, parent, float(idle_s))
     with ExitStack() as ending:
-        ending.callback(os.write, tells, b"e")
         try:
             if float(idle_s):
                 ending.enter_context(forked_workers())  # first: it imports while Ray starts
@@ -163,6 +162,7 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
         process.serve()
         with suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
+    os.write(tells, b"e")
 
 
 if __name__ == "__main__":
