@@ -14,8 +14,8 @@ float64: buffers that 16 divides have none. What the kernel does not take (other
 `found_inf`, tensors that are not contiguous) torch's computes.
 """
 
-# A launch takes options that the kernel does not name.
-# pyright: reportCallIssue=false
+# A launch takes numbers for the constants of a kernel.
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import GROUP
-
-_BLOCK = 1024
+from dtensor.kernels.launches import ADAMW, GROUP
 
 
 def fused_adamw_(
@@ -72,11 +70,11 @@ def fused_adamw_(
         count = p.numel()
         if count == 0:
             continue
-        _adamw[(triton.cdiv(count, _BLOCK),)](
+        at = ADAMW.at(count)
+        _adamw[at.grid](
             p, grad, m, v, numbers, numbers if grad_scale is None else grad_scale, count, rate1,
             beta2, 1.0 - beta2, eps, NEAR=near, MAXIMIZE=maximize, SCALED=grad_scale is not None,
-            GROUP=GROUP, BLOCK=_BLOCK, EDGES=count % GROUP != 0, num_warps=4,
-            enable_fp_fusion=False,
+            EDGES=count % GROUP != 0, **at.options,
         )  # fmt: skip
 
 

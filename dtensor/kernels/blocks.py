@@ -1,7 +1,6 @@
-"""What the kernels share: how a tensor is cut into rows and blocks, and sums of partial results.
+"""What the kernels share: how a tensor is cut into rows, and sums of partial results.
 
     matrix, stride = rows_of(x)            # x[4,512,1024] -> [2048,1024], its rows 1024 apart
-    block, warps = row_block(1024, True)   # one program a row: 1024 lanes, 2 warps
     total = sum_rows(partial)              # f32[512,1024] -> f32[1024]
 
 A lane of a GPU reads 16 bytes at once where the compiler can prove that they are adjacent, on a
@@ -13,11 +12,13 @@ load of a few lanes.
 
 Invariants: grids and blocks follow from shapes alone and nothing is added by atomics, so that the
 bits of a result do not depend on the device's size or on time; nor on Triton's version, as every
-launch says whether a product and a sum may be fused into one rounding. Not here: any op.
+launch says whether a product and a sum may be fused into one rounding. A row, a block of rows and
+an offset are 64 bits; a column of a row is 32, and longer rows are left to the op (`within`). Not
+here: any op; how a kernel is launched (launches.py).
 """
 
-# A launch takes options that the kernel does not name.
-# pyright: reportCallIssue=false
+# A launch takes numbers for the constants of a kernel.
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -26,16 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-GROUP = 8
-"""Elements that are masked as one: 16 bytes of a 16-bit dtype."""
-MAX_THREADS = 1024
-PER_THREAD = 16
-"""Elements of a row that a thread holds, half as many where each has an address of its own."""
-NUM_PARTS = 512
-"""Programs that a sum over rows is split into, at most."""
-
-WARP = 64 if torch.version.hip else 32
-"""Threads of a warp."""
+from dtensor.kernels.launches import SUM_ROWS
 
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -66,36 +58,11 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
     return matrix, matrix.stride(0) if matrix.shape[0] > 1 else matrix.shape[1]
 
 
-def in_groups(*lengths: int) -> bool:
-    """Whether lengths and distances, in elements, are whole groups."""
-    return all(length % GROUP == 0 for length in lengths)
-
-
-def row_block(length: int, grouped: bool) -> tuple[int, int]:
-    """(lanes, warps) of a program that holds a row."""
-    lanes = max(WARP, triton.next_power_of_2(length))
-    threads = lanes // (PER_THREAD if grouped else PER_THREAD // 2)
-    return lanes, min(max(threads, WARP), MAX_THREADS) // WARP
-
-
-def max_row(grouped: bool) -> int:
-    """Elements of a row that a program can hold."""
-    return MAX_THREADS * (PER_THREAD if grouped else PER_THREAD // 2)
-
-
-def parts_of(num_rows: int) -> tuple[int, int]:
-    """(programs, rows of each) for a sum over rows."""
-    each = max(1, -(-num_rows // NUM_PARTS))
-    return -(-num_rows // each), each
-
-
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """f32[p, k] -> [k]: the sum over p in an order that follows from p alone."""
     total = torch.empty(x.shape[1], dtype=dtype, device=x.device)
-    grid = (triton.cdiv(x.shape[1], 64),)
-    _sum_rows[grid](
-        x, total, x.shape[0], x.shape[1], ROWS=32, COLUMNS=64, num_warps=4, enable_fp_fusion=False
-    )
+    at = SUM_ROWS.at(x.shape[1])
+    _sum_rows[at.grid](x, total, x.shape[0], x.shape[1], **at.options)
     return total
 
 

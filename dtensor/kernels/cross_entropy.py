@@ -16,8 +16,8 @@ Invariants: computed in float32. What the kernels do not take (float64, no logit
 computes. Not here: the loss, from n numbers.
 """
 
-# A launch takes options that the kernel does not name.
-# pyright: reportCallIssue=false
+# A launch takes numbers for the constants of a kernel.
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import GROUP, rows_of, takes
+from dtensor.kernels.blocks import rows_of, takes
+from dtensor.kernels.launches import CE_BACKWARD, CE_STATS, GROUP, within
 
-_BLOCK = 4096
-_WARPS = 8
 _NOWHERE, _IGNORED = -1, -2
 
 
@@ -39,15 +38,16 @@ def ce_stats(
     logits: Tensor, target: Tensor, ignore_index: int, vocab: Sequence[int] = ()
 ) -> Tensor:
     """logits[n v], target[n] -> f32[n 3]."""
-    if not takes(logits) or logits.numel() == 0:
+    if not _fits(logits):
         return torch.ops.dt.ce_stats(logits, target, ignore_index, vocab)
     rows, stride = rows_of(logits)
     num_rows, columns = rows.shape
     stats = torch.empty((num_rows, 3), dtype=torch.float32, device=logits.device)
     target, start, ignored = _local(target, vocab, ignore_index, columns)
-    _ce_stats[(num_rows,)](
-        rows, target, stats, stride, columns, start, ignored, GROUP=GROUP, BLOCK=_BLOCK,
-        EDGES=_has_edges(stride, columns), num_warps=_WARPS, enable_fp_fusion=False,
+    at = CE_STATS.at(num_rows)
+    _ce_stats[at.grid](
+        rows, target, stats, stride, columns, start, ignored, EDGES=_has_edges(stride, columns),
+        **at.options,
     )  # fmt: skip
     return stats
 
@@ -61,19 +61,25 @@ def ce_backward(
     vocab: Sequence[int] = (),
 ) -> Tensor:
     """grad[n], logits[n v], stats[n 3] of the whole vocabulary, target[n] -> [n v] like logits."""
-    if not takes(logits, grad) or logits.numel() == 0:
+    if not _fits(logits, grad):
         return torch.ops.dt.ce_backward(grad, logits, stats, target, ignore_index, vocab)
     rows, stride = rows_of(logits)
     num_rows, columns = rows.shape
     d = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     target, start, ignored = _local(target, vocab, ignore_index, columns)
-    blocks = triton.cdiv(columns + GROUP, _BLOCK)
-    _ce_backward[(num_rows * blocks,)](
+    at = CE_BACKWARD.at(num_rows, columns)
+    _ce_backward[at.grid](
         grad, rows, stats.contiguous(), target, d, grad.stride(0), stride, columns, start, ignored,
-        blocks, GROUP=GROUP, BLOCK=_BLOCK, EDGES=_has_edges(stride, columns),
-        ALIKE=stride == columns, num_warps=_WARPS, enable_fp_fusion=False,
+        at.blocks, EDGES=_has_edges(stride, columns), ALIKE=stride == columns, **at.options,
     )  # fmt: skip
     return d
+
+
+def _fits(logits: Tensor, *others: Tensor) -> bool:
+    if not takes(logits, *others) or logits.numel() == 0:
+        return False
+    num_rows, columns = logits.shape
+    return within(num_rows * CE_BACKWARD.at(1, columns).blocks, columns)
 
 
 def _has_edges(stride: int, columns: int) -> bool:

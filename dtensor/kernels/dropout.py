@@ -14,8 +14,8 @@ roundings are fused into one. What the kernels do not take (float64, nothing at 
 computes.
 """
 
-# A launch takes options that the kernel does not name.
-# pyright: reportCallIssue=false
+# A launch takes numbers for the constants of a kernel.
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels import blocks
-from dtensor.kernels.blocks import GROUP, rows_of, takes
+from dtensor.kernels.blocks import rows_of, takes
+from dtensor.kernels.launches import DROPOUT, DROPOUT_BACKWARD, GROUP, within
 
-_WARPS = 4
 _MASK = 0xFFFFFFFF
 
 Dims = list[list[tuple[int, int]]]
@@ -48,7 +47,7 @@ def dropout(
 ) -> tuple[Tensor, Tensor]:
     """x[...] -> y[...], kept: bool[...]."""
     at = {"at_seed": at_seed, "at_step": at_step, "op": op, "shape": shape, "pieces": pieces}
-    if not takes(x) or x.numel() == 0:
+    if not _fits(x):
         return torch.ops.dt.dropout(x, p, **at)
     return _dropped(x, None, p, **at)
 
@@ -66,9 +65,16 @@ def dropout_add(
 ) -> tuple[Tensor, Tensor]:
     """x[...], residual[...] -> y[...], kept: bool[...]."""
     at = {"at_seed": at_seed, "at_step": at_step, "op": op, "shape": shape, "pieces": pieces}
-    if not takes(x, residual) or x.numel() == 0:
+    if not _fits(x, residual):
         return torch.ops.dt.dropout_add(x, residual, p, **at)
     return _dropped(x, residual, p, **at)
+
+
+def _fits(x: Tensor, *others: Tensor) -> bool:
+    if not takes(x, *others) or x.numel() == 0:
+        return False
+    columns = x.shape[-1] if x.dim() else 1
+    return within(x.numel() // columns * DROPOUT.at(1, GROUP - 1, GROUP - 1 + columns).blocks)
 
 
 def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
@@ -76,11 +82,11 @@ def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
     if not takes(grad) or grad.numel() == 0:
         return torch.ops.dt.dropout_backward(grad, kept, p)
     dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    count, block = grad.numel(), GROUP * _WARPS * blocks.WARP
-    _dropout_backward[(triton.cdiv(count, block),)](
+    count = grad.numel()
+    at = DROPOUT_BACKWARD.at(count)
+    _dropout_backward[at.grid](
         grad.contiguous(), kept.contiguous(), dx, count, 1 / (1 - p) if p < 1 else 0.0,
-        GROUP=GROUP, BLOCK=block, EDGES=count % GROUP != 0, num_warps=_WARPS,
-        enable_fp_fusion=False,
+        EDGES=count % GROUP != 0, **at.options,
     )  # fmt: skip
     return dx
 
@@ -104,18 +110,17 @@ def _dropped(
         others, other_stride = rows_of(residual if residual.dim() else residual[None])
     sizes, dims = _place(tuple(x.shape), shape, pieces)
     first, row_table = _global_rows(sizes, dims, x.device)
-    block = GROUP * _WARPS * blocks.WARP
-    at = 0  # the local column
+    column = 0  # the local one
     for start, stop in dims[-1] if dims else [(0, 1)]:
-        count = triton.cdiv(stop - start // GROUP * GROUP, block)
-        _dropout[(rows.shape[0] * count,)](
+        at = DROPOUT.at(rows.shape[0], start, stop)
+        _dropout[at.grid](
             rows, others, y, kept, kept if row_table is None else row_table, stride, other_stride,
-            rows.shape[1], at, start, stop, count, first, at_seed & _MASK, at_seed >> 32 & _MASK,
-            at_step & _MASK, op & _MASK, round(p * 2**32), 1 / (1 - p) if p < 1 else 0.0,
-            HAS_RESIDUAL=residual is not None, HAS_TABLE=row_table is not None, GROUP=GROUP,
-            BLOCK=block, num_warps=_WARPS, enable_fp_fusion=False,
+            rows.shape[1], column, start, stop, at.blocks, first, at_seed & _MASK,
+            at_seed >> 32 & _MASK, at_step & _MASK, op & _MASK, round(p * 2**32),
+            1 / (1 - p) if p < 1 else 0.0, HAS_RESIDUAL=residual is not None,
+            HAS_TABLE=row_table is not None, **at.options,
         )  # fmt: skip
-        at += stop - start
+        column += stop - start
     return y, kept
 
 

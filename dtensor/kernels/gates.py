@@ -13,8 +13,8 @@ Invariants: computed in float32, rounded where the op rounds, laid out as its re
 summed as dweight of a norm. What the kernels do not take (float64, nothing at all) the op computes.
 """
 
-# A launch takes options that the kernel does not name.
-# pyright: reportCallIssue=false
+# A launch takes numbers for the constants of a kernel.
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import GROUP, laid_as, parts_of, rows_of, sum_rows, takes
+from dtensor.kernels.blocks import laid_as, rows_of, sum_rows, takes
+from dtensor.kernels.launches import (
+    BIAS_GELU,
+    BIAS_GELU_BACKWARD,
+    GATED,
+    GATED_BACKWARD,
+    GROUP,
+    parts_of,
+    within,
+)
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gelu_new": 2}
-_BLOCK = 2048
-_WARPS = 4
-_COLUMNS = 1024
-"""Columns of a program of the backward of a bias."""
 
 
 def _as_rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
@@ -49,12 +54,14 @@ def gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
     """a[...], b[...] of one shape and dtype -> act(a) * b."""
     if not takes(a, b) or a.numel() == 0:
         return torch.ops.dt.gated(a, b, kind)
-    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     matrices, strides, num_rows, columns = _as_rows(a, b)
-    blocks = triton.cdiv(columns, _BLOCK)
-    _gated[(num_rows * blocks,)](
-        *matrices, y, *strides, columns, blocks, KIND=_KINDS[kind], GROUP=GROUP, BLOCK=_BLOCK,
-        EDGES=columns % GROUP != 0, num_warps=_WARPS, enable_fp_fusion=False,
+    at = GATED.at(num_rows, columns)
+    if not within(at.grid[0]):
+        return torch.ops.dt.gated(a, b, kind)
+    y = torch.empty(a.shape, dtype=a.dtype, device=a.device)
+    _gated[at.grid](
+        *matrices, y, *strides, columns, at.blocks, KIND=_KINDS[kind], EDGES=columns % GROUP != 0,
+        **at.options,
     )  # fmt: skip
     return laid_as(a, y)
 
@@ -63,43 +70,54 @@ def gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tenso
     """grad[...], a[...], b[...] of one shape -> da, db."""
     if not takes(grad, a, b) or a.numel() == 0:
         return torch.ops.dt.gated_backward(grad, a, b, kind)
+    matrices, strides, num_rows, columns = _as_rows(grad, a, b)
+    at = GATED_BACKWARD.at(num_rows, columns)
+    if not within(at.grid[0]):
+        return torch.ops.dt.gated_backward(grad, a, b, kind)
     da = torch.empty(a.shape, dtype=a.dtype, device=a.device)
     db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
-    matrices, strides, num_rows, columns = _as_rows(grad, a, b)
-    blocks = triton.cdiv(columns, _BLOCK)
-    _gated_backward[(num_rows * blocks,)](
-        *matrices, da, db, *strides, columns, blocks, KIND=_KINDS[kind], GROUP=GROUP,
-        BLOCK=_BLOCK, EDGES=columns % GROUP != 0, num_warps=_WARPS, enable_fp_fusion=False,
+    _gated_backward[at.grid](
+        *matrices, da, db, *strides, columns, at.blocks, KIND=_KINDS[kind],
+        EDGES=columns % GROUP != 0, **at.options,
     )  # fmt: skip
     return laid_as(a, da), laid_as(b, db)
 
 
+def _fits(x: Tensor, *others: Tensor) -> bool:
+    if not takes(x, *others) or x.numel() == 0:
+        return False
+    columns = x.shape[-1]
+    num_rows = x.numel() // columns
+    return within(num_rows * BIAS_GELU.at(1, columns).blocks, columns)
+
+
 def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     """x[... k], bias[k] -> act(x + bias)."""
-    if not takes(x, bias) or x.numel() == 0:
+    if not _fits(x, bias):
         return torch.ops.dt.bias_gelu(x, bias, kind)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, stride = rows_of(x)
-    blocks = triton.cdiv(x.shape[-1], _COLUMNS)
-    _bias_gelu[(rows.shape[0] * blocks,)](
-        rows, bias.contiguous(), y, stride, x.shape[-1], blocks, KIND=_KINDS[kind],
-        BLOCK=_COLUMNS, num_warps=_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    columns = x.shape[-1]
+    at = BIAS_GELU.at(rows.shape[0], columns)
+    _bias_gelu[at.grid](
+        rows, bias.contiguous(), y, stride, columns, at.blocks, KIND=_KINDS[kind], **at.options
+    )
     return laid_as(x, y)
 
 
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """grad[... k], x[... k], bias[k] -> dx[... k], dbias[k]."""
-    if not takes(grad, x, bias) or x.numel() == 0:
+    if not _fits(x, grad, bias):
         return torch.ops.dt.bias_gelu_backward(grad, x, bias, kind)
     (grads, grad_stride), (rows, stride) = rows_of(grad), rows_of(x)
     programs, each = parts_of(rows.shape[0])
     columns = x.shape[-1]
+    at = BIAS_GELU_BACKWARD.at(rows.shape[0], columns)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     parts = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
-    _bias_gelu_backward[(programs, triton.cdiv(columns, _COLUMNS))](
+    _bias_gelu_backward[at.grid](
         grads, rows, bias.contiguous(), dx, parts, grad_stride, stride, rows.shape[0], columns,
-        each, KIND=_KINDS[kind], BLOCK=_COLUMNS, num_warps=_WARPS, enable_fp_fusion=False,
+        each, KIND=_KINDS[kind], **at.options,
     )  # fmt: skip
     return laid_as(x, dx), sum_rows(parts, bias.dtype)
 

@@ -15,8 +15,8 @@ them, none at all) the op computes. Not here: LayerNorm by itself and torch.nn.R
 torch has kernels.
 """
 
-# A launch takes options that the kernel does not name.
-# pyright: reportCallIssue=false
+# A launch takes numbers for the constants of a kernel.
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import (
+from dtensor.kernels.blocks import laid_as, rows_of, sum_rows, takes, triton_type
+from dtensor.kernels.launches import (
+    LAYER_NORM_ROW,
+    NORM_ROW,
+    NORM_ROWS_BACKWARD,
     in_groups,
-    laid_as,
     max_row,
     parts_of,
-    row_block,
-    rows_of,
-    sum_rows,
-    takes,
-    triton_type,
+    within,
 )
 
 
 def _fits(x: Tensor, *others: Tensor) -> bool:
-    small = x.dim() > 0 and x.shape[-1] <= max_row(in_groups(x.shape[-1]))
-    return takes(x, *others) and x.numel() > 0 and small
+    if not takes(x, *others) or x.numel() == 0 or x.dim() == 0:
+        return False
+    length = x.shape[-1]
+    return length <= max_row(in_groups(length)) and within(x.numel() // length)
 
 
 def rms_norm(
@@ -85,11 +86,11 @@ def _rms_norm(
     product = inner if offset == 0 else torch.float32
     product = torch.promote_types(product, weight.dtype)
     length = x.shape[-1]
-    block, warps = row_block(length, in_groups(length, stride, other_stride))
-    _rms_norm_row[(rows.shape[0],)](
+    at = NORM_ROW.at(rows.shape[0], length, in_groups(length, stride, other_stride))
+    _rms_norm_row[at.grid](
         rows, others, weight.contiguous(), total, y, rstd, stride, other_stride, length, eps,
         offset, HAS_RESIDUAL=residual is not None, INNER=triton_type(inner),
-        PRODUCT=triton_type(product), BLOCK=block, num_warps=warps, enable_fp_fusion=True,
+        PRODUCT=triton_type(product), **at.options,
     )  # fmt: skip
     return laid_as(x, total) if residual is not None else total, laid_as(x, y), rstd
 
@@ -102,14 +103,13 @@ def rms_norm_backward(
         return torch.ops.dt.rms_norm_backward(grad, x, rstd, weight, offset)
     (grads, grad_stride), (rows, stride) = rows_of(grad), rows_of(x)
     programs, each = parts_of(rows.shape[0])
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    parts = torch.empty((programs, x.shape[-1]), dtype=torch.float32, device=x.device)
     length = x.shape[-1]
-    block, warps = row_block(length, in_groups(length, stride, grad_stride))
-    _rms_norm_backward_rows[(programs,)](
+    at = NORM_ROWS_BACKWARD.at(rows.shape[0], length, in_groups(length, stride, grad_stride))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    parts = torch.empty((programs, length), dtype=torch.float32, device=x.device)
+    _rms_norm_backward_rows[at.grid](
         grads, rows, rstd.contiguous(), weight.contiguous(), dx, parts, grad_stride, stride,
-        rows.shape[0], length, each, offset, KEPT=block <= 8192, BLOCK=block, num_warps=warps,
-        enable_fp_fusion=True,
+        rows.shape[0], length, each, offset, **at.options,
     )  # fmt: skip
     return laid_as(x, dx), sum_rows(parts, weight.dtype)
 
@@ -126,10 +126,10 @@ def add_layer_norm(
     mean = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     length = x.shape[-1]
-    block, warps = row_block(length, in_groups(length, stride, other_stride))
-    _layer_norm_row[(rows.shape[0],)](
+    at = LAYER_NORM_ROW.at(rows.shape[0], length, in_groups(length, stride, other_stride))
+    _layer_norm_row[at.grid](
         rows, others, weight.contiguous(), bias.contiguous(), total, y, mean, rstd, stride,
-        other_stride, length, eps, BLOCK=block, num_warps=warps, enable_fp_fusion=True,
+        other_stride, length, eps, **at.options,
     )  # fmt: skip
     return laid_as(x, total), y, mean, rstd
 

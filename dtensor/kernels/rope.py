@@ -9,11 +9,12 @@ a few rows of x, each of d elements, and reads theirs by their strides, 0 where 
 
 Invariants: forward each product and the sum are rounded to the result's dtype, as the op rounds;
 backward is computed in float32 and rounded once; results are laid out as x. What the kernel does
-not take (float64, more than four dims, a last dim that is not adjacent) the op computes.
+not take (float64, more than four dims, a last dim that is odd, repeated or not adjacent) the op
+computes.
 """
 
-# A launch takes options that the kernel does not name.
-# pyright: reportCallIssue=false
+# A launch takes numbers for the constants of a kernel.
+# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -22,15 +23,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels import blocks
-from dtensor.kernels.blocks import GROUP, in_groups, takes
-
-_WARPS = 4
+from dtensor.kernels.blocks import takes
+from dtensor.kernels.launches import ROPE, in_groups, within
 
 
 def _rows_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    adjacent = all(t.stride(-1) == 1 for t in (x, cos, sin))
-    return takes(x, cos, sin) and x.numel() > 0 and x.dim() <= 4 and adjacent
+    if not takes(x, cos, sin) or x.numel() == 0 or x.dim() > 4:
+        return False
+    d = x.shape[-1]
+    whole = all(t.shape[-1] == d and t.stride(-1) == 1 for t in (x, cos, sin))
+    return whole and d % 2 == 0 and within(x.numel() // d, d)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,13 +56,11 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, *, backwar
     x, cos, sin, y = (t.expand(shape) for t in (x, cos, sin, rotated))
     half = shape[3] // 2
     strides = [step for t in (x, cos, sin, y) for step in t.stride()[:3]]
-    lanes = triton.next_power_of_2(half)
-    each = GROUP if in_groups(half, *strides) else GROUP // 2  # of each half row, for a thread
-    rows = max(1, each * _WARPS * blocks.WARP // lanes)
     num_rows = shape[0] * shape[1] * shape[2]
-    _rope[(triton.cdiv(num_rows, rows),)](
+    at = ROPE.at(num_rows, half, in_groups(half, *strides))
+    _rope[at.grid](
         x, cos, sin, y, num_rows, shape[1], shape[2], half, *strides, BACKWARD=backward,
-        ROWS=rows, LANES=lanes, num_warps=_WARPS, enable_fp_fusion=False,
+        **at.options,
     )  # fmt: skip
     return rotated
 

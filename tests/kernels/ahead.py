@@ -7,8 +7,8 @@ code.
 
 A launcher is called with tensors that hold nothing, and its launches are caught instead of made: so
 what is compiled is what a GPU would be asked for, arguments specialised as Triton does (divisible
-by 16, equal to 1). `CALLS` are large, aligned and odd; `LEAST` is how many loads of 16 bytes each
-kernel has at least, where it reads 16-bit tensors.
+by 16, equal to 1). `CALLS` are aligned, odd, and of more than 2**31 elements; `LEAST` is how many
+loads of 16 bytes each kernel has at least, where it reads 16-bit tensors.
 
 Not here: whether the numbers are right (cases.py), or how fast they are (benchmarks/kernels.py).
 """
@@ -31,7 +31,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from dtensor.kernels import adamw, blocks, cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import adamw, cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import launches as rules
 
 TARGETS: Mapping[str, Any] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -56,6 +57,7 @@ class Launch:
     """A kernel and what it was launched with."""
 
     function: Any
+    grid: tuple[int, ...]
     arguments: Mapping[str, Any]
     options: Mapping[str, Any]
 
@@ -83,7 +85,7 @@ def _caught() -> Iterator[list[Launch]]:
         arguments = dict(zip(names, args))
         arguments |= {k: v for k, v in kwargs.items() if k in names}
         options = {k: v for k, v in kwargs.items() if k not in names}
-        found.append(Launch(function=self, arguments=arguments, options=options))
+        found.append(Launch(function=self, grid=grid, arguments=arguments, options=options))
 
     original = JITFunction.run
     JITFunction.run = run  # type: ignore[method-assign]
@@ -95,16 +97,27 @@ def _caught() -> Iterator[list[Launch]]:
 
 def launches(call: Callable[[], object], target: str = "sm_90") -> list[Launch]:
     """What a call would launch."""
-    before, blocks.WARP = blocks.WARP, TARGETS[target].warp_size
+    before, rules.WARP = rules.WARP, TARGETS[target].warp_size
     try:
         with _caught() as found:
             call()
     finally:
-        blocks.WARP = before
+        rules.WARP = before
     return found
 
 
 def compile_for(launch: Launch, target: str) -> Compiled:
+    made = _compiled(launch, target)
+    return _amd(made) if target.startswith("gfx") else _nvidia(made)
+
+
+def code_for(launch: Launch, target: str) -> str:
+    """The instructions of PTX, without what is said of the source."""
+    body = _compiled(launch, target).asm["ptx"].partition("\t.file\t")[0]
+    return re.sub(r"//.*|\.loc\s.*", "", body)
+
+
+def _compiled(launch: Launch, target: str) -> Any:
     function = launch.function
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -121,8 +134,7 @@ def compile_for(launch: Launch, target: str) -> Compiled:
         if specialised and aligned:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    made = triton.compile(source, target=TARGETS[target], options=dict(launch.options))
-    return _amd(made) if target.startswith("gfx") else _nvidia(made)
+    return triton.compile(source, target=TARGETS[target], options=dict(launch.options))
 
 
 def check(kind: str, name: str, launch: Launch, target: str) -> Compiled:
@@ -219,9 +231,9 @@ def _gates(rows: int, k: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def _ropes(d: int) -> dict[str, Callable[[], object]]:
-    x, cos = _x(4, 2048, 32, d).transpose(1, 2), _x(2048, d)
-    grad = _x(4, 32, 2048, d)
+def _ropes(d: int, rows: int = 4) -> dict[str, Callable[[], object]]:
+    x, cos = _x(rows, 2048, 32, d).transpose(1, 2), _x(2048, d)
+    grad = _x(rows, 32, 2048, d)
     return {
         "rope": lambda: rope.rope(x, cos, cos),
         "rope_backward": lambda: rope.rope_backward(grad, cos, cos, torch.bfloat16),
@@ -271,6 +283,14 @@ CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
         **_adamw(2**24),
     },
     "wide": _norms(4096, 16384),
+    "large": {  # more than 2**31 elements
+        **_norms(2**19 + 1, 4096),
+        **_gates(2**18, 11008),
+        **_ropes(128, 257),
+        **_cross_entropies(2**15, 128256, 128256),
+        **_dropouts(2**19 + 1, 4096),
+        **_adamw(2**31 + 64),
+    },
     "odd": {
         **_norms(8191, 4095),
         **_gates(8191, 11007),

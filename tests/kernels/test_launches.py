@@ -1,0 +1,164 @@
+"""How kernels are launched: by launches.py alone, each element in one program, as the docs say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+import dtensor.kernels
+import dtensor.sharding.ops.registered
+from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import launches as rules
+from dtensor.kernels.launches import LAUNCHES
+from tests.kernels import ahead
+
+ROOT = Path(__file__).parents[2]
+SIZES = (1, 2, 7, 8, 9, 31, 64, 1000, 1024, 1025, 2048, 4088, 4089, 4096, 11008, 16384, 128256)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_every_launch_is_by_a_rule() -> None:
+    seen: set[str] = set()
+    for calls in ahead.CALLS.values():
+        for name, call in calls.items():
+            for launch in ahead.launches(call):
+                seen.add(launch.function.__name__)
+                assert launch.options == {
+                    "num_warps": launch.options["num_warps"],
+                    "num_stages": rules.NUM_STAGES,
+                    "enable_fp_fusion": "norm" in launch.name,
+                }, name
+    assert seen == set(LAUNCHES)
+    files = [path for path in Path(dtensor.kernels.__path__[0]).glob("*.py")]
+    stated = [path.name for path in files if "num_warps" in path.read_text()]
+    assert stated == ["launches.py"]
+
+
+def test_the_docs_have_the_table() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert "\n".join(rules.table()) in page
+
+
+def test_a_row_is_cut_into_blocks_that_hold_it() -> None:
+    for columns in SIZES:
+        for rule in (rules.GATED, rules.GATED_BACKWARD, rules.BIAS_GELU):
+            at = rule.at(5, columns)
+            block = at.options["BLOCK"]
+            assert at.grid == (5 * at.blocks,)
+            assert (at.blocks - 1) * block < columns <= at.blocks * block
+        for before in range(rules.GROUP):  # a row may begin there
+            at = rules.CE_BACKWARD.at(5, columns)
+            assert at.grid == (5 * at.blocks,)
+            assert before + columns <= at.blocks * at.options["BLOCK"]
+            at = rules.DROPOUT.at(5, 64 + before, 64 + before + columns)
+            block = at.options["BLOCK"]
+            assert (at.blocks - 1) * block < before + columns <= at.blocks * block
+        for rule in (rules.DROPOUT_BACKWARD, rules.ADAMW):
+            at = rule.at(columns)
+            assert (at.grid[0] - 1) * at.options["BLOCK"] < columns
+            assert columns <= at.grid[0] * at.options["BLOCK"]
+        at = rules.SUM_ROWS.at(columns)
+        assert (at.grid[0] - 1) * at.options["COLUMNS"] < columns
+        assert columns <= at.grid[0] * at.options["COLUMNS"]
+
+
+def test_rows_are_dealt_to_programs_once() -> None:
+    for num_rows in (*SIZES, 511, 512, 513, 2**31 + 1):
+        programs, each = rules.parts_of(num_rows)
+        assert programs <= rules.NUM_PARTS
+        assert (programs - 1) * each < num_rows <= programs * each
+        assert rules.NORM_ROWS_BACKWARD.at(num_rows, 64, True).grid == (programs,)
+        assert rules.BIAS_GELU_BACKWARD.at(num_rows, 64).grid == (programs, 1)
+        for half in (1, 3, 32, 63, 64, 128):
+            for grouped in (False, True):
+                at = rules.ROPE.at(num_rows, half, grouped)
+                assert half <= at.options["LANES"] == triton.next_power_of_2(half)
+                assert (at.grid[0] - 1) * at.options["ROWS"] < num_rows
+                assert num_rows <= at.grid[0] * at.options["ROWS"]
+
+
+def test_a_program_has_what_a_row_needs() -> None:
+    for length in SIZES:
+        for grouped in (False, True):
+            if length > rules.max_row(grouped):
+                continue
+            options = rules.NORM_ROW.at(3, length, grouped).options
+            assert options["BLOCK"] == max(rules.WARP, triton.next_power_of_2(length))
+            threads = options["num_warps"] * rules.WARP
+            assert threads <= rules.MAX_THREADS
+            assert options["BLOCK"] <= threads * (16 if grouped else 8)
+
+
+def test_launches_do_not_depend_on_the_dtype() -> None:
+    def shapes(dtype: torch.dtype) -> list[object]:
+        x, weight = meta(64, 4096, dtype=dtype), meta(4096, dtype=dtype)
+        logits, target = meta(64, 50257, dtype=dtype), meta(64, dtype=torch.int64)
+
+        def call() -> None:
+            norms.rms_norm(x, weight, 1e-6, 0.0, dtype, dtype)
+            norms.rms_norm_backward(x, x, meta(64, 1, dtype=torch.float32), weight, 0.0)
+            gates.gated(x, x, "silu")
+            gates.bias_gelu_backward(x, x, weight, "gelu")
+            rope.rope(x, x, x)
+            cross_entropy.ce_stats(logits, target, -100)
+            dropout.dropout(x, 0.1, at_seed=1, at_step=0, op=0)
+
+        return [(launch.name, launch.grid, launch.options) for launch in ahead.launches(call)]
+
+    assert shapes(torch.float32) == shapes(torch.bfloat16) == shapes(torch.float16)
+
+
+LONG, ROWS = rules.MAX_COLUMNS + 1, 2**31
+
+
+@pytest.mark.parametrize(
+    "call",
+    {
+        "a long row of bias_gelu": lambda: gates.bias_gelu(meta(1, LONG), meta(LONG), "gelu"),
+        "a long row of bias_gelu_backward": lambda: gates.bias_gelu_backward(
+            meta(1, LONG), meta(1, LONG), meta(LONG), "gelu"
+        ),
+        "a long row of logits": lambda: cross_entropy.ce_stats(
+            meta(1, LONG), meta(1, dtype=torch.int64), -100
+        ),
+        "a long row of logits, backward": lambda: cross_entropy.ce_backward(
+            meta(1), meta(1, LONG), meta(1, 3), meta(1, dtype=torch.int64), -100
+        ),
+        "rows of a norm": lambda: norms.rms_norm(
+            meta(ROWS, 1), meta(1), 1e-6, 0.0, torch.bfloat16, torch.bfloat16
+        ),
+        "rows of dropout": lambda: dropout.dropout(
+            meta(ROWS, 1), 0.1, at_seed=1, at_step=0, op=0
+        ),
+        "rows of a gate": lambda: gates.gated(meta(ROWS, 2)[:, :1], meta(ROWS, 2)[:, 1:], "silu"),
+        "rows of rope": lambda: rope.rope(meta(ROWS, 2), meta(ROWS, 2), meta(ROWS, 2)),
+    }.items(),
+    ids=lambda pair: pair[0],
+)  # fmt: skip
+def test_what_no_grid_holds_the_op_computes(call: tuple[str, Callable[[], object]]) -> None:
+    assert not ahead.launches(call[1])
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "gated silu", "ce_backward", "adamw"])
+def test_tensors_of_more_than_2_31_elements_are_launched(name: str) -> None:
+    (launch,) = ahead.launches(ahead.CALLS["large"][name])
+    assert max(x.numel() for x in launch.arguments.values() if isinstance(x, Tensor)) > 2**31
+    assert launch.grid[0] <= rules.MAX_PROGRAMS
+
+
+@pytest.mark.slow
+def test_stages_change_no_machine_code() -> None:
+    """Of the kernels that loop; there is no product of matrices whose loads would be pipelined."""
+    for name in ("rms_norm_backward", "bias_gelu_backward", "ce_stats"):
+        for launch in ahead.launches(ahead.CALLS["aligned"][name]):
+            staged = dataclasses.replace(launch, options={**launch.options, "num_stages": 3})
+            assert ahead.code_for(launch, "sm_90") == ahead.code_for(staged, "sm_90"), launch.name
