@@ -13,6 +13,7 @@ from torch import Tensor
 
 import dtensor.kernels
 import dtensor.sharding.ops.registered
+from benchmarks import predicted_kernels
 from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
 from dtensor.kernels import launches as rules
 from dtensor.kernels.launches import LAUNCHES
@@ -46,6 +47,31 @@ def test_every_launch_is_by_a_rule() -> None:
 def test_the_docs_have_the_table() -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
     assert "\n".join(rules.table()) in page
+
+
+def test_predictions_are_of_the_present_launches() -> None:
+    """If this fails: python -m benchmarks.predicted_kernels --write."""
+    written = predicted_kernels.RESULTS.read_text()
+    assert written == "\n".join(predicted_kernels.lines()) + "\n"
+    assert "predicted, never measured" in written.splitlines()[0]
+
+
+def test_what_is_predicted_is_what_the_op_needs() -> None:
+    """Of whole operands, and of partial sums twice: of 512 rows in float32."""
+    _, d, ff, v, heads = next(iter(predicted_kernels.MODELS.values()))
+    for call in predicted_kernels.calls(8192, d, ff, v, heads, torch.bfloat16):
+        found = predicted_kernels.predict(call)
+        parts = {"rms_norm_backward": d, "bias_gelu_backward": ff}.get(call.name.split()[0], 0)
+        assert found.read + found.written == found.least + 2 * 512 * parts * 4, call.name
+
+
+def test_a_copy_beside_the_launches_is_an_error() -> None:
+    odd = meta(4096, 4096).t()
+    call = predicted_kernels.Call(
+        name="copied", call=lambda: gates.gated(odd, meta(4096, 4096), "silu"), operands=(odd,)
+    )
+    with pytest.raises(AssertionError, match="clone"):
+        predicted_kernels.predict(call)
 
 
 def test_a_row_is_cut_into_blocks_that_hold_it() -> None:
