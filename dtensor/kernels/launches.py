@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -62,19 +63,25 @@ class LaunchShape:
 class LaunchRule:
     """How a kernel is launched, and why so.
 
-    ``kernel``: the name of its function; ``programs``, ``block``, ``why``: for readers;
+    ``kernel``: the name of its function; ``shape``: from sizes to a launch; ``programs``,
+    ``block``, ``warps``, ``why``: the same for readers;
     ``reads``, ``writes``: the pointers that it loads from and stores to, as "X"; "X[start:stop]" or
     "X[0:2]" if a launch has these columns alone; "X if FLAG" if this constant must be true.
     """
 
     kernel: str
-    at: Callable[..., LaunchShape]
+    shape: Callable[..., LaunchShape]
     programs: str
     block: str
     warps: str
     why: str
     reads: Sequence[str]
     writes: Sequence[str]
+
+    def at(self, *sizes: int) -> LaunchShape:
+        """The launch for these sizes: the same object each time, as it takes microseconds to
+        make."""
+        return _shaped(self.shape, WARP, *sizes)
 
     def moved(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
         """(bytes read, bytes written) by a launch with these arguments, by the kernel's names.
@@ -123,6 +130,12 @@ def within(num_programs: int, columns: int = 1) -> bool:
 
 
 # -- from shapes to launches -----------------------------------------------------------------------
+
+
+@lru_cache(1 << 12)
+def _shaped(shape: Callable[..., LaunchShape], warp: int, *sizes: int) -> LaunchShape:
+    """``warp``: what the shape depends on besides."""
+    return shape(*sizes)
 
 
 def _launch(
@@ -223,7 +236,7 @@ _ROW_WARPS = "1 to 32: 16 elements a thread, 8 where rows begin anywhere"
 
 NORM_ROW = LaunchRule(
     kernel="_rms_norm_row",
-    at=_norm_row,
+    shape=_norm_row,
     programs="rows",
     block=_ROW_BLOCK,
     warps=_ROW_WARPS,
@@ -233,7 +246,7 @@ NORM_ROW = LaunchRule(
 )
 NORM_ROWS_BACKWARD = LaunchRule(
     kernel="_rms_norm_backward_rows",
-    at=_norm_rows,
+    shape=_norm_rows,
     programs="up to 512, of some rows each",
     block=_ROW_BLOCK,
     warps=_ROW_WARPS,
@@ -244,7 +257,7 @@ NORM_ROWS_BACKWARD = LaunchRule(
 )
 LAYER_NORM_ROW = LaunchRule(
     kernel="_layer_norm_row",
-    at=_norm_row,
+    shape=_norm_row,
     programs="rows",
     block=_ROW_BLOCK,
     warps=_ROW_WARPS,
@@ -254,7 +267,7 @@ LAYER_NORM_ROW = LaunchRule(
 )
 SUM_ROWS = LaunchRule(
     kernel="_sum_rows",
-    at=_sum_of_rows,
+    shape=_sum_of_rows,
     programs="columns / 64",
     block="32 rows x 64 columns",
     warps="4",
@@ -265,7 +278,7 @@ SUM_ROWS = LaunchRule(
 )
 GATED = LaunchRule(
     kernel="_gated",
-    at=_gate,
+    shape=_gate,
     programs="rows x (columns / 2,048); what is contiguous is one row",
     block="2,048 elements",
     warps="4",
@@ -275,7 +288,7 @@ GATED = LaunchRule(
 )
 GATED_BACKWARD = LaunchRule(
     kernel="_gated_backward",
-    at=_gate,
+    shape=_gate,
     programs="as `_gated`",
     block="2,048 elements",
     warps="4",
@@ -285,7 +298,7 @@ GATED_BACKWARD = LaunchRule(
 )
 BIAS_GELU = LaunchRule(
     kernel="_bias_gelu",
-    at=_bias,
+    shape=_bias,
     programs="rows x (columns / 1,024)",
     block="1,024 columns",
     warps="4",
@@ -295,7 +308,7 @@ BIAS_GELU = LaunchRule(
 )
 BIAS_GELU_BACKWARD = LaunchRule(
     kernel="_bias_gelu_backward",
-    at=_bias_backward,
+    shape=_bias_backward,
     programs="up to 512, of some rows each, x (columns / 1,024)",
     block="1,024 columns",
     warps="4",
@@ -305,7 +318,7 @@ BIAS_GELU_BACKWARD = LaunchRule(
 )
 ROPE = LaunchRule(
     kernel="_rope",
-    at=_rope,
+    shape=_rope,
     programs="rows / (rows of a block)",
     block="half a row, to a power of 2, x as many rows as 8 elements a thread make, 4 where rows "
     "begin anywhere",
@@ -317,7 +330,7 @@ ROPE = LaunchRule(
 )
 CE_STATS = LaunchRule(
     kernel="_ce_stats",
-    at=_ce_row,
+    shape=_ce_row,
     programs="rows",
     block="4,096 logits, in a loop over the row",
     warps="8",
@@ -328,7 +341,7 @@ CE_STATS = LaunchRule(
 )
 CE_BACKWARD = LaunchRule(
     kernel="_ce_backward",
-    at=_ce_blocks,
+    shape=_ce_blocks,
     programs="rows x ((columns + 8) / 4,096)",
     block="4,096 logits",
     warps="8",
@@ -338,7 +351,7 @@ CE_BACKWARD = LaunchRule(
 )
 DROPOUT = LaunchRule(
     kernel="_dropout",
-    at=_dropout_row,
+    shape=_dropout_row,
     programs="rows x (columns / block)",
     block="8 columns a thread: 1,024, or 2,048 with warps of 64",
     warps="4",
@@ -348,7 +361,7 @@ DROPOUT = LaunchRule(
 )
 DROPOUT_BACKWARD = LaunchRule(
     kernel="_dropout_backward",
-    at=_dropout_flat,
+    shape=_dropout_flat,
     programs="elements / block",
     block="8 elements a thread: 1,024, or 2,048 with warps of 64",
     warps="4",
@@ -358,7 +371,7 @@ DROPOUT_BACKWARD = LaunchRule(
 )
 ADAMW = LaunchRule(
     kernel="_adamw",
-    at=_flat,
+    shape=_flat,
     programs="elements / 1,024",
     block="1,024 elements",
     warps="4",
