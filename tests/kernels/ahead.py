@@ -117,6 +117,11 @@ def code_for(launch: Launch, target: str) -> str:
     return re.sub(r"//.*|\.loc\s.*", "", body)
 
 
+def ir_for(launch: Launch, target: str) -> str:
+    """Triton's IR."""
+    return _compiled(launch, target).asm["ttir"]
+
+
 def _compiled(launch: Launch, target: str) -> Any:
     function = launch.function
     signature: dict[str, str] = {}
