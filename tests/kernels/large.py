@@ -9,25 +9,18 @@ first and the last programs run; one row of 2**31 + 1 elements. What a kernel gi
 to the last bit, what it gives for the same numbers side by side. An access outside the operands
 fails by itself.
 
-`--mutants` writes a 32-bit product where a kernel's source has a 64-bit one, and takes away each
-cast to 64 bits, one at a time; those that live are named with the reason (`NO_NEED`). Not here:
-that numbers are right (cases.py).
+`--mutants`: those of mutants.py. Not here: that numbers are right (cases.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import os
-import re
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,6 +32,7 @@ from triton.runtime.errors import InterpreterError
 
 import dtensor.sharding.ops.registered  # noqa: F401  registers the ops
 from dtensor.kernels import adamw, blocks, cross_entropy, dropout, gates, norms, rope
+from tests.kernels.mutants import report
 from tests.kernels.watched import Choose, ends, every, last, last_offset, mapped, watched
 
 FAR = 2**31 + 1
@@ -463,52 +457,6 @@ def cases() -> Iterator[Large]:
         yield from make()
 
 
-# -- mutants ---------------------------------------------------------------------------------------
-
-CASTS = r"\.to\(tl\.int64\)"
-PRODUCTS = r"\b(row|part|i0|i1|i2)(?= \* )|group\[:, None\](?= \* GROUP)"
-VALUES = ("target = tl.load(TARGET + row).to(tl.int64)", "keep = words.to(tl.int64) >= drop")
-"""Lines whose casts are of values, not of offsets."""
-NO_NEED = {
-    "tl.store(PARTS + part * length + c, dweight, mask=inside)": "at most 512 rows of 16,384",
-    "LOGITS + (group[:, None] * GROUP + e),": "a column of a row, at most launches.MAX_COLUMNS",
-    "at = group[:, None] * GROUP + e": "the same",
-}
-"""Products that 32 bits hold, by the line: mutants there live."""
-
-
-def mutants(name: str) -> Iterator[tuple[str, str]]:
-    """(what was changed, the source) of a module's kernels."""
-    source = Path(MODULES[name].__file__).read_text()
-    for match in re.finditer(f"{CASTS}|{PRODUCTS}", source):
-        begin = source.rfind("\n", 0, match.start()) + 1
-        line = source[begin : source.find("\n", match.end())].strip()
-        if line in VALUES or "@triton.jit" not in source[: match.start()]:
-            continue
-        is_cast = match[0].startswith(".")
-        made = "" if is_cast else f"{match[0]}.to(tl.int32)"
-        number = source.count("\n", 0, match.start()) + 1
-        what = f"{name}.py:{number} {match.start() - begin}: {line}"
-        yield what, source[: match.start()] + made + source[match.end() :]
-
-
-@contextmanager
-def mutated(name: str, source: str) -> Iterator[None]:
-    before = MODULES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"{name}.py"
-        path.write_text(source)
-        spec = importlib.util.spec_from_file_location(f"mutated_{name}", path)
-        assert spec is not None and spec.loader is not None
-        module: ModuleType = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        MODULES[name] = module
-        try:
-            yield
-        finally:
-            MODULES[name] = before
-
-
 def failure(case: Large) -> str:
     """What is wrong with it; empty: nothing."""
     try:
@@ -518,17 +466,20 @@ def failure(case: Large) -> str:
     return ""
 
 
-def run_mutants(all_cases: Mapping[str, Sequence[Large]]) -> int:
-    lived = count = kept = 0
-    for name, its_cases in all_cases.items():
-        for what, source in mutants(name):
-            with mutated(name, source):
-                found = next((f"{c.label}: {text}" for c in its_cases if (text := failure(c))), "")
-            reason = "" if found else NO_NEED.get(what.partition(": ")[2], "")
-            count, kept, lived = count + 1, kept + bool(reason), lived + (not found and not reason)
-            print(f"{what}\n    {found[:160] or reason or 'NOT FOUND'}")
-    print(f"mutants: {count}, of no need: {kept}, not found: {lived}")
-    return 1 if lived else 0
+def run_mutants(by_module: Mapping[str, Sequence[Large]]) -> int:
+    total = [0, 0, 0]
+    for name, its_cases in by_module.items():
+        module = MODULES[name]
+
+        def wrong(made: ModuleType, name: str = name, its_cases: Any = its_cases) -> str:
+            MODULES[name] = made
+            return next((f"{c.label}: {text}" for c in its_cases if (text := failure(c))), "")
+
+        counts = report(module, wrong)
+        MODULES[name] = module
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+    print(f"mutants: {total[0]}, of no need: {total[1]}, not found: {total[2]}")
+    return 1 if total[2] else 0
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """Whether whole numbers of 32 bits hold what kernels put in them: by intervals, in Triton's IR.
 
-    python -m tests.kernels.widths       # launches at the limits, sm_80 and sm_90; rc 1: one fails
+    python -m tests.kernels.widths [--mutants]      # rc 1: one overflows; a minute
 
 A launch is caught (ahead.py) and compiled to Triton's IR, where each number has its width, loops'
 variables too. What a launch is given is known, a program's id is below its grid, what is loaded is
@@ -8,15 +8,19 @@ anything: so each whole number lies in an interval. A sum, difference, product o
 bits whose interval is wider is an overflow, if an address, a mask or the bounds of a loop follow
 from it. Overflows of random words, which are meant, reach none.
 
-`LIMITS` are the largest tensors that launchers take. Not here: what ptxas makes of it.
+`LIMITS` are the largest tensors that launchers take; `--mutants` looks at those of mutants.py. Not
+here: what ptxas makes of it.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +28,7 @@ from torch import Tensor
 from dtensor.kernels import adamw, cross_entropy, dropout, gates, norms, rope
 from dtensor.kernels.launches import MAX_COLUMNS, MAX_PROGRAMS
 from tests.kernels import ahead
+from tests.kernels.mutants import report
 
 Interval = tuple[int, int]
 
@@ -218,10 +223,11 @@ def _ropes() -> Iterator[Callable[[], object]]:
 
 def _cross_entropies() -> Iterator[Callable[[], object]]:
     for rows, columns in ((131_071, MAX_COLUMNS - 8), (131_063, MAX_COLUMNS), (MAX_PROGRAMS, 4087)):
-        x, target = _x(rows, columns), _x(rows, dtype=torch.int64)
-        stats, grad = _x(rows, 3, dtype=torch.float32), _x(rows, dtype=torch.float32)
-        yield lambda x=x, t=target: cross_entropy.ce_stats(x, t, -100)
-        yield lambda g=grad, x=x, s=stats, t=target: cross_entropy.ce_backward(g, x, s, t, -100)
+        stats, target = _x(rows, 3, dtype=torch.float32), _x(rows, dtype=torch.int64)
+        grad = _x(rows, 8, dtype=torch.float32)[:, 0]
+        for x in (_x(rows, columns), _x(rows, columns + 8)[:, :columns]):
+            yield lambda x=x, t=target: cross_entropy.ce_stats(x, t, -100)
+            yield lambda g=grad, x=x, s=stats, t=target: cross_entropy.ce_backward(g, x, s, t, -100)
 
 
 def _dropouts() -> Iterator[Callable[[], object]]:
@@ -261,7 +267,28 @@ def found(target: str) -> Iterator[tuple[str, ahead.Launch, list[str]]]:
                 yield name, launch, overflows(launch, target)
 
 
+def run_mutants() -> int:
+    total = [0, 0, 0]
+    for name, calls in LIMITS.items():
+        module = globals()[name]
+
+        def wrong(made: ModuleType, name: str = name, calls: Any = calls) -> str:
+            globals()[name] = made
+            launches = (launch for call in calls() for launch in ahead.launches(call))
+            return next((line for launch in launches for line in overflows(launch, "sm_90")), "")
+
+        counts = report(module, wrong)
+        globals()[name] = module
+        total = [a + b for a, b in zip(total, counts, strict=True)]
+    print(f"mutants: {total[0]}, of no need: {total[1]}, not found: {total[2]}")
+    return 1 if total[2] else 0
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mutants", action="store_true", help="each offset in 32 bits, one by one")
+    if parser.parse_args().mutants:
+        return run_mutants()
     failed = 0
     for target in ("sm_80", "sm_90"):
         counts: dict[str, int] = {}
