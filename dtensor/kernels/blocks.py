@@ -12,9 +12,9 @@ load of a few lanes.
 
 Invariants: grids and blocks follow from shapes alone and nothing is added by atomics, so that the
 bits of a result do not depend on the device's size or on time; nor on Triton's version, as every
-launch says whether a product and a sum may be fused into one rounding. A row, a block of rows and
-an offset are 64 bits; a column of a row is 32, and longer rows are left to the op (`within`). Not
-here: any op; how a kernel is launched (launches.py).
+launch says whether a product and a sum may be fused into one rounding. Rows and offsets are 64
+bits; where a column is 32, the op computes longer rows (`launches.within`). Not here: any op; how a
+kernel is launched (launches.py).
 """
 
 # A launch takes numbers for the constants of a kernel.
