@@ -227,7 +227,7 @@ def ahead_of_time() -> Iterator[str]:
 
     yield f"Triton {triton.__version__}. A cell: registers, loads of 16 bytes of all loads."
     yield f"Nothing spills; at most {ahead.MOST_REGISTERS} registers."
-    yield "Lengths: 8 divides the aligned, not the odd; wide: rows of 16,384; large: over 2**31 elements."
+    yield "8 divides aligned lengths, not odd ones; wide: 16,384; large: more than 2**31 elements."
     yield ""
     yield f"| call | lengths | {' | '.join(ahead.TARGETS)} |"
     yield "|---" * (2 + len(ahead.TARGETS)) + "|"
