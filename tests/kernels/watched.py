@@ -150,10 +150,12 @@ def watched(choose: Choose = every) -> Iterator[list[Watched]]:
         shape = torch.Size(size[0] if size and not isinstance(size[0], int) else size)
         return mapped(shape.numel(), dtype or torch.float32).view(shape)
 
-    def empty_like(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    def empty_like(x: Tensor, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
         like = original["empty_like"](
             torch.empty_strided(x.shape, x.stride(), dtype=dtype or x.dtype, device="meta")
         )
+        if device == "meta":
+            return like
         return mapped(like.numel(), like.dtype).as_strided(like.shape, like.stride())
 
     executor: Any = interpreter.GridExecutor
