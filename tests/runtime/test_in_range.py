@@ -1,5 +1,5 @@
-"""Indices are checked before a GPU's kernel sees them: a check finds what torch finds on a CPU, and
-local code for "cuda" has one before each op that looks things up."""
+"""Operands are checked before a GPU's kernel sees them: a check finds what torch finds on a CPU,
+and local code for "cuda" has one before each op whose kernel would assert."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor as dt
 from dtensor.runtime.lower.program import lower
-from dtensor.sharding.local.in_range import CHECKS, check_range
+from dtensor.sharding.local import local_forms
+from dtensor.sharding.local.device_asserts import CHECKS, check_before
+from dtensor.sharding.local.in_range import check_range
 
 aten = torch.ops.aten
 
@@ -30,14 +32,21 @@ def calls(a: int, b: int) -> dict[Any, tuple[Any, ...]]:
     """By op, arguments that look up ``a`` and ``b`` along a dim of 3, 4 for losses."""
     at = i64(a, b)
     row = at[:, None].expand(2, 4)
+    one = torch.ones(())
     return {
+        aten._embedding_bag.default: (X, at, i64(0, 1)),
+        aten._embedding_bag_forward_only.default: (X, at, i64(0, 0, 2)),
+        aten._unsafe_index.Tensor: (X, [at]),
+        aten._unsafe_index_put.default: (X, [at], Y),
         aten.embedding.default: (X, at),
         aten.gather.default: (X, 0, row),
         aten.index.Tensor: (X, [at]),
         aten.index_add.default: (X, 0, at, Y),
         aten.index_copy.default: (X, 0, at, Y),
         aten.index_fill.int_Scalar: (X, 0, at, 1.0),
+        aten.index_fill.int_Tensor: (X, 0, at, one),
         aten.index_put.default: (X, [at], Y),
+        aten.index_reduce.default: (X, 0, at, Y, "prod"),
         aten.index_select.default: (X, 0, at),
         aten.max_unpool2d.default: (X[:1, None, :2, None], at[None, None, :, None], [1, 3]),
         aten.max_unpool3d.default: (
@@ -47,15 +56,36 @@ def calls(a: int, b: int) -> dict[Any, tuple[Any, ...]]:
             [1, 1, 1],
             [0, 0, 0],
         ),
+        aten.multi_margin_loss.default: (Y, at),
+        aten.multi_margin_loss_backward.default: (one, Y, at, 1, 1),
+        aten.multilabel_margin_loss_forward.default: (Y[:, :2], row[:, :2], 1),
+        aten.nll_loss2d_backward.default: (
+            one,
+            Y[..., None, None],
+            at[:, None, None],
+            None,
+            1,
+            -1,
+            one,
+        ),
         aten.nll_loss2d_forward.default: (Y[..., None, None], at[:, None, None], None, 1, -1),
         aten.nll_loss_forward.default: (Y, at, None, 1, -1),
+        aten.nll_loss_backward.default: (one, Y, at, None, 1, -1, one),
+        aten.put.default: (X[:, 0], at, Y[:, 0]),
         aten.scatter.src: (X, 0, row, Y),
         aten.scatter.value: (X, 0, row, 1.0),
         aten.scatter_add.default: (X, 0, row, Y),
+        aten.scatter_reduce.two: (X, 0, row, Y, "amax"),
+        aten.take.default: (X[:, 0], at),
     }
 
 
-@pytest.mark.parametrize("op", list(CHECKS), ids=str)
+def test_each_check_is_tested_here() -> None:
+    alone = aten.embedding_dense_backward.default
+    assert {*calls(0, 1), *OTHER_CALLS, alone} == set(CHECKS)
+
+
+@pytest.mark.parametrize("op", list(calls(0, 1)), ids=str)
 @pytest.mark.parametrize("index", [-9, -4, -3, -1, 0, 2, 3, 4, 40])
 def test_a_check_finds_what_the_op_finds(op: Any, index: int) -> None:
     args = calls(1, index)[op]
@@ -69,6 +99,69 @@ def test_a_check_finds_what_the_op_finds(op: Any, index: int) -> None:
             CHECKS[op](*args)
     else:
         CHECKS[op](*args)
+
+
+NAN, INF = float("nan"), float("inf")
+EVERY_OTHER = torch.tensor([True, False, True, False])
+ROW = i64(0, 1)[:, None].expand(2, 4)
+OTHER_CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
+    aten.scatter.reduce: [((X, 0, ROW + i, Y), {"reduce": "add"}) for i in (-1, 1, 2)],
+    aten.scatter.value_reduce: [((X, 0, ROW + i, 2.0), {"reduce": "add"}) for i in (-1, 1, 2)],
+    aten._embedding_bag.default: [
+        ((X, i64(0, 2, 1), i64(*offsets), False, 0, False, None, has_last), {})
+        for has_last in (False, True)
+        for offsets in ((0, 1, 1, 3), (0, 4), (1, 2), (0, 3, 3), (0, 3))
+    ],
+    aten.binary_cross_entropy.default: [
+        ((torch.tensor([0.5, x]), torch.tensor([0.0, y])), {})
+        for x, y in (
+            *((0, 1), (1, 0), (-0.1, 0), (1.1, 0), (NAN, 0), (INF, 0), (0, 1.1), (0, NAN)),
+        )
+    ],
+    aten.repeat_interleave.Tensor: [
+        ((i64(2, 0, n),), {"output_size": size})
+        for n, size in ((1, 3), (1, None), (-1, None), (1, 2), (1, 4))
+    ],
+    aten.masked_scatter.default: [
+        ((X, mask, torch.ones(n)), {})
+        for mask, n in (
+            *((X > -9, 12), (X > -9, 11), (X > 9, 0), (X[0, 0] == X, 1)),
+            *((EVERY_OTHER, 6), (EVERY_OTHER, 5)),
+        )
+    ],
+    aten.segment_reduce.default: [
+        ((Y[0], "sum"), {"lengths": i64(*lengths), "unsafe": True})
+        for lengths in ((2, 2), (2, -1, 3), (0, 4))
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "op, args, options", [(op, *each) for op, calls in OTHER_CALLS.items() for each in calls]
+)
+def test_a_check_finds_what_the_op_finds_in_other_operands(
+    op: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    check = CHECKS[op]
+    try:
+        op(*args, **options)
+    except (IndexError, RuntimeError):
+        with pytest.raises((IndexError, RuntimeError)):
+            check(*args, **options)
+    else:
+        check(*args, **options)
+
+
+def test_what_kernels_do_not_look_at() -> None:
+    """A CPU's leave out such a row, or read what is not there; a GPU's write elsewhere."""
+    for wrong in (-1, 3):
+        with pytest.raises(IndexError, match=f"index {wrong} is out of range"):
+            CHECKS[aten.embedding_dense_backward.default](Y, i64(0, wrong), 3, -1, False)
+    CHECKS[aten.embedding_dense_backward.default](Y, i64(0, 2), 3, -1, False)
+    with pytest.raises(RuntimeError, match="repeats can not be negative"):
+        CHECKS[aten.repeat_interleave.Tensor](i64(2, -2), output_size=0)
+    with pytest.raises(IndexError, match=r"do not decrease.*got \[0, 2, 1\]"):
+        CHECKS[aten._embedding_bag.default](X, i64(0, 1, 2), i64(0, 2, 1))
 
 
 class Ops(TorchDispatchMode):
@@ -105,6 +198,18 @@ def test_what_is_known_to_be_in_range_is_not_looked_at_again() -> None:
         check_range(unknown, 3)
 
 
+def test_a_backward_does_not_look_at_its_forwards_indices_again() -> None:
+    at, offsets, one = i64(0, 2), i64(0, 1), torch.ones(())
+    CHECKS[aten.nll_loss_forward.default](Y, at, None, 1, -100)
+    CHECKS[aten.embedding.default](X, at)
+    CHECKS[aten._embedding_bag.default](X, at, offsets)
+    with Ops() as ops:
+        CHECKS[aten.nll_loss_backward.default](one, Y, at, None, 1, -100, one)
+        CHECKS[aten.embedding_dense_backward.default](Y, at, 3, -1, False)
+        CHECKS[aten._embedding_bag.default](X, at, offsets)
+    assert ops.count == 0
+
+
 def test_masks_and_gaps_among_indices() -> None:
     mask = torch.tensor([True, False, True])
     check = CHECKS[aten.index.Tensor]
@@ -136,3 +241,41 @@ def test_code_for_a_gpu_checks_and_other_code_does_not() -> None:
         assert before
         for line, given in before:
             assert re.search(rf"check\w*\({re.escape(given)}\)", line), line
+
+
+def checked_calls(step: Any, *batch: Tensor, grid: Any = None) -> list[tuple[str, str, str]]:
+    """Of code for a GPU: what a check is given, and the call after it with its arguments."""
+    functions = lower(step.plan(*batch), grid, device=torch.device("cuda")).functions
+    code = "\n".join(function.source for _, function in functions)
+    return re.findall(r"check\w*\((.*)\)\n.* = (\w+)\((.*?)\)(?:;.*)?\n", code)
+
+
+def test_code_for_a_gpu_checks_what_local_forms_call() -> None:
+    """A shard of a table is made contiguous first; the mean of a part of the batch is a sum."""
+    words = nn.EmbeddingBag(6, 8)
+    step = dt.train_step(
+        dt.parallelize(words, dt.Mesh(dp=2), {"weight": dict(dp=dt.Column())}),
+        lambda model, ids, offsets: model(ids, offsets).sum(),
+        torch.optim.SGD(words.parameters(), lr=0.1),
+    )
+    ((checked, called, given),) = checked_calls(step, i64(1, 5, 2), i64(0, 1))
+    assert called == "contiguously" and given == f"constant, {checked}"
+    assert checked.startswith("weight, ids, offsets")
+    linear = nn.Linear(4, 3)
+    step = dt.train_step(
+        dt.parallelize(linear, dt.Mesh(dp=2), {}),
+        lambda model, x, y: F.multi_margin_loss(model(x), y),
+        torch.optim.SGD(linear.parameters(), lr=0.1),
+        schedule=dt.GPipe(microbatches=2),
+    )
+    found = checked_calls(step, X[:2], i64(0, 2), grid=dt.GPipe(2).grid(1, 1))
+    assert {called for _, called, _ in found} == {"loss_over", "loss_backward_over"}
+    for checked, _, given in found:
+        assert re.fullmatch(rf"constant(_1)?, 2, {re.escape(checked)}", given)
+
+
+def test_a_check_finds_the_op_within_two_local_forms() -> None:
+    loss = aten.multi_margin_loss.default
+    args = (local_forms.loss_over, loss, 4, "x", "y", 1, 1, None, 2)
+    assert check_before(local_forms.in_float32, args) == (CHECKS[loss], 3)
+    assert check_before(local_forms.in_float32, (aten.dot.default, "x", "y")) is None

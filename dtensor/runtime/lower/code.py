@@ -47,7 +47,6 @@ from dtensor.kernels.registry import (
     versions,
 )
 from dtensor.private_torch import OpOverload, gelu, silu
-from dtensor.sharding.local.in_range import CHECKS
 from dtensor.sharding.ops.call import OpCall, Operand, RunNumber, slots_of
 from dtensor.sharding.ops.library import PLAIN
 
@@ -100,10 +99,14 @@ class CodeBuilder:
         comma = "," if call.multiple and len(results) == 1 else ""
         text = f"{targets}{comma} = {function}({', '.join(args)})"
         reads = (*operands, *slots_of(call))
-        check = CHECKS.get(call.target) if self.device.type == "cuda" else None
-        if check is not None:  # an index out of range ends a GPU's use
-            checked = self.bind("check", check)
-            self.line(f"{checked}({', '.join(args)})", reads, (), source, called=checked)
+        if self.device.type == "cuda":
+            from dtensor.sharding.local.device_asserts import (
+                check_before,
+            )  # few programs run on one
+
+            if (check := check_before(call.target, call.args)) is not None:
+                checked, given = self.bind("check", check[0]), ", ".join(args[check[1] :])
+                self.line(f"{checked}({given})", reads, (), source, called=checked)
         named = [r for r in results if r is not None]
         if kernel is None and call.target in _PRODUCTS:
             self.products.update(named)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dtensor.private_torch import OpOverload, jit_get_schemas_for_operator
 from dtensor.sharding.local import indexing
-from dtensor.sharding.local.in_range import CHECKS, check_range
+from dtensor.sharding.local.in_range import check_range
 from dtensor.sharding.ops.call import OpCall, Operand
 
 aten: Any = torch.ops.aten
@@ -119,6 +119,8 @@ def _elementwise(target: Any) -> Any:
 
 def check_of(call: OpCall) -> Callable[..., None] | None:
     """What raises where the call would, for indices that are out of range; called as it is."""
+    from dtensor.sharding.local.device_asserts import CHECKS
+
     return _check_shard if call.target is indexing.write_shard else CHECKS.get(call.target)
 
 

@@ -1,0 +1,221 @@
+"""Operands on which a GPU's kernel would assert raise before it sees them.
+
+    CHECKS[aten.embedding.default](weight, ids)      # IndexError, or nothing; called as the op is
+    check_before(target, args)                        # of a call of a rank: its check
+
+On a CPU an op looks at its indices, lengths and probabilities itself. On a GPU it asserts in its
+kernel, and that ends the use of the GPU by the whole process, with all that it holds; a few kernels
+do not look, and read and write elsewhere. So local code for GPUs checks before each op in `CHECKS`
+(`runtime/lower/code.py`). A check waits for the GPU.
+
+Not here: indices that an op's own forward made, such as those of the largest elements, which the
+backward of a pooling takes; what torch asks on the host on every device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtensor.sharding.local import local_forms
+from dtensor.sharding.local.in_range import check_range, is_known, remember
+
+aten: Any = torch.ops.aten
+
+
+def _embedding(weight: Tensor, ids: Tensor, *rest: object) -> None:
+    check_range(ids, weight.shape[0])
+
+
+def _embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, *rest: object) -> None:
+    check_range(ids, num_rows)
+
+
+def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: object, **more: object) -> None:
+    """Bag i has the ids from offset i to the next one: the first is 0, and none is smaller than
+    the one before it."""
+    check_range(ids, weight.shape[0])
+    num_ids = ids.numel()
+    asked = "offsets", num_ids
+    if offsets.is_meta or offsets.numel() == 0 or is_known(offsets, asked):
+        return
+    starts = torch.cat([offsets.new_zeros(1), offsets, offsets.new_full((1,), num_ids)])
+    wrong = starts.diff() < 0
+    if bool(wrong.any() | (offsets[0] != 0)):
+        raise IndexError(
+            f"offsets of bags begin with 0, do not decrease, and are at most the number of "
+            f"indices, {num_ids}; got {_excerpt(offsets)}"
+        )
+    remember(offsets, asked)
+
+
+def _along_dim(x: Tensor, dim: int, index: Tensor, *rest: object, **more: object) -> None:
+    """gather, scatter and the like."""
+    check_range(index, x.shape[dim] if x.dim() else 1)
+
+
+def _from_either_end(x: Tensor, dim: int, index: Tensor, *rest: object) -> None:
+    check_range(index, x.shape[dim], -x.shape[dim])
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None], *rest: object) -> None:
+    dim = 0
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            dim += index.dim()  # a mask has the shape of the dims that it takes
+            continue
+        if index is not None:
+            check_range(index, x.shape[dim], -x.shape[dim])
+        dim += 1
+
+
+def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> None:
+    check_range(target, x.shape[1 if x.dim() > 1 else 0], ignored=ignored)
+
+
+def _flat(x: Tensor, index: Tensor, *rest: object) -> None:
+    """take and put: x counts as one dim."""
+    check_range(index, x.numel(), -x.numel())
+
+
+def _nll_backward(grad: Tensor, *args: Any) -> None:
+    _nll(*args[:5])
+
+
+def _margin(x: Tensor, target: Tensor, *rest: object) -> None:
+    check_range(target, x.shape[-1] if x.dim() else 1)
+
+
+def _margin_backward(grad: Tensor, x: Tensor, target: Tensor, *rest: object) -> None:
+    _margin(x, target)
+
+
+def _labels(x: Tensor, target: Tensor, *rest: object) -> None:
+    """Classes, ended by -1."""
+    check_range(target, x.shape[-1] if x.dim() else 1, -1)
+
+
+def _repeats(repeats: Tensor, *, output_size: int | None = None) -> None:
+    if repeats.is_meta or repeats.numel() == 0:
+        return
+    if bool((repeats < 0).any()):
+        raise RuntimeError(f"repeats can not be negative; got {_excerpt(repeats)}")
+    if output_size is not None and (total := int(repeats.sum())) != output_size:
+        raise RuntimeError(f"output_size is {output_size}, and the repeats sum to {total}")
+
+
+def _lengths(
+    x: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    **more: object,
+) -> None:
+    """Torch itself asks for a negative length unless it is ``unsafe``; its kernels do always."""
+    if not unsafe or lengths is None or lengths.is_meta or lengths.numel() == 0:
+        return
+    if bool((lengths < 0).any()):
+        raise RuntimeError(f"lengths contains negative value: {_excerpt(lengths)}")
+
+
+def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> None:
+    """Each place where the mask is true takes the next element of the source."""
+    places: int = aten.broadcast_tensors([x, mask])[0].numel()
+    if mask.is_meta or places <= source.numel():  # enough for any mask
+        return
+    num_true = places // mask.numel() * int(mask.sum())
+    if num_true > source.numel():
+        raise RuntimeError(
+            f"masked_scatter takes an element of the source for each place of the mask that is "
+            f"true: {num_true} places, {source.numel()} elements"
+        )
+
+
+def _probabilities(x: Tensor, target: Tensor, *rest: object) -> None:
+    """NaN is none."""
+    if x.is_meta or x.numel() == 0:
+        return
+    for name, given in (("input", x), ("target", target)):
+        wrong = ~((given >= 0) & (given <= 1))
+        if bool(wrong.any()):
+            raise RuntimeError(
+                f"all elements of {name} should be between 0 and 1; {int(wrong.sum())} of "
+                f"{given.numel()} are not, the first is {given[wrong][0].item()}"
+            )
+
+
+def _excerpt(numbers: Tensor) -> str:
+    shown = ", ".join(str(number.item()) for number in numbers.flatten()[:8])
+    return f"[{shown}{', ...' if numbers.numel() > 8 else ''}]"
+
+
+def _unpool(x: Tensor, index: Tensor, size: Sequence[int], *rest: object) -> None:
+    """In one plane of the result, whose sizes these are."""
+    check_range(index, math.prod(size))
+
+
+CHECKS: Mapping[object, Callable[..., None]] = {
+    aten._embedding_bag.default: _bags,
+    aten._embedding_bag_forward_only.default: _bags,
+    aten._unsafe_index.Tensor: _index,
+    aten._unsafe_index_put.default: _index,
+    aten.binary_cross_entropy.default: _probabilities,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.gather.default: _along_dim,
+    aten.index.Tensor: _index,
+    aten.index_add.default: _along_dim,
+    aten.index_copy.default: _along_dim,
+    aten.index_fill.int_Scalar: _from_either_end,
+    aten.index_fill.int_Tensor: _from_either_end,
+    aten.index_put.default: _index,
+    aten.index_reduce.default: _along_dim,
+    aten.index_select.default: _along_dim,
+    aten.masked_scatter.default: _masked_scatter,
+    aten.max_unpool2d.default: _unpool,
+    aten.max_unpool3d.default: _unpool,
+    aten.multi_margin_loss.default: _margin,
+    aten.multi_margin_loss_backward.default: _margin_backward,
+    aten.multilabel_margin_loss_forward.default: _labels,
+    aten.nll_loss2d_backward.default: _nll_backward,
+    aten.nll_loss2d_forward.default: _nll,
+    aten.nll_loss_backward.default: _nll_backward,
+    aten.nll_loss_forward.default: _nll,
+    aten.put.default: _flat,
+    aten.repeat_interleave.Tensor: _repeats,
+    aten.scatter.reduce: _along_dim,
+    aten.scatter.src: _along_dim,
+    aten.scatter.value: _along_dim,
+    aten.scatter.value_reduce: _along_dim,
+    aten.scatter_add.default: _along_dim,
+    aten.scatter_reduce.two: _along_dim,
+    aten.segment_reduce.default: _lengths,
+    aten.take.default: _flat,
+}
+
+_CALL_AN_OP: Mapping[object, int] = {
+    local_forms.contiguously: 1,
+    local_forms.first_over: 2,
+    local_forms.in_float32: 1,
+    local_forms.loss_backward_over: 2,
+    local_forms.loss_over: 2,
+}
+"""Functions that call their first argument, and the place of its first operand."""
+
+
+def check_before(target: object, args: Sequence[object]) -> tuple[Callable[..., None], int] | None:
+    """The check of a rank's call, and how many of its arguments it leaves out; None of an op that
+    asserts nothing."""
+    first = 0
+    while (operands := _CALL_AN_OP.get(target)) is not None:
+        target, first = args[first], first + operands
+    check = CHECKS.get(target)
+    return None if check is None else (check, first)
