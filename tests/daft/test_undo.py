@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import traceback
 import weakref
 
 import pytest
@@ -229,34 +231,63 @@ def test_what_a_failed_run_was_to_keep() -> None:
         assert cluster.failure is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_what_a_failed_run_computed_is_let_go(mode: Mode) -> None:
-    """The exception keeps frames, with the activations in them; the host keeps neither."""
-    source = "def forward(x):\n    y = x + 1\n    1 / y.new_zeros(()).item()\n    return (y,)"
+def failing(alive: weakref.WeakSet[torch.Tensor], *, in_a_users: bool) -> Program:
+    """Its call makes a tensor, notes it and raises, in the generated code or in a user's function
+    that has the tensor."""
+    source = "def forward(x):\n    y = x + 1\n    note(y)\n    [][3]\n    return (y,)"
+
+    def note(y: torch.Tensor) -> None:
+        alive.add(y)
+        if in_a_users:
+            raise IndexError("a user's")
+
     items = [Call("failing", ("x",), ("y",)), *AGREE, Call("noted", ("w", "n"), (), ("w",))]
-    made = program(
+    return program(
         items,
         items,
-        functions=[function("failing", source), NOTED],
+        functions=[function("failing", source, note=note), NOTED],
         inputs=[("x", "n")] * 2,
         outputs=[("y",)] * 2,
         state=[("w",)] * 2,
     )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_errors_that_are_kept_keep_no_values_of_their_runs(mode: Mode) -> None:
     x, alive = torch.ones(3), weakref.WeakSet[torch.Tensor]()
     with launch_cluster(2) as cluster:
         cluster.put([{"w": torch.zeros(())}] * 2)
-        handle = cluster.load(made)
+        handle = cluster.load(failing(alive, in_a_users=False))
+        kept: list[TaskError] = []
         for _ in range(3):
-            with pytest.raises(TaskError, match="ZeroDivisionError") as caught:
+            with pytest.raises(TaskError, match="IndexError") as caught:
+                cluster.run(handle, [{"x": x, "n": 0}] * 2, mode=mode, keep={"y": "new"}).get()
+            kept.append(caught.value)
+            del caught
+        gc.collect()
+        assert not alive
+        for error in kept:  # the lines are there
+            cause = error.__cause__
+            assert cause is not None
+            (frame,) = traceback.extract_tb(cause.__traceback__)
+            assert (frame.filename, frame.lineno) == ("<dtensor failing>", 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_failed_run_computed_is_let_go(mode: Mode) -> None:
+    """The exception keeps frames of a user's function, with its values; the host keeps neither."""
+    x, alive = torch.ones(3), weakref.WeakSet[torch.Tensor]()
+    with launch_cluster(2) as cluster:
+        cluster.put([{"w": torch.zeros(())}] * 2)
+        handle = cluster.load(failing(alive, in_a_users=True))
+        for _ in range(3):
+            with pytest.raises(TaskError, match="a user's") as caught:
                 cluster.run(handle, [{"x": x, "n": 0}] * 2, mode=mode, keep={"y": "new"}).get()
             assert caught.value.__cause__ is not None
-            at = caught.value.__cause__.__traceback__
-            while at is not None:
-                values = at.tb_frame.f_locals.values()
-                alive.update(v for v in values if isinstance(v, torch.Tensor) and v.sum() == 6)
-                at = at.tb_next
-            assert alive
-            del caught, values, at
+            frames = [f for f, _ in traceback.walk_tb(caught.value.__cause__.__traceback__)]
+            assert [f.f_code.co_name for f in frames] == ["forward", "note"]
+            assert any(frames[1].f_locals["y"] is y for y in alive)
+            del caught, frames
         cluster.put([{"w": torch.zeros(())}] * 2)
         with pytest.raises(TaskError):  # the next run lets go of what was before
             cluster.run(handle, [{"x": "no tensor", "n": 0}] * 2, mode=mode).get()

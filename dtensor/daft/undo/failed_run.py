@@ -4,7 +4,9 @@
 
 Each host returns its own record, and the controller finds the root: the first of all faults in an
 order of all instructions (`first_fault`). Ranks that only learned of the failure have no fault. An
-exception is kept with the frames that concern the user: generated code and the user's functions.
+exception is kept with the frames that concern the user: generated code, which keeps its lines and
+lets go of its values, for they are the activations of a run; and the user's functions, whose values
+a debugger shows.
 
 Not here: the undoing (`engine.py`), a host's memory of it (`worker.py`).
 """
@@ -12,6 +14,7 @@ Not here: the undoing (`engine.py`), a host's memory of it (`worker.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -98,15 +101,22 @@ def detached(error: DaftError) -> DaftError:
 
 
 _INNER = (f"{Path(__file__).parents[1] / 'run'}/", f"{Path(torch.__file__).parent}/")
+_OURS = ("<dtensor ", f"{Path(__file__).parents[2]}/")
+"""Files of generated code, and of what it calls."""
 
 
 def shortened(error: BaseException) -> BaseException:
-    """The same exception, whose traceback keeps the generated code and the user's frames."""
+    """The same exception, whose traceback keeps the generated code and the user's frames; only the
+    latter keep their values."""
     frames: list[TracebackType] = []
     here = traceback_of(error)
     while here is not None:
-        if not here.tb_frame.f_code.co_filename.startswith(_INNER):
+        file = here.tb_frame.f_code.co_filename
+        if not file.startswith(_INNER):
             frames.append(here)
+            if file.startswith(_OURS):
+                with suppress(RuntimeError):  # it still runs
+                    here.tb_frame.clear()
         here = here.tb_next
     kept: TracebackType | None = None
     for tb in reversed(frames):
