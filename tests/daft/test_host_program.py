@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from dtensor.daft import Buffer, Call, Commit, Recv, Send, TaskError, Wait
 from dtensor.daft.ir.host_program import HostProgram, host_programs
 from dtensor.daft.ir.instructions import Instruction
 from dtensor.daft.ray.ranks.ranks import packed, unpacked
+from dtensor.daft.remote_exceptions import reason_of
 from dtensor.daft.run.engine import Engine
 from dtensor.daft.run.transport import LocalTransport
 from dtensor.daft.run.worker import Counted, HostRun, Stored
@@ -72,6 +75,68 @@ def test_an_engine_of_one_rank_asks_for_all_ranks(writes: bool, undone: bool) ->
     else:
         with pytest.raises(TaskError, match="nothing"):
             engine.run({0: {}})
+
+
+class Stream:
+    """As CUDA answers for one: whether its work is done, or the error that ended the context."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return False
+
+
+ASSERTED = torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
+@pytest.mark.parametrize(
+    ("raised", "device", "answer", "is_lost"),
+    [
+        (RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"), "cuda:1", ASSERTED, True),
+        (RuntimeError("Triton Error [CUDA]"), "cuda:1", RuntimeError("CUDA error"), True),
+        (ValueError("bad data"), "cuda:1", ASSERTED, True),
+        (RuntimeError("shapes differ"), "cuda:1", None, False),
+        (torch.OutOfMemoryError("out of memory"), "cuda:1", None, False),
+        (RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"), "cpu", ASSERTED, False),
+        (ASSERTED, "cpu", None, True),
+    ],
+)
+def test_no_run_is_undone_where_the_gpu_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+    raised: Exception,
+    device: str,
+    answer: Exception | None,
+    is_lost: bool,
+) -> None:
+    """Libraries have errors of their own for what CUDA says: it is asked for its own."""
+    asked: list[torch.device] = []
+
+    def current_stream(device: torch.device) -> Stream:
+        asked.append(device)
+        return Stream(answer)
+
+    def fail(x: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    call = Call("noop", ("w",), ("v",))
+    fails = function("noop", "def forward(x):\n    return (fail(x),)", fail=fail)
+    made = program([call], functions=[fails], state=[("w",)])
+    (own,) = host_programs(made, ((0,),), merge_sites(made, ((0,),)))
+    there = torch.device(device)
+    engine = Engine(own, {(0, "w"): torch.zeros(2)}, LocalTransport(), there)
+    if not is_lost:
+        assert isinstance(engine.run({0: {}}), UndoneRun)
+    else:
+        with pytest.raises(TaskError, match=re.escape(str(raised))) as caught:
+            engine.run({0: {}})
+        assert caught.value.__cause__ is raised
+        said = f"This process can use cuda:1 no more: {reason_of(answer)}" if answer else ""
+        assert said in str(caught.value)
+    assert asked == ([there] if there.type == "cuda" else [])
 
 
 def test_it_comes_out_as_it_went_in() -> None:

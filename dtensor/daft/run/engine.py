@@ -11,7 +11,8 @@ continues through its list, calls nothing, and sends zeros of the declared shape
 value, so no rank waits for it. At the commit point all ranks learn of it and are poisoned too,
 before any has written state. `run` then returns `UndoneRun`, and the next run finds all state
 unchanged. That holds for programs with a commit point, and for those that write no state. In
-others, and after a rank has voted, half-written state is lost, and the error is raised; but if
+others, and after a rank has voted, half-written state is lost, and the error is raised; so is any
+error after which this process cannot use its GPU any more, for there all values are lost. But if
 `undoes`, and all ranks of the program are here, all of them continue in the same way, and `late`
 says that their writes must be undone (`worker.py`).
 
@@ -213,12 +214,13 @@ class Engine:
         rank, index = self.sites[position]
         if not isinstance(error, OthersFailed):
             instruction = instruction_at(self.program, (rank, index))
+            lost = lost_device(self._device, error)
             ours = isinstance(error, Undeclared | CutShort) or (
-                isinstance(instruction, Call) and not isinstance(error, torch.AcceleratorError)
+                isinstance(instruction, Call) and lost is None
             )
             leaks = self._leaks and self._keeps
             late = leaks or rank in self._spoiled or index >= self._undoable[rank]
-            fault = self._error(position, error)
+            fault = self._error(position, error, lost)
             if not ours or (late and not self._undoes):
                 raise fault from fault.__cause__
             self._faults.append(Fault((rank, index), fault))
@@ -406,7 +408,9 @@ class Engine:
 
         return wait
 
-    def _error(self, position: int, error: BaseException) -> DaftError:
+    def _error(
+        self, position: int, error: BaseException, lost: BaseException | None = None
+    ) -> DaftError:
         site = self.sites[position]
         if isinstance(error, CutShort):
             return RunInterrupted(describe(self.program, site, str(error)))
@@ -414,8 +418,27 @@ class Engine:
         kind, line = CommunicationError, None
         if isinstance(instruction, Call):
             kind, line = TaskError, self._functions[instruction.fn].user_line(error)
-        failure = describe(self.program, site, reason_of(error), line=line)
+        reason = reason_of(error)
+        if lost is not None and lost is not error:
+            reason += f"\nThis process can use {self._device} no more: {reason_of(lost)}"
+        failure = describe(self.program, site, reason, line=line)
         return kind(replace(failure, raised=RemoteException(shortened(error))))
+
+
+def lost_device(device: torch.device, error: BaseException) -> BaseException | None:
+    """The error that ended this process's use of a GPU; None if it can use it still.
+
+    Libraries raise errors of their own (cuBLAS and Triton a RuntimeError) where CUDA's context is
+    lost, so it is asked; a query of a stream waits for nothing, and repeats an error that stays.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        return error
+    if device.type == "cuda":
+        try:
+            torch.cuda.current_stream(device).query()
+        except RuntimeError as found:
+            return found
+    return None
 
 
 def _nothing() -> None:
