@@ -268,6 +268,31 @@ def test_nccl_gives_the_bits_of_one_gpu(size: int) -> None:
         assert all(same_bits(found[rank][n], v) for n, v in expected[rank].items())
 
 
+def test_ranks_that_have_too_few_gpus_are_told_how_to_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from dtensor.daft.ray.bootstrap import machines
+
+    class Resources:
+        free = 8
+
+        def cluster_resources(self) -> dict[str, float]:
+            return {"GPU": 8.0}
+
+        def available_resources(self) -> dict[str, float]:
+            return {"GPU": float(self.free)}
+
+    monkeypatch.setattr(machines, "_ray", Resources)
+    with pytest.raises(ValueError, match="16 actors .* need 16 free GPUs") as caught:
+        machines.ranks_per_gpu(16, None)
+    shared, together = "between 2 ranks with ranks_per_actor=2", "ranks_per_actor=16"
+    assert 0 < str(caught.value).find(shared) < str(caught.value).find(together)
+    assert [machines.ranks_per_gpu(16, asked) for asked in (2, 16)] == [2, 16]
+    monkeypatch.setattr(Resources, "free", 1)  # each rank on that one: no other way to share
+    with pytest.raises(ValueError, match="Fix: put all ranks on one GPU with ranks_per_actor=9"):
+        machines.ranks_per_gpu(9, None)
+
+
 @pytest.mark.ray
 def test_too_few_gpus_are_an_error_at_launch() -> None:
     ray = pytest.importorskip("ray", reason=missing("ray"))
@@ -287,7 +312,7 @@ def test_too_few_gpus_are_an_error_at_launch() -> None:
         assert [ranks_per_gpu(size, None) for size in (1, 3)] == [1, 1]
         assert [ranks_per_gpu(6, asked) for asked in (2, 6)] == [2, 6]
         with pytest.raises(
-            ValueError, match=r"Ray has 3, of which 3 are free.\n.*ranks_per_actor=4"
+            ValueError, match=r"Ray has 3, of which 3 are free.\n.*actor=2, .*actor=4"
         ):
             ranks_per_gpu(4, None)
     finally:

@@ -49,6 +49,12 @@ def ranks_per_gpu(size: int, asked: int | None) -> int:
     remedies = ["launch with device='cpu'"]
     if num_actors > 1 and num_gpus >= 1:
         remedies.insert(0, f"put all ranks on one GPU with ranks_per_actor={size}")
+        if free and (share := -(-size // free)) < size:
+            remedies.insert(
+                0,
+                f"share each GPU between {share} ranks with ranks_per_actor={share}, where the "
+                f"ranks of a collective are all on one GPU or each on its own",
+            )
     raise ValueError(
         f"{size} ranks in {num_actors} actors on device 'cuda' need {num_actors} free GPUs, one "
         f"for each actor; Ray has {num_gpus}, of which {free} are free.\n"
