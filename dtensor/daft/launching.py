@@ -193,6 +193,10 @@ def launch_cluster(
         snapshot_every = 1
     match backend:
         case "inprocess":
+            if device.startswith("cuda") and not torch.cuda.is_available():
+                raise ValueError(
+                    f"device={device!r}, and this process sees no GPU.\n  Fix: device='cpu'"
+                )
             per_actor = 1 if ranks_per_actor is None else ranks_per_actor
             return InProcessCluster(
                 size,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -68,6 +69,38 @@ def test_cuda_without_a_number_is_the_current_gpu(monkeypatch: pytest.MonkeyPatc
     x = There("cuda:0")
     assert not is_on(x, torch.device("cuda")) and is_on(x, torch.device("cuda:0"))
     assert is_on(torch.ones(1), torch.device("cpu"))
+
+
+def test_ranks_stay_on_the_gpu_that_was_current_when_they_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton launches on the current GPU, and each thread has its own, at first GPU 0."""
+    current = [1]
+
+    @contextmanager
+    def guard(device: torch.device) -> Generator[None]:
+        assert device.index is not None
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    with pytest.raises(ValueError, match="device='cuda', and this process sees no GPU"):
+        launch_cluster(1, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    seen: list[int] = []
+    source = "def forward():\n    note()\n    return ()"
+    noted = function("noted", source, note=lambda: seen.append(current[0]))
+    made = program([Call("noted", (), ())], functions=[noted])
+    with launch_cluster(1, device="cuda") as cluster:
+        assert cluster.device == torch.device("cuda:1")
+        handle = cluster.load(made)
+        for now in (1, 0):
+            current[0] = now
+            cluster.run(handle, [{}]).get()
+            assert current[0] == now
+    assert seen == [1, 1]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """All ranks in the caller's process, one after the other: the default, and what tests use.
 
 Example: `InProcessCluster(4, torch.device("cpu"))`. With device "cuda" all ranks share one GPU,
-and collectives are plain device operations.
+the current one of the thread that starts them, and collectives are plain device operations.
 
 Invariants: a run executes at once, in the order of the merged list (`seed` picks another legal
 order), and reads its inputs where they are; it gives a finished future. Deterministic. `calls`
@@ -57,6 +57,8 @@ class InProcessCluster(HostedCluster):
         snapshot_every: int | None = None,
         diagnose: Diagnose,
     ) -> None:
+        if device == torch.device("cuda"):  # another thread, or later, it may be another one
+            device = torch.device("cuda", torch.cuda.current_device())
         everyone = tuple(range(size))
         self._ranks_per_actor = ranks_per_actor
         self._diagnose = diagnose

@@ -183,7 +183,7 @@ class Engine:
 
     def _go(self, positions: Sequence[int], counter: memoryview) -> None:
         at, end = 0, len(positions)
-        with local_execution():
+        with local_execution(self._device):
             while at < end:
                 running = self._running  # another list, once a rank is poisoned
                 try:
@@ -486,9 +486,10 @@ def describe(
 
 
 @contextmanager
-def local_execution() -> Generator[None]:
+def local_execution(device: torch.device = CPU) -> Generator[None]:
     """No autograd, and no autocast from the caller, for programs have their own casts; one kernel
-    thread: the number of threads changes the bits of a sum."""
+    thread: the number of threads changes the bits of a sum; a GPU with a number is the current one,
+    for Triton launches there, and each thread has its own."""
     threads = torch.get_num_threads()
     if threads != 1:
         torch.set_num_threads(1)
@@ -496,9 +497,11 @@ def local_execution() -> Generator[None]:
         with ExitStack() as stack:
             if torch.is_grad_enabled():
                 stack.enter_context(torch.no_grad())
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+                stack.enter_context(torch.cuda.device(device))
             yield
     finally:
         if threads != 1:
