@@ -75,6 +75,12 @@ jit_get_schemas_for_operator: Any = _C._jit_get_schemas_for_operator
 make_wrapper_subclass: Any = _torch.Tensor._make_wrapper_subclass
 
 
+def keys_of(device_type: str) -> Any:
+    """The dispatch keys by which `OpOverload.redispatch` calls the kernel for a type of device,
+    wherever the arguments are."""
+    return _C.DispatchKeySet(getattr(_C.DispatchKey, _C._dispatch_key_for_device(device_type)))
+
+
 def op_packet(name: str) -> OpOverloadPacket:
     """``aten::add`` -> torch.ops.aten.add. The first name of an op of dtensor's own, ``dt::rope``,
     registers them all. Raises AttributeError where torch has no such op."""

@@ -54,14 +54,15 @@ define("many", many, "(Tensor x, Tensor[] xs, int n, float p, ScalarType kind, *
 define("sine", torch.sin)
 
 
-def needed(*names: str, known: Known | None = None) -> Needed:
+def needed(*names: str, known: Known | None = None, device: torch.device = CPU) -> Needed:
     ops = {name: getattr(torch.ops.test_operators, name).default for name in names}
     source = "def forward():\n    return ()"
-    return Needed.of(program([], functions=[function("f", source, **ops)]), CPU, known or Known())
+    made = program([], functions=[function("f", source, **ops)])
+    return Needed.of(made, device, known or Known())
 
 
-def origin(name: str) -> OpOrigin:
-    (found,) = needed(name).origins
+def origin(name: str, device: torch.device = CPU) -> OpOrigin:
+    (found,) = needed(name, device=device).origins
     return found
 
 
@@ -76,6 +77,34 @@ def test_the_kernel_of_an_op_is_found_and_not_run() -> None:
     assert calls == []
     assert found.module == __name__ and found.kernel is not None and found.reason == ""
     assert found.schema.startswith("test_operators::many(Tensor x, Tensor[] xs, int n")
+
+
+def test_a_gpus_kernel_is_found_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller need not have one; nor would it leave the memory of its own alone."""
+
+    def no_gpu() -> None:
+        raise AssertionError("the controller asked for its GPU")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", no_gpu)
+    define("on_both", scaled(2.0))
+    torch.library.impl("test_operators::on_both", "cuda", scaled(5.0))
+    for device, by in (("cpu", 2.0), ("cuda", 5.0)):
+        found = origin("on_both", torch.device(device))
+        assert found.reason == "" and found.kernel is not None
+        assert torch.equal(pickle.loads(found.kernel)(torch.ones(2)), torch.full((2,), by))
+
+    @torch.library.custom_op("test_operators::of_each", mutates_args=())
+    def of_each(xs: list[Tensor], n: int) -> Tensor:
+        return xs[0] + n
+
+    def on_gpu(xs: list[Tensor], n: int) -> Tensor:
+        return xs[0] - n
+
+    of_each.register_kernel("cuda")(on_gpu)
+    for device, value in (("cpu", 4.0), ("cuda", -2.0)):
+        found = origin("of_each", torch.device(device))
+        assert found.reason == "" and found.kernel is not None
+        assert pickle.loads(found.kernel)([torch.ones(())], 3).item() == value
 
 
 def test_a_callback_of_the_collector_is_no_kernel() -> None:

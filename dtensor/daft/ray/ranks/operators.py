@@ -15,7 +15,8 @@ a program's ops are already differentiated and have their shapes.
 
 An op's kernel is found by calling it once on empty tensors, under a profiler that stops the call
 where the kernel begins: torch has no other way from an op to its Python function. None of the
-kernel runs.
+kernel runs; and the tensors are on the CPU while torch is told to call a GPU's kernel, for the
+controller need not have a GPU, and takes no memory of one that it has.
 
 Invariants: ops that the actor has already stay, except those that the controller redefined; a
 kernel that came by value is replaced when its program is loaded again with another. A kernel's
@@ -64,6 +65,7 @@ from dtensor.private_torch import (
     below_autograd,
     dispatch_dump,
     get_operation_overload,
+    keys_of,
     op_packet,
 )
 from dtensor.signals import held_back
@@ -321,14 +323,15 @@ def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | Non
             began.append(frame)
             raise _Begins
 
-    args, kwargs = _empty_arguments(op, device)
+    args, kwargs = _empty_arguments(op)
+    keys = keys_of(device.type)
     outer, collects = sys.getprofile(), gc.isenabled()
     with held_back():
         try:
             gc.disable()  # its callbacks, like a handler of a signal, would be taken for the kernel
             with torch.no_grad(), below_autograd():
                 sys.setprofile(profile)
-                op(*args, **kwargs)
+                op.redispatch(keys, *args, **kwargs)
         except _Begins:
             pass
         except Exception as error:  # torch itself refuses the empty tensors
@@ -365,18 +368,18 @@ def _function_of(frame: FrameType, op: OpOverload) -> tuple[FunctionType | None,
     return function, ""
 
 
-def _empty_arguments(op: OpOverload, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+def _empty_arguments(op: OpOverload) -> tuple[list[Any], dict[str, Any]]:
     """Arguments that torch takes, of the types of the op's schema."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     plain: dict[str, Any] = {
-        "Tensor": torch.empty(0, device=device),
+        "Tensor": torch.empty(0),
         "int": 0,
         "number": 0,
         "float": 0.0,
         "bool": False,
         "str": "",
-        "Device": device,
+        "Device": torch.device("cpu"),
     }
     for argument in op._schema.arguments:
         kind = str(argument.type)
