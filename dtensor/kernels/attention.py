@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtensor.kernels.blocks import laid_as
+from dtensor.kernels.strides import laid_as
 
 _aten = torch.ops.aten
 

@@ -41,12 +41,6 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
     return _TYPES[dtype]
 
 
-def laid_as(like: Tensor, made: Tensor) -> Tensor:
-    """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
-    wanted = torch.empty_like(like, dtype=made.dtype)
-    return made if made.stride() == wanted.stride() else wanted.copy_(made)
-
-
 def rows_of(x: Tensor) -> tuple[Tensor, int]:
     """x[... k] as a matrix [rows, k] with adjacent columns, and elements from row to row.
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import laid_as, rows_of, sum_rows, takes
+from dtensor.kernels.blocks import rows_of, sum_rows, takes
 from dtensor.kernels.launches import (
     BIAS_GELU,
     BIAS_GELU_BACKWARD,
@@ -33,6 +33,7 @@ from dtensor.kernels.launches import (
     parts_of,
     within,
 )
+from dtensor.kernels.strides import laid_as
 
 _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gelu_new": 2}
 

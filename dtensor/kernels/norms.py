@@ -35,6 +35,7 @@ from dtensor.kernels.launches import (
     parts_of,
     within,
 )
+from dtensor.kernels.strides import laid_as
 
 
 def _fits(x: Tensor, *others: Tensor) -> bool:

@@ -112,10 +112,9 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = accumulation_dtype(q.dtype)
-    like = torch.empty_like(q)
     if _attention_empty(q, k):
         lse = torch.full(q.shape[:3], float("-inf"), dtype=lse_dtype, device=q.device)
-        return like.zero_(), lse
+        return torch.zeros_like(q), lse
     if q.device.type == "cpu":  # which takes groups as they are
         out, lse = flash_attention(q, k, v, is_causal, None, scale)
     elif efficient_on_cuda(q):
@@ -127,8 +126,7 @@ def _attention(
     else:
         k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
         out, lse = _attention_math(q, k, v, is_causal, scale)
-    out = out if out.stride() == like.stride() else like.copy_(out)
-    return out, lse.to(lse_dtype).contiguous()
+    return laid_as(q, out), lse.to(lse_dtype).contiguous()
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

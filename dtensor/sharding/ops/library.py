@@ -46,8 +46,11 @@ def laid_as(like: Tensor, made: Tensor) -> Tensor:
     """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
     if made.is_contiguous() and made.stride() == like.stride():
         return made  # those of an operand that fills its memory are kept
-    wanted = torch.empty_like(like, dtype=made.dtype)
-    return made if made.stride() == wanted.stride() else wanted.copy_(made)
+    strides = torch.empty_like(like, device="meta").stride()  # allocates nothing
+    if made.stride() == strides:
+        return made
+    wanted = torch.empty_strided(like.shape, strides, dtype=made.dtype, device=made.device)
+    return wanted.copy_(made)
 
 
 def sum_rows(x: Tensor) -> Tensor:
