@@ -9,12 +9,14 @@ rule makes a rank run another function than the op (a mean of a shard), that fun
 
 Invariants: an op has at most one kernel a device; a program lowered before another kernel was
 registered is lowered again at its next call. Triton is imported when a program for CUDA is lowered;
-if it is not installed, there are no built-in kernels. Not here: registration (register.py), the
-kernels (built_in.py), their correctness (tests compare ours with the op).
+if the process that lowers it has none, the op runs, and a warning says so. Not here: registration
+(register.py), the kernels (built_in.py), their correctness (tests compare ours with the op).
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -110,12 +112,29 @@ def use(registered: Registered) -> None:
 
 @cache
 def _built_in(op: OpOverload, device: str) -> Kernel | None:
-    if device != "cuda" or find_spec("triton") is None:
+    if device != "cuda":
         return None
-    from dtensor.kernels.built_in import TORCH, TRITON  # which imports Triton
+    from dtensor.kernels.built_in import TORCH, TRITON, function_of
 
-    for word, table in (("triton", TRITON), ("torch", TORCH)):
-        function = table.get(op.name())
-        if function is not None:
-            return Kernel(function=function, name=f"{word} {function.__name__}", ours=True)
-    return None
+    name = op.name()
+    if (kernel := TORCH.get(name)) is not None:
+        function = function_of(kernel)
+        return Kernel(function=function, name=f"torch {function.__name__}", ours=True)
+    if (kernel := TRITON.get(name)) is None:
+        return None
+    if find_spec("triton") is None:
+        _warn_once(device)
+        return None
+    function = function_of(kernel)
+    return Kernel(function=function, name=f"triton {function.__name__}", ours=True)
+
+
+@cache
+def _warn_once(device: str) -> None:
+    warnings.warn(
+        f"Triton is not installed in this Python ({sys.executable}): the programs that it makes "
+        f"for {device}, also those of actors that have Triton, run torch's ops instead of the "
+        f"built-in kernels.\nfix: pip install 'dtensor[kernels]', here and on the actors",
+        UserWarning,
+        stacklevel=2,
+    )

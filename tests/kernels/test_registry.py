@@ -282,14 +282,42 @@ def test_implementations_take_their_ops_arguments_and_can_be_shipped() -> None:
 
 
 def test_built_in_kernels_take_their_ops_arguments() -> None:
-    from dtensor.kernels.built_in import TORCH, TRITON
+    from dtensor.kernels.built_in import TORCH, TRITON, function_of
 
     known = set(torch._C._dispatch_get_all_op_names())
-    built_in = {**TRITON, **TORCH}
+    built_in = {name: function_of(kernel) for name, kernel in {**TRITON, **TORCH}.items()}
     found = sorted(known & set(built_in))
     assert {"dt::ce_stats", "dt::ce_backward", "dt::dropout_add", "dt::attention"} <= {*found}
     for name in found:
         register._check_signature(register._op_named(name), built_in[name])
+
+
+WITHOUT_TRITON = """
+import sys, warnings, torch
+sys.modules["triton"] = None  # as if it were not installed
+from dtensor.kernels.registry import kernel_of
+from dtensor.sharding.ops import attention, norms
+
+def found(op, device="cuda"):
+    kernel = kernel_of(op, torch.device(device))
+    return kernel and kernel.name
+
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    assert found(torch.ops.aten.add.Tensor) is None
+    assert found(torch.ops.dt.rms_norm.default, "cpu") is None
+    assert found(torch.ops.dt.attention.default) == "torch attention"
+    assert not warned
+    assert found(torch.ops.dt.rms_norm.default) is None
+    assert found(torch.ops.dt.rms_norm_backward.default) is None
+(one,) = warned
+assert "run torch's ops instead of the built-in kernels" in str(one.message)
+assert "fix: pip install 'dtensor[kernels]'" in str(one.message)
+"""
+
+
+def test_without_triton_a_warning_says_that_ops_run_and_torchs_kernels_stay() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)
 
 
 @pytest.mark.slow
