@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from queue import Queue
+
+import pytest
+import torch
+
 from dtensor.daft import Function
 from dtensor.daft.ir.code import Body, CodeLine
-from dtensor.daft.run.timestamps import stamped
+from dtensor.daft.run.timestamps import TIMES, Stamps, stamped
 
 LINES = (
     CodeLine("a = x + y", ("a",), ("x", "y"), source="net.py:1: a"),
@@ -55,3 +61,63 @@ def test_what_is_not_known_line_by_line_runs_as_it_is():
     assert stamped(branch, clock, noted.extend)(7) == (2,)
     assert stamped(nothing, clock, noted.extend)(7) == (7,)
     assert noted == []
+
+
+class Streams:
+    """Of a GPU that two hosts exchange messages with: a send ends when the other host has begun to
+    receive, so a host that waits for all streams after a send waits for the other host."""
+
+    def __init__(self, here: Queue[str], there: Queue[str]) -> None:
+        self.here, self.there = here, there
+        self.sending = False
+        self.waited: list[torch.device] = []
+
+    def current_stream(self, device: torch.device) -> Streams:
+        self.waited.append(device)
+        return self
+
+    def synchronize(self) -> None:
+        """Of the current stream: no message is on it."""
+
+    def send(self) -> None:
+        self.sending = True
+
+    def receive(self) -> None:
+        self.there.put("begun")
+
+    def synchronize_all(self) -> None:
+        if self.sending:
+            assert self.here.get(timeout=5) == "begun"
+
+
+def test_a_stamp_on_a_gpu_waits_for_no_message_of_another_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both hosts send first, then receive."""
+    queues = Queue[str](), Queue[str]()
+    local = threading.local()
+    gpu = torch.device("cuda:1")
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: local.of.current_stream(device)
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: local.of.synchronize_all())
+    hosts = [Streams(*queues), Streams(*queues[::-1])]
+    taken: list[int] = []
+
+    def run(rank: int) -> None:
+        own = local.of = hosts[rank]
+        stamps = Stamps({}, gpu)
+        steps = [stamps.timed((rank, 0), own.send), stamps.timed((rank, 1), own.receive)]
+        for step in steps:
+            step()
+        times = stamps.taken(rank)[TIMES]
+        assert isinstance(times, torch.Tensor)
+        taken.append(times.numel())
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert taken == [6, 6]
+    assert all(host.waited == [gpu] * 4 for host in hosts)

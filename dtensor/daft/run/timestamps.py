@@ -13,9 +13,10 @@ A generated function `def forward(x): y = relu(x); return (y,)` is run as
         __1 = __now(); __note((__0, __1,)); return (y,)
 
 Invariants: lines keep their numbers, so that errors name the same of the user's; results are the
-same objects. A stamp costs some 50 ns, one of an instruction some 400. On a GPU the device is
-waited for before each stamp, so that a line lasts as long as its kernels. Functions that are not
-known line by line (`Function.body`) run as they are.
+same objects. A stamp costs some 50 ns, one of an instruction some 400. On a GPU the current stream
+is waited for before each stamp, so that a line lasts as long as its kernels, and a wait as long as
+its message; no other stream, for two hosts whose sends cross would wait for each other there.
+Functions that are not known line by line (`Function.body`) run as they are.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -61,7 +63,7 @@ class Stamps:
     """``functions``: what the engine calls, by name."""
 
     def __init__(self, functions: Mapping[str, Function], device: torch.device) -> None:
-        self._now = _synchronized if device.type == "cuda" else time.monotonic
+        self._now = partial(_drained, device) if device.type == "cuda" else time.monotonic
         self._noted = array("d")  # by the call under way
         self._times: dict[int, array[float]] = defaultdict(lambda: array("d"))
         self._lines: dict[int, array[float]] = defaultdict(lambda: array("d"))
@@ -120,6 +122,6 @@ def _tensor(seconds: array[float]) -> torch.Tensor:
     return torch.frombuffer(bytearray(seconds), dtype=torch.float64)
 
 
-def _synchronized() -> float:
-    torch.cuda.synchronize()
+def _drained(device: torch.device) -> float:
+    torch.cuda.current_stream(device).synchronize()
     return time.monotonic()
