@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import dtensor as dt
+from dtensor.runtime.simulate import calibration
 from dtensor.runtime.simulate.calibration import NUM_EMPTY
 from tests.api.test_schedules import data, step_of
 
@@ -162,3 +163,26 @@ def test_attention_and_updates_have_rates_of_their_own() -> None:
 def test_figures_that_nothing_has(figure: dict[str, float]) -> None:
     with pytest.raises(dt.PlanningError, match=next(iter(figure))):
         dt.Topology(**figure)
+
+
+def test_a_call_on_a_gpu_ends_with_its_kernels_and_waits_for_no_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[torch.device] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def synchronize(self) -> None:
+            waited.append(self.device)
+
+    def whole_device(*_: object) -> None:
+        raise AssertionError("it waits for messages that others must receive")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", whole_device)
+    gpu = torch.device("cuda")
+    body = calibration._body(("x",), "x = add(x, 1)", outputs=("x",))
+    built = calibration._function("tiny", body, torch.float32, gpu).build()
+    assert built(torch.ones(1))[0].item() == 2 and waited == [gpu]

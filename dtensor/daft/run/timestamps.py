@@ -63,7 +63,7 @@ class Stamps:
     """``functions``: what the engine calls, by name."""
 
     def __init__(self, functions: Mapping[str, Function], device: torch.device) -> None:
-        self._now = partial(_drained, device) if device.type == "cuda" else time.monotonic
+        self._now = partial(drained, device) if device.type == "cuda" else time.monotonic
         self._noted = array("d")  # by the call under way
         self._times: dict[int, array[float]] = defaultdict(lambda: array("d"))
         self._lines: dict[int, array[float]] = defaultdict(lambda: array("d"))
@@ -122,6 +122,7 @@ def _tensor(seconds: array[float]) -> torch.Tensor:
     return torch.frombuffer(bytearray(seconds), dtype=torch.float64)
 
 
-def _drained(device: torch.device) -> float:
+def drained(device: torch.device) -> float:
+    """The time when the work of a GPU's current stream is done."""
     torch.cuda.current_stream(device).synchronize()
     return time.monotonic()
