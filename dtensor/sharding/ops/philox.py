@@ -28,7 +28,7 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # Weyl increments of the key
 _MASK = 0xFFFFFFFF
 _CPU_CHUNK = 1 << 15  # counters: what a chunk needs stays in a core's cache
-_DEVICE_CHUNK = 1 << 23
+_DEVICE_CHUNK = 1 << 20  # a chunk needs some 13 tensors of as many int64: 0.1 GiB
 
 
 @dataclass(frozen=True, slots=True)
