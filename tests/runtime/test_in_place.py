@@ -29,9 +29,13 @@ def call(target: Any, *args: Any, **kwargs: Any) -> OpCall:
 
 
 def made(
-    op: OpCall, operands: Sequence[str], more: str = "", outputs: Sequence[str] = ("z",)
+    op: OpCall,
+    operands: Sequence[str],
+    more: str = "",
+    outputs: Sequence[str] = ("z",),
+    device: str = "cpu",
 ) -> Any:
-    code = CodeBuilder(torch.device("cpu"))
+    code = CodeBuilder(torch.device(device))
     code.call(call(aten.mm.default, X, W), ("x", "w"), ("y",), None, list)
     code.call(op, operands, ("z",), None, list)
     if more:
@@ -78,3 +82,47 @@ def test_what_need_not_lie_as_the_product_does_is_made_anew(
     op: OpCall, operands: Sequence[str]
 ) -> None:
     assert "_(" not in made(op, operands)[0].source.splitlines()[2]
+
+
+def test_on_cuda_a_product_and_its_bias_are_one_call() -> None:
+    """And its operands live until then."""
+    code = CodeBuilder(torch.device("cuda"))
+    code.line("r = x + 0", ("x",), ("r",))
+    code.call(call(aten.mm.default, X, W), ("r", "w"), ("y",), "net.py:1", list)
+    code.call(call(aten.add.Tensor, X @ W, BIAS), ("y", "b"), ("z",), "net.py:2", list)
+    built = code.function("f", ("z",))
+    assert built.source == (
+        "def forward(x, w, b):\n"
+        "    r = x + 0\n"
+        "    z = addmm(b, r, w); del r\n"
+        "    return (z, )\n"
+    )  # fmt: skip
+    assert built.lines[2] == "net.py:2"
+    found: Any = built.build()(X, W, BIAS)[0]
+    assert torch.equal(found, torch.addmm(BIAS, X, W))
+    torch.testing.assert_close(found, X @ W + BIAS)
+
+
+@pytest.mark.parametrize(
+    ("op", "more", "outputs"),
+    [
+        (call(aten.add.Tensor, X @ W, BIAS), "more = y + 1", ("z", "more")),
+        (call(aten.add.Tensor, X @ W, BIAS), "", ("z", "y")),
+        (call(aten.add.Tensor, X @ W, BIAS.double()), "", ("z",)),
+        (call(aten.add.Tensor, X @ W, ROWS), "", ("z",)),
+        (call(aten.sub.Tensor, X @ W, BIAS), "", ("z",)),
+        (call(aten.mul.Tensor, X @ W, BIAS), "", ("z",)),
+    ],
+)
+def test_other_products_on_cuda_stay(op: OpCall, more: str, outputs: Sequence[str]) -> None:
+    built, _ = made(op, ("y", "b"), more, outputs, device="cuda")
+    assert "y = aten_mm_default(x, w)" in built.source and "addmm" not in built.source
+
+
+def test_a_line_between_a_product_and_its_bias_may_write_to_an_operand() -> None:
+    code = CodeBuilder(torch.device("cuda"))
+    code.call(call(aten.mm.default, X, W), ("x", "w"), ("y",), None, list)
+    code.line("w.zero_()", ("w",), ())
+    code.call(call(aten.add.Tensor, X @ W, BIAS), ("y", "b"), ("z",), None, list)
+    found: Any = code.function("f", ("z",)).build()(X, W.clone(), BIAS)[0]
+    assert torch.equal(found, X @ W + BIAS)

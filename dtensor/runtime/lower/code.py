@@ -12,8 +12,9 @@ gives
 
 Each line records the user's line; a value is dropped after its last use. A bias that is added to a
 product, or a number that scales it, is applied in the product's memory if that has no other reader:
-the same bits, and a tenth of a linear layer's time at width 256. Two segments with the same text
-and bindings are one function. An op with a registered kernel on the program's device
+the same bits, and a tenth of a linear layer's time at width 256. On CUDA a product and its bias are
+one `addmm`, as in eager torch: 16 bits are rounded once, after the bias. Two segments with the same
+text and bindings are one function. An op with a registered kernel on the program's device
 (dtensor/kernels/registry.py) calls that, and the line ends in its name. There are no other
 decisions here.
 
@@ -71,6 +72,8 @@ class CodeBuilder:
     products: set[str] = field(default_factory=set)  # their memory has no other owner yet
     in_place: dict[int, tuple[str, CodeLine]] = field(default_factory=dict)
     # by line: the product, and the line that may change it in place
+    with_bias: dict[int, tuple[str, CodeLine]] = field(default_factory=dict)
+    # by line: the product of the line before, and the line that may replace both
     kernels: dict[str, None] = field(default_factory=dict)  # that run: ``rms_norm [triton ...]``
 
     def __bool__(self) -> bool:
@@ -115,6 +118,7 @@ class CodeBuilder:
             changed, op = f"{targets} = {args[0]}.{method}({args[1]})", _op_of(call)
             line = CodeLine(changed, tuple(named), reads, "", op, (), f"{op} in place", source)
             self.in_place[len(self.lines)] = operands[0], line
+            self._with_bias(call, operands, line)
         by = "" if kernel is None else kernel.name
         if by:
             self.kernels[f"{_op_of(call)} [{by}]"] = None
@@ -128,6 +132,22 @@ class CodeBuilder:
         self.apply(check_made, [named], (), kernel.name, made(), source=source)
         if not _is_view(call.target):
             self.apply(check_apart, [named, operands], (), kernel.name, source=source)
+
+    def _with_bias(self, call: OpCall, operands: Sequence[str], added: CodeLine) -> None:
+        """On CUDA: where the line before is the matrix product, note one line for both."""
+        before = self.lines[-1]
+        made_by = overload_of(self.bindings.get(before.called))
+        is_product = made_by is _aten.mm.default and before.makes == (operands[0],)
+        if self.device.type != "cuda" or not is_product or call.target is not _aten.add.Tensor:
+            return
+        row = call.operands[1] if len(call.operands) == 2 else None
+        if row is None or len(row.shape) != 1 or row.dtype != call.result.dtype:
+            return
+        function, op = self.bind("addmm", torch.addmm), "addmm"
+        reads = (operands[1], *before.reads)
+        text = f"{', '.join(added.makes)} = {function}({', '.join(reads)})"
+        line = CodeLine(text, added.makes, reads, function, op, (), "", added.source)
+        self.with_bias[len(self.lines)] = operands[0], line
 
     def is_free(self, name: str) -> bool:
         return not (name in self.reserved or name in self.defined or name in self.bindings)
@@ -231,11 +251,16 @@ class CodeBuilder:
         """The segment as a Function of ``inputs`` that returns ``outputs``."""
         last: dict[str, int] = {}
         read = Counter(name for line in self.lines for name in line.reads)
-        for number, line in enumerate(self.lines):
-            last.update(dict.fromkeys(line.reads, number))
         kept = set(outputs)
+        numbered: dict[int, CodeLine] = dict(enumerate(self.lines))
+        for number, (product, line) in self.with_bias.items():
+            if product not in kept and read[product] == 1:
+                del numbered[number - 1]
+                numbered[number] = line
+        for number, line in numbered.items():
+            last.update(dict.fromkeys(line.reads, number))
         lines: list[CodeLine] = []
-        for number, line in enumerate(self.lines):
+        for number, line in numbered.items():
             dead = tuple(
                 n
                 for n in dict.fromkeys(line.reads)
