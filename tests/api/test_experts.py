@@ -6,6 +6,7 @@ Their product is an op of transformers', which is there once that is imported.
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -74,3 +75,21 @@ def test_rows_past_the_last_offset_are_zero(dtype: torch.dtype) -> None:
     assert torch.allclose(of_experts[1], rows[3:5].mT @ grad[3:5])
     columns = grouped_mm(rows.view(2, 4, 8), rows, stops, None)
     assert torch.equal(columns[:, 5:], torch.zeros(4, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("stops", [[2, 9], [3, 2], [-1, 4]])
+@pytest.mark.parametrize("groups", [None, [1]])
+def test_offsets_that_are_not_among_the_rows_raise(
+    stops: list[int], groups: list[int] | None
+) -> None:
+    """Torch's kernel reads elsewhere: on a CPU it gives numbers, on a GPU it may end its use."""
+    rows, experts = torch.randn(8, 8), torch.randn(2, 8, 8)
+    held = experts if groups is None else experts[groups]
+    given = torch.tensor(stops, dtype=torch.int32)
+    for a, b in ((rows, held), (held, rows), (rows.t(), rows)):
+        with pytest.raises(
+            IndexError, match=re.escape(f"are in 0:8, the rows of all groups; got {stops}")
+        ):
+            grouped_mm(a, b, given, groups)
+        right = grouped_mm(a, b, torch.tensor([2, 8], dtype=torch.int32), groups)
+        assert right.isfinite().all()

@@ -8,6 +8,7 @@ The rows of group i are those from stop i - 1 to stop i. Not on the way of other
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,11 +26,19 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
     ``groups``: those that the rank holds of the operand or the result with a dim of groups; None:
     all. Rows (or columns) of no group that is held are zero; torch leaves those past the last
     offset uninitialised. Torch's kernel is used where it takes them: rows lie on 16 bytes, which
-    shards may not.
+    shards may not. IndexError for offsets that decrease, or are not among the rows: torch looks at
+    none of them, and a GPU's kernel would read and write elsewhere.
     """
     if offsets is None:
         return a @ b
-    stops = [int(stop) for stop in offsets]
+    given: Any = offsets
+    stops: list[int] = given.tolist()  # a GPU is waited for once
+    length = b.shape[1] if a.dim() == 3 else a.shape[0 if b.dim() == 3 else 1]
+    if any(start > stop for start, stop in pairwise([0, *stops, length])):
+        raise IndexError(
+            f"offsets of groups do not decrease, and are in 0:{length}, the rows of all groups; "
+            f"got {stops}"
+        )
     spans = list(zip([0, *stops[:-1]], stops, strict=True))
     held = spans if groups is None else [spans[g] for g in groups]
     fits = groups is None and a.dtype in _OF_KERNEL and all(x.numel() for x in (a, b))
