@@ -21,7 +21,12 @@ from dtensor.daft import Backend, Call, launch_cluster
 from dtensor.daft.run import worker
 from dtensor.daft.run.engine import Engine
 from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer, Updated, absent
-from dtensor.sharding.ops.attention import _attention_math, _attention_math_backward, aligned
+from dtensor.sharding.ops.attention import (
+    _attention_math,
+    _attention_math_backward,
+    aligned,
+    rows_first,
+)
 from tests.api.training import (
     Run,
     assert_gradients_close,
@@ -308,3 +313,15 @@ def test_rows_are_copied_only_where_the_kernel_could_not_read_them() -> None:
     assert aligned(kept) is kept
     for odd in (x.mT, torch.randn(2, 3, 5, 13)[..., :8], torch.randn(2, 3, 5, 16)[..., 1:9]):
         assert torch.equal(aligned(odd), odd) and aligned(odd).is_contiguous()
+
+
+def test_a_result_that_came_in_a_buffer_is_laid_for_the_backward() -> None:
+    """It may begin anywhere in one: the kernel reads it from 16-byte boundaries alone."""
+    kept = torch.randn(2, 5, 3, 8)
+    assert rows_first(kept.transpose(1, 2)).data_ptr() == kept.data_ptr()
+    for first in (1, 4):
+        buffer = torch.randn(240 + first)
+        out = buffer[first:].view(2, 5, 3, 8).transpose(1, 2)
+        laid = rows_first(out)
+        assert torch.equal(laid, out) and laid.data_ptr() % 16 == 0
+        assert laid.transpose(1, 2).is_contiguous()

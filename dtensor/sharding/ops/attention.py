@@ -79,6 +79,11 @@ def aligned(x: Tensor) -> Tensor:
     return x if is_read else x.clone(memory_format=torch.contiguous_format)
 
 
+def rows_first(out: Tensor) -> Tensor:
+    """out[b h t d] as (b t h d) in memory: the backward's kernel takes no stride for its rows."""
+    return aligned(out.transpose(1, 2).contiguous()).transpose(1, 2)
+
+
 def _attention_math(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -172,8 +177,7 @@ def _attention_backward(
         full = lse.new_full((*lse.shape[:2], padded), float("inf"))
         full[..., : lse.shape[2]] = lse
         none = torch.empty((), dtype=torch.int64, device=q.device)
-        # The kernel takes no stride for the rows of out: it must be (b t h d) in memory.
-        laid = out.transpose(1, 2).contiguous().transpose(1, 2)
+        laid = rows_first(out)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             aligned(grad), aligned(q), aligned(ks), aligned(vs), None, laid, full, none, none,
             0.0, (True, True, True, False), is_causal, scale=scale,

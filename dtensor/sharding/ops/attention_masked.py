@@ -35,6 +35,7 @@ from dtensor.sharding.ops.attention import (
     check_heads,
     efficient_on_cuda,
     gather_groups,
+    rows_first,
     spread,
 )
 from dtensor.sharding.ops.library import LIBRARY, define, laid_as
@@ -191,11 +192,9 @@ def _efficient_backward(
     full = lse.new_full((*lse.shape[:2], padded), math.inf)  # of which the weights are 0
     full[..., : lse.shape[2]] = torch.where(_blind(bias), math.inf, lse)
     none = torch.empty((), dtype=torch.int64, device=q.device)
-    # The kernel takes no stride for the rows of out: it must be (b t h d) in memory.
-    laid = out.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        aligned(grad), aligned(q), aligned(k), aligned(v), _padded(bias, q, k), laid, full, none,
-        none, 0.0, (True, True, True, False), False, scale=scale,
+        aligned(grad), aligned(q), aligned(k), aligned(v), _padded(bias, q, k), rows_first(out),
+        full, none, none, 0.0, (True, True, True, False), False, scale=scale,
     )  # fmt: skip
     return dq, gather_groups(dk, groups), gather_groups(dv, groups)
 
