@@ -121,6 +121,7 @@ def test_no_run_is_undone_where_the_gpu_is_lost(
     def fail(x: object) -> None:
         raise raised
 
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     call = Call("noop", ("w",), ("v",))
     fails = function("noop", "def forward(x):\n    return (fail(x),)", fail=fail)
