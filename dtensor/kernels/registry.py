@@ -114,19 +114,17 @@ def use(registered: Registered) -> None:
 def _built_in(op: OpOverload, device: str) -> Kernel | None:
     if device != "cuda":
         return None
-    from dtensor.kernels.built_in import TORCH, TRITON, function_of
+    from dtensor.kernels.built_in import TRITON, torch_kernels, triton_kernels
 
-    name = op.name()
-    if (kernel := TORCH.get(name)) is not None:
-        function = function_of(kernel)
-        return Kernel(function=function, name=f"torch {function.__name__}", ours=True)
-    if (kernel := TRITON.get(name)) is None:
+    word, function = "torch", torch_kernels().get(op.name())
+    if function is None and op.name() in TRITON:
+        if find_spec("triton") is None:
+            _warn_once(device)
+            return None
+        word, function = "triton", triton_kernels()[op.name()]
+    if function is None:
         return None
-    if find_spec("triton") is None:
-        _warn_once(device)
-        return None
-    function = function_of(kernel)
-    return Kernel(function=function, name=f"triton {function.__name__}", ours=True)
+    return Kernel(function=function, name=f"{word} {function.__name__}", ours=True)
 
 
 @cache
