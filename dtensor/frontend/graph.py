@@ -117,7 +117,8 @@ class OutTree:
 class Graph:
     """A captured program. ``reads``: what it read besides its arguments; None for one that was not
     captured from Python. ``recognised``: which of its patterns became one op. ``exported``: a hash
-    of the forward graph that it was made from, before any rewrite."""
+    of the forward graph that it was made from, before any rewrite. ``autocast``: the lists that it
+    follows, each with the dtype: "cuda, bf16"."""
 
     fx: fx.Graph
     inputs: tuple[Input, ...]
@@ -126,6 +127,7 @@ class Graph:
     reads: Guards | None = None
     recognised: tuple[Recognised, ...] = ()
     exported: str = ""
+    autocast: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.verify()

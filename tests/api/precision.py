@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.frontend.capture.cuda_casts import cuda_casts
 from tests.api.training import MakeOptimizer, Run, adamw
 from tests.models import GPT
 
@@ -38,6 +39,35 @@ def loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def under_autocast(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=BF16):
         return loss_of(model, tokens, targets)
+
+
+def normed(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Of logits that are normed in their dtype: 16 bits on the CPU's list, float32 on CUDA's."""
+    logits = model(tokens)
+    rows = F.layer_norm(logits, logits.shape[-1:]).flatten(0, 1)
+    return F.cross_entropy(rows, targets.view(-1)) + logits.softmax(-1).square().sum(-1).mean()
+
+
+def by_list(name: str) -> Any:
+    """`normed` under the autocast of a device type."""
+
+    def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(name, dtype=BF16):
+            return normed(model, tokens, targets)
+
+    return loss
+
+
+def with_cudas_casts(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """The same of plain torch on CPU tensors, on which torch's own region would do nothing."""
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", BF16)
+    try:
+        with cuda_casts():
+            return normed(model, tokens, targets)
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", torch.float16)
 
 
 def build(

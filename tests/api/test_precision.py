@@ -15,11 +15,14 @@ from tests.api.precision import (
     BF16,
     STAGES,
     build,
+    by_list,
     distance,
     exact_gradients,
     gpt,
     loss_of,
+    normed,
     under_autocast,
+    with_cudas_casts,
 )
 from tests.api.training import (
     MEGATRON,
@@ -59,6 +62,72 @@ def test_on_one_rank_autocast_gives_torchs_bits(loss: Any) -> None:
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)  # as on the ranks
     assert_losses_close(losses, train_torch(plain, optimizer, data, loss=loss))
     assert_same_bits(state["model"], dict(plain.state_dict()))
+
+
+@pytest.mark.slow
+def test_on_one_rank_cudas_list_gives_the_bits_of_its_casts_in_torch() -> None:
+    data = batches(1)
+    run = build(dt.Mesh(), dtype=None, loss=by_list("cuda"))
+    with dt.launch(run.mesh):
+        gradients = run.step.gradients(*data[0])
+    assert_same_bits(gradients, gradients_of(gpt(None), data[0], with_cudas_casts))
+    other = gradients_of(gpt(None), data[0], by_list("cpu"))
+    assert any(not torch.equal(gradients[name], other[name]) for name in gradients)
+
+
+@pytest.mark.slow
+def test_cudas_list_over_ranks_is_as_near_as_on_one() -> None:
+    data = batches(1)
+    exact = gradients_of(gpt(None), data[0], normed)
+    found = []
+    for mesh in (dt.Mesh(), dt.Mesh(dp=2, tp=2)):
+        tp = MEGATRON if "tp" in mesh.shape else None
+        run = build(mesh, dtype=None, loss=by_list("cuda"), pins=tp)
+        with dt.launch(mesh):
+            found.append(run.step.gradients(*data[0]))
+    errors = [distance(gradients, exact) for gradients in found]
+    assert 0 < errors[1] < 1.5 * errors[0]
+
+
+def by_device(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, dtype=BF16):
+        return torch.softmax(model(x), -1).float().square().mean()
+
+
+def test_the_plan_says_which_list_it_follows() -> None:
+    module = nn.Linear(4, 4)
+    model = dt.parallelize(module, dt.Mesh())
+    step = dt.train_step(model, by_device, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.randn(2, 4)
+
+    def list_of(plan: dt.Plan) -> list[str]:
+        return [line for line in plan.text(full=True).splitlines() if line.startswith("autocast")]
+
+    assert list_of(step.plan(x)) == list_of(step.plan(x, device="cpu"))
+    assert list_of(step.plan(x)) == ["autocast    list of cpu, bf16"]
+    assert list_of(step.plan(x, device="cuda")) == ["autocast    list of cuda, bf16"]
+    assert "autocast    list of cuda, bf16" in str(step.plan(x, device="cuda"))
+    with pytest.raises(PlanningError, match='device="gpu"|device=.gpu.'):
+        step.plan(x, device="gpu")
+    with dt.launch(dt.Mesh()):
+        step(x).tensor()
+        with pytest.raises(PlanningError, match="a plan within a launch is for its device"):
+            step.plan(x, device="cuda")
+
+
+def test_a_function_with_an_argument_named_device_is_given_it() -> None:
+    def forward(x: Tensor, device: str) -> Tensor:
+        return torch.ones(3, device=device) * x
+
+    plan = dt.compile(forward, dt.Mesh()).plan(torch.ones(3), device="cpu")
+    assert [str(o.spec) for o in plan.outputs] == ["f32[3]"]
+
+    def seen(x: Tensor) -> Tensor:
+        return x.double() if x.is_cuda else x
+
+    compiled = dt.compile(seen, dt.Mesh())
+    assert str(compiled.plan(torch.ones(3), device="cuda").outputs[0].spec) == "f64[3]"
+    assert str(compiled.plan(torch.ones(3)).outputs[0].spec) == "f32[3]"
 
 
 @pytest.mark.slow

@@ -39,8 +39,9 @@ from dtensor.api.step.plan_call import (
     Planned,
     checked_capture,
     plan_call,
+    stated_device,
 )
-from dtensor.api.store.session import Returned, session_for
+from dtensor.api.store.session import Returned, planning_for, session_for
 from dtensor.api.values.randomness import Counter, numbers_fed
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError, check_callable
@@ -92,9 +93,13 @@ class CompiledFunction:
         latest = self.plans.latest
         return html_text(repr(self)) + (latest.plan._repr_html_() if latest is not None else "")
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for these arguments: DTensors, tensors (meta too), specs, modules."""
-        with CALL_LOCK:
+    def plan(self, *args: Any, device: str | None = None, **kwargs: Any) -> Plan:
+        """The plan for these arguments: DTensors, tensors (meta too), specs, modules.
+
+        ``device``: as for a step's `plan`.
+        """
+        device, kwargs = stated_device(self.fn, device, kwargs)
+        with CALL_LOCK, planning_for(device):
             return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

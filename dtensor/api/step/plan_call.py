@@ -17,6 +17,7 @@ Planning changes neither the model nor what asks for the plan. Nothing is launch
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections import OrderedDict
@@ -613,6 +614,21 @@ def _input_pins(
                 )
             merged[name] = {**restated(spec), **merged.get(name, {})}
     return InputPins(pins=merged, batch=pins.batch)
+
+
+def stated_device(
+    fn: Callable[..., Any], device: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """What `plan` was told as ``device``, and the call's arguments; to a function that takes an
+    argument of this name it is that."""
+    if device is None:
+        return None, kwargs
+    try:
+        called = fn.forward if isinstance(fn, nn.Module) else fn
+        takes = "device" in inspect.signature(called).parameters
+    except ValueError:  # a builtin without a signature
+        takes = False
+    return (None, {**kwargs, "device": device}) if takes else (device, kwargs)
 
 
 CAPTURES = ("once", "each call")

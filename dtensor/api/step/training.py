@@ -42,10 +42,11 @@ from dtensor.api.step.plan_call import (
     checked_capture,
     parameter_labels,
     plan_call,
+    stated_device,
 )
 from dtensor.api.step.wrapped_optimizers import refuse_accumulation, torchs_own
 from dtensor.api.store.optimizer_state import place_optimizer
-from dtensor.api.store.session import MeshSession, launched, session_for
+from dtensor.api.store.session import MeshSession, launched, planning_for, session_for
 from dtensor.api.values.lazy_parameters import as_it_is
 from dtensor.api.values.randomness import numbers_fed
 from dtensor.api.values.reads_as_float import ReadsAsFloat
@@ -299,14 +300,22 @@ class TrainStep:
 
     # -- planning --------------------------------------------------------------------------------
 
-    def plan(self, *batch: Any, hints: bool = False, **kwargs: Any) -> Plan:
+    def plan(
+        self, *batch: Any, hints: bool = False, device: str | None = None, **kwargs: Any
+    ) -> Plan:
         """The plan of a step on such a batch: tensors (meta too) or specs. Nothing is launched.
         Inside a launch that keeps snapshots its memory has them, too.
 
         ``hints``: end it with the pins whose opposite (column for row) would be cheaper; that
         plans once more for each pattern.
+
+        ``device``: "cuda" for a launch on GPUs: what ``x.device`` is to the program, and so the
+        list of ops that ``torch.autocast(x.device.type)`` follows. By default the running launch's,
+        or "cpu". A ``loss_fn`` with an argument of this name is given it instead.
         """
-        planned = self._plan(self._call(batch, kwargs))
+        device, kwargs = stated_device(self.loss_fn, device, kwargs)
+        with planning_for(device):
+            planned = self._plan(self._call(batch, kwargs))
         plan, running = planned.plan, launched()
         if running is not None and running.cluster.copies:
             plan = replace(plan, copies=running.cluster.copies)

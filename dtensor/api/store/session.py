@@ -25,6 +25,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,7 +42,7 @@ from dtensor.api.values.randomness import Counter
 from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
 from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.daft.run.worker import Counted
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import Source, caller_level, lines_text, source_here
@@ -543,6 +544,39 @@ def session_at_hand(mesh: Mesh) -> MeshSession | None:
     """As `session_for`, or None where there is no session yet."""
     session = launches[-1].sessions.get(mesh) if launches else None
     return session or _implicit.get(mesh)
+
+
+_planned_for: ContextVar[str | None] = ContextVar("planned_for", default=None)
+
+
+@contextmanager
+def planning_for(device: str | None) -> Iterator[None]:
+    """Within, in this thread, programs are for a device of this type; None: for the launch's.
+
+    PlanningError for a type that is none, and for another one than the running launch's.
+    """
+    if device is not None:
+        check_word("device", device, ("cpu", "cuda"))
+        if launches and device != _launched_device():
+            raise PlanningError(
+                f'device="{device}", and the running launch has "{_launched_device()}".\n'
+                f"fix: leave device out: a plan within a launch is for its device"
+            )
+    before = _planned_for.set(device)
+    try:
+        yield
+    finally:
+        _planned_for.reset(before)
+
+
+def program_device() -> str:
+    """The type of the device that programs are for: "cuda" or "cpu"."""
+    return _planned_for.get() or _launched_device()
+
+
+def _launched_device() -> str:
+    is_cuda = launches and launches[-1].cluster.device.type == "cuda"
+    return "cuda" if is_cuda else "cpu"
 
 
 def launched() -> MeshSession | None:

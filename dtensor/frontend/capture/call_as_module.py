@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from torch import nn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import PerThread, is_capturing
-from dtensor.frontend.capture.patches import region
+from dtensor.frontend.capture.patches import Surrounding, region
 from dtensor.frontend.capture.refusals import (
     RefusalMode,
     assigned_attribute,
@@ -173,14 +173,14 @@ class CallAsModule(nn.Module):
         call: FlatCall,
         grads: Grads,
         before: StateBefore,
-        autocast: torch.dtype | None = None,
+        around: Surrounding,
     ) -> None:
         super().__init__()
         for name, module in call.modules.items():
             self.add_module(name, module)
         self.call = call
         self.grads = grads
-        self.autocast = autocast  # the region around the call
+        self.around = around
         self.before = before
         self.seen: _Seen = _Seen()
         self.recorder: CodeRecorder = CodeRecorder()
@@ -192,9 +192,9 @@ class CallAsModule(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.call.spec)
         held = _held(self.call)
         parameters = [tensor for tensor in held.values() if tensor is not None]
-        watch = RefusalMode(self.recorder, parameters, tensors)
+        watch = RefusalMode(self.recorder, parameters, tensors, self.around.device)
         try:
-            with self.recorder, watch, region(self.autocast):
+            with self.recorder, watch, _seen_on(watch), region(self.around):
                 out = self.call.fn(*args, **kwargs)
         finally:
             self.seen.wrote = ProgramWrites(self.recorder, alone=self.before.alone and is_alone())
@@ -268,6 +268,10 @@ class CallAsModule(nn.Module):
                 source=source,
                 fix="return (loss, {'accuracy': accuracy}), each value reduced to a scalar",
             )
+
+
+def _seen_on(watch: RefusalMode) -> AbstractContextManager[object]:
+    return nullcontext() if watch.devices is None else watch.devices.of_fakes(watch)
 
 
 def stored(call: FlatCall, names: Sequence[str], line: Source | None) -> PlanningError:

@@ -46,6 +46,7 @@ from dtensor.frontend.capture.decompose import Held
 from dtensor.frontend.capture.layers import print_of, segments_of
 from dtensor.frontend.capture.patches import (
     export_joint,
+    lists_of,
     load_compiler,
     patched,
     surrounding,
@@ -255,7 +256,8 @@ def graph_of(
     check_forward(forward, root.grads != "none")
     with whole_layers():
         joint = _differentiate(forward, tensors, mode)
-        graph = replace(to_graph(root, joint, forward, mode), exported=exported)
+        graph = to_graph(root, joint, forward, mode)
+        graph = replace(graph, exported=exported, autocast=tuple(sorted(lists_of(forward))))
     return _with(graph, met, root.call) if met else graph
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from dtensor.frontend.graph import Writer, bound
+from dtensor.numerics import is_narrow
 
 aten: Any = torch.ops.aten
 _SUM, _MEAN, _MAX = range(3)
@@ -58,6 +59,9 @@ def as_rows(graph: fx.Graph, node: fx.Node) -> None:
         elif mode == _MEAN:
             count = call(aten.clamp.default, call(aten.sum.dim_IntList, kept, [1], True), 1)
             out = call(aten.div.Tensor, out, count)
+    dtype = a["weight"].meta["val"].dtype
+    if is_narrow(dtype):  # on CUDA's list a sum is float32, and a bag is not on it
+        out = call(aten.to.dtype, out, dtype)
     for user in uses:
         if user in used:
             out.meta["val"] = user.meta["val"]

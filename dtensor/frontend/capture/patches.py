@@ -9,7 +9,7 @@
 - A GraphModule is not turned into Python source unless it is called. Torch makes some forty on its
   way and calls few; that took a fifth of the time. Torch has the same for its own use
   (_LazyGraphModule), which its export does not take up.
-- What would be lost in silence is refused: autocast for another device than the CPU.
+- What would be lost in silence is refused: autocast for devices other than the CPU and CUDA.
 - A custom autograd Function is recorded with its backward (functions.py), below `Function.apply`,
   which a program may have under another name: relu = MyRelu.apply.
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
@@ -20,10 +20,11 @@
 
 The joint export of forward and backward, `export_joint`, is private to torch too.
 
-Autocast. A program is captured on fake CPU tensors, whatever runs it. So the ops that "cpu"
-autocast chooses are the program's, on every device; autocast for "cuda" would touch none of those
-tensors. One around the call is a region around the user's function and nothing else: the backward
-runs in the dtypes that the forward left, as in torch. Torch itself writes the casts.
+Autocast. A program is captured on fake CPU tensors, whatever runs it. A region follows the list of
+the device type that it names: torch itself writes the casts of the CPU's, and cuda_casts.py those
+of CUDA's, also where torch sees no GPU and would switch the region off. One around the call is a
+region around the user's function and nothing else: the backward runs in the dtypes that the forward
+left, as in torch.
 
 Checkpoints. That ops run again in the backward is lost unless it is marked: each outermost call
 gets a number, which torch carries from the traced op to the joint graph. With use_reentrant=True
@@ -44,6 +45,7 @@ import itertools
 import traceback as python_traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from threading import Thread
 from types import FunctionType
@@ -76,7 +78,9 @@ from dtensor.frontend.capture.thread_patches import (
 )
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import places_below, source_here
+from dtensor.numerics import dtype_name
 from dtensor.private_torch import compile_lock
+from dtensor.provider import Provider
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.functions import AppliedFunctions
@@ -116,6 +120,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         (graph_module, "print", lambda _: _prints_nothing),  # the line of a graph that raised
         (torch.autocast, "__init__", _checked_init),
         (torch.autocast, "__enter__", _checked_enter),
+        (torch.autocast, "__exit__", _ended),
         (
             checkpoints,
             "_checkpoint_without_reentrant_generator",
@@ -152,6 +157,8 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
                 ("error", ASSIGNED + r".*self\.(?!\S*_flat_weights)", ""),
             )
         )
+        stack.callback(torch.set_autocast_enabled, "cuda", torch.is_autocast_enabled("cuda"))
+        torch.set_autocast_enabled("cuda", False)
         stack.enter_context(torch.autocast(CAPTURED_ON, enabled=False))
         if torch.get_default_device().type != CAPTURED_ON:  # `with torch.device("meta"):`
             stack.enter_context(torch.device(CAPTURED_ON))
@@ -241,54 +248,148 @@ def _when_called(compiled: Any) -> Any:
 # -- autocast --------------------------------------------------------------------------------------
 
 
-def surrounding() -> torch.dtype | None:
-    """The dtype of the autocast around the call, which its program depends on; None without one.
-
-    PlanningError under autocast for a device that programs are not captured on.
-    """
-    if torch.is_autocast_enabled("cuda"):
-        raise _lost("cuda", f"dtype={torch.get_autocast_dtype('cuda')}")
-    if torch.is_autocast_enabled(CAPTURED_ON):
-        return torch.get_autocast_dtype(CAPTURED_ON)
-    return None
+_LISTS = ("cpu", "cuda")
+DEVICE = Provider[Callable[[], str]]("dtensor.api.store.session:program_device")
+"""Gives the device type that programs of this thread are for, one of the lists'."""
 
 
-def region(dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """The region of `surrounding`, entered around the user's function alone."""
-    return nullcontext() if dtype is None else torch.autocast(CAPTURED_ON, dtype=dtype)
+@dataclass(frozen=True, slots=True)
+class Surrounding:
+    """What a program depends on of where it is called: ``device``: the type of what runs it;
+    ``autocast``: the list and the dtype of the autocast around the call."""
+
+    device: str
+    autocast: tuple[str, torch.dtype] | None
+
+
+def surrounding() -> Surrounding:
+    """Of two lists around the call, that of the program's device holds, as in torch."""
+    device = DEVICE.get()()
+    on = [name for name in _LISTS if torch.is_autocast_enabled(name)]
+    if not on:
+        return Surrounding(device, None)
+    name = device if device in on else on[0]
+    return Surrounding(device, (name, torch.get_autocast_dtype(name)))
+
+
+def region(around: Surrounding) -> AbstractContextManager[object]:
+    """The autocast of `surrounding`, entered around the user's function alone."""
+    if around.autocast is None:
+        return nullcontext()
+    name, dtype = around.autocast
+    return torch.autocast(name, dtype=dtype)
+
+
+def lists_of(forward: fx.GraphModule) -> set[str]:
+    """Which lists an exported forward follows, each with the dtype: "cuda, bf16"."""
+    found: set[str] = set()
+    for module in forward.modules():
+        if isinstance(module, fx.GraphModule):
+            regions = module.graph.find_nodes(
+                op="call_function", target=torch.ops.higher_order.wrap_with_autocast
+            )
+            found |= {f"{n.args[0]}, {dtype_name(n.args[1])}" for n in regions if n.args[2]}  # type: ignore[arg-type]
+    return found
 
 
 def _checked_init(init: Any) -> Any:
-    def checked(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
-        dtype = kwargs.get("dtype", args[0] if args else None)
-        if device_type != CAPTURED_ON and enabled:
+    def checked(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type not in _LISTS and enabled:
             raise _lost(device_type, "" if dtype is None else f"dtype={dtype}")
-        init(self, device_type, *args, **kwargs)
+        is_cuda = device_type == "cuda"  # which torch switches off where it sees no GPU
+        init(self, device_type, dtype, enabled and not is_cuda, cache_enabled)
+        if is_cuda:
+            self._enabled = enabled
+        self.made_in_capture = True
 
     return checked
 
 
 def _checked_enter(enter: Any) -> Any:
     def checked(self: Any) -> Any:
-        # made before the capture, as a decorator is; or one that ends a region it does not reach
-        here = torch.is_autocast_enabled(CAPTURED_ON)
-        if self.device != CAPTURED_ON and (self._enabled or here):
-            given = f"dtype={self.fast_dtype}" if self._enabled else "enabled=False"
-            raise _lost(self.device, given)
+        name, device = self.device, DEVICE.get()()
+        others = [other for other in _LISTS if other != name and torch.is_autocast_enabled(other)]
+        self.casts, self.put_back = None, ()
+        if self._enabled:
+            given = f"dtype={self.fast_dtype}"
+            if name not in _LISTS:  # made before the capture, as a decorator is
+                raise _lost(name, given)
+            if others:
+                raise _two_lists(name, others[0], given)
+        else:
+            if others and name != device:
+                raise _ends_nothing(name, others[0])
+            if name == "cuda" and not hasattr(self, "made_in_capture"):
+                matters = device == "cuda" or torch.is_autocast_enabled("cuda")
+                if matters and not torch.cuda.is_available():
+                    raise _perhaps_off()
+            self.put_back = others  # the list that the program's tensors follow
+        for other in self.put_back:
+            torch.set_autocast_enabled(other, False)
+        if self._enabled and name == "cuda":
+            # Not at the top: few programs need it.
+            from dtensor.frontend.capture.cuda_casts import cuda_casts
+
+            self.casts = ExitStack()
+            self.casts.enter_context(undecomposed())  # torch would resize past the list
+            self.casts.enter_context(cuda_casts())
         return enter(self)
 
     return checked
 
 
+def _ended(leave: Any) -> Any:
+    def ended(self: Any, *raised: Any) -> Any:
+        result = leave(self, *raised)
+        if self.casts is not None:
+            self.casts.close()
+        for other in self.put_back:
+            torch.set_autocast_enabled(other, True)
+        return result
+
+    return ended
+
+
 def _lost(device_type: str, given: str) -> PlanningError:
     given = given and f", {given}"
     return planning_error(
-        f'torch.autocast("{device_type}"{given}) would change no op: a program is captured on the '
-        f"CPU, whatever device runs it.",
+        f'torch.autocast("{device_type}"{given}) would change no op: a program is captured for the '
+        f"CPU or for CUDA.",
         source=source_here(),
-        fix=f'torch.autocast("{CAPTURED_ON}"{given}), or x.device.type of an argument x: it holds '
-        f"on every device",
+        fix=f'torch.autocast("{CAPTURED_ON}"{given}) or torch.autocast("cuda"{given}), whose lists '
+        f"of ops differ",
+    )
+
+
+def _two_lists(name: str, other: str, given: str) -> PlanningError:
+    return planning_error(
+        f'torch.autocast("{name}", {given}) is within one for "{other}": two lists of ops at once.',
+        source=source_here(),
+        fix=f'torch.autocast("{other}", {given}), or end that one first',
+    )
+
+
+def _ends_nothing(name: str, other: str) -> PlanningError:
+    return planning_error(
+        f'torch.autocast("{name}", enabled=False) would end nothing: the autocast around it is for '
+        f'"{other}".',
+        source=source_here(),
+        fix=f'torch.autocast("{other}", enabled=False)',
+    )
+
+
+def _perhaps_off() -> PlanningError:
+    return planning_error(
+        'An autocast for "cuda" was made before the program ran, where torch sees no GPU, and is '
+        "off: torch switches off what is on there.",
+        source=source_here(),
+        fix='make it within the program: with torch.autocast("cuda", ...): in the function',
     )
 
 
@@ -303,8 +404,13 @@ def _unmoved(
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
+    alone: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+    if (device := DEVICE.get()()) != CAPTURED_ON:
+        from dtensor.frontend.capture.seen_device import DevicesAlone
+
+        alone = partial(DevicesAlone, device)
     for name, x in named:
-        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with disable_proxy_modes_tracing(), alone(), torch.no_grad():
             made = fn(x)
         if not is_same_memory(made, x):
             now, then = (f"{type_text(y)} on {y.device}" for y in (x, made))
@@ -408,9 +514,8 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @contextmanager
-def whole_layers() -> Iterator[None]:
-    """Within it these ops reach the joint graph as they are, and attention that is left in the
-    forward as the ops that it is on every machine; not reentrant. Only who traces asks for these
+def undecomposed() -> Iterator[None]:
+    """Within it these ops are called as they are; may be nested. Only who traces asks for these
     kernels, and only one traces (`patched`)."""
     import torch._decomp
 
@@ -421,21 +526,37 @@ def whole_layers() -> Iterator[None]:
         for name in packet.overloads()
         if "out" not in name
     ]
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    before = [(op, dict(op.py_kernels)) for op in (*ops, attention)]
+    before = [(op, dict(op.py_kernels)) for op in ops]
     try:
         for op in ops:
             for key in _KEYS:
                 op.py_kernels.pop(key, None)
             op._dispatch_cache.clear()
-        attention.py_kernels.update(dict.fromkeys(_KEYS, _written_attention))
-        attention._dispatch_cache.clear()
         yield
     finally:
-        for op, kernels in before:
-            op.py_kernels.clear()
-            op.py_kernels.update(kernels)
-            op._dispatch_cache.clear()
+        _put_kernels_back(before)
+
+
+def _put_kernels_back(before: list[tuple[Any, dict[Any, Any]]]) -> None:
+    for op, kernels in before:
+        op.py_kernels.clear()
+        op.py_kernels.update(kernels)
+        op._dispatch_cache.clear()
+
+
+@contextmanager
+def whole_layers() -> Iterator[None]:
+    """Within it these ops reach the joint graph as they are, and attention that is left in the
+    forward as the ops that it is on every machine; not reentrant."""
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    with undecomposed():
+        before = [(attention, dict(attention.py_kernels))]
+        try:
+            attention.py_kernels.update(dict.fromkeys(_KEYS, _written_attention))
+            attention._dispatch_cache.clear()
+            yield
+        finally:
+            _put_kernels_back(before)
 
 
 def _written_attention(

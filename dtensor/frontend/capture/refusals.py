@@ -46,6 +46,7 @@ from dtensor.signals import act, noted
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.data_assignment import DataAssignments
+    from dtensor.frontend.capture.seen_device import DevicesOfCalls
 
 
 def data_dependent_errors() -> tuple[type[Exception], ...]:
@@ -98,16 +99,24 @@ _HOOKS = {
 class RefusalMode(TorchFunctionMode):
     """Sees each torch call of the user's function, before anything is computed. ``recorder``: what
     code torch runs for it is of no interest; ``own``: its parameters and buffers, ``inputs``: its
-    arguments; ``given``: which of these it gave other memory, once it does."""
+    arguments; ``given``: which of these it gave other memory, once it does; ``device``: the type of
+    that on which it sees them."""
 
     def __init__(
         self,
         recorder: CodeRecorder,
         parameters: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
+        device: str,
     ) -> None:
         super().__init__()
         self.recorder = recorder
+        self.devices: DevicesOfCalls | None = None
+        if device != "cpu":
+            # Not at the top: only programs for GPUs need it.
+            from dtensor.frontend.capture.seen_device import DevicesOfCalls
+
+            self.devices = DevicesOfCalls(device)
         self.own, self.inputs = parameters, inputs
         self.given: DataAssignments | None = None
 
@@ -121,6 +130,17 @@ class RefusalMode(TorchFunctionMode):
         if noted:
             act()
         kwargs = kwargs or {}
+        if self.devices is not None:
+            if (answered := self.devices.answer(func, args)) is not None:
+                return answered[0]
+            args, kwargs = self.devices.on_the_cpu(func, args, kwargs)
+        if func in _RECURRENT and torch.is_autocast_enabled("cuda"):
+            raise planning_error(
+                f'{func.__name__} under torch.autocast("cuda") is cuDNN\'s there, with casts of '
+                f"its own, which no list says.",
+                source=source_here(),
+                fix='torch.autocast("cuda", enabled=False) around it, and a cast of its input',
+            )
         if func in _ASKS and not _is_constant(args[0]):
             check = check_of_torch() if func is torch.Tensor.__bool__ else None
             if check is not None:
@@ -215,6 +235,7 @@ def _is_stray(x: torch.Tensor) -> bool:
     return x.requires_grad and not isinstance(x, FakeTensor)
 
 
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _CTC = (F.ctc_loss, torch.ctc_loss)
 _BATCH_NORM = BatchNorm.forward.__code__
 _GAUSSIAN_NLL = FunctionType(

@@ -79,7 +79,7 @@ def _ops(graph: Graph) -> Dataflow:
             names[node] = op.results if op.call.multiple else cast(str, op.results[0])
             ops.append(op)
     flow = Dataflow(inputs=tuple(inputs), ops=tuple(ops), outputs=tuple(outputs))
-    return replace(flow, recognised=graph.recognised)
+    return replace(flow, recognised=graph.recognised, autocast=graph.autocast)
 
 
 def _label(entry: Arg, held: Collection[str]) -> str:

@@ -91,6 +91,7 @@ class Dataflow:
     outputs: tuple[Output, ...]
     num_stages: int = 1
     recognised: tuple[Recognised, ...] = ()  # in the order of the program, before its backward
+    autocast: tuple[str, ...] = ()  # the lists of ops that its casts follow: "cuda, bf16"
 
     def __repr__(self) -> str:
         num = f"inputs: {len(self.inputs):,}, ops: {len(self.ops):,}"

@@ -95,7 +95,8 @@ def layer_norm(graph: fx.Graph, node: fx.Node, writes: Writes) -> tuple[str, fx.
     """In place: one of a sum in its layer takes the sum along; else it stays the op that it is."""
     a = bound(node)
     x, weight, bias = a["input"], a["weight"], a["bias"]
-    alike = [w is not None and dtype(w) == dtype(x) for w in (weight, bias)]
+    # on CUDA's list of autocast the result is float32, whatever they are
+    alike = [w is not None and dtype(w) == dtype(x) == dtype(node) for w in (weight, bias)]
     total = _sum_before(x, node, (weight, bias), writes) if all(alike) else None
     if total is None or len(a["normalized_shape"]) != 1:
         return "native_layer_norm", node

@@ -94,7 +94,7 @@ def render(
     description in the head.
     """
     plan = totals.plan
-    text = [_head(plan), *_axes(totals), *_stored(plan), *_statistics(plan)]
+    text = [_head(plan), *_autocast(plan), *_axes(totals), *_stored(plan), *_statistics(plan)]
     text += [*notices_of(plan), *note]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
@@ -321,6 +321,10 @@ def _head(plan: PlanRecord) -> str:
     if plan.num_stages == 1:
         parts += ["stage 0 of 1", _ranks(plan, 0)]
     return "    ".join(parts)
+
+
+def _autocast(plan: PlanRecord) -> list[str]:
+    return [f"autocast    list of {name}" for name in plan.flow.autocast]
 
 
 def _ranks(plan: PlanRecord, stage: int) -> str:

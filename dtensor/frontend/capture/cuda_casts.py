@@ -1,0 +1,205 @@
+"""The casts of `torch.autocast("cuda")` on CPU tensors, on which torch's own kernels cast nothing.
+
+    with cuda_casts():
+        torch.softmax(x, -1)                 # bf16[8,16] -> f32[8,16]; by the CPU's list bf16
+
+A program is captured on fake CPU tensors, whatever runs it. Which ops are on CUDA's list is asked
+of torch: those that have a kernel for its dispatch key. What happens to their operands is said here
+as in torch's autocast_mode.h; an op that this file does not know is refused. Within, every call in
+this thread meets the key, and a kernel in Python before that of C++.
+
+Invariants: an op on the list runs with the key excluded, so that ops within it cast nothing more,
+as in torch. Whether autocast is on, and its dtype, is torch's state. Nothing is cached: simplify.py
+has a parameter cast once. Not here: which region follows which list (patches.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _dispatch_get_registrations_for_dispatch_key,
+    _dispatch_tls_is_dispatch_key_included,
+    _dispatch_tls_set_dispatch_key_included,
+    _EnablePythonDispatcher,
+    _ExcludeDispatchKeyGuard,
+)
+
+from dtensor.errors import PlanningError
+
+_KEY = DispatchKey.AutocastCUDA
+_NARROW = """
+    _convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d
+    conv_transpose2d.input conv_transpose3d.input convolution cudnn_convolution
+    cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
+    addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
+    scaled_dot_product_attention
+"""
+_FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm
+    frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss
+    cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss
+    huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
+    logsumexp upsample_nearest1d _upsample_nearest_exact1d upsample_nearest2d
+    _upsample_nearest_exact2d upsample_nearest3d _upsample_nearest_exact3d upsample_linear1d
+    upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
+    _upsample_bicubic2d_aa
+"""
+_FLOAT32_RESULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+_WIDEST = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
+"""
+_WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
+_AS_TORCH_HAS_IT = {"binary_cross_entropy"}  # it raises
+
+_Kernel = Callable[..., Any]
+
+
+@contextmanager
+def cuda_casts() -> Iterator[None]:
+    """Within, in this thread; may be nested. Only one thread captures at a time, and only who
+    traces asks for kernels in Python."""
+    was_included = _dispatch_tls_is_dispatch_key_included(_KEY)
+    kernels = {} if was_included else _kernels()
+    try:
+        for op, kernel in kernels.items():
+            op.py_kernels[_KEY] = kernel
+            op._dispatch_cache.clear()
+        _dispatch_tls_set_dispatch_key_included(_KEY, True)
+        with _EnablePythonDispatcher():
+            yield
+    finally:
+        _dispatch_tls_set_dispatch_key_included(_KEY, was_included)
+        for op in kernels:
+            op.py_kernels.pop(_KEY, None)
+            op._dispatch_cache.clear()
+
+
+@cache
+def _kernels() -> dict[Any, _Kernel]:
+    """By op, what the list does to it."""
+    makers = {name: _narrow for name in _NARROW.split()}
+    makers |= {name: _float32 for name in _FLOAT32.split()}
+    makers |= {name: _float32_result for name in _FLOAT32_RESULT.split()}
+    makers |= {name: _widest for name in _WIDEST.split()}
+    makers |= {name: _with_dtype for name in _WITH_DTYPE}
+    kernels: dict[Any, _Kernel] = {}
+    for full in sorted(_dispatch_get_registrations_for_dispatch_key("AutocastCUDA")):
+        namespace, _, name = full.partition("::")
+        packet, _, overload = name.partition(".")
+        if namespace == "aten" and name not in _AS_TORCH_HAS_IT:
+            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+            kernels[op] = makers.get(name, _unknown)(op)
+    return kernels
+
+
+def _fits(x: object) -> bool:
+    """Whether autocast casts it."""
+    return isinstance(x, Tensor) and x.dtype.is_floating_point and x.dtype != torch.float64
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    match value:
+        case Tensor():
+            return value.to(dtype) if _fits(value) and value.dtype != dtype else value
+        case list() | tuple():
+            return [_cast(item, dtype) for item in value]
+        case _:
+            return value
+
+
+def _excluded() -> Any:
+    return _ExcludeDispatchKeyGuard(DispatchKeySet(_KEY))
+
+
+def _called(op: Any, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """The op, of operands of the dtype."""
+    with _excluded():
+        cast_args = [_cast(value, dtype) for value in args]
+        return op(*cast_args, **{name: _cast(value, dtype) for name, value in kwargs.items()})
+
+
+def _narrow(op: Any) -> _Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return _called(op, torch.get_autocast_dtype("cuda"), args, kwargs)
+
+    return kernel
+
+
+def _float32(op: Any) -> _Kernel:
+    return lambda *args, **kwargs: _called(op, torch.float32, args, kwargs)
+
+
+def _float32_result(op: Any) -> _Kernel:
+    """The operand stays as it is; a dtype that was stated holds."""
+    names = [argument.name for argument in op._schema.arguments]
+    place = names.index("dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        stated = args[place] if len(args) > place else kwargs.get("dtype")
+        if stated is None and _fits(args[0]):
+            args, kwargs = args[:place], {**kwargs, "dtype": torch.float32}
+        with _excluded():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _with_dtype(op: Any) -> _Kernel:
+    """By another overload, which is given the dtype of the result."""
+    overload = _WITH_DTYPE[op._schema.name.removeprefix("aten::") + f".{op._overloadname}"]
+    stated = getattr(op._overloadpacket, overload)
+    names = [argument.name for argument in op._schema.arguments]
+    defaults = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        dtype = torch.float32 if _fits(args[0]) else args[0].dtype
+        with _excluded():
+            return stated(*(given[name] for name in names), dtype=dtype)
+
+    return kernel
+
+
+def _widest(op: Any) -> _Kernel:
+    """In the widest dtype among the operands: that of autocast, or float32."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        narrow = dtype = torch.get_autocast_dtype("cuda")
+        for value in (*args, *kwargs.values()):
+            for x in value if isinstance(value, (list, tuple)) else (value,):
+                if not _fits(x) or dtype == torch.float32:
+                    continue
+                if x.dtype not in (narrow, torch.float32):
+                    raise RuntimeError(
+                        f"Unexpected floating ScalarType in at::autocast::prioritize: "
+                        f"{op} of {x.dtype}, where autocast has {narrow}"
+                    )
+                dtype = x.dtype
+        return _called(op, dtype, args, kwargs)
+
+    return kernel
+
+
+def _unknown(op: Any) -> _Kernel:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise PlanningError(
+            f'{op} is on the list of torch.autocast("cuda") of torch {torch.__version__}, and what '
+            f"it does there is not known here.\n"
+            f'fix: with torch.autocast("cuda", enabled=False): around it, and casts of your own'
+        )
+
+    return kernel
