@@ -8,8 +8,9 @@ a run (`daft/ray`), and a program that reads one is captured again where it has 
 (`frontend/guards`).
 
 Invariants: plain data, in one order; of precisions what holds where none was set of its own. Not
-here: the number of threads, which each process has its own of; flushing denormal numbers, which
-torch sets for a thread and cannot be asked for.
+here: the library of products of matrices, whose default is each GPU's own; the number of threads,
+which each process has its own of; flushing denormal numbers, which torch sets for a thread and
+cannot be asked for.
 """
 
 from __future__ import annotations
@@ -40,6 +41,23 @@ def _set_matmul(precision: str) -> None:
         torch.set_float32_matmul_precision(precision)
 
 
+def _of_cudnn() -> bool | None:
+    """None where it was set for a kind of kernels alone: those are asked below."""
+    try:
+        return bool(_C._get_cudnn_allow_tf32())
+    except RuntimeError:
+        return None
+
+
+def _set_cudnn(tf32: bool | None) -> None:
+    if tf32 is not None:
+        _C._set_cudnn_allow_tf32(tf32)
+
+
+def _set_linalg(library: int) -> None:
+    _C._set_linalg_preferred_backend(_C._LinalgBackend(library))
+
+
 def _deterministic() -> tuple[bool, bool]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return torch.are_deterministic_algorithms_enabled(), warn_only
@@ -64,7 +82,8 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         _C._set_deterministic_fill_uninitialized_memory,
     ),
     "float32 matmul precision": (_of_matmul, _set_matmul),
-    **{  # after that of matmul, which sets some of them
+    "tf32 of cudnn": (_of_cudnn, _set_cudnn),
+    **{  # after those of matmul and cudnn, which set some of them
         f"float32 precision of {op}, {backend}": (
             partial(_C._get_fp32_precision_getter, backend, op),
             partial(_C._set_fp32_precision_setter, backend, op),
@@ -97,7 +116,17 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "memory-efficient attention": (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
     "attention by its formula": (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
     "cudnn attention": (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    "sums of attention by its formula": (
+        _cuda.fp16_bf16_reduction_math_sdp_allowed,
+        _cuda.allow_fp16_bf16_reduction_math_sdp,
+    ),
+    "library of linear algebra": (lambda: int(_C._get_linalg_preferred_backend()), _set_linalg),
 }
+if hasattr(_C, "_get_cudnn_depthwise_kernel"):  # from torch 2.13 on
+    _FLAGS["cudnn depthwise kernel"] = (
+        _C._get_cudnn_depthwise_kernel,
+        _C._set_cudnn_depthwise_kernel,
+    )
 
 
 def kernel_flags() -> Flags:

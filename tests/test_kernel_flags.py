@@ -25,7 +25,39 @@ CHANGES: dict[str, Callable[[], object]] = {
     "mkldnn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
     "cudnn benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
     "flash": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "float16 sums": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
+    ),
+    "float16 accumulation": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_fp16_accumulation", True
+    ),
+    "cudnn deterministic": lambda: setattr(torch.backends.cudnn, "deterministic", True),
+    "math attention": lambda: torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True),
 }
+ASKED: dict[str, Callable[[], object]] = {
+    "matmul": lambda: torch.backends.cuda.matmul.allow_tf32,
+    "cudnn": lambda: torch.backends.cudnn.allow_tf32,
+    "precision": torch.get_float32_matmul_precision,
+    "deterministic": torch.are_deterministic_algorithms_enabled,
+    "benchmark": lambda: torch.backends.cudnn.benchmark,
+    "cudnn deterministic": lambda: torch.backends.cudnn.deterministic,
+    "float16": lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    "bfloat16": lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    "accumulation": lambda: torch.backends.cuda.matmul.allow_fp16_accumulation,
+    "math attention": torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+    "conv": lambda: torch.backends.cudnn.conv.fp32_precision,
+}
+
+
+def answers() -> dict[str, object]:
+    """What torch says of its settings, also where it says that two ways of setting are mixed."""
+    found: dict[str, object] = {}
+    for name, ask in ASKED.items():
+        try:
+            found[name] = ask()
+        except RuntimeError as error:
+            found[name] = str(error)
+    return found
 
 
 @pytest.fixture
@@ -40,10 +72,13 @@ def before() -> Iterator[bytes]:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_seen_and_can_be_set(name: str, before: bytes) -> None:
+    at_first = answers()
     CHANGES[name]()
-    changed = marshal.dumps(kernel_flags(), 2)
+    changed, told = marshal.dumps(kernel_flags(), 2), answers()
     assert changed != before
     obey(marshal.loads(before))
     assert marshal.dumps(kernel_flags(), 2) == before
+    assert answers() == at_first
     obey(marshal.loads(changed))
     assert marshal.dumps(kernel_flags(), 2) == changed
+    assert answers() == told
