@@ -12,6 +12,7 @@ here: the words, which are those of plan/text/explain.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 
 from dtensor.sharding.plan.plan import Plan
@@ -85,7 +86,7 @@ class Reasons:
                 how = "stages that are found" if self.plan.auto else "stages="
                 return f"{how} on {self.plan.stage_axis}"
             case Norm():
-                return "clip_grad_norm="
+                return "grad_scaler=" if step.max_norm == math.inf else "clip_grad_norm="
             case _:
                 return ""
 
@@ -102,10 +103,13 @@ class Reasons:
         """The reason for a step without a result that explain could name."""
         match step:
             case Norm():
-                return (
-                    "the global norm of all gradients: each rank squares its own, ranks and "
-                    f"stages add up; gradients are scaled where it is above {step.max_norm:g}"
-                )
+                parts = ["the global norm of all gradients: each rank squares its own, ranks and "]
+                parts.append("stages add up")
+                if step.max_norm != math.inf:
+                    parts.append(f"; gradients are scaled where it is above {step.max_norm:g}")
+                if step.scaled:
+                    parts.append("; gradients are divided by the scale of the loss")
+                return "".join(parts)
             case Redistribute():
                 of = ", ".join(collapse(step.of))
                 return (

@@ -35,6 +35,7 @@ from dtensor.frontend.graph import named_tensors
 from dtensor.kernels.registry import current
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.lower.rank_builder import Roles
+from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.placements import REPLICATE
@@ -343,7 +344,7 @@ def _fused(
             if name in known:
                 held = item.held if item.name in state else item.spec
                 buffers[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
-        unknown = {"options", roles.optimizer}
+        unknown = {"options", SCALE, roles.optimizer}
         unknown |= {n for n in rank_program.state if n.startswith(f"{roles.optimizer}: ")}
         numbers = known.difference(buffers, unknown)
         given.append(buffers | dict.fromkeys(numbers, 0))

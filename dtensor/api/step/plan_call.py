@@ -191,6 +191,12 @@ class Planned:
     switches: int
     arrangement: tuple[int, ...]
 
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the loss is multiplied by a scale."""
+        training = self.request.training
+        return training is not None and training.scaled
+
     @cached_property
     def changed(self) -> tuple[int, ...]:
         """The leaves of the call that the program changes."""

@@ -19,6 +19,7 @@ step that was under way behind it. A scheduler is the user's: it stands where th
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,15 @@ from dtensor.api.model.labels import SeenModule
 from dtensor.api.model.parallel import ParallelModule, check_parallel, not_the_models
 from dtensor.api.model.stating.recomputed import recompute_of
 from dtensor.api.step.loaded_program import load, on_stage
+from dtensor.api.step.loss_scale import (
+    ARGUMENT,
+    UNSCALED,
+    checked_scaler,
+    is_overflow,
+    move,
+    scale_of,
+    scaled,
+)
 from dtensor.api.step.plan_call import (
     PROFILER,
     BoundCall,
@@ -68,6 +78,7 @@ from dtensor.numerics import is_narrow
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.detect_nan import DetectNan, checked_detect
 from dtensor.runtime.lower.rank_builder import Roles
+from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
     check_optimizer,
@@ -109,13 +120,16 @@ class StepOptions:
     keep_gradients: bool
     master_weights: bool
     detect_nan: DetectNan
+    grad_scaler: torch.amp.GradScaler | None
 
 
 class Loss(ReadsAsFloat):
     """A step's loss, which may still be on its way. Reading it waits and raises what failed.
 
     ``float(loss)``; ``loss.metrics`` (what loss_fn returned beside it, name to float);
-    ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm``); ``loss.tensor()``.
+    ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm`` or ``grad_scaler``);
+    ``loss.tensor()``; ``loss.skipped``, once it was read: whether a gradient was not finite, so
+    that a ``grad_scaler`` has backed off, and the step has changed nothing. It is NaN then.
     It adds, compares and prints as a float does, each of which reads it.
     """
 
@@ -133,6 +147,7 @@ class Loss(ReadsAsFloat):
         self._session = session
         self._ended: Callable[[bool], None] | None = ended  # is told once whether it ended well
         self.was_read: bool = False
+        self.skipped: bool = False
 
     def _get(self) -> list[dict[str, torch.Tensor]]:
         """What each rank returned."""
@@ -151,11 +166,16 @@ class Loss(ReadsAsFloat):
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
         """What each rank returned; does not count as reading it."""
+        if self.skipped:
+            return []
         try:
             results = self._future.get()
-        except DaftError:
+        except DaftError as error:
             if self._session.cluster.failure is None:
+                self.skipped = is_overflow(error)
                 self._tell(well=False)
+            if self.skipped:
+                return []
             raise
         self._tell(well=True)
         return results
@@ -172,7 +192,10 @@ class Loss(ReadsAsFloat):
         name = f"result {index}"
         flow = self._planned.plan.flow
         value = next(o.value for o in flow.outputs if o.kind == "result" and o.of == index)
-        for results in self._get():
+        ranks = self._get()
+        if self.skipped:
+            return torch.tensor(math.nan)
+        for results in ranks:
             if name in results:  # a sum over microbatches of 16 bits comes in float32
                 return results[name].to(flow.metas[value].dtype)
         raise AssertionError(f"no rank returned {name}")
@@ -182,8 +205,15 @@ class Loss(ReadsAsFloat):
         return self._future.done()
 
     def tensor(self) -> torch.Tensor:
-        """The loss as a scalar CPU tensor."""
-        return self._result(0)
+        """The loss as a scalar CPU tensor; NaN of a step that was skipped."""
+        if not self._planned.is_scaled:
+            return self._result(0)
+        return self._every()[1][UNSCALED]
+
+    def _every(self) -> Any:
+        """As loss_fn has returned it."""
+        count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
+        return self._planned.graph.unflatten([self._result(i) for i in range(count)])
 
     def item(self) -> float:
         """The loss as a float."""
@@ -200,16 +230,15 @@ class Loss(ReadsAsFloat):
     @property
     def metrics(self) -> dict[str, float]:
         """What loss_fn returned beside the loss, of the whole batch; {} where nothing."""
-        count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
-        tensors = [self._result(i) for i in range(count)]
-        outputs = self._planned.graph.unflatten(tensors)
+        outputs = self._every()
         if not isinstance(outputs, tuple):
             return {}
-        return {name: float(value) for name, value in outputs[1].items()}
+        return {name: float(value) for name, value in outputs[1].items() if name != UNSCALED}
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the gradients before clipping; None without ``clip_grad_norm``."""
+        """The global norm of the gradients before clipping; None without ``clip_grad_norm`` or
+        ``grad_scaler``, and of a step that was skipped."""
         for results in self._get():
             if "norm" in results:
                 return float(results["norm"])
@@ -256,6 +285,8 @@ class TrainStep:
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
+        self._called = loss_fn if options.grad_scaler is None else scaled(loss_fn)
+        self._kept_scale = 1.0  # of the gradients that are kept
         self.optimizer = optimizer
         self.options = options
         self.plans: PlanCache = PlanCache("loss")
@@ -333,7 +364,12 @@ class TrainStep:
         return self._plan(self._call(batch, kwargs), graph).plan
 
     def _call(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
-        return BoundCall.of(self.loss_fn, (self.model, *batch), kwargs)
+        return BoundCall.of(self._called, (self.model, *batch), {**kwargs, **self._scale()})
+
+    def _scale(self) -> dict[str, torch.Tensor]:
+        """The argument by which the loss is scaled, as it is now; {} where it is not."""
+        scaler = self.options.grad_scaler
+        return {} if scaler is None else {ARGUMENT: torch.tensor(scale_of(scaler))}
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         def make(found: Graph | None) -> Planned:
@@ -379,6 +415,7 @@ class TrainStep:
             state_tensors=state_tensors(self.optimizer),
             clip_grad_norm=self.options.clip_grad_norm,
             master_weights=self.options.master_weights,
+            scaled=self.options.grad_scaler is not None,
         )
 
     # -- running -----------------------------------------------------------------------------------
@@ -395,6 +432,8 @@ class TrainStep:
             planned, turn = self._plan(call), CALL_LOCK.turn
         while (oldest := self._oldest()) is not None:  # without the lock: others go on meanwhile
             self._read(oldest)
+        if self.options.grad_scaler is not None:
+            call = self._call(batch, kwargs)  # what was read may have moved the scale
         with ExitStack() as block:
             with CALL_LOCK:
                 block.enter_context(defer_signals())  # longer than the lock
@@ -410,7 +449,8 @@ class TrainStep:
         """Of as many as may be under way that which is read first."""
         # what a step changes on the optimizer itself is sent to the next one, if it ended well
         rule = known_rule(self.optimizer)
-        most = RUN_AHEAD if rule is None or rule.runs_ahead else 1
+        ahead = self.options.grad_scaler is None and (rule is None or rule.runs_ahead)
+        most = RUN_AHEAD if ahead else 1
         if len(self._running) < most:
             return None
         with CALL_LOCK:
@@ -438,7 +478,10 @@ class TrainStep:
             detect_nan=self.options.detect_nan,
         )
         program = load(session, planned, roles, planned.grid, owner=self)
-        options = {"options": home.rule.told(self.optimizer)}
+        scaler = self.options.grad_scaler
+        scale = 1.0 if scaler is None else scale_of(scaler)
+        options: dict[str, Any] = {"options": home.rule.told(self.optimizer)}
+        options |= {} if scaler is None else {SCALE: scale}
         gradients = self._gradients(session, planned) if self.options.keep_gradients else {}
         kept = {f"gradient {name}": stored.label for name, stored in gradients.items()}
         steps, model_home = self.model.steps, session.model_home(self.model)
@@ -456,9 +499,12 @@ class TrainStep:
         def ended(well: bool) -> None:
             if well:
                 home.ended(updated)
+                self._kept_scale = scale
             else:
                 session.give_back(steps, resets, counted)
                 undo()
+            if scaler is not None and (well or loss.skipped):
+                move(scaler, skipped=not well)
 
         loss = Loss(future, planned, session, ended, self._line)
         self._running.append(loss)
@@ -514,7 +560,10 @@ class TrainStep:
                 name = f"{session.model_home(self.model).prefix}steps"
                 counted = session.counted(name, self.model.steps, takes=False)
                 numbers = numbers_fed(self.model.steps.present(), "train")
-                run = program.run(program.feed(call, numbers), {}, counted)
+                scaler = self.options.grad_scaler
+                scale = 1.0 if scaler is None else scale_of(scaler)
+                fed = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
+                run = program.run(fed, {}, counted)
             results = run.get()
             for label, spec in gradient_specs(planned).items():
                 shards = {rank: results[rank][f"gradient {label}"] for rank in holders_of(spec)}
@@ -531,6 +580,9 @@ class TrainStep:
             wanted = self._gradients(session, planned)
             results = session.launch.store.get(wanted)
             gradients = {name: value for name, value in results if value is not None}
+            scale = self._kept_scale
+        if self.options.grad_scaler is not None:
+            gradients = {name: value / scale for name, value in gradients.items()}
         if self.options.master_weights:
             return {n: g.float() if is_narrow(g.dtype) else g for n, g in gradients.items()}
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
@@ -604,6 +656,7 @@ def train_step(
     capture: str = "once",
     batch_norm: str = "whole_batch",
     elementwise: bool = False,
+    grad_scaler: torch.amp.GradScaler | None = None,
 ) -> TrainStep:
     """A training step as one planned program.
 
@@ -655,6 +708,11 @@ def train_step(
             small parameters, in a second at most (``step.elementwise`` says what was seen), and
             refused where numbers differ or an op mixes elements. What its step changes of its
             groups' options and of its attributes is read and written as torch does.
+        grad_scaler: for float16: ``torch.amp.GradScaler("cpu")``, on GPUs too. The loss is
+            multiplied by its scale, the gradients are divided by it before they are clipped. Where
+            one is not finite the step changes nothing, ``loss.skipped`` is True, and the scaler
+            backs off. Its state is the object's own, moved when a step has ended: so a call waits
+            for the step before. One that is switched off does nothing.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -679,6 +737,12 @@ def train_step(
         raise PlanningError(
             f"schedule={schedule!r} is not a schedule; fix: dt.OneFOneB(microbatches=4), "
             f"dt.GPipe(microbatches=4) or dt.Custom(...)"
+        )
+    scaler = checked_scaler(grad_scaler)
+    if scaler is not None and detect_nan:
+        raise PlanningError(
+            "detect_nan fails a step for what a grad_scaler skips it for: gradients that are not "
+            "finite.\nfix: leave one of them out"
         )
     if clip_grad_norm is not None:
         fix = "clip_grad_norm=1.0, or leave it out for no clipping"
@@ -707,6 +771,7 @@ def train_step(
         keep_gradients=keep_gradients,
         master_weights=master_weights,
         detect_nan=checked_detect(detect_nan) if detect_nan else False,
+        grad_scaler=scaler,
     )
     step = TrainStep(model, loss_fn, optimizer, options)
     step.accelerated = given if given is not optimizer else None

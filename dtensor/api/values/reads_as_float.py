@@ -76,8 +76,9 @@ class ReadsAsFloat:
         """As of a scalar tensor; torch's GradScaler asks for items of what is no tensor."""
         raise TypeError(
             f"a {type(self).__name__} is one number, and has no items.\n"
-            f"fix: float(loss); of a torch.amp.GradScaler: leave it out, for the step has run "
-            f"backward and the optimizer already, and torch.bfloat16 needs no scaling"
+            f"fix: float(loss); of a torch.amp.GradScaler: the step has run backward and the "
+            f"optimizer already; dt.train_step(..., grad_scaler=scaler) scales its loss, and "
+            f"torch.bfloat16 needs no scaling"
         )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:

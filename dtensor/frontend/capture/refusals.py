@@ -344,7 +344,7 @@ class StoredByTorch:
 
 _HOOK = "a hook before its forward"
 _OF_A_SCALER = {"_scale", "_growth_tracker"}
-_NO_SCALER = "a step divides no loss by a scale, and torch.bfloat16 needs none"
+_NO_SCALER = "dt.train_step(..., grad_scaler=scaler) scales the loss; torch.bfloat16 needs none"
 
 
 def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:

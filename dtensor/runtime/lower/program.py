@@ -145,6 +145,8 @@ def lower_rank(b: RankBuilder) -> RankProgram:
     if b.roles.optimizer is not None:
         names += [b.roles.optimizer, *step_end.optimizer_values(b)]
         fed.append("options")
+    if (norm := norm_of(plan.steps)) is not None and norm.scaled:
+        fed.append(step_end.SCALE)
     b.close()
     if outputs:
         step_end.publish(b, outputs)

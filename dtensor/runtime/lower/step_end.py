@@ -46,6 +46,8 @@ from dtensor.runtime.optimizer.shard_optimizer import (
     has_kernel,
     kernel_divides,
     sum_of_squares,
+    unscaled_squares,
+    unscaling_divisor,
     value_name,
 )
 from dtensor.runtime.schedule import Action
@@ -66,6 +68,10 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 if TYPE_CHECKING:
     from dtensor.runtime.lower.state_writes import StateWrites
+
+
+SCALE = "scale of the loss"
+"""An input of each rank, a number, where the loss is scaled."""
 
 
 def accumulate(b: RankBuilder, action: Action, owned: set[str]) -> None:
@@ -168,11 +174,21 @@ def norm(b: RankBuilder, step: Norm) -> None:
     name = f"{step.result}_squares"
     kept = Buffer((), step.dtype)
     wide = () if kept == WORD else (kept.dtype,)
-    b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device, *wide)
+    if step.scaled:
+        segment = b.segment()
+        segment.table["scale"] = SCALE
+        segment.code.apply(unscaled_squares, [counted, "scale"], [name], b.shared.device, *wide)
+    else:
+        b.segment().code.apply(sum_of_squares, [counted], [name], b.shared.device, *wide)
     b.nbytes[name] = kept.nbytes
     name = _summed(b, name, kept)
     pair = (step.result, f"{step.result}_clip")
-    b.segment().code.apply(clip_divisor, [name], pair, step.max_norm)
+    if step.scaled:
+        segment = b.segment()
+        segment.table["scale"] = SCALE
+        segment.code.apply(unscaling_divisor, [name, "scale"], pair, step.max_norm)
+    else:
+        b.segment().code.apply(clip_divisor, [name], pair, step.max_norm)
     b.nbytes.update(dict.fromkeys(pair, kept.nbytes))
 
 

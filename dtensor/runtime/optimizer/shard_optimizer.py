@@ -605,6 +605,35 @@ def sum_of_squares(
     return total
 
 
+class GradientOverflow(ArithmeticError):
+    """A gradient of a scaled loss is not finite, or its square is near the end of float32."""
+
+
+_MOST_SQUARES = 1e30
+
+
+def unscaled_squares(
+    counted: Sequence[torch.Tensor],
+    scale: float,
+    like: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`sum_of_squares` of the gradients divided by the scale. Raises GradientOverflow; it waits for
+    the device."""
+    total = sum_of_squares(counted, like, dtype)
+    if like.type != "meta" and not float(total) < _MOST_SQUARES:  # a NaN is not
+        raise GradientOverflow(f"a gradient of the loss times {scale:g} is not finite")
+    return total / scale / scale
+
+
+def unscaling_divisor(
+    squares: torch.Tensor, scale: float, max_norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`clip_divisor`, of gradients that are times the scale."""
+    norm, divisor = clip_divisor(squares, max_norm)
+    return norm, divisor * scale
+
+
 def clip_divisor(squares: torch.Tensor, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm, max(1, (norm + 1e-6) / max_norm)): what torch.nn.utils.clip_grad_norm_ multiplies
     gradients by is one over that. Fused kernels divide (`kernel_divides`)."""

@@ -25,7 +25,8 @@ class Training:
     """The inputs of the optimizer phase: the trained parameters, the optimizer, and clipping.
 
     ``trained``: labels of parameters; ``state_tensors``: how many tensors of a parameter's shape
-    the optimizer keeps for it; ``master_weights``: it updates float32 copies of narrow ones.
+    the optimizer keeps for it; ``master_weights``: it updates float32 copies of narrow ones;
+    ``scaled``: the loss, and so its gradients, are times a number of each step.
     """
 
     optimizer: str
@@ -33,6 +34,7 @@ class Training:
     state_tensors: int
     clip_grad_norm: float | None = None
     master_weights: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -396,12 +396,15 @@ class Accumulate(_Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(_Step):
-    """The global norm of all gradients, over all axes and stages; gradients are scaled by it."""
+    """The global norm of all gradients, over all axes and stages; gradients are scaled by it.
+    ``max_norm``: inf where they are not clipped. ``scaled``: they come times the loss's scale, by
+    which they are divided, and one that is not finite fails the step."""
 
     result: str
     operands: tuple[tuple[int, str, str], ...]  # (stage that counts it, value, parameter)
     specs: tuple[TensorSpec, ...]
     max_norm: float
+    scaled: bool = False
     phase: StepPhase = "optimizer"
     once: bool = False
     stage: int = 0

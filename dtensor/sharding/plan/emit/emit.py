@@ -13,6 +13,7 @@ What parameters that are stored split add to that is in stored_gradients.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -278,13 +279,14 @@ class Outputs:
         training = self.emitter.request.training
         assert training is not None
         grads = [o for o in outputs if o.kind == "gradient" and str(o.of) in trained]
-        if training.clip_grad_norm is not None:
+        if training.clip_grad_norm is not None or training.scaled:
             self.emitter.steps.append(
                 Norm(
                     result=self.emitter.fresh("grad_norm"),
                     operands=tuple((*o.values[0], str(o.of)) for o in grads),
                     specs=tuple(o.spec for o in grads),
-                    max_norm=training.clip_grad_norm,
+                    max_norm=math.inf if (most := training.clip_grad_norm) is None else most,
+                    scaled=training.scaled,
                 )
             )
         for output in grads:

@@ -27,6 +27,7 @@ text depends on the plan alone. Not here: the reason for a step (explain.py), it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
@@ -161,7 +162,11 @@ def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
             return Line("", step.result, text, str(step.dst), "", step.of)
         case Norm():
             counted = [name for at, _, name in step.operands if at == stage]
-            text = f"norm({count_text(len(counted), 'gradient')}), clipped to {step.max_norm:g}"
+            text = f"norm({count_text(len(counted), 'gradient')})"
+            if step.max_norm != math.inf:
+                text += f", clipped to {step.max_norm:g}"
+            if step.scaled:
+                text += ", unscaled"
             mark = "*" if plan.mesh.size > 1 else ""
             return Line(mark, step.result, text, "f32[]", _sent(plan, step, stage))
         case Update():

@@ -1,0 +1,86 @@
+"""Gradient scaling for float16: `train_step(..., grad_scaler=torch.amp.GradScaler("cpu"))`.
+
+    loss_fn(model, x)  ->  (loss * scale, {..., "loss before its scale": loss})
+
+The scale is an argument of the program, fed at each step; the gradients are divided by it before
+they are clipped. A step of which a gradient is not finite is undone, as one in which a call raises,
+but nothing is raised: the scaler backs off. The scaler is the user's, on the controller: its state
+is what a step reads and what changes when it has ended, so the next step waits for that.
+
+Invariants: scale and growth move as `GradScaler.update` moves them, in float32; a step that fails
+for another reason moves nothing. Not here: the division, the check (shard_optimizer.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dtensor.daft import DaftError, TaskError
+from dtensor.errors import PlanningError, check_kind
+from dtensor.runtime.optimizer.shard_optimizer import GradientOverflow
+
+ARGUMENT = "loss_scale"
+UNSCALED = "loss before its scale"
+
+
+def checked_scaler(scaler: object) -> torch.amp.GradScaler | None:
+    """None for one that is switched off. PlanningError for what is none, and for one that torch may
+    have switched off."""
+    kind = torch.amp.GradScaler
+    fix = 'grad_scaler=torch.amp.GradScaler("cpu")'
+    check_kind("grad_scaler", scaler, kind | None, "a torch.amp.GradScaler", fix)
+    if scaler is None or (isinstance(scaler, kind) and scaler.is_enabled()):
+        return scaler
+    if scaler._device == "cuda" and not torch.cuda.is_available():  # pyright: ignore
+        raise PlanningError(
+            f"grad_scaler is switched off: torch does so with one for CUDA where it sees no GPU.\n"
+            f"fix: {fix}: it has the same numbers, on GPUs too"
+        )
+    return None
+
+
+def scaled(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`loss_fn` with one more argument, the scale; what is no loss is left to the capture."""
+
+    @functools.wraps(loss_fn)
+    def of_scaled_loss(*args: Any, loss_scale: torch.Tensor, **kwargs: Any) -> Any:
+        out = loss_fn(*args, **kwargs)
+        loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        if not isinstance(loss, torch.Tensor) or not isinstance(metrics, dict):
+            return out
+        return loss * loss_scale, {**metrics, UNSCALED: loss}
+
+    return of_scaled_loss
+
+
+def scale_of(scaler: torch.amp.GradScaler) -> float:
+    return float(scaler.state_dict()["scale"])
+
+
+def move(scaler: torch.amp.GradScaler, *, skipped: bool) -> None:
+    """As `GradScaler.update` after a step."""
+    state = scaler.state_dict()
+    scale, streak = state["scale"], 0
+    if skipped:
+        scale = _float32(scale * state["backoff_factor"])
+    else:
+        streak = state["_growth_tracker"] + 1
+        if streak == state["growth_interval"]:
+            streak, grown = 0, _float32(scale * state["growth_factor"])
+            scale = grown if math.isfinite(grown) else scale
+    scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": streak})
+
+
+def _float32(number: float) -> float:
+    return float(torch.tensor(number, dtype=torch.float32))
+
+
+def is_overflow(error: DaftError) -> bool:
+    """Whether a step failed because a gradient is not finite."""
+    raised = error.failure.raised if isinstance(error, TaskError) else None
+    return raised is not None and isinstance(raised.error, GradientOverflow)
