@@ -34,15 +34,6 @@ from dtensor.api.model.labels import SeenModule
 from dtensor.api.model.parallel import ParallelModule, check_parallel, not_the_models
 from dtensor.api.model.stating.recomputed import recompute_of
 from dtensor.api.step.loaded_program import load, on_stage
-from dtensor.api.step.loss_scale import (
-    ARGUMENT,
-    UNSCALED,
-    checked_scaler,
-    is_overflow,
-    move,
-    scale_of,
-    scaled,
-)
 from dtensor.api.step.plan_call import (
     PROFILER,
     BoundCall,
@@ -172,7 +163,7 @@ class Loss(ReadsAsFloat):
             results = self._future.get()
         except DaftError as error:
             if self._session.cluster.failure is None:
-                self.skipped = is_overflow(error)
+                self.skipped = self._planned.is_scaled and _scaling().is_overflow(error)
                 self._tell(well=False)
             if self.skipped:
                 return []
@@ -208,7 +199,7 @@ class Loss(ReadsAsFloat):
         """The loss as a scalar CPU tensor; NaN of a step that was skipped."""
         if not self._planned.is_scaled:
             return self._result(0)
-        return self._every()[1][UNSCALED]
+        return self._every()[1][_scaling().UNSCALED]
 
     def _every(self) -> Any:
         """As loss_fn has returned it."""
@@ -233,7 +224,8 @@ class Loss(ReadsAsFloat):
         outputs = self._every()
         if not isinstance(outputs, tuple):
             return {}
-        return {name: float(value) for name, value in outputs[1].items() if name != UNSCALED}
+        own = _scaling().UNSCALED if self._planned.is_scaled else None
+        return {name: float(value) for name, value in outputs[1].items() if name != own}
 
     @property
     def grad_norm(self) -> float | None:
@@ -285,7 +277,8 @@ class TrainStep:
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        self._called = loss_fn if options.grad_scaler is None else scaled(loss_fn)
+        is_scaled = options.grad_scaler is not None
+        self._called = _scaling().scaled(loss_fn) if is_scaled else loss_fn
         self._kept_scale = 1.0  # of the gradients that are kept
         self.optimizer = optimizer
         self.options = options
@@ -369,7 +362,9 @@ class TrainStep:
     def _scale(self) -> dict[str, torch.Tensor]:
         """The argument by which the loss is scaled, as it is now; {} where it is not."""
         scaler = self.options.grad_scaler
-        return {} if scaler is None else {ARGUMENT: torch.tensor(scale_of(scaler))}
+        if scaler is None:
+            return {}
+        return {_scaling().ARGUMENT: torch.tensor(_scaling().scale_of(scaler))}
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         def make(found: Graph | None) -> Planned:
@@ -479,7 +474,7 @@ class TrainStep:
         )
         program = load(session, planned, roles, planned.grid, owner=self)
         scaler = self.options.grad_scaler
-        scale = 1.0 if scaler is None else scale_of(scaler)
+        scale = 1.0 if scaler is None else _scaling().scale_of(scaler)
         options: dict[str, Any] = {"options": home.rule.told(self.optimizer)}
         options |= {} if scaler is None else {SCALE: scale}
         gradients = self._gradients(session, planned) if self.options.keep_gradients else {}
@@ -504,7 +499,7 @@ class TrainStep:
                 session.give_back(steps, resets, counted)
                 undo()
             if scaler is not None and (well or loss.skipped):
-                move(scaler, skipped=not well)
+                _scaling().move(scaler, skipped=not well)
 
         loss = Loss(future, planned, session, ended, self._line)
         self._running.append(loss)
@@ -561,7 +556,7 @@ class TrainStep:
                 counted = session.counted(name, self.model.steps, takes=False)
                 numbers = numbers_fed(self.model.steps.present(), "train")
                 scaler = self.options.grad_scaler
-                scale = 1.0 if scaler is None else scale_of(scaler)
+                scale = 1.0 if scaler is None else _scaling().scale_of(scaler)
                 fed = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
                 run = program.run(fed, {}, counted)
             results = run.get()
@@ -738,7 +733,7 @@ def train_step(
             f"schedule={schedule!r} is not a schedule; fix: dt.OneFOneB(microbatches=4), "
             f"dt.GPipe(microbatches=4) or dt.Custom(...)"
         )
-    scaler = checked_scaler(grad_scaler)
+    scaler = None if grad_scaler is None else _scaling().checked_scaler(grad_scaler)
     if scaler is not None and detect_nan:
         raise PlanningError(
             "detect_nan fails a step for what a grad_scaler skips it for: gradients that are not "
@@ -865,6 +860,13 @@ class _GroupNames:
                 raise not_the_models(parameter)
             if label in seen.names:
                 yield seen.names[label]
+
+
+def _scaling() -> Any:
+    """Not at the top: few programs scale their loss."""
+    from dtensor.api.step import loss_scale
+
+    return loss_scale
 
 
 def _held(value: Any) -> Callable[[], Any]:
