@@ -63,7 +63,8 @@ _WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
 """
 _WITH_DTYPE = {"norm.Scalar": "ScalarOpt_dtype", "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype"}
-_AS_TORCH_HAS_IT = {"binary_cross_entropy"}  # it raises
+_AS_TORCH_HAS_IT = {"binary_cross_entropy", "_cudnn_rnn"}
+"""The first raises, and the second is of CUDA alone."""
 
 _Kernel = Callable[..., Any]
 
@@ -73,7 +74,7 @@ def cuda_casts() -> Iterator[None]:
     """Within, in this thread; may be nested. Only one thread captures at a time, and only who
     traces asks for kernels in Python."""
     was_included = _dispatch_tls_is_dispatch_key_included(_KEY)
-    kernels = {} if was_included else _kernels()
+    kernels = {} if was_included else _kernels(_on_the_list())
     try:
         for op, kernel in kernels.items():
             op.py_kernels[_KEY] = kernel
@@ -88,21 +89,29 @@ def cuda_casts() -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
+def _on_the_list() -> frozenset[str]:
+    """The ops of now: programs define their own."""
+    return frozenset(_dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
+
+
 @cache
-def _kernels() -> dict[Any, _Kernel]:
-    """By op, what the list does to it."""
+def _kernels(on_the_list: frozenset[str]) -> dict[Any, _Kernel]:
+    """By op, what the list does to it. One of another library is refused: it has its own casts, of
+    tensors on GPUs."""
     makers = {name: _narrow for name in _NARROW.split()}
     makers |= {name: _float32 for name in _FLOAT32.split()}
     makers |= {name: _float32_result for name in _FLOAT32_RESULT.split()}
     makers |= {name: _widest for name in _WIDEST.split()}
     makers |= {name: _with_dtype for name in _WITH_DTYPE}
     kernels: dict[Any, _Kernel] = {}
-    for full in sorted(_dispatch_get_registrations_for_dispatch_key("AutocastCUDA")):
+    for full in sorted(on_the_list):
         namespace, _, name = full.partition("::")
         packet, _, overload = name.partition(".")
-        if namespace == "aten" and name not in _AS_TORCH_HAS_IT:
-            op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            kernels[op] = makers.get(name, _unknown)(op)
+        if namespace == "aten" and name in _AS_TORCH_HAS_IT:
+            continue
+        op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        maker = makers.get(name, _unknown) if namespace == "aten" else _unknown
+        kernels[op] = maker(op)
     return kernels
 
 
