@@ -251,6 +251,7 @@ def _when_called(compiled: Any) -> Any:
 _LISTS = ("cpu", "cuda")
 DEVICE = Provider[Callable[[], str]]("dtensor.api.store.session:program_device")
 """Gives the device type that programs of this thread are for, one of the lists'."""
+_device = cache(DEVICE.get)  # each call of a step asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,7 @@ class Surrounding:
 
 def surrounding() -> Surrounding:
     """Of two lists around the call, that of the program's device holds, as in torch."""
-    device = DEVICE.get()()
+    device = _device()()
     on = [name for name in _LISTS if torch.is_autocast_enabled(name)]
     if not on:
         return Surrounding(device, None)
@@ -313,7 +314,7 @@ def _checked_init(init: Any) -> Any:
 
 def _checked_enter(enter: Any) -> Any:
     def checked(self: Any) -> Any:
-        name, device = self.device, DEVICE.get()()
+        name, device = self.device, _device()()
         others = [other for other in _LISTS if other != name and torch.is_autocast_enabled(other)]
         self.casts, self.put_back = None, ()
         if self._enabled:
@@ -405,7 +406,7 @@ def _unmoved(
 
     named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
     alone: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-    if (device := DEVICE.get()()) != CAPTURED_ON:
+    if (device := _device()()) != CAPTURED_ON:
         from dtensor.frontend.capture.seen_device import DevicesAlone
 
         alone = partial(DevicesAlone, device)
