@@ -210,6 +210,14 @@ def test_the_plan_says_it_and_a_call_reads_the_loss_before_its_scale() -> None:
     assert "clipped" not in text
 
 
+def test_a_step_waits_for_the_one_before_where_there_is_a_scaler() -> None:
+    under_way: Any = object()
+    for scaling, waits_for in ((scaler(), under_way), (None, None)):
+        _, step = step_of(dt.Mesh(), scaling)
+        step._running.append(under_way)
+        assert step._oldest() is waits_for
+
+
 def test_what_is_no_scaler_or_is_switched_off() -> None:
     with pytest.raises(PlanningError, match="grad_scaler"):
         step_of(dt.Mesh(), True)  # type: ignore[arg-type]
