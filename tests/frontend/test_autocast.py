@@ -293,6 +293,11 @@ def dropped(x: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(4, 4), dropout_p=0.5)
 
 
+def resized(x: Tensor) -> Tensor:
+    q = F.interpolate(x[None, None], scale_factor=2)  # float32, which attention casts
+    return F.scaled_dot_product_attention(q, q, q)
+
+
 def drawn(x: Tensor) -> Tensor:
     return torch.empty_like(x).exponential_()
 
@@ -310,6 +315,7 @@ def rows_of_loss(x: Tensor) -> Tensor:
         (written_norm, F32),
         (written_gelu, F32),
         (dropped, BF16),
+        (resized, BF16),
         (drawn, BF16),
         (rows_of_loss, F32),
     ],
