@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dtensor.kernels.blocks import laid_as, rows_of, sum_rows, takes, triton_type
+from dtensor.kernels.blocks import rows_of, sum_rows, takes, triton_type
 from dtensor.kernels.launches import (
     LAYER_NORM_ROW,
     NORM_ROW,

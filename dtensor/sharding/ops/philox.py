@@ -134,7 +134,9 @@ def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
     c = (product >> 32 & _MASK) ^ (key.op & _MASK) ^ k1
     d = product
     # rounds 2 and 3: out of place, shapes still grow
-    x0, x1, x2, x3 = a, torch.as_tensor(b, dtype=c0.dtype, device=c0.device), c, d
+    # of a number as_tensor would copy it from the host, which waits
+    word = b if isinstance(b, Tensor) else torch.full((), b, dtype=c0.dtype, device=c0.device)
+    x0, x1, x2, x3 = a, word, c, d
     for number in (1, 2):
         p0, p1 = x0 * _M0, x2 * _M1
         n0, n1 = _round_key(k0, _W0, number), _round_key(k1, _W1, number)
