@@ -56,7 +56,7 @@ from dtensor.daft.ray.ranks.ranks import Plain, Ranks
 from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
 from dtensor.daft.ray.recovery.membership import HostCall, Membership
 from dtensor.daft.ray.recovery.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
-from dtensor.daft.ray.transports.connect import check_groups, check_routes, lost_key
+from dtensor.daft.ray.transports.connect import check_routes, lost_key
 from dtensor.daft.run.engine import describe
 from dtensor.daft.run.worker import HostRun, Stored, Worker
 from dtensor.daft.status import Status
@@ -441,10 +441,8 @@ class RayCluster(HostedCluster):
     def _ship(self, handle: Handle) -> Sequence[AwaitedCall]:
         host_of = self.membership.host_of
         keys = check_routes(handle.program, host_of)
-        if self.device.type == "cuda":
-            check_groups({*self.loaded.tags, *keys}, host_of)
+        new, asked = self.loaded.number(handle.program, keys, host_of), list[AwaitedCall]()
         parts = self.loaded.add(handle, self.membership.hosts)
-        new, asked = self.loaded.number(keys), list[AwaitedCall]()
         for host, part in parts.items():
             process = self.membership.host(host)
             # all members of a key take part in each program that uses it

@@ -61,6 +61,7 @@ from dtensor.daft.ir.instructions import (
 from dtensor.daft.ir.program import Built, Program
 from dtensor.daft.ir.text import excerpt
 from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_of
+from dtensor.daft.run.first_uses import use_once
 from dtensor.daft.run.timestamps import Stamps
 from dtensor.daft.run.transport import Pending, Transport, Undeclared, check_value
 from dtensor.daft.undo.failed_run import (
@@ -121,6 +122,7 @@ class Engine:
         self._undoes = undoes and program.alone
         self._leaks = program.communicates and not program.commits and not self._undoes
         self.late: bool = False
+        self._is_new = device.type == "cuda" and program.communicates and not program.alone
         self._stamps: Stamps | None = None  # of timed runs
         self._stamped: list[Step] = []
         # of the current run
@@ -142,6 +144,10 @@ class Engine:
         ``timed``: the results have those of `Stamps` too. ``keeps``: some stay here for later runs.
         """
         ranks = tuple(inputs)
+        if self._is_new:
+            self._is_new = False
+            with local_execution():
+                use_once(self.program, self._built, self._table, inputs, self._device)
         self.begin(inputs, self._timed_steps() if timed else None, keeps=keeps)
         if counter is None:
             counter = memoryview(bytearray(8)).cast("q")

@@ -2,19 +2,20 @@
 
     loaded = LoadedOnHosts(device, keeps=True)
     needed = loaded.need(program)                 # ops that hosts may lack: they are sent first
-    new = loaded.number(keys)                     # the tags of keys that are new
+    new = loaded.number(program, keys, host_of)   # the tags of keys that are new
     parts = loaded.add(handle, hosts)             # by host, its own part to send
     loaded.load_on(tell, 1)                         # the same again, for host 1's replacement
 
 A program is in the record from its load until its unload on hosts. If lost hosts are replaced
 (`keeps`), the record also has the parts that were sent, to send them again.
 
-Invariants: tags are never reused. It sends nothing by itself, and knows no processes.
+Invariants: tags are never reused, but keys may share one on GPUs. It sends nothing by itself, and
+knows no processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -28,6 +29,7 @@ from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.channel.messages import Packed
 from dtensor.daft.ray.ranks.operators import Known, Needed
 from dtensor.daft.ray.ranks.ranks import Ranks, SentInputs, packed
+from dtensor.daft.ray.transports.communicators import Communicators
 from dtensor.daft.ray.transports.slots import CrossHostKeys
 from dtensor.daft.verification.pairing import Hosts
 
@@ -52,6 +54,7 @@ class LoadedOnHosts:
         self.tags: dict[Key, int] = {}
         self.plain: SentInputs = SentInputs()
         self.programs: dict[int, ShippedProgram] = {}
+        self._communicators = Communicators()
         self._device = device
         self._keeps = keeps
         self._known = Known()
@@ -62,10 +65,15 @@ class LoadedOnHosts:
         needed = self._needed[id(program)] = Needed.of(program, self._device, self._known)
         return needed
 
-    def number(self, keys: Iterable[Key]) -> dict[Key, int]:
-        """Give tags to those keys that have none yet; returns them."""
-        missing = [key for key in keys if key not in self.tags]
-        new = {key: len(self.tags) + i for i, key in enumerate(missing)}
+    def number(
+        self, program: Program, keys: Sequence[Key], host_of: Sequence[int]
+    ) -> dict[Key, int]:
+        """Give tags to those keys that have none yet, or need another; returns them."""
+        if self._device.type == "cuda":
+            new = self._communicators.number(program, keys, host_of)
+        else:
+            missing = [key for key in keys if key not in self.tags]
+            new = {key: len(self.tags) + i for i, key in enumerate(missing)}
         self.tags.update(new)
         return new
 

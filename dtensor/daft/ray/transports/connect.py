@@ -9,8 +9,8 @@ Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` does this):
         engine.run({0: {"x": x}})
 
 The controller numbers the keys that cross hosts, of all programs loaded: gloo makes tags of the
-numbers, NCCL a communicator for each key, in their order. `pipeline(4)` on two hosts of two ranks
-crosses once, from rank 1 to rank 2:
+numbers, NCCL a communicator for each number, in their order (`communicators.py`). `pipeline(4)` on
+two hosts of two ranks crosses once, from rank 1 to rank 2:
 
     check_routes(program, (0, 0, 1, 1))        # [((1, 2), "fwd", "transfer")]
 
@@ -23,7 +23,7 @@ stands still (`failure_detector.py`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -45,8 +45,6 @@ from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_o
 from dtensor.daft.run.transport import TRANSPORTS, Connect, Locality, Meeting, Transport
 from dtensor.private_torch import PrefixStore, Store
 
-MAX_GROUPS = 24
-"""Communicators on one GPU, see `nccl.py`."""
 SLICE_S = 0.02  # how often one that waits for others to join looks whether they have, or are lost
 
 
@@ -185,22 +183,6 @@ def check_routes(program: Program, host_of: Sequence[int]) -> list[Key]:
             if len(hosts) > 1:
                 crossing.add(key)
     return sorted(crossing)
-
-
-def check_groups(keys: Iterable[Key], host_of: Sequence[int]) -> None:
-    """`ProgramError` if an actor would hold more NCCL communicators than may run at once."""
-    held: dict[int, int] = {}
-    for members, _, _ in keys:
-        for member in members:
-            held[host_of[member]] = held.get(host_of[member], 0) + 1
-    actor, most = max(held.items(), key=lambda item: (item[1], -item[0]), default=(0, 0))
-    if most > MAX_GROUPS:
-        raise ProgramError(
-            f"The programs loaded need {most} NCCL communicators on actor {actor}, at most "
-            f"{MAX_GROUPS} can be sure to run at once.\n"
-            f"  Fix: put starts that need no order among themselves on one channel, or launch anew "
-            f"for programs that use other groups."
-        )
 
 
 def meet(

@@ -119,9 +119,7 @@ class ExchangeTransport(Transport):
             case Collective():
                 if key not in self._tags:
                     return self._local.begin(rank, start)
-                total = sum(buffer.nbytes for buffer in start.in_buffers)
-                large = len(start.group) > 2 and total > SMALL_BYTES
-                if start.kind == "all_reduce" and large:
+                if in_two_halves(start):
                     return partial(self._start_large_all_reduce, rank, start, key)
                 return partial(self._start_collective, rank, start, key)
             case _:
@@ -248,6 +246,13 @@ class ExchangeTransport(Transport):
             )
 
         return self._wire.later(key, rest)
+
+
+def in_two_halves(collective: Collective) -> bool:
+    """Whether it is a large all_reduce, whose second half is the wire's `later`."""
+    total = sum(buffer.nbytes for buffer in collective.in_buffers)
+    large = len(collective.group) > 2 and total > SMALL_BYTES
+    return collective.kind == "all_reduce" and large
 
 
 def expected(collective: Collective, me: int, member: int) -> Sequence[Buffer]:

@@ -9,8 +9,9 @@ and the side stream, over gloo groups that hold callers to NCCL's rules.
 The same exchanges and folds as on CPUs, as bytes, on device tensors: the bits are those of all
 ranks on one such GPU. What differs from gloo:
 
-- NCCL has no tags. Every key has a communicator of its own, FIFO, whose ranks are positions in the
-  key's ranks; both halves of a large all_reduce go over it, as everyone issues them in one order.
+- NCCL has no tags. Keys with one number share a communicator, FIFO, whose ranks are positions in
+  their members: all members start their messages in one order (`communicators.py`), both halves of
+  a large all_reduce at once.
 - Making a communicator blocks until all its members come. All are made at `open`, in the order of
   their numbers, the same on all actors: so the first one not made yet never lacks a member.
 - The messages of an exchange are one NCCL group (`batch_isend_irecv`): alone, a send could wait
@@ -19,11 +20,12 @@ ranks on one such GPU. What differs from gloo:
   queued on a side stream of its key. So a lost peer may be noticed at a later instruction than its
   own: the controller, whose clock runs out first, names the actor.
 - The host does wait where communicators are made, where two ranks of one exchange their first
-  message (NCCL connects them then), and where a call reads a value of the device: a check of
-  indices, the vote, results that are copied to the CPU.
+  message (NCCL connects them then), both in `open`, and where a call reads a value of the device: a
+  check of indices, the vote, results that are copied to the CPU.
 - Kernels of several communicators wait for peers at the same time. None may keep another from
-  starting, or a program that is sound could hang: hence few CTAs each, at most `MAX_GROUPS` of
-  them, a stream of its own for each, as many hardware queues, and modules loaded before they run.
+  starting, or a program that is sound could hang: hence few CTAs each, at most
+  `MAX_COMMUNICATORS` of them, a stream of its own for each, as many hardware queues, and modules
+  loaded before they run (`first_uses.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from dtensor.daft.run.transport import Pending
 from dtensor.private_torch import PrefixStore, Store
 
 MAX_CTAS = 4
-"""Of one communicator. With `MAX_GROUPS` = 24 they fit on the 108 multiprocessors of an A100."""
+"""Of one communicator: `MAX_COMMUNICATORS` fit on the 108 multiprocessors of an A100."""
 ENVIRONMENT = {
     # Streams that share a hardware queue wait for each other.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -140,18 +142,33 @@ class NcclWire(Wire):
         self._ranks = frozenset(ranks)
         self._device = device
         self._make = make
-        self._groups: dict[Key, Group] = {}
-        self._streams: dict[Key, torch.cuda.Stream] = {}
+        self._numbers: dict[Key, int] = {}
+        self._groups: dict[int, Group] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._closed = False
 
     def open(self, tags: Mapping[Key, int]) -> None:
         for key in sorted(tags, key=lambda key: tags[key]):
-            members, channel, sort = key
+            members, number = key[0], tags[key]
             # Members are on different actors, so at most one is here.
             hosted = [i for i, member in enumerate(members) if member in self._ranks]
-            if hosted and key not in self._groups:
-                name = f"{sort} {channel!r} {members}"
-                self._groups[key] = self._make(name, hosted[0], len(members))
+            if not hosted:
+                continue
+            self._numbers[key] = number
+            if number not in self._groups:
+                name = f"{number}: {key[2]} {members}"
+                self._groups[number] = self._make(name, hosted[0], len(members))
+                self._connect(key, hosted[0])
+
+    def _connect(self, key: Key, position: int) -> None:
+        """NCCL connects two members where they exchange their first message, for which their hosts
+        wait for each other: here, before any step, in the one order of all actors."""
+        members, _, _ = key
+        others = [member for i, member in enumerate(members) if i != position]
+        sends = {member: self.empty(1).zero_() for member in others}
+        recvs = {member: self.empty(1) for member in others}
+        for work in self.post(key, sends, recvs, 0):
+            work.wait()
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -159,7 +176,7 @@ class NcclWire(Wire):
     def post(self, key: Key, sends: Messages, recvs: Messages, half: int) -> Sequence[Work]:
         if self._closed:
             raise RuntimeError("The connections of this actor are closed.")
-        group, members = self._groups[key], key[0]
+        group, members = self._groups[self._numbers[key]], key[0]
         group._start_coalescing()  # pyright: ignore[reportPrivateUsage]
         for member, data in recvs.items():
             group.recv([data], members.index(member), 0)
@@ -170,9 +187,10 @@ class NcclWire(Wire):
     def later(self, key: Key, finish: Finish) -> Pending:
         if self._device.type != "cuda":
             return _Done(finish())  # the stand-in: its waits block
-        if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(self._device)
-        stream = self._streams[key]
+        number = self._numbers[key]
+        if number not in self._streams:
+            self._streams[number] = torch.cuda.Stream(self._device)
+        stream = self._streams[number]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         side: AbstractContextManager[Any] = torch.cuda.stream(stream)
         with side, torch.no_grad():
