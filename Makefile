@@ -13,6 +13,8 @@
 #   off, delayed, raising; full disks, torn checkpoints, killed controllers; and their table;
 # integrations: loops of Trainer, SFTTrainer, accelerate, Lightning and lm-eval, in an environment of
 #   their own with pinned versions, and their table; pip takes torch from where `make setup` does;
+# gpus: all that runs on CUDA, on simulated GPUs under 20 seeds, and what is found where a wait of ours
+#   is left out (ARGS="--seeds 3 schedule": fewer);
 # kernels: all cases of the kernels in Triton's interpreter, and their machine code.
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,7 +28,7 @@ export OMP_NUM_THREADS := 1
 # Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test quick plain sweep lint docs check certify opinfo versions hf integrations chaos kernels format
+.PHONY: setup demo test quick plain sweep lint docs check certify opinfo versions hf integrations chaos gpus kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -86,6 +88,10 @@ opinfo: setup
 
 chaos: setup
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+gpus: setup
+	$(BIN)/python -m tests.testing.gpus.matrix $(ARGS)
+	$(BIN)/python -m tests.testing.gpus.mutations
 
 kernels: setup
 	$(BIN)/python -m tests.kernels.sweep

@@ -72,6 +72,8 @@ get_operation_overload: Any = _C._get_operation_overload
 get_tracing_state: Any = _C._get_tracing_state
 set_tracing_state: Any = _C._set_tracing_state
 is_alias_of: Any = _C._is_alias_of
+cuda_bindings: Any = _C
+disabled_torch_function: Any = _C._disabled_torch_function_impl
 jit_get_schemas_for_operator: Any = _C._jit_get_schemas_for_operator
 make_wrapper_subclass: Any = _torch.Tensor._make_wrapper_subclass
 

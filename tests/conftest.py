@@ -44,10 +44,32 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="capture every time, start Ray's workers as Ray does and each launch's hosts anew",
     )
 
+    parser.addoption(
+        "--simulated-gpus",
+        type=int,
+        default=0,
+        help="run tests marked gpu on so many simulated ones",
+    )
+
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("cpu"):
         config.pluginmanager.register(Seconds())
+
+
+@pytest.fixture(autouse=True)
+def _simulated(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `-m gpu --simulated-gpus 2`: no race and no early free in what the test runs."""
+    num = request.config.getoption("simulated_gpus")
+    if not num or request.node.get_closest_marker("gpu") is None:
+        yield
+        return
+    from dtensor.testing import simulated_gpus
+
+    with simulated_gpus(num) as gpus:
+        yield
+        report = gpus.report()
+    assert not report.races and not report.early_frees, report
 
 
 LONG_S = {"test_copies.py": 45.0, "test_two_hosts.py": 35.0, "test_placing.py": 12.0}

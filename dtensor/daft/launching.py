@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, assert_never, get_args
@@ -144,6 +144,10 @@ def spawn(
     )
 
 
+CLUSTERS: dict[tuple[str, str], Callable[..., Cluster]] = {}
+"""By backend and type of device: what makes clusters instead, as where GPUs are simulated."""
+
+
 def launch_cluster(
     size: int,
     *,
@@ -191,6 +195,8 @@ def launch_cluster(
             raise ValueError(f"{name}={number!r} is no number of processes.\n  Fix: {name}=1")
     if spares and snapshot_every is None:
         snapshot_every = 1
+    if (make := CLUSTERS.get((backend, torch.device(device).type))) is not None:
+        return make(size, ranks_per_actor=ranks_per_actor or 1, seed=seed)
     match backend:
         case "inprocess":
             if device.startswith("cuda") and not torch.cuda.is_available():

@@ -6,6 +6,7 @@
     python -m tests.daft.explore --undo           # with calls that fail: `undo.py`
     python -m tests.daft.explore --slots          # memory that actors share: `slots.py`
     python -m tests.daft.explore --tasks          # calls of spawned actors: `task_programs.py`
+    python -m tests.daft.explore --gpus           # on simulated GPUs, over NCCL: `gpu_programs.py`
 
 A program is some operations, each a send or a collective of a group, and for each rank an order of
 its starts and waits. `can_hang` explores all states that the ranks' lists and the queues of a
@@ -243,6 +244,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--undo", action="store_true")
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--tasks", action="store_true")
+    parser.add_argument("--gpus", action="store_true")
     options = parser.parse_args(argv)
     if options.pairs:
         from tests.daft.pairs import report  # which imports this file
@@ -264,6 +266,10 @@ def main(argv: Sequence[str]) -> int:
         from tests.daft.task_programs import report as report_tasks
 
         return report_tasks(200 if options.random is None else options.random, options.seed)
+    if options.gpus:
+        from tests.daft.gpu_programs import report as report_gpus
+
+        return report_gpus(300 if options.random is None else options.random, options.seed)
     number_drawn = 100_000 if options.random is None else options.random
     wrong = 0
     for ranks, count, channels in (

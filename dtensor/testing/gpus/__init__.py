@@ -1,0 +1,157 @@
+"""GPUs, simulated on a CPU, to find missing waits in kernels, custom ops and programs.
+
+with dt.testing.simulated_gpus(num=2, seed=0) as gpus:
+    x = torch.ones(4, device="cuda")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        y = x + 1                       # nothing orders it behind what made x
+    print(gpus.report())                # the race, with both lines
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from unittest.mock import patch
+
+import torch
+
+from dtensor.daft.cluster.cluster import Cluster
+from dtensor.daft.launching import CLUSTERS
+from dtensor.testing.gpus import torch_cuda
+from dtensor.testing.gpus.guard import install
+from dtensor.testing.gpus.host import Host, HostWait, Seen, everywhere, here
+from dtensor.testing.gpus.memory import EarlyFree, Memory, Race
+from dtensor.testing.gpus.nccl import Fabric
+from dtensor.testing.gpus.tensors import Simulated
+from dtensor.testing.gpus.triton_kernels import interpreted
+from dtensor.testing.gpus.world import MAX_CONNECTIONS, World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuReport:
+    """What was seen so far.
+
+    Attributes:
+        races: accesses that nothing orders, with how often.
+        early_frees: memory that was freed while another stream could use it.
+        host_waits: calls in which a host waited for a GPU, with how often.
+        peak_bytes: the most that was in use at once, by GPU.
+        kernels: how many were put on streams.
+    """
+
+    races: Mapping[Race, int]
+    early_frees: Mapping[EarlyFree, int]
+    host_waits: Mapping[HostWait, int]
+    peak_bytes: tuple[int, ...]
+    kernels: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.kernels} kernels, {sum(self.host_waits.values())} waits of the host, "
+            f"{len(self.races)} races, {len(self.early_frees)} early frees"
+        ]
+        for head, counts in (
+            ("race", self.races),
+            ("early free", self.early_frees),
+            ("host wait", self.host_waits),
+        ):
+            lines += [f"  {head}: {times} x {what}" for what, times in counts.items()]
+        lines += [f"  GPU {i}: peak {peak} bytes" for i, peak in enumerate(self.peak_bytes)]
+        return "\n".join(lines)
+
+
+class SimulatedGpus:
+    """What `simulated_gpus` gives."""
+
+    def __init__(self, world: World, memories: Sequence[Memory]) -> None:
+        self._world = world
+        self._memories = memories
+        self._waits: Counter[HostWait] = Counter()
+        self.fabric = Fabric(world)
+
+    def host(self, number: int, devices: range) -> Host:
+        every = self._world.devices
+        seen = [Seen(every[i], self._memories[i], every[i].main) for i in devices]
+        return Host(self._world, number, seen, self._waits)
+
+    def expect(self, host: int) -> None:
+        """A thread is about to be this host: who waits for it does not wait for ever."""
+        self._world.begin(host)
+
+    def waiting_for_hosts(self) -> AbstractContextManager[None]:
+        """Within, this thread waits for other hosts, and not for a GPU."""
+        return self._world.idle(here().number)
+
+    def report(self) -> GpuReport:
+        """What was seen so far, by all hosts. It waits for nothing."""
+        with self._world.lock:
+            return GpuReport(
+                races=sum((memory.races for memory in self._memories), Counter()),
+                early_frees=sum((memory.early_frees for memory in self._memories), Counter()),
+                host_waits=Counter(self._waits),
+                peak_bytes=tuple(memory.peak for memory in self._memories),
+                kernels=self._world.num_kernels,
+            )
+
+
+@contextmanager
+def simulated_gpus(
+    num: int = 1,
+    seed: int = 0,
+    *,
+    early: float = 0.0,
+    varies: bool = False,
+    capacity: int | None = None,
+    fails_at: int = 0,
+    num_queues: int = MAX_CONNECTIONS,
+) -> Generator[SimulatedGpus]:
+    """Within, this process has simulated GPUs.
+
+    `dt.launch(mesh, "ray", device="cuda")` has a rank on each, in a thread in place of an actor of
+    Ray's; without "ray" all ranks are on the current one.
+
+    Args:
+        num: how many.
+        seed: draws the order of kernels that nothing orders.
+        early: the chance that a kernel runs as soon as it is queued, where it may. By default none
+            runs before somebody waits for it, which shows the most.
+        varies: whether ops that CUDA does not keep deterministic differ in their last bits from run
+            to run, as `index_add` does.
+        capacity: bytes of memory of each GPU; None: as many as are asked for.
+        fails_at: the number of the allocation, from 1 on, that is out of memory on each GPU.
+        num_queues: hardware queues of a GPU.
+
+    Raises CompilerMissing where there is no C++ compiler, RuntimeError within another one.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "GPUs are there already, real or simulated.\n"
+            "  Fix: CUDA_VISIBLE_DEVICES= hides real ones; leave the other simulated_gpus first"
+        )
+    install()
+    world = World(num, seed, early, num_queues, varies)
+    gpus = SimulatedGpus(world, [Memory(capacity, fails_at) for _ in range(num)])
+
+    def make(size: int, *, ranks_per_actor: int, seed: int) -> Cluster:
+        from dtensor.testing.gpus.cluster import SimulatedCluster  # which needs Ray's rooms
+
+        hosts = [gpus.host(1 + i, range(i, i + 1)) for i in range(num)]
+        return SimulatedCluster(
+            world, gpus.fabric, hosts, size, ranks_per_actor=ranks_per_actor, seed=seed
+        )
+
+    world.begin(0)
+    with (
+        patch.dict(CLUSTERS, {("ray", "cuda"): make}),
+        torch_cuda.patched(),
+        interpreted(),
+        everywhere(gpus.host(0, range(num))),
+        Simulated(),
+    ):
+        yield gpus
+        for stream in [stream for device in world.devices for stream in device.streams]:
+            while (kernel := stream.last) is not None and not kernel.is_done and world.run_one():
+                pass  # what is kept has its values

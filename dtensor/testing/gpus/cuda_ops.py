@@ -1,0 +1,154 @@
+"""Ops that torch has on CUDA alone, or whose results it lays out in another way there, on the CPU.
+
+Layouts and dtypes are those of torch 2.13: attention's results lie as (b t h d) in memory and its
+rows begin on 16 bytes (aten/src/ATen/native/transformers/cuda/attention.cu); the memory-efficient
+kernel pads `lse` to 32 rows; `native_layer_norm` keeps statistics in float32 where its input has 16
+bits (aten/src/ATen/native/cuda/layer_norm_kernel.cu, `acc_type`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from dtensor.private_torch import OpOverload
+
+_aten = torch.ops.aten
+_Grads: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+def _check_rows(*tensors: Tensor) -> None:
+    """RuntimeError where a kernel would read beside its rows, or end the use of the GPU."""
+    for x in tensors:
+        starts = [s * x.element_size() for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
+        if x.stride(-1) != 1 or any(start % 16 for start in starts[:-1]) or x.data_ptr() % 16:
+            raise RuntimeError(
+                f"CUDA error: misaligned address: rows of {x.dtype}{list(x.shape)} with strides "
+                f"{x.stride()} do not begin on 16 bytes"
+            )
+
+
+def _weights(
+    q: Tensor, k: Tensor, bias: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """p[b h t s] and lse[b h t], in float32."""
+    scores = (q.float() @ k.float().mT) * scale
+    if bias is not None:
+        scores = scores + bias.float()
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    p = (scores - lse[..., None]).exp()
+    return p.where(lse[..., None] > -math.inf, 0), lse  # 0 where all is masked
+
+
+def _in_rows(x: Tensor, like: Tensor) -> Tensor:
+    """x[b h t d] that lies as (b t h d)."""
+    return x.to(like.dtype).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, out: Tensor, scale: float
+) -> _Grads:
+    g = grad.float()
+    inner = (g * out.float()).sum(-1, keepdim=True)
+    ds = p * (g @ v.float().mT - inner) * scale
+    return ds @ k.float(), ds.mT @ q.float(), p.mT @ g
+
+
+def _efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, compute_lse: bool,
+    dropout: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert not dropout
+    _check_rows(q, k, v)
+    by = q.shape[-1] ** -0.5 if scale is None else scale
+    p, lse = _weights(q, k, bias, is_causal, by)
+    padded = lse.new_full((*lse.shape[:2], -(-q.shape[2] // 32) * 32), math.inf)
+    padded[..., : q.shape[2]] = lse
+    none = torch.zeros((), dtype=torch.int64)
+    return _in_rows(p @ v.float(), q), padded[..., : None if compute_lse else 0], none, none
+
+
+def _efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    seed: Tensor, offset: Tensor, dropout: float, mask: list[bool], is_causal: bool = False, *,
+    scale: float | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    assert not dropout and not mask[3], "neither dropout nor a mask's gradient is simulated"
+    _check_rows(grad, q, k, v)
+    by = q.shape[-1] ** -0.5 if scale is None else scale
+    p, _ = _weights(q, k, bias, is_causal, by)
+    made = _backward(grad, q, k, v, p, out, by)
+    return (*(_in_rows(x, q) for x in made), None)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """q[b h t d], k[b g s d], v[b g s d], h a multiple of g."""
+    assert not dropout
+    _check_rows(q, k, v)
+    by = q.shape[-1] ** -0.5 if scale is None else scale
+    repeated = q.shape[1] // k.shape[1]
+    p, lse = _weights(q, k.repeat_interleave(repeated, 1), None, is_causal, by)
+    out = _in_rows(p @ v.repeat_interleave(repeated, 1).float(), q)
+    seed = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
+    return out, lse, None, None, q.shape[2], k.shape[2], *seed, q.new_empty(0)
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    cum_q: None, cum_k: None, max_q: int, max_k: int, dropout: float, is_causal: bool,
+    seed: Tensor, offset: Tensor, *, scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert not dropout
+    _check_rows(grad, q, k, v, out)
+    by = q.shape[-1] ** -0.5 if scale is None else scale
+    groups, repeated = k.shape[1], q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(repeated, 1), v.repeat_interleave(repeated, 1)
+    p, _ = _weights(q, keys, None, is_causal, by)
+    dq, dk, dv = _backward(grad, q, keys, values, p, out, by)
+    folded = [x.reshape(x.shape[0], groups, repeated, *x.shape[2:]).sum(2) for x in (dk, dv)]
+    return tuple(_in_rows(x, q) for x in (dq, *folded))
+
+
+def _float(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.float()
+
+
+def _layer_norm(
+    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return _aten.native_layer_norm(x, shape, weight, bias, eps)
+    y, mean, rstd = _aten.native_layer_norm(x.float(), shape, _float(weight), _float(bias), eps)
+    return y.to(x.dtype), mean, rstd
+
+
+def _layer_norm_backward(
+    grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor,
+    weight: Tensor | None, bias: Tensor | None, mask: list[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    op = _aten.native_layer_norm_backward
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        return op(grad, x, shape, mean, rstd, weight, bias, mask)
+    made = op(grad.float(), x.float(), shape, mean, rstd, _float(weight), _float(bias), mask)
+    return tuple(None if each is None else each.to(x.dtype) for each in made)
+
+
+ON_CUDA: Mapping[OpOverload, Callable[..., Any]] = {
+    _aten._scaled_dot_product_efficient_attention.default: _efficient,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten._scaled_dot_product_flash_attention.default: _flash,
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten.native_layer_norm.default: _layer_norm,
+    _aten.native_layer_norm_backward.default: _layer_norm_backward,
+}
+"""What computes each, on CPU tensors."""

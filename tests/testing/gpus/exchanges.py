@@ -1,0 +1,138 @@
+"""Exchanges of the real transport between simulated GPUs, each rank in a thread of its own.
+
+report = run_ranks(3, seed=0, body=all_exchanges)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TypeAlias
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import dtensor as dt
+from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
+from dtensor.daft.ray.transports import exchange
+from dtensor.daft.ray.transports.exchange import ExchangeTransport
+from dtensor.daft.ray.transports.nccl import NcclWire
+from dtensor.testing.gpus import SimulatedGpus
+from dtensor.testing.gpus.tensors import Simulated
+from dtensor.testing.gpus.world import Deadlock
+
+LENGTH = 12
+BUFFER = Buffer((3, 4), torch.float32)
+FLAT = Buffer((LENGTH,), torch.float32)
+BYTES = Buffer((3,), torch.uint8)
+Body: TypeAlias = Callable[[int, ExchangeTransport], None]
+MakeTransport: TypeAlias = Callable[[int, int, SimulatedGpus], ExchangeTransport]
+"""(rank, size, gpus)"""
+
+
+def starts(rank: int, size: int) -> list[Start]:
+    """What each rank starts: an all_reduce in two halves, one in a single exchange, of a bucket
+    whose floats begin at a byte that is no multiple of 4, an all_gather, a message each way."""
+    group = tuple(range(size))
+    right, left = (rank + 1) % size, (rank - 1) % size
+    bucket, all_of = (BYTES, BUFFER), (BUFFER,) * size
+    return [
+        Collective("all_reduce", group, ("a",), ("b",), (BUFFER,), (BUFFER,), "sum", "large"),
+        Collective("all_gather", group, ("a",), ("e",) * size, (BUFFER,), all_of, None, "g"),
+        Send("a", right, "ring", FLAT),
+        Recv("d", left, "ring", FLAT),
+        Collective("all_reduce", group[:2], ("a", "i"), ("c", "j"), bucket, bucket, "sum", "small"),
+    ]
+
+
+def keys(size: int) -> dict[Key, int]:
+    found = {key_of(rank, each) for rank in range(size) for each in _own(rank, size)}
+    return {key: number for number, key in enumerate(sorted(found))}
+
+
+def _own(rank: int, size: int) -> list[Start]:
+    return starts(rank, size)[: None if rank < 2 else -1]
+
+
+def all_exchanges(rank: int, transport: ExchangeTransport, size: int = 3, steps: int = 3) -> None:
+    """Each value is made right before it goes, dropped or changed while it goes or when it has
+    come, and its memory taken again; results are used at once and dropped."""
+    begins = [transport.begin(rank, each) for each in _own(rank, size)]
+    left = (rank - 1) % size
+    on_host = torch.arange(float(LENGTH)).reshape(4, 3).mT  # not contiguous
+    for step in range(steps):
+        base = torch.arange(float(LENGTH), device="cuda").reshape(4, 3).mT
+        going = [begins[0]((base * (rank + 1 + step),))]
+        mine = base + rank
+        going.append(begins[1]((mine,)))
+        spread = torch.arange(2.0 * LENGTH, device="cuda")[::2] * 5
+        sent = begins[2](((spread + rank).repeat_interleave(2)[::2],))
+        del base, spread
+        filler = [torch.full((LENGTH,), -5.0, device="cuda") for _ in range(4)]
+        going.append(begins[3](()))
+        if rank < 2:
+            few = torch.full((3,), rank + 1, dtype=torch.uint8, device="cuda")
+            going.append(begins[4]((few, (mine - rank) + rank)))
+            del few
+        wanted = [on_host * sum(r + 1 + step for r in range(size))]
+        wanted += [on_host + r for r in range(size)]
+        wanted += [torch.arange(float(LENGTH)) * 10 + left]
+        wanted += [torch.full((3,), 3.0), on_host * 2 + 1] if rank < 2 else []
+        results: list[Tensor] = []
+        while going:
+            came = list(going.pop(0).wait())
+            if len(came) == size:
+                mine.add_(100.0)  # what was gathered of it stays
+            while came:
+                results.append(came.pop(0) * 1.0)
+        sent.wait()
+        more = [torch.full((LENGTH,), -7.0, device="cuda") for _ in range(4)]
+        for value, right in zip(results, wanted, strict=True):
+            check(value, right)
+        for value in (*filler, *more):
+            check(value, value.new_full((LENGTH,), float(value[0])).cpu())
+
+
+def check(value: Tensor, right: Tensor) -> None:
+    assert torch.equal(value.cpu(), right), f"{value.tolist()} where {right.tolist()} is right"
+
+
+def run_ranks(
+    size: int,
+    seed: int,
+    body: Body,
+    *,
+    early: float = 0.0,
+    num_queues: int = 32,
+    make: MakeTransport | None = None,
+) -> dt.testing.GpuReport:
+    """What was seen; the first error of a rank, where one has raised."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(exchange, "SMALL_BYTES", 0))  # of 3 members all are large
+        given = dt.testing.simulated_gpus(size, seed, early=early, num_queues=num_queues)
+        gpus = stack.enter_context(given)
+        threads = stack.enter_context(ThreadPoolExecutor(size))
+        given_make = make or transport_of
+        for rank in range(size):
+            gpus.expect(1 + rank)
+        asked = [threads.submit(_rank, gpus, rank, size, body, given_make) for rank in range(size)]
+        with gpus.waiting_for_hosts():
+            errors = [each.exception() for each in asked]
+        raised = [error for error in errors if error is not None]
+        for error in sorted(raised, key=lambda error: isinstance(error, Deadlock)):
+            raise error  # the others wait for the one that has ended
+        return gpus.report()
+
+
+def transport_of(rank: int, size: int, gpus: SimulatedGpus) -> ExchangeTransport:
+    wire = NcclWire((rank,), torch.device("cuda", 0), gpus.fabric.group)
+    return ExchangeTransport(wire, tuple(range(size)))
+
+
+def _rank(gpus: SimulatedGpus, rank: int, size: int, body: Body, make: MakeTransport) -> None:
+    transport = make(rank, size, gpus)
+    with gpus.host(1 + rank, range(rank, rank + 1)).expected(), Simulated(), torch.no_grad():
+        transport.open({key: n for key, n in keys(size).items() if rank in key[0]})
+        body(rank, transport)

@@ -1,0 +1,226 @@
+"""What simulated GPUs find in programs of a user's, and what they leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+import dtensor as dt
+from dtensor.testing.gpus.guard import CompilerMissing, install
+from dtensor.testing.gpus.triton_kernels import written_arguments
+
+try:
+    install()
+except CompilerMissing as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+gpus = dt.testing.simulated_gpus
+
+
+@triton.jit
+def _add_one(X, Y, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + at, tl.load(X + at, at < n) + 1, at < n)
+
+
+def add_one(x: Tensor) -> Tensor:
+    y = torch.empty_like(x)
+    _add_one[(triton.cdiv(x.numel(), 4),)](x, y, x.numel(), BLOCK=tl.constexpr(4))
+    return y
+
+
+def on_side(x: Tensor, *, waits: bool, joins: bool, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """`run` on a side stream; the flags say which of the two waits it has."""
+    side = torch.cuda.Stream()
+    if waits:
+        side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = run(x)
+    if joins:
+        torch.cuda.current_stream().wait_stream(side)
+    return y
+
+
+@pytest.mark.parametrize("run", [add_one, lambda x: x + 1], ids=["triton", "torch"])
+@pytest.mark.parametrize("seed", range(4))
+def test_numbers(run: Callable[[Tensor], Tensor], seed: int) -> None:
+    with gpus(seed=seed) as seen:
+        x = torch.arange(6.0, device="cuda") * 2
+        y = on_side(x, waits=True, joins=True, run=run)
+        assert (y * 1).tolist() == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
+        assert not seen.report().races and not seen.report().early_frees
+
+
+@pytest.mark.parametrize("run", [add_one, lambda x: x + 1], ids=["triton", "torch"])
+@pytest.mark.parametrize("missing", ["waits", "joins"])
+def test_a_missing_wait_is_a_race_whatever_the_order(
+    run: Callable[[Tensor], Tensor], missing: str
+) -> None:
+    wrong = 0
+    for seed in range(8):
+        with gpus(seed=seed) as seen:
+            run(torch.ones(2, device="cuda"))  # the first use waits
+            x = torch.arange(6.0, device="cuda") * 2
+            given: dict[str, Any] = {"waits": True, "joins": True, missing: False}
+            y = on_side(x, **given, run=run) * 1
+            wrong += y.tolist() != [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
+            races = [str(race) for race in seen.report().races]
+        assert races and all(text.count("test_simulated_gpus.py:") == 2 for text in races)
+    assert wrong  # the numbers are, for some orders
+
+
+def test_a_race_names_both_lines() -> None:
+    with gpus() as seen:
+        x = torch.zeros(4, device="cuda")
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            x.add_(1)
+        (race,) = seen.report().races
+    assert race.earlier.what == "aten.zeros.default" or "fill" in race.earlier.what
+    assert race.later.what == "aten.add_.Tensor" and race.later.stream == "GPU 0, side 1"
+    first, second = (int(each.line.rsplit(":", 1)[1]) for each in (race.earlier, race.later))
+    assert second - first == 3
+
+
+def test_memory_that_is_freed_while_another_stream_reads_it() -> None:
+    def program(record: bool) -> int:
+        with gpus() as seen:
+            x = torch.ones(4, device="cuda")
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x + 1
+            if record:
+                x.record_stream(side)
+            del x
+            z = torch.full((4,), 5.0, device="cuda")
+            torch.cuda.current_stream().wait_stream(side)
+            (y + z).tolist()
+            return len(seen.report().early_frees)
+
+    assert program(record=False) == 1
+    assert program(record=True) == 0
+
+
+def test_waits_of_the_host_are_counted_by_line() -> None:
+    with gpus() as seen:
+        x = torch.ones(4, device="cuda")
+        float(x.sum())
+        x.cpu()
+        assert x[x > 0].shape == (4,)
+        torch.ones(4).cuda()
+        torch.ones(4).pin_memory().to("cuda", non_blocking=True)
+        x.add_(torch.tensor(2.0))
+        torch.cuda.synchronize()
+        found = {wait.what: times for wait, times in seen.report().host_waits.items()}
+    assert found == {
+        "aten._local_scalar_dense.default": 1,
+        "copy to the host": 1,
+        "aten.index.Tensor": 1,
+        "copy from the host": 1,
+        "torch.cuda.synchronize()": 1,
+    }
+
+
+def test_a_pinned_copy_reads_what_is_there_when_it_runs() -> None:
+    with gpus():
+        source = torch.zeros(3).pin_memory()
+        x = source.to("cuda", non_blocking=True)
+        source.fill_(7)  # before the copy has run
+        assert x.tolist() == [7.0] * 3
+        source = torch.zeros(3)
+        y = source.to("cuda", non_blocking=True)
+        source.fill_(7)
+        assert y.tolist() == [0.0] * 3
+
+
+def test_devices_that_mix() -> None:
+    with gpus(num=2):
+        x, y = torch.ones(2, device="cuda:0"), torch.ones(2, device="cuda:1")
+        for other in (y, torch.ones(2)):
+            with pytest.raises(RuntimeError, match="same device"):
+                x + other
+        assert (x + torch.tensor(1.0)).tolist() == [2.0, 2.0]
+        assert (x + y.to("cuda:0")).tolist() == [2.0, 2.0]
+        with torch.cuda.device(1), pytest.raises(ValueError, match="current"):
+            add_one(x)
+        with torch.cuda.device(1):
+            assert add_one(y).tolist() == [2.0, 2.0]
+
+
+def test_out_of_memory() -> None:
+    with gpus(capacity=4096):
+        x = torch.empty(768, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(768, device="cuda")
+        del x
+        torch.empty(768, device="cuda")
+    with gpus(fails_at=2):
+        torch.empty(1, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(1, device="cuda")
+
+
+def test_streams_that_share_a_hardware_queue_wait_for_each_other() -> None:
+    """One waits for an event of the other that stands behind it in the queue: that hangs."""
+
+    def program(num_queues: int) -> list[float]:
+        with gpus(num_queues=num_queues):
+            first, second = torch.cuda.Stream(), torch.cuda.Stream()
+            x = torch.ones(2, device="cuda")
+            torch.cuda.synchronize()
+            done = torch.cuda.Event()
+            with torch.cuda.stream(second):
+                y = x + 1
+                done.record()
+            with torch.cuda.stream(first):
+                first.wait_event(done)
+                return (y + 1).tolist()
+
+    assert program(32) == program(1) == [3.0, 3.0]
+
+
+def test_the_first_use_of_a_kernel_waits_for_the_device() -> None:
+    with gpus() as seen:
+        x = torch.ones(4, device="cuda")
+        for _ in range(3):
+            x = add_one(x)
+        assert x.tolist() == [4.0] * 4
+        found = [wait.what for wait in seen.report().host_waits]
+    assert found.count("first use of Triton's _add_one") == 1
+
+
+def test_what_varies_from_run_to_run() -> None:
+    def program(*, varies: bool, seed: int) -> Tensor:
+        with gpus(varies=varies, seed=seed):
+            x, at = torch.ones(64).cuda(), torch.arange(64).cuda()
+            return torch.zeros(64, device="cuda").index_add(0, at, x).cpu()
+
+    assert torch.equal(program(varies=False, seed=0), program(varies=False, seed=1))
+    first, second = program(varies=True, seed=0), program(varies=True, seed=1)
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(first, second, rtol=3e-7, atol=0)
+
+
+def test_autograd_says_that_it_is_not_simulated() -> None:
+    with gpus():
+        x = torch.ones(2, device="cuda", requires_grad=True)
+        with pytest.raises(NotImplementedError, match="dt.train_step"):
+            (x * 2).sum().backward()
+
+
+def test_nothing_is_left() -> None:
+    before = torch.cuda.Stream, torch.cuda.is_available(), triton.JITFunction.run
+    with gpus(), pytest.raises(RuntimeError, match="already"), gpus():
+        pass
+    assert (torch.cuda.Stream, torch.cuda.is_available(), triton.JITFunction.run) == before
+
+
+def test_written_arguments() -> None:
+    assert {"Y"} <= written_arguments(_add_one.fn) and "X" not in written_arguments(_add_one.fn)
