@@ -28,13 +28,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from dtensor.commands.checks import Check, State, first_line
 from dtensor.commands.options import add_json
 from dtensor.commands.parser import add_command
 from dtensor.commands.progress import ProgressLine
 
-State = Literal["ok", "warning", "wrong"]
 EPILOG = "exit status: 0, nothing is wrong; 1, something is; 2, an invalid request."
 EXTRAS = {
     "ray": ("dtensor[ray]", "ranks in processes of their own, backend='ray'"),
@@ -44,17 +44,6 @@ EXTRAS = {
 """Optional packages: the pip requirement, and their use."""
 LITTLE_MEMORY = 2 * 2**30
 LITTLE_SHARED = 256 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A line of the table. ``note``: the fix if it is not ok, else the value it is compared
-    with."""
-
-    state: State
-    name: str
-    found: str
-    note: str = ""
 
 
 def add_to(parsers: Any) -> None:
@@ -69,6 +58,11 @@ def add_to(parsers: Any) -> None:
     parser.add_argument(
         "--no-ray", action="store_true", help="leave out the checks that start or join Ray"
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="check the GPUs instead, part by part: devices, streams, kernels, training, NCCL",
+    )
     add_json(parser, "a JSON list, an object for each line")
     parser.set_defaults(run=run)
 
@@ -81,7 +75,11 @@ def run(options: argparse.Namespace) -> int:
         ("trains on two ranks in this process", in_process),
         ("trains on two ranks on the GPU", on_gpu),
     ]
-    if not options.no_ray:
+    if options.gpu:
+        from dtensor.commands.doctor_gpu import on_gpus
+
+        parts = [("checks versions", versions), ("checks the GPUs", on_gpus)]
+    elif not options.no_ray:
         parts.append(("trains on two ranks on Ray", on_ray))
     table = _Table(plain=options.json or not sys.stdout.isatty())
     with ProgressLine() as progress:
@@ -283,7 +281,7 @@ def in_process() -> Iterator[Check]:
     try:
         one, two = losses("inprocess", dt.Mesh()), losses("inprocess", dt.Mesh(tp=2))
     except Exception as error:
-        yield Check("wrong", "self-test", _first_line(error), "report it, with this table")
+        yield Check("wrong", "self-test", first_line(error), "report it, with this table")
         return
     off, took = difference(two, one), time.perf_counter() - begin
     if off > TOLERANCE:
@@ -308,7 +306,7 @@ def on_gpu() -> Iterator[Check]:
     try:
         there = losses("inprocess", mesh, device="cuda")
     except Exception as error:
-        yield Check("wrong", "on the GPU", _first_line(error), "report it, with this table")
+        yield Check("wrong", "on the GPU", first_line(error), "report it, with this table")
         return
     took, here = time.perf_counter() - begin, losses("inprocess", mesh)
     off = difference(there, here)
@@ -341,7 +339,7 @@ def on_ray() -> Iterator[Check]:
             if address
             else "look in the folder of Ray's logs above, or pip install --upgrade 'dtensor[ray]'"
         )
-        yield Check("wrong", "on Ray", f"{where}: {_first_line(error)}", fix)
+        yield Check("wrong", "on Ray", f"{where}: {first_line(error)}", fix)
         return
     took = time.perf_counter() - begin
     if there != here:
@@ -350,10 +348,6 @@ def on_ray() -> Iterator[Check]:
         return
     words = f"{STEPS} steps on two ranks on {where}, {took:.1f} s"
     yield Check("ok", "on Ray", words, "losses are this process's, to the bit")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 # -- the table -------------------------------------------------------------------------------------

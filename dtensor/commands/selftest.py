@@ -29,7 +29,11 @@ ON_A_GPU = 1e-4
 
 
 def losses(
-    backend: Any, mesh: Mesh, address: str | None = None, device: str = "cpu"
+    backend: Any,
+    mesh: Mesh,
+    address: str | None = None,
+    device: str = "cpu",
+    ranks_per_actor: int | None = None,
 ) -> list[float]:
     """Of STEPS steps. Raises what a launch and a step raise."""
     generator = torch.Generator().manual_seed(1)
@@ -40,8 +44,10 @@ def losses(
     pins = {"0.weight": {"tp": dt.Row()}, "2.weight": {"tp": dt.Column()}}
     placed = dt.parallelize(model, mesh, pins if mesh.size > 1 else {})
     step = dt.train_step(placed, _loss, torch.optim.AdamW(model.parameters(), lr=0.01))
-    where: Any = dict(backend=backend, device=device, address=address, ranks_per_actor=None)
-    if device == "cuda":
+    where: Any = dict(
+        backend=backend, device=device, address=address, ranks_per_actor=ranks_per_actor
+    )
+    if device == "cuda" and ranks_per_actor is None:
         where["ranks_per_actor"] = mesh.size
     with dt.launch(mesh, **where, deadline_s=30.0, bring_home=False):
         return [float(step(x, y)) for _ in range(STEPS)]

@@ -1,0 +1,44 @@
+"""`dtensor doctor --gpu`, on simulated GPUs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import dtensor as dt
+from dtensor.__main__ import main
+from dtensor.kernels import built_in
+from dtensor.testing.gpus.guard import CompilerMissing, install
+
+try:
+    install()
+except CompilerMissing as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+@pytest.mark.slow
+def test_all_parts_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    with dt.testing.simulated_gpus(2, seed=1) as gpus:
+        status = main(["doctor", "--gpu", "--json"])
+        report = gpus.report()
+    lines = json.loads(capsys.readouterr().out)
+    assert status == 0, [line for line in lines if line["state"] == "wrong"]
+    names = [line["name"] for line in lines]
+    kernels = {name.partition("::")[2] for name in built_in.TRITON}
+    assert kernels <= set(names)
+    assert {"cuda:0", "cuda:1", "streams", "one GPU", "pair", "two GPUs"} <= set(names)
+    assert not report.races and not report.early_frees
+
+
+def test_a_part_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with dt.testing.simulated_gpus(1, fails_at=4):
+        assert main(["doctor", "--gpu", "--json"]) == 1
+    wrong = [line for line in json.loads(capsys.readouterr().out) if line["state"] == "wrong"]
+    assert wrong and "OutOfMemoryError" in wrong[0]["found"]
+
+
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--gpu", "--json"]) == 1
+    (wrong,) = [line for line in json.loads(capsys.readouterr().out) if line["state"] == "wrong"]
+    assert wrong["name"] == "cuda" and "sees none" in wrong["found"]
