@@ -40,9 +40,9 @@ from dtensor.api.step.training import train_step
 from dtensor.api.step.wrapped_optimizers import torchs_own
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph
+from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import pytree
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import check_optimizer
-from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text, size_text

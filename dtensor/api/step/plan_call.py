@@ -56,12 +56,12 @@ from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result
 from dtensor.frontend.guards.guards import Guards, custom_ops
 from dtensor.frontend.source import caller_level
+from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import pytree
 from dtensor.provider import Provider
 from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
 from dtensor.runtime.profile import Profile
 from dtensor.runtime.schedule import Grid
-from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.dataflow import Dataflow, Input
 from dtensor.sharding.plan.plan import Plan

@@ -70,8 +70,8 @@ from dtensor.frontend.source import (
     source_of_callable,
     source_of_exception,
 )
+from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import FakeTensorMode
-from dtensor.sharding.gc_pause import collector_paused
 from dtensor.signals import act, as_set
 
 if TYPE_CHECKING:

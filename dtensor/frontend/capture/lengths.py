@@ -55,6 +55,7 @@ from dtensor.frontend.guards.guards import Guards, custom_ops
 from dtensor.frontend.guards.side_effects import StateBefore, undo
 from dtensor.frontend.guards.walk import ExecutedCode, space_of, walk
 from dtensor.frontend.source import source_here
+from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import (
     FakeTensor,
     FakeTensorMode,
@@ -63,7 +64,6 @@ from dtensor.private_torch import (
     export_trace,
     symbol_source,
 )
-from dtensor.sharding.gc_pause import collector_paused
 
 Dims = Mapping[tuple[int, int], int]
 """Of a tensor argument and a dim, which of the lengths that is."""

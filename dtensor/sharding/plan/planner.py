@@ -15,8 +15,8 @@ from functools import reduce
 import torch
 
 from dtensor.errors import PlanningError
+from dtensor.gc_pause import collector_paused
 from dtensor.numerics import dtype_name
-from dtensor.sharding.gc_pause import collector_paused
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, axis_problem_of, inner_mesh
 from dtensor.sharding.plan.choose.choose_axis import choose_axis

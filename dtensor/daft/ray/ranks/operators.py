@@ -33,7 +33,6 @@ define no op of a program, though its ops call them; the choice of programs to l
 from __future__ import annotations
 
 import copyreg
-import gc
 import importlib
 import inspect
 import io
@@ -55,6 +54,7 @@ import torch
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.ir.program import Program
 from dtensor.daft.remote_exceptions import interrupts, reason_of
+from dtensor.gc_pause import collector_paused
 from dtensor.numerics import BUILT_IN, REDUCTIONS
 from dtensor.private_torch import (
     OPDEFS,
@@ -325,10 +325,10 @@ def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | Non
 
     args, kwargs = _empty_arguments(op)
     keys = keys_of(device.type)
-    outer, collects = sys.getprofile(), gc.isenabled()
-    with held_back():
+    outer = sys.getprofile()
+    # a handler of a signal, or a callback of the collector, would be taken for the kernel
+    with held_back(), collector_paused():
         try:
-            gc.disable()  # its callbacks, like a handler of a signal, would be taken for the kernel
             with torch.no_grad(), below_autograd():
                 sys.setprofile(profile)
                 op.redispatch(keys, *args, **kwargs)
@@ -338,8 +338,6 @@ def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | Non
             return None, f"its kernel cannot be found: {type(error).__name__}: {error}"
         finally:
             sys.setprofile(outer)
-            if collects:
-                gc.enable()
     if not began:
         return None, "its kernel cannot be found"
     return _function_of(began[0], op)

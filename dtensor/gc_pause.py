@@ -1,4 +1,4 @@
-"""Pauses Python's collector of cyclic garbage while a large program is captured or planned.
+"""Pauses Python's collector of cyclic garbage, as while a large program is captured or planned.
 
     with collector_paused():
         graph = ...
