@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from dtensor.frontend.capture.autocast import surrounding
 from dtensor.frontend.capture.call_as_module import flat_call
 from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.graph import Const, Graph
 from dtensor.frontend.guards.guards import Guards, custom_ops
 

@@ -46,7 +46,8 @@ def test_importing_dtensor_loads_nothing_that_it_does_not_use():
 
 
 PRIVATE = {"private_torch.py", "kernel_flags.py", "frontend/capture/patches.py"}
-PRIVATE |= {"frontend/capture/cuda_casts.py", "daft/ray/bootstrap/private_ray.py"}
+PRIVATE |= {"frontend/capture/cuda_casts.py", "frontend/capture/whole_layers.py"}
+PRIVATE |= {"daft/ray/bootstrap/private_ray.py"}
 """Where what is private of torch and Ray is named; docs/notes/versions.md says which is which."""
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch._C import DispatchKey
 
 from dtensor.frontend.capture.capture import capture
-from dtensor.frontend.capture.patches import whole_layers
+from dtensor.frontend.capture.whole_layers import whole_layers
 
 aten = torch.ops.aten
 

@@ -48,9 +48,9 @@ from dtensor.api.store.session import MeshSession
 from dtensor.api.values.lazy_parameters import as_it_is
 from dtensor.errors import PlanningError, check_word
 from dtensor.frontend.call_lock import CALL_LOCK
+from dtensor.frontend.capture.autocast import surrounding
 from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.capture.capture import capture, forget_fakes
-from dtensor.frontend.capture.patches import surrounding
 from dtensor.frontend.dataflow.per_microbatch import per_microbatch
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result

@@ -27,7 +27,7 @@ from torch import nn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import PerThread, is_capturing
-from dtensor.frontend.capture.patches import Surrounding, region
+from dtensor.frontend.capture.autocast import Surrounding, region
 from dtensor.frontend.capture.refusals import (
     RefusalMode,
     assigned_attribute,

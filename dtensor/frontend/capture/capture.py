@@ -32,6 +32,7 @@ from torch import fx, nn
 from torch.fx.traceback import preserve_node_meta
 
 from dtensor.frontend.call_lock import CALL_LOCK, capturing
+from dtensor.frontend.capture.autocast import lists_of, surrounding
 from dtensor.frontend.capture.call_as_module import (
     CallAsModule,
     FlatCall,
@@ -46,11 +47,8 @@ from dtensor.frontend.capture.decompose import Held
 from dtensor.frontend.capture.layers import print_of, segments_of
 from dtensor.frontend.capture.patches import (
     export_joint,
-    lists_of,
     load_compiler,
     patched,
-    surrounding,
-    whole_layers,
 )
 from dtensor.frontend.capture.refusals import (
     ASSIGNED,
@@ -61,6 +59,7 @@ from dtensor.frontend.capture.refusals import (
     data_dependent_errors,
     draws,
 )
+from dtensor.frontend.capture.whole_layers import whole_layers
 from dtensor.frontend.graph import Const, Graph
 from dtensor.frontend.guards.guards import Guards, custom_ops
 from dtensor.frontend.guards.side_effects import Change, StateBefore, line_of_change, redo, undo

@@ -10,7 +10,7 @@ this thread meets the key, and a kernel in Python before that of C++.
 
 Invariants: an op on the list runs with the key excluded, so that ops within it cast nothing more,
 as in torch. Whether autocast is on, and its dtype, is torch's state. Nothing is cached: simplify.py
-has a parameter cast once. Not here: which region follows which list (patches.py).
+has a parameter cast once. Not here: which region follows which list (autocast.py).
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ import torch
 from torch import fx, nn
 
 from dtensor.frontend.call_lock import CALL_LOCK, is_capturing
+from dtensor.frontend.capture.autocast import surrounding
 from dtensor.frontend.capture.call_as_module import (
     CallAsModule,
     FlatCall,
@@ -48,7 +49,7 @@ from dtensor.frontend.capture.call_as_module import (
 )
 from dtensor.frontend.capture.capture import export_call, graph_of, in_capture
 from dtensor.frontend.capture.layers import attribute_of, print_of
-from dtensor.frontend.capture.patches import load_compiler, surrounding
+from dtensor.frontend.capture.patches import load_compiler
 from dtensor.frontend.capture.thread_patches import here_alone, replaced
 from dtensor.frontend.graph import Const, Graph, OutTree
 from dtensor.frontend.guards.guards import Guards, custom_ops

@@ -1,30 +1,23 @@
-"""What is changed in torch while a program is captured, all of it here, and put back.
+"""What is changed in torch while a program is captured, and put back.
 
     with patched(below=CallAsModule.forward):
         forward = torch.export.export(...).module()
-        with whole_layers():
+        with whole_layers():  # whole_layers.py
             joint = export_joint(forward, tensors)
 
 - Stack traces of nodes keep every frame that counts (source.py), not only those of `forward`.
 - A GraphModule is not turned into Python source unless it is called. Torch makes some forty on its
   way and calls few; that took a fifth of the time. Torch has the same for its own use
   (_LazyGraphModule), which its export does not take up.
-- What would be lost in silence is refused: autocast for devices other than the CPU and CUDA.
+- Autocast follows the list of the device that it names (autocast.py).
 - A custom autograd Function is recorded with its backward (functions.py), below `Function.apply`,
   which a program may have under another name: relu = MyRelu.apply.
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
 - `module.to(x.device)`, `.float()` and the like do nothing where they change nothing; else they are
   refused.
 - What `torch.nn.utils.parametrize.cached()` keeps is the capture's own.
-- Layers that torch takes apart while differentiating, and that have rules, stay whole.
 
 The joint export of forward and backward, `export_joint`, is private to torch too.
-
-Autocast. A program is captured on fake CPU tensors, whatever runs it. A region follows the list of
-the device type that it names: torch itself writes the casts of the CPU's, and cuda_casts.py those
-of CUDA's, also where torch sees no GPU and would switch the region off. One around the call is a
-region around the user's function and nothing else: the backward runs in the dtypes that the forward
-left, as in torch.
 
 Checkpoints. That ops run again in the backward is lost unless it is marked: each outermost call
 gets a number, which torch carries from the traced op to the joint graph. With use_reentrant=True
@@ -45,7 +38,6 @@ import itertools
 import traceback as python_traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from threading import Thread
 from types import FunctionType
@@ -55,7 +47,6 @@ from unittest import mock
 import torch
 import torch.utils.checkpoint as checkpoints
 from torch import fx
-from torch._C import DispatchKey
 from torch._subclasses import fake_tensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx import _symbolic_trace as symbolic_trace
@@ -66,8 +57,8 @@ from torch.fx.proxy import TracerBase
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK, PerThread, is_capturing, started
+from dtensor.frontend.capture.autocast import AUTOCAST, CAPTURED_ON, program_device
 from dtensor.frontend.capture.refusals import ASSIGNED, is_same_memory, planning_error
 from dtensor.frontend.capture.thread_patches import (
     answered_here,
@@ -78,16 +69,13 @@ from dtensor.frontend.capture.thread_patches import (
 )
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import places_below, source_here
-from dtensor.numerics import dtype_name
 from dtensor.private_torch import compile_lock
-from dtensor.provider import Provider
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.functions import AppliedFunctions
 
 CHECKPOINT = "dtensor_checkpoint"
 """The key of torch's node annotations under which the number of a checkpoint stands."""
-CAPTURED_ON = "cpu"
 
 
 @contextmanager
@@ -118,9 +106,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         # prints the graph so far.
         (_trace, "print", lambda _: _prints_nothing),
         (graph_module, "print", lambda _: _prints_nothing),  # the line of a graph that raised
-        (torch.autocast, "__init__", _checked_init),
-        (torch.autocast, "__enter__", _checked_enter),
-        (torch.autocast, "__exit__", _ended),
+        *((torch.autocast, name, change) for name, change in AUTOCAST.items()),
         (
             checkpoints,
             "_checkpoint_without_reentrant_generator",
@@ -245,155 +231,6 @@ def _when_called(compiled: Any) -> Any:
     return recompile
 
 
-# -- autocast --------------------------------------------------------------------------------------
-
-
-_LISTS = ("cpu", "cuda")
-DEVICE = Provider[Callable[[], str]]("dtensor.api.store.session:program_device")
-"""Gives the device type that programs of this thread are for, one of the lists'."""
-_device = cache(DEVICE.get)  # each call of a step asks
-
-
-@dataclass(frozen=True, slots=True)
-class Surrounding:
-    """What a program depends on of where it is called: ``device``: the type of what runs it;
-    ``autocast``: the list and the dtype of the autocast around the call."""
-
-    device: str
-    autocast: tuple[str, torch.dtype] | None
-
-
-def surrounding() -> Surrounding:
-    """Of two lists around the call, that of the program's device holds, as in torch."""
-    device = _device()()
-    on = [name for name in _LISTS if torch.is_autocast_enabled(name)]
-    if not on:
-        return Surrounding(device, None)
-    name = device if device in on else on[0]
-    return Surrounding(device, (name, torch.get_autocast_dtype(name)))
-
-
-def region(around: Surrounding) -> AbstractContextManager[object]:
-    """The autocast of `surrounding`, entered around the user's function alone."""
-    if around.autocast is None:
-        return nullcontext()
-    name, dtype = around.autocast
-    return torch.autocast(name, dtype=dtype)
-
-
-def lists_of(forward: fx.GraphModule) -> set[str]:
-    """Which lists an exported forward follows, each with the dtype: "cuda, bf16"."""
-    found: set[str] = set()
-    for module in forward.modules():
-        if isinstance(module, fx.GraphModule):
-            regions = module.graph.find_nodes(
-                op="call_function", target=torch.ops.higher_order.wrap_with_autocast
-            )
-            found |= {f"{n.args[0]}, {dtype_name(n.args[1])}" for n in regions if n.args[2]}  # type: ignore[arg-type]
-    return found
-
-
-def _checked_init(init: Any) -> Any:
-    def checked(
-        self: Any,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-    ) -> None:
-        if device_type not in _LISTS and enabled:
-            raise _lost(device_type, "" if dtype is None else f"dtype={dtype}")
-        is_cuda = device_type == "cuda"  # which torch switches off where it sees no GPU
-        init(self, device_type, dtype, enabled and not is_cuda, cache_enabled)
-        if is_cuda:
-            self._enabled = enabled
-        self.made_in_capture = True
-
-    return checked
-
-
-def _checked_enter(enter: Any) -> Any:
-    def checked(self: Any) -> Any:
-        name, device = self.device, _device()()
-        others = [other for other in _LISTS if other != name and torch.is_autocast_enabled(other)]
-        self.casts, self.put_back = None, ()
-        if self._enabled:
-            given = f"dtype={self.fast_dtype}"
-            if name not in _LISTS:  # made before the capture, as a decorator is
-                raise _lost(name, given)
-            if others:
-                raise _two_lists(name, others[0], given)
-        else:
-            if others and name != device:
-                raise _ends_nothing(name, others[0])
-            if name == "cuda" and not hasattr(self, "made_in_capture"):
-                matters = device == "cuda" or torch.is_autocast_enabled("cuda")
-                if matters and not torch.cuda.is_available():
-                    raise _perhaps_off()
-            self.put_back = others  # the list that the program's tensors follow
-        for other in self.put_back:
-            torch.set_autocast_enabled(other, False)
-        if self._enabled and name == "cuda":
-            # Not at the top: few programs need it.
-            from dtensor.frontend.capture.cuda_casts import cuda_casts
-
-            self.casts = ExitStack()
-            self.casts.enter_context(undecomposed())  # torch would resize past the list
-            self.casts.enter_context(cuda_casts())
-        return enter(self)
-
-    return checked
-
-
-def _ended(leave: Any) -> Any:
-    def ended(self: Any, *raised: Any) -> Any:
-        result = leave(self, *raised)
-        if self.casts is not None:
-            self.casts.close()
-        for other in self.put_back:
-            torch.set_autocast_enabled(other, True)
-        return result
-
-    return ended
-
-
-def _lost(device_type: str, given: str) -> PlanningError:
-    given = given and f", {given}"
-    return planning_error(
-        f'torch.autocast("{device_type}"{given}) would change no op: a program is captured for the '
-        f"CPU or for CUDA.",
-        source=source_here(),
-        fix=f'torch.autocast("{CAPTURED_ON}"{given}) or torch.autocast("cuda"{given}), whose lists '
-        f"of ops differ",
-    )
-
-
-def _two_lists(name: str, other: str, given: str) -> PlanningError:
-    return planning_error(
-        f'torch.autocast("{name}", {given}) is within one for "{other}": two lists of ops at once.',
-        source=source_here(),
-        fix=f'torch.autocast("{other}", {given}), or end that one first',
-    )
-
-
-def _ends_nothing(name: str, other: str) -> PlanningError:
-    return planning_error(
-        f'torch.autocast("{name}", enabled=False) would end nothing: the autocast around it is for '
-        f'"{other}".',
-        source=source_here(),
-        fix=f'torch.autocast("{other}", enabled=False)',
-    )
-
-
-def _perhaps_off() -> PlanningError:
-    return planning_error(
-        'An autocast for "cuda" was made before the program ran, where torch sees no GPU, and is '
-        "off: torch switches off what is on there.",
-        source=source_here(),
-        fix='make it within the program: with torch.autocast("cuda", ...): in the function',
-    )
-
-
 # -- modules that are moved ------------------------------------------------------------------------
 
 
@@ -406,7 +243,7 @@ def _unmoved(
 
     named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
     alone: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-    if (device := _device()()) != CAPTURED_ON:
+    if (device := program_device()) != CAPTURED_ON:
         from dtensor.frontend.capture.seen_device import DevicesAlone
 
         alone = partial(DevicesAlone, device)
@@ -488,93 +325,6 @@ def _check_reentrant(given: list[Any], made: Any) -> None:
             source=source_here(),
             fix="use_reentrant=False",
         )
-
-
-# -- layers that are kept whole --------------------------------------------------------------------
-
-# Torch registers Python decompositions under autograd for a few ops, for which the joint export has
-# no switch. Resizing is one fused kernel otherwise. Those of the margin losses differ from their
-# kernels: multilabel_margin_loss with targets that end early (-1) comes out wrong.
-_WHOLE = (
-    "multi_margin_loss",
-    "multilabel_margin_loss_forward",
-    "upsample_nearest1d",
-    "upsample_nearest2d",
-    "upsample_nearest3d",
-    "_upsample_nearest_exact1d",
-    "_upsample_nearest_exact2d",
-    "_upsample_nearest_exact3d",
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-)
-_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
-
-
-@contextmanager
-def undecomposed() -> Iterator[None]:
-    """Within it these ops are called as they are; may be nested. Only who traces asks for these
-    kernels, and only one traces (`patched`)."""
-    import torch._decomp
-
-    packets = [getattr(torch.ops.aten, name) for name in _WHOLE]
-    ops = [
-        getattr(packet, name)
-        for packet in packets
-        for name in packet.overloads()
-        if "out" not in name
-    ]
-    before = [(op, dict(op.py_kernels)) for op in ops]
-    try:
-        for op in ops:
-            for key in _KEYS:
-                op.py_kernels.pop(key, None)
-            op._dispatch_cache.clear()
-        yield
-    finally:
-        _put_kernels_back(before)
-
-
-def _put_kernels_back(before: list[tuple[Any, dict[Any, Any]]]) -> None:
-    for op, kernels in before:
-        op.py_kernels.clear()
-        op.py_kernels.update(kernels)
-        op._dispatch_cache.clear()
-
-
-@contextmanager
-def whole_layers() -> Iterator[None]:
-    """Within it these ops reach the joint graph as they are, and attention that is left in the
-    forward as the ops that it is on every machine; not reentrant."""
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    with undecomposed():
-        before = [(attention, dict(attention.py_kernels))]
-        try:
-            attention.py_kernels.update(dict.fromkeys(_KEYS, _written_attention))
-            attention._dispatch_cache.clear()
-            yield
-        finally:
-            _put_kernels_back(before)
-
-
-def _written_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """What SDPBackend.MATH would choose, which is a choice of the process."""
-    written = torch.ops.aten._scaled_dot_product_attention_math.default
-    return written(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-                   enable_gqa=enable_gqa)[0]  # fmt: skip
 
 
 @cache

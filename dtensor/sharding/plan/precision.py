@@ -22,7 +22,7 @@ Master weights: parameters of 16 bits, which programs read and ranks gather, and
 the optimizer's state, which the optimizer updates; after each step a parameter is its copy, rounded
 (Micikevicius et al. 2018, arXiv:1710.03740; Megatron's main parameters).
 
-Not here: autocast, which is the program's own (frontend/capture/patches.py); the fold
+Not here: autocast, which is the program's own (frontend/capture/autocast.py); the fold
 (daft/run/transport.py).
 """
 

@@ -1,0 +1,187 @@
+"""Autocast in a program, and around its call.
+
+    with torch.autocast("cuda", dtype=torch.bfloat16):     # in the user's function, or around it
+        x = torch.softmax(x, -1)                           # float32 by CUDA's list of ops
+
+A program is captured on fake CPU tensors, whatever runs it. A region follows the list of the device
+type that it names: torch itself writes the casts of the CPU's, and cuda_casts.py those of CUDA's,
+also where torch sees no GPU and would switch the region off. One around the call is a region around
+the user's function and nothing else: the backward runs in the dtypes that the forward left, as in
+torch. Autocast for another device, or for both at once, is refused, as it would be lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture.refusals import planning_error
+from dtensor.frontend.source import source_here
+from dtensor.numerics import dtype_name
+from dtensor.provider import Provider
+
+CAPTURED_ON = "cpu"
+_LISTS = ("cpu", "cuda")
+DEVICE = Provider[Callable[[], str]]("dtensor.api.store.session:program_device")
+"""Gives the device type that programs of this thread are for, one of the lists'."""
+_provided = cache(DEVICE.get)  # each call of a step asks
+
+
+def program_device() -> str:
+    return _provided()()
+
+
+@dataclass(frozen=True, slots=True)
+class Surrounding:
+    """What a program depends on of where it is called: ``device``: the type of what runs it;
+    ``autocast``: the list and the dtype of the autocast around the call."""
+
+    device: str
+    autocast: tuple[str, torch.dtype] | None
+
+
+def surrounding() -> Surrounding:
+    """Of two lists around the call, that of the program's device holds, as in torch."""
+    device = program_device()
+    on = [name for name in _LISTS if torch.is_autocast_enabled(name)]
+    if not on:
+        return Surrounding(device, None)
+    name = device if device in on else on[0]
+    return Surrounding(device, (name, torch.get_autocast_dtype(name)))
+
+
+def region(around: Surrounding) -> AbstractContextManager[object]:
+    """The autocast of `surrounding`, entered around the user's function alone."""
+    if around.autocast is None:
+        return nullcontext()
+    name, dtype = around.autocast
+    return torch.autocast(name, dtype=dtype)
+
+
+def lists_of(forward: fx.GraphModule) -> set[str]:
+    """Which lists an exported forward follows, each with the dtype: "cuda, bf16"."""
+    found: set[str] = set()
+    for module in forward.modules():
+        if isinstance(module, fx.GraphModule):
+            regions = module.graph.find_nodes(
+                op="call_function", target=torch.ops.higher_order.wrap_with_autocast
+            )
+            found |= {f"{n.args[0]}, {dtype_name(n.args[1])}" for n in regions if n.args[2]}  # type: ignore[arg-type]
+    return found
+
+
+def _checked_init(init: Any) -> Any:
+    def checked(
+        self: Any,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if device_type not in _LISTS and enabled:
+            raise _lost(device_type, "" if dtype is None else f"dtype={dtype}")
+        is_cuda = device_type == "cuda"  # which torch switches off where it sees no GPU
+        init(self, device_type, dtype, enabled and not is_cuda, cache_enabled)
+        if is_cuda:
+            self._enabled = enabled
+        self.made_in_capture = True
+
+    return checked
+
+
+def _checked_enter(enter: Any) -> Any:
+    def checked(self: Any) -> Any:
+        name, device = self.device, program_device()
+        others = [other for other in _LISTS if other != name and torch.is_autocast_enabled(other)]
+        self.casts, self.put_back = None, ()
+        if self._enabled:
+            given = f"dtype={self.fast_dtype}"
+            if name not in _LISTS:  # made before the capture, as a decorator is
+                raise _lost(name, given)
+            if others:
+                raise _two_lists(name, others[0], given)
+        else:
+            if others and name != device:
+                raise _ends_nothing(name, others[0])
+            if name == "cuda" and not hasattr(self, "made_in_capture"):
+                matters = device == "cuda" or torch.is_autocast_enabled("cuda")
+                if matters and not torch.cuda.is_available():
+                    raise _perhaps_off()
+            self.put_back = others  # the list that the program's tensors follow
+        for other in self.put_back:
+            torch.set_autocast_enabled(other, False)
+        if self._enabled and name == "cuda":
+            # Not at the top: few programs need it.
+            from dtensor.frontend.capture.cuda_casts import cuda_casts
+            from dtensor.frontend.capture.whole_layers import undecomposed
+
+            self.casts = ExitStack()
+            self.casts.enter_context(undecomposed())  # torch would resize past the list
+            self.casts.enter_context(cuda_casts())
+        return enter(self)
+
+    return checked
+
+
+def _ended(leave: Any) -> Any:
+    def ended(self: Any, *raised: Any) -> Any:
+        result = leave(self, *raised)
+        if self.casts is not None:
+            self.casts.close()
+        for other in self.put_back:
+            torch.set_autocast_enabled(other, True)
+        return result
+
+    return ended
+
+
+AUTOCAST: Mapping[str, Callable[[Any], Any]] = {
+    "__init__": _checked_init,
+    "__enter__": _checked_enter,
+    "__exit__": _ended,
+}
+"""What replaces methods of `torch.autocast` while a program is captured, by name."""
+
+
+def _lost(device_type: str, given: str) -> PlanningError:
+    given = given and f", {given}"
+    return planning_error(
+        f'torch.autocast("{device_type}"{given}) would change no op: a program is captured for the '
+        f"CPU or for CUDA.",
+        source=source_here(),
+        fix=f'torch.autocast("{CAPTURED_ON}"{given}) or torch.autocast("cuda"{given}), whose lists '
+        f"of ops differ",
+    )
+
+
+def _two_lists(name: str, other: str, given: str) -> PlanningError:
+    return planning_error(
+        f'torch.autocast("{name}", {given}) is within one for "{other}": two lists of ops at once.',
+        source=source_here(),
+        fix=f'torch.autocast("{other}", {given}), or end that one first',
+    )
+
+
+def _ends_nothing(name: str, other: str) -> PlanningError:
+    return planning_error(
+        f'torch.autocast("{name}", enabled=False) would end nothing: the autocast around it is for '
+        f'"{other}".',
+        source=source_here(),
+        fix=f'torch.autocast("{other}", enabled=False)',
+    )
+
+
+def _perhaps_off() -> PlanningError:
+    return planning_error(
+        'An autocast for "cuda" was made before the program ran, where torch sees no GPU, and is '
+        "off: torch switches off what is on there.",
+        source=source_here(),
+        fix='make it within the program: with torch.autocast("cuda", ...): in the function',
+    )

@@ -1,0 +1,99 @@
+"""Layers that torch takes apart while it differentiates, and that have rules, stay whole.
+
+    with whole_layers():
+        joint = export_joint(forward, tensors)
+
+Torch registers Python decompositions under autograd for a few ops, for which the joint export has
+no switch. Resizing is one fused kernel otherwise. Those of the margin losses differ from their
+kernels: multilabel_margin_loss with targets that end early (-1) comes out wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+
+_WHOLE = (
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+    "upsample_nearest1d",
+    "upsample_nearest2d",
+    "upsample_nearest3d",
+    "_upsample_nearest_exact1d",
+    "_upsample_nearest_exact2d",
+    "_upsample_nearest_exact3d",
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
+_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+
+
+@contextmanager
+def undecomposed() -> Iterator[None]:
+    """Within it these ops are called as they are; may be nested. Only who traces asks for these
+    kernels, and only one traces (`patched`)."""
+    import torch._decomp
+
+    packets = [getattr(torch.ops.aten, name) for name in _WHOLE]
+    ops = [
+        getattr(packet, name)
+        for packet in packets
+        for name in packet.overloads()
+        if "out" not in name
+    ]
+    before = [(op, dict(op.py_kernels)) for op in ops]
+    try:
+        for op in ops:
+            for key in _KEYS:
+                op.py_kernels.pop(key, None)
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        _put_kernels_back(before)
+
+
+def _put_kernels_back(before: list[tuple[Any, dict[Any, Any]]]) -> None:
+    for op, kernels in before:
+        op.py_kernels.clear()
+        op.py_kernels.update(kernels)
+        op._dispatch_cache.clear()
+
+
+@contextmanager
+def whole_layers() -> Iterator[None]:
+    """Within it these ops reach the joint graph as they are, and attention that is left in the
+    forward as the ops that it is on every machine; not reentrant."""
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    with undecomposed():
+        before = [(attention, dict(attention.py_kernels))]
+        try:
+            attention.py_kernels.update(dict.fromkeys(_KEYS, _written_attention))
+            attention._dispatch_cache.clear()
+            yield
+        finally:
+            _put_kernels_back(before)
+
+
+def _written_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """What SDPBackend.MATH would choose, which is a choice of the process."""
+    written = torch.ops.aten._scaled_dot_product_attention_math.default
+    return written(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                   enable_gqa=enable_gqa)[0]  # fmt: skip
