@@ -103,9 +103,8 @@ class CodeBuilder:
         text = f"{targets}{comma} = {function}({', '.join(args)})"
         reads = (*operands, *slots_of(call))
         if self.device.type == "cuda":
-            from dtensor.sharding.local.device_asserts import (
-                check_before,
-            )  # few programs run on one
+            # Not at the top: few programs run on one.
+            from dtensor.sharding.local.device_asserts import check_before
 
             if (check := check_before(call.target, call.args)) is not None:
                 checked, given = self.bind("check", check[0]), ", ".join(args[check[1] :])
@@ -118,7 +117,8 @@ class CodeBuilder:
             changed, op = f"{targets} = {args[0]}.{method}({args[1]})", _op_of(call)
             line = CodeLine(changed, tuple(named), reads, "", op, (), f"{op} in place", source)
             self.in_place[len(self.lines)] = operands[0], line
-            self._with_bias(call, operands, line)
+            if self.device.type == "cuda":
+                self._with_bias(call, operands, line)
         by = "" if kernel is None else kernel.name
         if by:
             self.kernels[f"{_op_of(call)} [{by}]"] = None
@@ -134,11 +134,11 @@ class CodeBuilder:
             self.apply(check_apart, [named, operands], (), kernel.name, source=source)
 
     def _with_bias(self, call: OpCall, operands: Sequence[str], added: CodeLine) -> None:
-        """On CUDA: where the line before is the matrix product, note one line for both."""
+        """Where the line before is the matrix product, note one line for both."""
         before = self.lines[-1]
         made_by = overload_of(self.bindings.get(before.called))
         is_product = made_by is _aten.mm.default and before.makes == (operands[0],)
-        if self.device.type != "cuda" or not is_product or call.target is not _aten.add.Tensor:
+        if not is_product or call.target is not _aten.add.Tensor:
             return
         row = call.operands[1] if len(call.operands) == 2 else None
         if row is None or len(row.shape) != 1 or row.dtype != call.result.dtype:
