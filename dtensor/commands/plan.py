@@ -47,6 +47,11 @@ def add_to(parsers: Any) -> None:
         "--hints", action="store_true", help="pins whose opposite would be cheaper; takes longer"
     )
     group.add_argument("--real", action="store_true", help=REAL)
+    group.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="what x.device is to the program, and so the list of autocast: cpu (default) or cuda",
+    )
     parser.set_defaults(run=run)
 
 
@@ -54,6 +59,7 @@ REAL = "call module.py:function as it is, and not on the meta device"
 
 
 def run(options: argparse.Namespace) -> int:
+    from dtensor.api.store.session import planning_for
     from dtensor.commands.json_data import plan_data, print_json
     from dtensor.commands.placed_workload import PlacedWorkload, check_stated
     from dtensor.commands.workload import Workload
@@ -62,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
     mesh, zero = options.mesh, options.zero or {}
     check_stated(options, [mesh], [zero])
-    with ProgressLine() as progress:
+    with ProgressLine() as progress, planning_for(options.device):
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
             placed = PlacedWorkload(work, options)

@@ -67,6 +67,26 @@ def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
+def test_plan_for_a_device(command: Command):
+    """One that does not run here."""
+    Path("cast.py").write_text(
+        "import torch\n"
+        "from mlp import MLP, loss_fn as loss\n"
+        "def loss_fn(model, x):\n"
+        "    with torch.autocast(x.device.type, dtype=torch.bfloat16):\n"
+        "        return loss(model, x)\n"
+        "def make():\n"
+        "    return MLP(16), loss_fn, torch.randn(8, 16)\n"
+    )
+    for device in ("cpu", "cuda"):
+        ran = command(f"plan cast.py:make --mesh tp=2 --device {device}")
+        assert f"autocast    list of {device}, bf16" in ran.out
+    ran = command("plan cast.py:make --mesh tp=2 --device cudda")
+    assert ran.status == 2
+    assert "--device cudda is none.\nfix: cuda" in ran.err
+
+
+@pytest.mark.slow
 def test_one_that_does_not_fit(command: Command):
     ran = command("compare mlp.py:make --placements none --mesh dp=2 --mesh dp=4 --memory 4KiB")
     assert ran.status == 1
