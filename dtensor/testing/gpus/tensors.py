@@ -187,7 +187,8 @@ def _refuse_mixed(func: OpOverload, sims: list[SimTensor], others: list[Tensor])
     """Raises RuntimeError as torch's TensorIterator does."""
     devices = {str(x.seen.device) for x in sims}
     if len(devices) > 1 or (sims and func not in INDEXED and any(x.dim() for x in others)):
-        given = [(str(x.device), list(x.shape)) for x in (*sims, *others)]
+        given = [(str(x.seen.device), list(x.shape)) for x in sims]
+        given += [(str(x.device), list(x.shape)) for x in others]
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but {func} has {given} ({line_here()})"
         )

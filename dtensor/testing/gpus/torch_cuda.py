@@ -7,12 +7,14 @@ from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from dtensor.private_torch import cuda_bindings, pytree
 from dtensor.runtime.lower import state_writes
+from dtensor.sharding.ops import attention_masked
 from dtensor.testing.gpus.host import Seen, device_wait, here, host_wait
 from dtensor.testing.gpus.tensors import SimTensor
 from dtensor.testing.gpus.world import Clock, Kernel
@@ -193,6 +195,19 @@ def is_alias_of(x: Tensor, other: Tensor) -> bool:
     return x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
+def by_host(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What a process keeps of device tensors; here hosts are threads of one process."""
+    made: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+
+    def kept(*given: Any) -> Any:
+        own = made.setdefault(here().current.device, {})
+        if given not in own:
+            own[given] = make(*given)
+        return own[given]
+
+    return kept
+
+
 PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "_lazy_init", lambda: None),
     (torch.cuda, "is_available", lambda: True),
@@ -225,6 +240,11 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "empty_cache", empty_cache),
     (torch.backends.cuda, "is_flash_attention_available", lambda: True),
     (state_writes, "is_alias_of", is_alias_of),
+    (
+        attention_masked,
+        "_seen_and_hidden",
+        by_host(attention_masked._seen_and_hidden.__wrapped__),  # pyright: ignore
+    ),
     (Tensor, "pin_memory", pin_memory),
     (Tensor, "is_pinned", lambda x, *_: getattr(x, "_dtensor_pinned", False)),
 )

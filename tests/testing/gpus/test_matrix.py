@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dtensor.testing.gpus.guard import CompilerMissing, install
-from tests.testing.gpus.matrix import cases, check, without_kernels
+from tests.testing.gpus.cases import cases
+from tests.testing.gpus.matrix import check, without_kernels
 from tests.testing.gpus.mutations import Mutation, found, implied, mutations
 
 try:
