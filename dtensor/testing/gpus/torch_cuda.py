@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from dtensor.frontend.capture import capture
 from dtensor.private_torch import cuda_bindings, pytree
 from dtensor.runtime.lower import state_writes
 from dtensor.sharding.ops import attention_masked
@@ -208,6 +209,16 @@ def by_host(make: Callable[..., Any]) -> Callable[..., Any]:
     return kept
 
 
+_capture: Any = capture._captured  # pyright: ignore[reportPrivateUsage]
+
+
+def captured(*args: Any, **kwargs: Any) -> Any:
+    """Torch's tracer has state that all threads of a process share; here actors are threads."""
+    host = here()
+    host.world.wait_for_hosts(host.number)
+    return _capture(*args, **kwargs)
+
+
 PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "_lazy_init", lambda: None),
     (torch.cuda, "is_available", lambda: True),
@@ -240,6 +251,7 @@ PATCHES: tuple[tuple[Any, str, Any], ...] = (
     (torch.cuda, "empty_cache", empty_cache),
     (torch.backends.cuda, "is_flash_attention_available", lambda: True),
     (state_writes, "is_alias_of", is_alias_of),
+    (capture, "_captured", captured),
     (
         attention_masked,
         "_seen_and_hidden",

@@ -215,6 +215,12 @@ class World:
         finally:
             self.begin(host)
 
+    def wait_for_hosts(self, host: int) -> None:
+        """Until no other host has anything to do."""
+        with self.idle(host), self.lock:
+            while any(num > 0 for other, num in self._busy.items() if other != host):
+                self.lock.wait(_LOOK_S)
+
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Run kernels until it holds. Raises Deadlock where nothing can make it hold."""
         me = threading.get_ident()

@@ -26,6 +26,10 @@ import torch
 import dtensor as dt
 from dtensor.kernels import built_in, registry
 from tests.testing.gpus.cases import Case, cases
+from tests.testing.gpus.page import PAGE, Table
+
+
+HEAD = ("case", "seeds", "kernels", "races", "early frees", "off by", "waits")
 
 
 @dataclass(slots=True)
@@ -87,9 +91,10 @@ def main(given: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="how names of cases begin")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--waits", action="store_true", help="list waits of the host, by line")
+    parser.add_argument("--write", action="store_true", help=f"rows of the table in {PAGE.name}")
     options = parser.parse_args(given)
-    bad = 0
-    for case in cases():
+    bad, every = 0, list(cases())
+    for case in every:
         if options.names and not case.name.startswith(tuple(options.names)):
             continue
         began = time.process_time()
@@ -111,6 +116,13 @@ def main(given: list[str]) -> int:
             f"host waits {sum(seen.waits.values())}  {took:.0f} s",
             flush=True,
         )
+        if options.write:
+            table = Table("cases", HEAD)
+            numbers = seen.seeds, seen.kernels, seen.races, seen.early_frees
+            waits = sum(seen.waits.values())
+            table.put(case.name, *map(str, numbers), f"{seen.most:.1e}", str(waits))
+            table.keep([each.name for each in every])
+            table.write()
         if options.waits:
             for what, times in seen.waits.items():
                 print(f"    {times:>4} x {what}")
