@@ -28,7 +28,6 @@ from dtensor.kernels import built_in, registry
 from tests.testing.gpus.cases import Case, cases
 from tests.testing.gpus.page import PAGE, Table
 
-
 HEAD = ("case", "seeds", "kernels", "races", "early frees", "off by", "waits")
 
 

@@ -1,0 +1,125 @@
+"""In which lines a host waits for its GPU, in one step or token of a program that is running.
+
+    python -m tests.testing.gpus.waits              # a table: line, what, for each rank
+    python -m tests.testing.gpus.waits --write      # into docs/notes/simulated_gpus.md
+
+Each program is called twice; what is counted is its third call, whose result is read. So first
+uses, connections and parameters that go to their ranks are not among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+
+import dtensor as dt
+from dtensor.testing.gpus.host import HostWait
+from tests.api.training import MEGATRON, SIX, Placed, adamw, batches, make_model
+from tests.models import loss_fn
+from tests.testing.gpus import cases
+from tests.testing.gpus.matrix import without_kernels
+from tests.testing.gpus.page import PAGE, Table
+
+HEAD = ("program", "each rank", "waits", "for what", "line")
+Program: TypeAlias = Callable[[], AbstractContextManager[Callable[[], object]]]
+"""Within, what it gives takes one step, and reads its result."""
+
+
+@contextmanager
+def training(placed: Placed, **stored: Any) -> Generator[Callable[[], object]]:
+    """AdamW, clipped, two microbatches, as `tests.api.training.Run`."""
+    net, data = make_model(), batches(1)[0]
+    mesh = placed.mesh
+    model = dt.parallelize(net, mesh, placed.pins, stages=placed.stages, **stored)
+    schedule = dt.OneFOneB(microbatches=2)
+    given: dict[str, Any] = dict(inputs=placed.inputs, schedule=schedule, clip_grad_norm=1.0)
+    step = dt.train_step(model, loss_fn, adamw(net), **given)
+    with dt.launch(mesh, "ray", device="cuda"):
+        yield lambda: float(step(*data))
+
+
+@contextmanager
+def token() -> Generator[Callable[[], object]]:
+    """Of two texts in the slots of a generator of two layers, greedily."""
+    model = cases.writer_on({"tp": 2})
+    gen = dt.generator(model, slots=2, length=24, buckets=(8,))
+    with dt.launch(model.mesh, "ray", device="cuda"):
+        for prompt in ([5, 17, 3], [9, 8]):
+            gen.submit(prompt, max_new_tokens=12)
+        for _ in range(3):  # prefills
+            gen.step()
+        yield gen.step
+
+
+@contextmanager
+def product(**placed: dt.Placement) -> Generator[Callable[[], object]]:
+    mesh = dt.Mesh(tp=2)
+    drawn = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(16, 8, generator=drawn), torch.randn(4, 8, 16, generator=drawn)
+    ends = torch.tensor([3, 3, 9, 16], dtype=torch.int32)
+    fn = dt.compile(cases.experts, mesh)
+    with dt.launch(mesh, "ray", device="cuda"):
+        given = [dt.distribute(rows, mesh), dt.distribute(weight, mesh, **placed)]
+        given.append(dt.distribute(ends, mesh))
+        yield lambda: fn(*given).full_tensor()
+
+
+PROGRAMS: Mapping[str, Program] = {
+    "training step, tp2": lambda: training(Placed(axes=dict(tp=2), pins=MEGATRON)),
+    "training step, dp2, ZeRO-3": lambda: training(SIX["dp2"], zero={"dp": 3}),
+    "training step, pp2": lambda: training(SIX["pp2"]),
+    "a token, tp2": token,
+    "grouped product, experts whole": product,
+    "grouped product, by expert": lambda: product(tp=dt.Shard(0)),
+}
+RANKS = 2
+
+
+def waits_of(program: Program, seed: int = 0) -> Counter[HostWait]:
+    """Of all ranks, in the third call."""
+    with dt.testing.simulated_gpus(RANKS, seed) as gpus, program() as step:
+        step()
+        step()
+        before = Counter(gpus.report().host_waits)
+        step()
+        return Counter(gpus.report().host_waits) - before
+
+
+def rows(name: str, waits: Mapping[HostWait, int]) -> Iterable[tuple[str, ...]]:
+    """The sum first."""
+    yield name, _number(sum(waits.values()) / RANKS), str(sum(waits.values())), "all", ""
+    for n, (wait, times) in enumerate(sorted(waits.items(), key=lambda each: -each[1]), 1):
+        what = re.sub(r"^aten\._local_scalar_dense\.default$", "item()", wait.what)
+        yield f"{name}, {n}", _number(times / RANKS), str(times), what, f"`{wait.line}`"
+
+
+def _number(x: float) -> str:
+    return f"{x:g}"
+
+
+def main(given: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"the table in {PAGE.name}")
+    options = parser.parse_args(given)
+    table = Table("waits", HEAD)
+    table.keep([])
+    for name, program in PROGRAMS.items():
+        with without_kernels():
+            waits = waits_of(program)
+        for row in rows(name, waits):
+            print(*row, sep="   ", flush=True)
+            table.put(*row)
+    if options.write:
+        table.write()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
