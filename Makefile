@@ -15,7 +15,11 @@
 #   their own with pinned versions, and their table; pip takes torch from where `make setup` does;
 # gpus: all that runs on CUDA, on simulated GPUs under 20 seeds, and what is found where a wait of ours
 #   is left out (ARGS="--seeds 3 schedule": fewer);
-# kernels: all cases of the kernels in Triton's interpreter, and their machine code.
+# gpu: all that is to run where there is a GPU, right first, in parts of at most eight minutes, and a
+#   table for each in build/gpu; it installs nothing (ARGS="--list": the parts; ARGS="--part 3 ray":
+#   some of them; ARGS="--simulated 2": on simulated GPUs);
+# kernels: all cases of the kernels in Triton's interpreter, at large offsets too, the bytes that they
+#   move, the widths of their whole numbers, and their machine code.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -28,7 +32,7 @@ export OMP_NUM_THREADS := 1
 # Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test quick plain sweep lint docs check certify opinfo versions hf integrations chaos gpus kernels format
+.PHONY: setup demo test quick plain sweep lint docs check certify opinfo versions hf integrations chaos gpus gpu kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -93,8 +97,15 @@ gpus: setup
 	$(BIN)/python -m tests.testing.gpus.matrix $(ARGS)
 	$(BIN)/python -m tests.testing.gpus.mutations
 
+# Without setup: nothing is installed, and where there is a GPU its torch may be in another Python.
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m tests.gpu $(ARGS)
+
 kernels: setup
 	$(BIN)/python -m tests.kernels.sweep
+	$(BIN)/python -m tests.kernels.large
+	$(BIN)/python -W ignore -m tests.kernels.moved
+	$(BIN)/python -m tests.kernels.widths
 	$(BIN)/python -m benchmarks.kernels --aot --write
 
 format: setup

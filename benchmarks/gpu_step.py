@@ -1,13 +1,14 @@
-"""A training step on one GPU: one rank of dtensor beside plain torch, eager and compiled.
+"""A training step on one GPU: one rank of dtensor beside torch, eager, compiled and as DTensor.
 
     python -m benchmarks.gpu_step [--cases gpt llama small] [--rounds 10] [--write]
     python -m benchmarks.gpu_step --device cpu --tiny          # that it runs; its times say nothing
 
 All sides have the same weights, batches and AdamW (torch's with `fused=True`), the batch in the
-host's memory. A timing is a few steps as in a training loop, the losses read at the end. In a round
-each side is timed once, in turns; ratios are taken within a round. The first losses are compared
-with eager torch's. Then two ranks of dtensor at tp=2 on the same GPU, in rounds of their own: they
-compute one after the other there what one rank does, and exchange.
+host's memory. PyTorch's DTensor has the linear layers cut as Megatron does, over a mesh of one
+rank: its cost to the host. A timing is a few steps as in a training loop, the losses read at the
+end. In a round each side is timed once, in turns; ratios are taken within a round. The first losses
+are compared with eager torch's. Then two ranks of dtensor at tp=2 on the same GPU, in rounds of
+their own: they compute one after the other there what one rank does, and exchange.
 
 Besides times: the most memory that a side holds, and the host's waits for the device in a warm step
 (`torch.cuda.set_sync_debug_mode`), with the lines of ours that make them. Not here: several GPUs.
@@ -24,13 +25,23 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import dtensor as dt
 from tests.models import GPT
@@ -131,14 +142,44 @@ def cases(tiny: bool) -> dict[str, Case]:
 def plain(case: Case, device: str, compiled: bool) -> Run:
     model = case.model().to(device)
     called = torch.compile(model) if compiled else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    return trained(case, device, called, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+
+
+def torch_dtensor(case: Case, device: str) -> Run:
+    """To be called within `one_process`."""
+    mesh = init_device_mesh(device, (1,))
+    model = case.model().to(device)
+    for name, module in model.named_modules():
+        for pattern, placed in case.pins.items():
+            if fnmatch(f"{name}.weight", pattern):
+                cut = RowwiseParallel() if placed["tp"] == dt.Column() else ColwiseParallel()
+                parallelize_module(module, mesh, cut)
+    split = [p for p in model.parameters() if isinstance(p, DTensor)]
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    assert split and whole
+    groups = [{"params": split}, {"params": whole}]  # the fused kernel takes one kind at a time
+    return trained(case, device, model, torch.optim.AdamW(groups, lr=LR, fused=True))
+
+
+@contextmanager
+def one_process(device: str) -> Iterator[None]:
+    """A process group of this process alone."""
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trained(case: Case, device: str, model: Any, optimizer: torch.optim.Optimizer) -> Run:
     batch = case.batch()
 
     def run(count: int) -> list[float]:
         losses: list[Tensor] = []
         for _ in range(count):
             tokens, targets = (x.to(device) for x in batch)
-            loss = case.loss(called, tokens, targets)
+            loss = case.loss(model, tokens, targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -212,10 +253,11 @@ def measure(case: Case, device: str, rounds: int, compiled: bool) -> dict[str, S
     makes: dict[str, Callable[[], Run]] = {"eager": lambda: plain(case, device, False)}
     if compiled:
         makes["compile"] = lambda: plain(case, device, True)
+    makes["PyTorch's DTensor"] = lambda: torch_dtensor(case, device)
     losses: dict[str, list[float]] = {}
     sides: dict[str, Side] = {}
     mesh = dt.Mesh()
-    with dt.launch(mesh, device=device, bring_home=False):
+    with one_process(device), dt.launch(mesh, device=device, bring_home=False):
         makes["dtensor"] = lambda: ours(case, mesh)
         for name, make in makes.items():
             losses[name] = []

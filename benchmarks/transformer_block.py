@@ -1,6 +1,7 @@
 """A training step of one transformer block: tensor parallel on two ranks, and alone on one.
 
     OMP_NUM_THREADS=1 python -m benchmarks.transformer_block [--widths 64 256] [--write]
+    python -m benchmarks.transformer_block --device cuda --ranks 2      # a GPU for each rank
 
 The block is Megatron's (LayerNorm, fused qkv, causal attention, projection, MLP with GELU, residual
 connections, float32), a step is forward, mse loss, backward and AdamW. All sides begin with the
@@ -40,7 +41,7 @@ from torch.nn import functional as F
 
 import dtensor as dt
 from benchmarks.pipelining import check_gradients, interval
-from benchmarks.transformer_block_peer import KINDS, LR, NUM_RANKS, SHAPES, Peers, Shape
+from benchmarks.transformer_block_peer import LR, NUM_RANKS, SHAPES, Peers, Shape, kinds
 
 Run = Callable[[int], list[float]]
 """Takes that many training steps; their losses."""
@@ -147,15 +148,17 @@ def one_rank(shape: Shape, rounds: int) -> dict[str, Beside]:
     return measure(ours(step, batch), peers, rounds, shape.steps)
 
 
-def two_ranks(shape: Shape, rounds: int, mesh: dt.Mesh, peers: Peers) -> dict[str, Beside]:
+def two_ranks(
+    shape: Shape, rounds: int, mesh: dt.Mesh, peers: Peers, device: str
+) -> dict[str, Beside]:
     """Inside a launch of ``mesh``."""
     step = our_step(shape, mesh)
     batch = [dt.distribute(x, mesh) for x in shape.batch()]
     wanted = plain_gradients(shape)
     check_gradients(step.gradients(*batch), wanted)
-    for kind in KINDS:
+    for kind in kinds(device):
         check_gradients(peers.gradients(kind, shape), wanted)
-    runs = {kind: peer(peers, kind, shape) for kind in KINDS}
+    runs = {kind: peer(peers, kind, shape) for kind in kinds(device)}
     return measure(ours(step, batch), runs, rounds, shape.steps)
 
 
@@ -182,14 +185,15 @@ def table(title: str, found: Mapping[int, Mapping[str, Beside]]) -> list[str]:
     return [*lines, ""]
 
 
-def header(rounds: int) -> list[str]:
+def header(rounds: int, device: str) -> list[str]:
+    gpus = "no GPU" if device == "cpu" else f"{NUM_RANKS} x {torch.cuda.get_device_name()}"
     load = " ".join(f"{x:.2f}" for x in os.getloadavg())
     return [
         "# A training step of one transformer block",
         "",
         f"`OMP_NUM_THREADS=1 python -m benchmarks.transformer_block {' '.join(sys.argv[1:])}`",
         "",
-        f"{os.cpu_count()} cores ({platform.machine()}), no GPU, load before {load}; Python "
+        f"{os.cpu_count()} cores ({platform.machine()}), {gpus}, load before {load}; Python "
         f"{platform.python_version()}, torch {torch.__version__}, ray {ray.__version__}. {rounds} "
         "rounds; medians, and those of the ratios of pairs, with their 95% interval. What "
         "the sides are, and how they are timed: benchmarks/transformer_block.py.",
@@ -202,11 +206,14 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1], choices=[1, NUM_RANKS])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--write", action="store_true", help="benchmarks/results")
     given = parser.parse_args()
+    if given.device == "cuda" and given.ranks != [NUM_RANKS]:
+        parser.error("on GPUs two ranks alone are timed here: --ranks 2; one: benchmarks.gpu_step")
     torch.set_num_threads(1)
     shapes = [SHAPES[width] for width in given.widths]
-    lines = header(given.rounds)
+    lines = header(given.rounds, given.device)
     for shape in shapes:
         lines.append(f"- d={shape.width}: {shape}")
     lines.append("")
@@ -215,12 +222,14 @@ def main() -> None:
         lines += table("One rank, in this process", alone)
     if NUM_RANKS in given.ranks:
         mesh = dt.Mesh(tp=NUM_RANKS)
-        with Peers(shapes) as peers, dt.launch(mesh, backend="ray"):
-            found = {s.width: two_ranks(s, given.rounds, mesh, peers) for s in shapes}
+        where = dict(backend="ray", device=given.device)
+        with Peers(shapes, given.device) as peers, dt.launch(mesh, **where):
+            found = {s.width: two_ranks(s, given.rounds, mesh, peers, given.device) for s in shapes}
         lines += table("Two ranks, tp=2", found)
     print("\n".join(lines))
     if given.write:
-        path = Path(__file__).parent / "results" / "transformer_block.md"
+        name = "transformer_block.md" if given.device == "cpu" else "transformer_block_gpus.md"
+        path = Path(__file__).parent / "results" / name
         path.write_text("\n".join(lines))
 
 

@@ -10,6 +10,9 @@ rows; two all_reduces forward, two backward. By hand these are Megatron's f (the
 all_reduce in its backward) and g (the reverse) around `torch.nn.functional.linear`. PyTorch's
 DTensor cuts the same modules with `parallelize_module`; attention runs on local heads on both.
 
+On GPUs (``device="cuda"``) each process has one, with NCCL in place of gloo, and without dtensor's
+own transport, which is of hosts.
+
 Two processes, one thread each, block on a pipe from the controller between two calls, so they are
 idle while another side runs.
 """
@@ -103,9 +106,13 @@ KINDS: Mapping[str, Kind] = {
 # -- the controller's side -------------------------------------------------------------------------
 
 
+def kinds(device: str) -> dict[str, Kind]:
+    return {n: kind for n, kind in KINDS.items() if device == "cpu" or not kind.own_transport}
+
+
 class Peers(Processes):
-    def __init__(self, shapes: Sequence[Shape]) -> None:
-        super().__init__(NUM_RANKS, _work, shapes)
+    def __init__(self, shapes: Sequence[Shape], device: str = "cpu") -> None:
+        super().__init__(NUM_RANKS, _work, shapes, device)
 
     def steps(self, kind: str, shape: Shape, count: int) -> list[float]:
         """Train for ``count`` steps; the losses."""
@@ -122,15 +129,24 @@ class Peers(Processes):
 # -- a process of two ------------------------------------------------------------------------------
 
 
-def _work(rank: int, shapes: Sequence[Shape], directory: str, pipe: Connection) -> None:
+def _work(
+    rank: int, shapes: Sequence[Shape], device: str, directory: str, pipe: Connection
+) -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/store", rank=rank, world_size=NUM_RANKS
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=NUM_RANKS,
     )
-    own = own_all_reduces(rank, f"{directory}/ours", shapes)
+    own = own_all_reduces(rank, f"{directory}/ours", shapes) if device == "cpu" else {}
     sides = {
-        (name, shape): _Side(rank, shape, kind, own[shape] if kind.own_transport else over_gloo)
-        for name, kind in KINDS.items()
+        (name, shape): _Side(
+            rank, shape, kind, own[shape] if kind.own_transport else by_torchs_group, device
+        )
+        for name, kind in kinds(device).items()
         for shape in shapes
     }
     calls = {
@@ -141,7 +157,7 @@ def _work(rank: int, shapes: Sequence[Shape], directory: str, pipe: Connection) 
     dist.destroy_process_group()
 
 
-def over_gloo(value: Tensor) -> Tensor:
+def by_torchs_group(value: Tensor) -> Tensor:
     value = value.contiguous()
     dist.all_reduce(value)
     return value
@@ -182,16 +198,18 @@ def own_all_reduces(rank: int, path: str, shapes: Sequence[Shape]) -> dict[Shape
 class _Side:
     """One kind on this rank, with its part of a model of its own."""
 
-    def __init__(self, rank: int, shape: Shape, kind: Kind, all_reduce: AllReduce) -> None:
-        whole = shape.model()
+    def __init__(
+        self, rank: int, shape: Shape, kind: Kind, all_reduce: AllReduce, device: str
+    ) -> None:
+        whole = shape.model().to(device)
         self.model = LocalBlock(whole, NUM_RANKS)
         if kind.torch_dtensor:
-            by_torch(self.model, whole)
+            by_torch(self.model, whole, device)
         else:
             by_hand(self.model, whole, rank, all_reduce)
         parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(parameters, lr=LR, fused=kind.fused)
-        self.batch = shape.batch()
+        self.batch = [x.to(device) for x in shape.batch()]
 
     def forward_backward(self) -> Tensor:
         x, y = self.batch
@@ -214,7 +232,7 @@ class _Side:
         for name, parameter in self.model.named_parameters():
             grad = parameter.grad
             assert grad is not None, name
-            found[name] = grad.to_local() if isinstance(grad, DTensor) else grad
+            found[name] = (grad.to_local() if isinstance(grad, DTensor) else grad).cpu()
         self.optimizer.zero_grad()
         return found
 
@@ -323,7 +341,7 @@ class _Row(nn.Module):
         return _G.apply(F.linear(x, self.weight), self.all_reduce) + self.bias
 
 
-def by_torch(model: LocalBlock, whole: Block) -> None:
+def by_torch(model: LocalBlock, whole: Block, device: str) -> None:
     """`parallelize_module` cuts `qkv` into two blocks of rows: they are put into the order in which
     these are the ranks' heads."""
     with torch.no_grad():
@@ -332,6 +350,6 @@ def by_torch(model: LocalBlock, whole: Block) -> None:
     column, row = ColwiseParallel(), RowwiseParallel()
     parallelize_module(
         model,
-        init_device_mesh("cpu", (NUM_RANKS,)),
+        init_device_mesh(device, (NUM_RANKS,)),
         {"qkv": column, "up": column, "proj": row, "down": row},
     )

@@ -59,14 +59,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def _simulated(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With `-m gpu --simulated-gpus 2`: no race and no early free in what the test runs."""
+    """With `-m gpu --simulated-gpus 2`: no race and no early free in what the test runs. Built-in
+    kernels of Triton's are tested in tests/kernels alone: its interpreter takes seconds for each."""
     num = request.config.getoption("simulated_gpus")
     if not num or request.node.get_closest_marker("gpu") is None:
         yield
         return
     from dtensor.testing import simulated_gpus
+    from tests.testing.gpus.matrix import without_kernels
 
-    with simulated_gpus(num) as gpus:
+    without = nullcontext() if request.path.parent.name == "kernels" else without_kernels()
+    with without, simulated_gpus(num) as gpus:
         yield
         report = gpus.report()
     assert not report.races and not report.early_frees, report

@@ -1,7 +1,8 @@
-"""All cases in Triton's interpreter, which needs no GPU, in a process of its own.
+"""All cases in Triton's interpreter, which needs no GPU, or on a GPU, in a process of its own.
 
     python -m tests.kernels.sweep               # in every dtype, a minute; rc 1 where one fails
     python -m tests.kernels.sweep --quick       # float32 alone: what the tests run
+    python -m tests.kernels.sweep --device cuda # on a GPU; with --simulated on a simulated one
 
 The interpreter is chosen before Triton is imported; it has no speed and no alignment, and an access
 out of bounds ends the process. It cuts off what bfloat16 has not, where a GPU rounds: that is
@@ -15,9 +16,8 @@ import argparse
 import os
 import sys
 import time
+from contextlib import nullcontext
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 
 def round_to_nearest() -> None:
@@ -42,20 +42,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="float32 alone, fewer shapes")
     parser.add_argument("--kernel", help="one kernel alone")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--simulated", action="store_true", help="a simulated GPU")
     options = parser.parse_args()
+    interpreted = options.device == "cpu" or options.simulated
+    if interpreted:
+        os.environ["TRITON_INTERPRET"] = "1"
 
     import torch
 
-    from tests.kernels.cases import cases
+    from dtensor.testing import simulated_gpus
 
     torch.set_num_threads(1)
-    round_to_nearest()
+    if interpreted:
+        round_to_nearest()
+    with simulated_gpus() if options.simulated else nullcontext():
+        return swept(torch.device(options.device), not options.quick, options.kernel)
+
+
+def swept(device: Any, full: bool, kernel: str | None) -> int:
+    from tests.kernels.cases import cases
+
     worst: dict[str, float] = {}
     count: dict[str, int] = {}
     spent: dict[str, float] = {}
     failed = 0
-    for case in cases(torch.device("cpu"), full=not options.quick):
-        if options.kernel not in (None, case.kernel):
+    for case in cases(device, full=full):
+        if kernel not in (None, case.kernel):
             continue
         began = time.process_time()
         try:
@@ -67,9 +80,9 @@ def main() -> int:
         worst[case.kernel] = max(worst.get(case.kernel, 0.0), found)
         count[case.kernel] = count.get(case.kernel, 0) + 1
         spent[case.kernel] = spent.get(case.kernel, 0.0) + time.process_time() - began
-    for kernel, error in worst.items():
-        text = f"{kernel}: cases {count[kernel]}, largest error {error:.2f} of its bound"
-        print(f"{text}, {spent[kernel]:.1f} s")
+    for name, error in worst.items():
+        text = f"{name}: cases {count[name]}, largest error {error:.2f} of its bound"
+        print(f"{text}, {spent[name]:.1f} s", flush=True)
     print(f"failed: {failed}")
     return 1 if failed else 0
 

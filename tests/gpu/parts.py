@@ -1,0 +1,40 @@
+"""The parts of `make gpu`, in order: what must be right, then how fast it is.
+
+A part is a function that is given a `Where` and says its lines; it runs in a process of its own.
+Limits are seconds, of one H100 and of two, with room: none is above eight minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``function``: module:name."""
+
+    name: str
+    title: str
+    limit_s: float
+    function: str
+
+
+PARTS = (
+    Part("doctor", "The machine, and `dtensor doctor --gpu`", 300, "tests.gpu.right:doctor"),
+    Part(
+        "kernels", "Each kernel's numbers, compiled anew and again", 480, "tests.gpu.right:kernels"
+    ),
+    Part("memcheck", "Kernels under compute-sanitizer", 480, "tests.gpu.right:memcheck"),
+    Part("in_process", "Ranks of this process on one GPU", 480, "tests.gpu.right:in_process"),
+    Part("nccl", "NCCL between GPUs", 300, "tests.gpu.right:nccl"),
+    Part("ray", "Training on Ray", 480, "tests.gpu.right:on_ray"),
+    Part("schedules", "The first steps of each schedule", 480, "tests.gpu.right:schedules"),
+    Part("profile", "The profile of 1F1B", 300, "tests.gpu.measured:profile"),
+    Part("waits", "Waits of the host in a step", 300, "tests.gpu.measured:waits"),
+    Part("killed", "An actor that is killed", 300, "tests.gpu.right:killed"),
+    Part("memory", "Memory, beside the plan's", 300, "tests.gpu.measured:memory"),
+    Part("replicas", "Replicas after 50 steps in bfloat16", 300, "tests.gpu.right:replicas"),
+    Part("speed_kernels", "Kernels beside peers", 480, "tests.gpu.measured:speed_kernels"),
+    Part("speed_step", "A step beside peers", 480, "tests.gpu.measured:speed_step"),
+    Part("speed_block", "A block on two GPUs beside peers", 480, "tests.gpu.measured:speed_block"),
+)

@@ -1,0 +1,308 @@
+"""What must be right on GPUs: numbers, waits, messages between GPUs, failures.
+
+Nearly all of it is tested elsewhere: here it is chosen and told. With fewer GPUs than ranks, all
+ranks of a mesh are in one actor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from glob import glob
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from tests.gpu.tables import Line, Where
+
+ON_A_GPU = 1e-4
+"""Of float32: numbers beside a CPU's. Of AdamW's steps ten times that."""
+
+
+# -- the machine -----------------------------------------------------------------------------------
+
+
+def doctor(where: Where) -> None:
+    from dtensor.commands.doctor_gpu import on_gpus
+
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "")
+    if compiler:
+        where.say(Line("ok", "C compiler", compiler, "Triton's launchers need one"))
+    else:
+        where.say(Line("wrong", "C compiler", "none", "Triton's launchers need one"))
+    for name, tool in (("nvcc", "nvcc"), ("compute-sanitizer", sanitizer())):
+        found = tool and shutil.which(tool)
+        where.say(Line("ok", name, found) if found else Line("left out", name, "not installed"))
+    if where.simulated:
+        where.leave_out("topology", "not simulated")
+    else:
+        show = ["nvidia-smi", "topo", "-m"]
+        if shutil.which(show[0]):
+            texts: list[str] = []
+            where.command("topology", show, texts.append)
+            where.say("\n".join(["```", *texts, "```"]))
+        else:
+            where.leave_out("topology", "nvidia-smi is not installed")
+    with where.gpus(kernels=True):
+        for check in on_gpus():
+            state = "left out" if check.state == "warning" else check.state
+            where.say(Line(state, check.name, check.found, check.note))
+
+
+def sanitizer() -> str:
+    """Also where CUDA's folders are not on the path."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    wheels = glob(f"{sysconfig.get_paths()['purelib']}/nvidia/**/compute-sanitizer", recursive=True)
+    files = [f"{home}/bin/compute-sanitizer", *glob("/usr/local/cuda*/bin/compute-sanitizer")]
+    there = [each for each in (*files, *wheels) if Path(each).is_file()]
+    return shutil.which("compute-sanitizer") or next(iter(there), "")
+
+
+# -- kernels ---------------------------------------------------------------------------------------
+
+
+def sweep(where: Where, *given: str) -> list[str]:
+    if where.simulated:
+        given = ("--quick", "--simulated", *given)
+    return [sys.executable, "-W", "ignore", "-m", "tests.kernels.sweep", "--device=cuda", *given]
+
+
+def kernels(where: Where) -> None:
+    cache = where.folder / "triton"
+    shutil.rmtree(cache, ignore_errors=True)
+    for times in (
+        ("compiled anew",) if where.simulated else ("compiled anew", "from Triton's cache")
+    ):
+
+        def said(text: str, times: str = times) -> None:
+            name, _, found = text.partition(": ")
+            if text.startswith("FAILED"):
+                where.say(Line("wrong", times, text))
+            elif found.startswith("cases "):
+                where.say(Line("ok", name, found, times))
+
+        where.command(times, sweep(where), said, TRITON_CACHE_DIR=str(cache))
+    if where.simulated:
+        where.leave_out("from Triton's cache", "not simulated: its interpreter compiles nothing")
+
+
+def memcheck(where: Where) -> None:
+    if where.simulated:
+        where.leave_out("memcheck", "not simulated")
+        return
+    tool = sanitizer()
+    if not tool:
+        where.leave_out("memcheck", "compute-sanitizer is not installed")
+        return
+
+    def said(text: str) -> None:
+        if "ERROR SUMMARY" in text:
+            clean = text.rstrip().endswith(" 0 errors")
+            where.say(Line("ok" if clean else "wrong", "memcheck", text.strip("= ")))
+        elif ": cases " in text:
+            name, _, found = text.partition(": ")
+            where.say(Line("ok", name, found))
+
+    # each tensor an allocation of its own, so that no access ends within another one's
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *sweep(where, "--quick")]
+    where.command("memcheck", command, said, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+
+
+# -- ranks on GPUs ---------------------------------------------------------------------------------
+
+
+def in_process(where: Where) -> None:
+    from tests.gpu import selected
+
+    # its numbers are the part "kernels"
+    but = ["--deselect", "tests/kernels/test_kernels.py::test_numbers_on_a_gpu"]
+    few = ["-k", "test_training or test_compile or lent"] if where.simulated else []
+    selected.run(where, "gpu and not ray", selected.marked(), *but, *few)
+
+
+def nccl(where: Where) -> None:
+    from tests.gpu import selected
+
+    if where.num < 2:
+        where.leave_out("NCCL", "needs two GPUs")
+        return
+    logs = where.folder / "nccl"
+    logs.mkdir(exist_ok=True)
+    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{logs}/%h.%p.log"}
+    selected.run(where, "gpu", ["tests/daft/test_nccl_protocol.py"])
+    if where.simulated:
+        where.leave_out("NCCL's log", "not simulated")
+        return
+    texts = [file.read_text(errors="replace") for file in sorted(logs.iterdir())]
+    ways = sorted({way for text in texts for way in re.findall(r" via ([\w/]+)", text)})
+    warned = sum(text.count("NCCL WARN") for text in texts)
+    with where.line("NCCL's log") as line:
+        assert texts, "no actor wrote one"
+        line.found = f"{len(texts)} actors, by {', '.join(ways) or 'no way'}; {warned} warnings"
+        line.note = str(logs)
+
+
+def on_ray(where: Where) -> None:
+    from tests.gpu import selected
+
+    few = ["-k", "test_compile or tp2-"] if where.simulated else []
+    but = ["--deselect", "tests/daft/test_nccl_protocol.py"]
+    selected.run(where, "gpu and ray", selected.marked(), *but, *few)
+    few_cases = ("train tp2", "zero 3", "checkpoint")
+    ours = ("schedule", "kernels", "in this process")
+    matrix(where, lambda name: name in few_cases if where.simulated else not name.startswith(ours))
+
+
+def schedules(where: Where) -> None:
+    """With nothing compiled or connected before: the first step of a schedule may hang."""
+    os.environ["TRITON_CACHE_DIR"] = str(where.folder / "triton")
+    shutil.rmtree(where.folder / "triton", ignore_errors=True)
+    end = "p=2" if where.simulated else ("p=2", "p=4")
+    matrix(where, lambda name: name.startswith("schedule") and name.endswith(end))
+
+
+def matrix(where: Where, wanted: Callable[[str], bool]) -> None:
+    """Cases of tests/testing/gpus: two runs each, on GPUs and on the CPU."""
+    from tests.testing.gpus.matrix import cases, check, difference, without_kernels
+
+    for case in cases():
+        if not wanted(case.name):
+            continue
+        began = time.monotonic()
+        with where.line(case.name) as line:
+            if where.simulated:
+                with without_kernels():
+                    seen = check(case, [0])
+                assert not seen.races and not seen.early_frees, f"{seen.races} races"
+                off = seen.most
+            else:
+                with shared(where.num):
+                    found = case.body("cuda")
+                off = difference(found, case.body("cpu"))
+                limit = max(ON_A_GPU, 10 * case.tolerance)
+                assert off <= limit, f"off by {off:.1e}, above {limit:.0e}"
+            line.found, line.note = (
+                f"off by {off:.1e} of the CPU's",
+                f"{time.monotonic() - began:.1f} s",
+            )
+
+
+@contextmanager
+def shared(num: int) -> Iterator[None]:
+    """Where a mesh has more ranks than GPUs are there, they share one; a call may take 120 s."""
+    import dtensor as dt
+
+    launch = dt.launch
+
+    def launched(*given: Any, **options: Any) -> Any:
+        if options.get("device") == "cuda" and "ray" in (*given, options.get("backend")):
+            size = sum(each.size for each in given if isinstance(each, dt.Mesh))
+            if size > num * (options.get("ranks_per_actor") or 1):
+                options["ranks_per_actor"] = size
+            options.setdefault("call_deadline_s", 120.0)
+        return launch(*given, **options)
+
+    with patch.object(dt, "launch", launched):
+        yield
+
+
+# -- failures and drift ----------------------------------------------------------------------------
+
+
+def killed(where: Where) -> None:
+    """On Ray with an actor for each rank, or with one for all. A simulated GPU's actor is a thread:
+    there, ranks are on the CPU."""
+    import torch
+
+    import dtensor as dt
+    from dtensor.daft import ActorLost
+    from dtensor.daft.ray.cluster import RayCluster
+    from tests.api.training import Run, batches, sgd
+
+    device = "cpu" if where.simulated else "cuda"
+    if where.simulated:
+        where.leave_out("an actor on a GPU", "not simulated: the line below is of ranks on the CPU")
+    free = [] if where.simulated else [torch.cuda.mem_get_info(i)[0] for i in range(where.num)]
+    per_actor = 1 if where.simulated or where.num > 1 else 2
+    data = batches(2)
+    losses: list[float] = []
+
+    def launched(run: Run) -> Any:
+        return dt.launch(
+            run.mesh, backend="ray", device=device, ranks_per_actor=per_actor, bring_home=False
+        )
+
+    with where.line("an actor that is killed") as line:
+        run = Run.of("tp2", make=sgd)
+        with suppress(ActorLost), launched(run) as going:
+            losses = run.losses(data)
+            assert isinstance(going.cluster, RayCluster)
+            os.kill(going.cluster.membership.host(0).counter.pid, signal.SIGKILL)
+            began = time.monotonic()
+            try:
+                run.losses(data)
+            except ActorLost as error:
+                text = str(error).splitlines()[0]
+                line.found = f"{time.monotonic() - began:.1f} s until: {text}"
+                assert "rank" in text and "died" in text, text
+                raise
+            raise AssertionError("steps went on without it")
+    with where.line("a launch after it") as line:
+        run = Run.of("tp2", make=sgd)
+        with launched(run):
+            again = run.losses(data)
+        assert losses and again == losses, f"losses {again}, and before {losses}"
+        line.found = "the same losses, to the bit"
+    if free:
+        with where.line("the GPU's memory") as line:
+            left = [a - torch.cuda.mem_get_info(i)[0] for i, a in enumerate(free)]
+            line.found = f"{max(left) / 2**20:.0f} MiB less is free than before"
+            assert max(left) < 2**30, line.found
+
+
+def replicas(where: Where) -> None:
+    """Each rank computes its own copy of a replicated value: that they stay equal is not sure."""
+    import torch
+
+    import dtensor as dt
+    from dtensor.api.store.session import session_for
+    from tests.api.training import Run, batches, make_model, sgd
+
+    steps = 3 if where.simulated else 50
+    data = [batches(4)[number % 4] for number in range(steps)]
+    for placed in ("dp2", "tp2"):
+        with where.line(f"{placed}, {steps} steps of a bfloat16 GPT") as line, where.gpus(2):
+            run = Run.of(placed, module=make_model().to(torch.bfloat16), make=sgd)
+            per_actor = 1 if where.num > 1 else 2
+            with dt.launch(run.mesh, "ray", device="cuda", ranks_per_actor=per_actor):
+                losses = run.losses(data)
+                session = session_for(run.mesh)
+                stored = session.model_home(run.model).stored
+                alike = {
+                    n: v for n, v in stored.items() if set(v.spec.placements) == {dt.Replicate()}
+                }
+                shards = session.launch.store.fetch(list(alike.values()))
+            hashes = {
+                name: {_hash(x) for x in shards[value.label].values()}
+                for name, value in alike.items()
+            }
+            apart = sorted(name for name, found in hashes.items() if len(found) > 1)
+            copies = sum(len(shards[value.label]) for value in alike.values())
+            assert copies == 2 * len(alike) > 0, f"{copies} copies of {len(alike)} values"
+            assert all(loss == loss for loss in losses), losses
+            assert not apart, f"{len(apart)} of {len(alike)} differ: {', '.join(apart[:5])}"
+            line.found = f"{len(alike)} replicated values, alike on both ranks to the bit"
+
+
+def _hash(x: Any) -> str:
+    import torch
+
+    return hashlib.sha256(bytes(x.contiguous().view(torch.uint8).numpy())).hexdigest()
