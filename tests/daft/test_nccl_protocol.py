@@ -6,10 +6,12 @@ messages only inside a group call, never empty. Real NCCL has not been run here.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +19,20 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store
 
-from dtensor.daft import Buffer, Collective, Program, Wait, launch_cluster
+from dtensor.daft import (
+    Buffer,
+    Collective,
+    CommunicationError,
+    Program,
+    Wait,
+    launch_cluster,
+)
 from dtensor.daft.cluster.cluster import hosts_of
 from dtensor.daft.ray.transports.connect import check_routes
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.daft.ray.transports.gloo import Messenger, gloo_group
 from dtensor.daft.ray.transports.nccl import NcclWire, join_nccl
+from dtensor.daft.run.transport import TRANSPORTS, Meeting, Transport
 from dtensor.daft.run.worker import HostRun, Worker
 from tests.daft.programs import Collectives, parts_of, pipeline, program, same_bits
 from tests.extras import missing
@@ -224,6 +234,59 @@ def test_close_aborts_all_at_once() -> None:
     wire.open({((0, 1), f"c{n}", "transfer"): n for n in range(3)})
     wire.close()
     assert not others.broken
+
+
+class Lost(Strict):
+    """After the message that connects, none goes, and an abort waits for the device, for ever."""
+
+    def _end_coalescing(self) -> All:
+        if self.posted:
+            raise RuntimeError("NCCL error: unhandled cuda error")
+        return super()._end_coalescing()
+
+    def abort(self) -> None:
+        threading.Event().wait()
+
+
+class RaisesInAbort(Lost):
+    def abort(self) -> None:
+        raise RuntimeError("NCCL error: cannot abort")
+
+
+def over_groups(kind: type[Strict], meeting: Meeting) -> Transport:
+    store, meet = meeting.of_hosts()
+    meet("")
+
+    def make(name: str, position: int, size: int) -> Strict:
+        gloo = gloo_group(PrefixStore(name, store), position, size, "127.0.0.1", PATIENCE_S)
+        return kind(gloo, position)
+
+    return ExchangeTransport(NcclWire(meeting.ranks, CPU, make), meeting.host_of)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(
+    "kind, also", [(Lost, ""), (RaisesInAbort, "failed to close: RuntimeError: NCCL error: cannot")]
+)
+def test_an_error_comes_though_an_abort_does_not_end(
+    kind: type[Strict], also: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray", reason=missing("ray"))
+    from dtensor.daft.ray.transports import connect  # noqa: F401 - it has the transport of hosts
+
+    monkeypatch.setitem(TRANSPORTS, ("cpu", "hosts"), partial(over_groups, kind))
+    buffer = (Buffer((4,), torch.float32),)
+    line = "net.py:8: x.sum()"
+    sums = Collective("all_reduce", (0, 1), ("x",), ("y",), buffer, buffer, "sum", "c", source=line)
+    own = [sums, Wait(("y",))]
+    made = program(own, own, inputs=[("x",)] * 2, outputs=[("y",)] * 2)
+    with launch_cluster(2, backend="ray", deadline_s=60.0) as cluster:
+        handle = cluster.load(made)
+        with pytest.raises(CommunicationError) as caught:
+            cluster.run(handle, [{"x": torch.ones(4)}] * 2).get()
+        text = str(caught.value)
+        assert re.search(r"rank [01] .*instruction 0 'y = all_reduce.*run 0: ", text), text
+        assert "unhandled cuda error" in text and line in text and also in text, text
 
 
 def test_close_aborts_and_a_closed_wire_says_so() -> None:

@@ -123,9 +123,15 @@ class HostConnections:
         except BaseException as error:
             if interrupts(error):
                 raise
-            self.failed = host_failed(error, self._hosts, rank=self._rank, step=step)
-            self.transport.close()
-            raise self.failed from None
+            failed = self.failed = host_failed(error, self._hosts, rank=self._rank, step=step)
+            try:
+                self.transport.close()
+            except Exception as closing:  # as a lost GPU does; that must not hide why
+                known = failed.error.failure
+                said = f"{known.reason}\nThe connections failed to close: {reason_of(closing)}"
+                error = type(failed.error)(replace(known, reason=said))
+                failed = self.failed = HostFailed(error, self._hosts)
+            raise failed from None
 
 
 def locality_of(hosts: Sequence[int], device: str) -> Locality:

@@ -32,10 +32,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
+from time import monotonic
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -49,6 +50,8 @@ from dtensor.private_torch import PrefixStore, Store
 
 MAX_CTAS = 4
 """Of one communicator: `MAX_COMMUNICATORS` fit on the 108 multiprocessors of an A100."""
+ABORT_S = 5.0
+"""How long `close` waits for aborts: 24 at once took 1 s on an H100."""
 ENVIRONMENT = {
     # Streams that share a hardware queue wait for each other.
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
@@ -202,11 +205,27 @@ class NcclWire(Wire):
     def close(self) -> None:
         """Abort: peers that wait for this actor get an error, or are ended by the controller.
 
-        All at once: one takes half a second, and may wait for the kernel of another.
+        All at once: one takes half a second, and may wait for the kernel of another. One that is
+        not over in `ABORT_S` may wait for a kernel of a lost peer, for ever: the error for which
+        all this is done must get to the controller, which then ends this process.
         """
         self._closed = True
         groups = list(self._groups.values())
         self._groups.clear()
-        with ThreadPoolExecutor(max(1, len(groups))) as threads:
-            for aborted in [threads.submit(group.abort) for group in groups]:
-                aborted.result()
+        raised: list[Exception] = []
+
+        def abort(group: Group) -> None:
+            try:
+                group.abort()
+            except Exception as error:
+                raised.append(error)
+
+        # not a pool: the end of this process would wait for its threads
+        threads = [Thread(target=abort, args=(group,), daemon=True) for group in groups]
+        for thread in threads:
+            thread.start()
+        end = monotonic() + ABORT_S
+        for thread in threads:
+            thread.join(max(0.0, end - monotonic()))
+        if raised:
+            raise raised[0]
