@@ -1,6 +1,7 @@
 from . import daft, testing
 from .api.checkpoint.async_save import Saved
 from .api.checkpoint.checkpoint import Loaded, load, resume, save
+from .api.checkpoint.equal_copies import ReplicasDiffer, check_replicas
 from .api.checkpoint.state_dict import gather_state_dict, load_state_dict
 from .api.eager.compiled import compile
 from .api.eager.policy import implicit_redistribution
@@ -79,6 +80,7 @@ __all__ = [
     "Placement",
     "Plan",
     "PlanningError",
+    "ReplicasDiffer",
     "Replicate",
     "Rollouts",
     "Row",
@@ -96,6 +98,7 @@ __all__ = [
     "TrainStep",
     "annotate",
     "calibrate",
+    "check_replicas",
     "compare",
     "compare_traces",
     "compile",

@@ -254,8 +254,12 @@ def submitted(
         writing = _begun(stated, model, state)
         saving = Saving(folder=writing.folder, previous=writing.previous, format=stated.format)
         try:
-            run = None
+            run, compare = None, None
             if session is not None and model_home is not None and state.on_ranks:
+                if session.cluster.device.type == "cuda":
+                    from dtensor.api.checkpoint.equal_copies import warn_of_unequal
+
+                    compare = warn_of_unequal(model_home, optimizer)
                 run = _copied_by_ranks(saving, session, model_home, state.on_ranks)
             if state.here:
                 pieces = [_whole(path, tensor) for path, tensor in state.here.items()]
@@ -269,8 +273,9 @@ def submitted(
             counters["attributes"] = changed_attributes(optimizer)
             counters["numbers"] = python_numbers(optimizer)
         ending = _Ending(
-            stated, writing, saving, state, counters, model.mesh.size, session, model_home, run
-        )
+            stated, writing, saving, state, counters, model.mesh.size, session, model_home, run,
+            compare,
+        )  # fmt: skip
         if model_home is not None:
             model_home.unsaved = False
         try:
@@ -409,6 +414,7 @@ class _Ending:
     session: MeshSession | None
     model_home: ModelHome | None
     run: Future | None
+    compare: Callable[[], None] | None
 
     def finish(self) -> None:
         try:
@@ -425,6 +431,8 @@ class _Ending:
         try:
             if self.run is not None:
                 steps = self.run.get()[0]["number"]
+            if self.compare is not None:
+                self.compare()
             parts = self._parts()
             if self.stated.format == "dcp":
                 self.writing.add(OWN, {**self.own, "steps": steps})

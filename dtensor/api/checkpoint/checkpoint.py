@@ -38,8 +38,8 @@ from torch import Tensor
 
 from dtensor.api.checkpoint.async_save import Saved, SaveOptions, submitted
 from dtensor.api.checkpoint.matching import OWN, matched, matched_state
-from dtensor.api.checkpoint.state_dict import checked_optional
 from dtensor.api.model.parallel import ParallelModule, check_parallel
+from dtensor.api.step.wrapped_optimizers import checked_optional
 from dtensor.api.store.default_home import kept
 from dtensor.api.store.home import ModelHome
 from dtensor.api.store.session import MeshSession, launched, session_at_hand

@@ -25,21 +25,12 @@ import torch
 from dtensor.api.checkpoint.nested_state import NestedState
 from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
-from dtensor.api.step.wrapped_optimizers import torchs_own
+from dtensor.api.step.wrapped_optimizers import checked_optional
 from dtensor.api.store.home import ModelHome
 from dtensor.api.values.lazy_parameters import LazyOptimizerState, as_it_is, by_holder, label_of
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attributes, give_attributes
-
-_OPTIMIZER = torch.optim.Optimizer | None
-
-
-def checked_optional(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer, or None. PlanningError unless it is one."""
-    fix = "pass the optimizer itself, or leave it out"
-    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", fix)
-    return torchs_own(optimizer)
 
 
 def gather_state_dict(
@@ -65,6 +56,10 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
                 wait()
             holder.refresh([label_of(tensor) for tensor in tensors])
             holder.saved = "the last was gathered", model.steps.present()
+            if holder.session.cluster.device.type == "cuda":
+                from dtensor.api.checkpoint.equal_copies import warn_of_unequal
+
+                warn_of_unequal(holder, optimizer)()
         held = model.module.state_dict()
         labels = labels_in_state(model.module, model.seen)
         on_meta = _gathered_from_meta(model, {labels[key] for key, t in held.items() if t.is_meta})

@@ -14,7 +14,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dtensor.errors import PlanningError
+import torch
+
+from dtensor.errors import PlanningError, check_kind
+
+_OPTIMIZER = torch.optim.Optimizer | None
 
 
 def torchs_own(optimizer: Any) -> Any:
@@ -23,6 +27,13 @@ def torchs_own(optimizer: Any) -> Any:
     if accelerate is not None and type(optimizer) is accelerate.AcceleratedOptimizer:
         return optimizer.optimizer
     return optimizer
+
+
+def checked_optional(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The optimizer, or None. PlanningError unless it is one."""
+    fix = "pass the optimizer itself, or leave it out"
+    check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", fix)
+    return torchs_own(optimizer)
 
 
 def refuse_accumulation(wrapper: Any) -> None:

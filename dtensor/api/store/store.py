@@ -292,11 +292,11 @@ class TensorStore:
         values: Mapping[tuple[str, ...], StoredTensor],
         copying: Callable[[int], Program],
         fed: Mapping[str, object],
-        counted: Counted,
+        counted: Counted | None = None,
     ) -> Future:
-        """A run in which each rank copies its share of values for a writer: ``copying`` makes its
-        program for a number of ranks (runtime/checkpoint/saving.py), which stays loaded under
-        ``key`` while the values' homes are the same."""
+        """A run that reads values, in which each rank copies its share for a writer, or compares
+        copies: ``copying`` makes its program for a number of ranks (runtime/checkpoint/saving.py),
+        which stays loaded under ``key`` while the values' homes are the same."""
         session = self._session(values.values())
         cluster = session.cluster
         loaded = self._loaded(key, values, cluster, lambda: copying(cluster.size))

@@ -216,7 +216,7 @@ def _queued(
     if func in MATMULS:
         first_use("cuBLAS", seen.device)
     run = ON_CUDA.get(func, func)
-    if func in VARYING and here().world.varies:
+    if func in VARYING and here().world.varies and not torch.are_deterministic_algorithms_enabled():
         run = varying(run, here().world.rng)
     reads = {id(x.block): x.block for x in sims}
     if written := _written(func, args, kwargs):
