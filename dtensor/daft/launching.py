@@ -195,6 +195,12 @@ def launch_cluster(
             raise ValueError(f"{name}={number!r} is no number of processes.\n  Fix: {name}=1")
     if spares and snapshot_every is None:
         snapshot_every = 1
+    if backend == "ray" and device.startswith("cuda") and snapshot_every is not None:
+        raise ValueError(
+            "spares and snapshot_every on GPUs: lost ranks can be replaced on CPUs alone. NCCL's "
+            "kernels wait for a lost peer, and a GPU's values are kept nowhere else.\n"
+            "  Fix: leave both out, and resume from a checkpoint"
+        )
     if (make := CLUSTERS.get((backend, torch.device(device).type))) is not None:
         return make(size, ranks_per_actor=ranks_per_actor or 1, seed=seed)
     match backend:

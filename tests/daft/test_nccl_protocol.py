@@ -357,6 +357,13 @@ def test_ranks_that_have_too_few_gpus_are_told_how_to_share_them(
         machines.ranks_per_gpu(9, None)
 
 
+def test_lost_ranks_are_not_replaced_on_gpus() -> None:
+    """Nothing has started: nor is it left out where GPUs are simulated."""
+    for stated in ({"spares": 1}, {"snapshot_every": 2}):
+        with pytest.raises(ValueError, match="replaced on CPUs alone"):
+            launch_cluster(2, backend="ray", device="cuda", **stated)
+
+
 @pytest.mark.ray
 def test_too_few_gpus_are_an_error_at_launch() -> None:
     ray = pytest.importorskip("ray", reason=missing("ray"))

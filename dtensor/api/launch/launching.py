@@ -417,7 +417,7 @@ def launch(
         what = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"
         raise PlanningError(
             f"{what} on Ray: ranks that are lost can be replaced in compiled mode on CPUs alone.\n"
-            f"fix: leave spares and snapshot_every out"
+            f"fix: leave spares and snapshot_every out, and dt.resume from a checkpoint"
         )
     with CALL_LOCK:
         _check_none_runs()
