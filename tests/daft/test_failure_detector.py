@@ -99,7 +99,7 @@ class Cluster:
         return Failure(rank=host, reason=reason)
 
     def at_work(self, host: int, at: Progress) -> bool:
-        return at.position <= CALL
+        return at.position <= CALL and at.device is None
 
     def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Any]:
         from dtensor.daft.ray.cluster import RayCluster
@@ -256,4 +256,36 @@ def test_a_host_that_moves_on_gives_all_of_them_time(made: Any) -> None:
     cluster = made(at(WAIT), at(WAIT), at(CALL))
     for run in range(RUN - 5, RUN):
         cluster.processes[2].at = at(CALL, run=run)
+        assert cluster.pass_by(DEADLINE_S - 1.0) == {}
+
+
+def on_gpu(position: int | None, run: int = RUN) -> Progress:
+    """In a call that reads a value of its GPU, which waits at a position, or computes."""
+    return at(CALL, device=None if position is None else (0, run, position))
+
+
+def test_a_gpu_that_waits_does_not_compute_though_its_host_spins(made: Any) -> None:
+    """Ranks 0 and 1 wait for 2, whose process is there and does nothing."""
+    from dtensor.daft.ray.cluster import RayCluster
+
+    assert not RayCluster.at_work(cast(RayCluster, None), 0, on_gpu(WAIT))
+    cluster = made(on_gpu(WAIT), on_gpu(WAIT), at(START))
+    cluster.processes[0].burns = cluster.processes[1].burns = 1.0
+    assert cluster.pass_by(DEADLINE_S - 0.5) == {}
+    ((host, why),) = cluster.pass_by(2.0).items()
+    assert host == 2 and "no progress for more than 10 s, though it is alive" in why
+
+
+def test_a_gpu_that_computes_is_waited_for(made: Any) -> None:
+    cluster = made(on_gpu(WAIT), on_gpu(WAIT), on_gpu(None), burns=1.0)
+    cluster.processes[0].burns = cluster.processes[1].burns = 1.0
+    with pytest.warns(RuntimeWarning, match="it has computed for more than 60 s"):
+        assert cluster.pass_by(20 * DEADLINE_S) == {}
+
+
+def test_a_gpu_that_goes_on_makes_progress(made: Any) -> None:
+    """Its host stays in one call, and all others have ended."""
+    cluster = made(at(-1, run=RUN), at(-1, run=RUN), on_gpu(WAIT), burns=1.0)
+    for run in range(6):
+        cluster.processes[2].at = on_gpu(WAIT, run)
         assert cluster.pass_by(DEADLINE_S - 1.0) == {}

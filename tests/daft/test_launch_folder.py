@@ -266,7 +266,7 @@ def test_a_counter_says_since_when_and_how_long_usually(
     clock = SimpleNamespace(monotonic_ns=lambda: now, sleep=beat)
     monkeypatch.setattr(progress, "time", clock)
     counter = ProgramCounter.make(tmp_path / "host0")
-    assert counter.read().moving == (-1, -1, -1) and counter.read().beat_s is None
+    assert counter.read().moving == (-1, -1, -1, None) and counter.read().beat_s is None
     counter.start()
     for run, seconds in enumerate((0.0, 0.02, 0.04)):
         counter.begin(3, run)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -28,7 +28,9 @@ class Progress:
     started, or is on another machine. `running_s`: since its run began; `usual_s`: the median of
     what earlier runs of the program took it. `standing_s`: since it came to the position. `peer`:
     the rank whose message it was last seen to wait for, where it stands. `asked`: the last run that
-    the controller has called it for; `answered`: whether it has ever answered a call.
+    the controller has called it for; `answered`: whether it has ever answered a call. `device`:
+    the program, run and position at which its GPU waits for a message of a peer's, while the host
+    may be further on.
     """
 
     position: int
@@ -43,10 +45,19 @@ class Progress:
     peer: int | None = None
     asked: int = -1
     answered: bool = False
+    device: tuple[int, int, int] | None = None
 
     @property
-    def moving(self) -> tuple[int, int, int]:
-        return (self.run, self.program, self.position)
+    def moving(self) -> tuple[object, ...]:
+        return (self.run, self.program, self.position, self.device)
+
+    @property
+    def of_device(self) -> Progress:
+        """Where its GPU waits; where the host is, if it does not."""
+        if self.device is None:
+            return self
+        program, run, position = self.device
+        return replace(self, program=program, run=run, position=position)
 
     def has_ended(self, run: int) -> bool:
         """Whether the host is done with a run, which is one of its own."""

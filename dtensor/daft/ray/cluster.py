@@ -562,6 +562,8 @@ class RayCluster(HostedCluster):
         return f"Machine {name} has ended or cannot be reached{others}."
 
     def at_work(self, host: int, at: Progress) -> bool:
+        if at.device is not None:  # the host spins meanwhile, as if it computed
+            return False
         place = self.membership.place(host)
         # between runs it may unpack what it is given, or load it
         known = None if place is None else self._at(place, at)
@@ -572,7 +574,8 @@ class RayCluster(HostedCluster):
 
     def waits(self, there: Mapping[int, Progress]) -> dict[int, Waits]:
         """By processes, which hosts are; those that meet say themselves for whom they wait."""
-        by_host = {h: there[p.index] for h, p in enumerate(self.membership.all) if p.index in there}
+        places = enumerate(self.membership.all)
+        by_host = {h: there[p.index].of_device for h, p in places if p.index in there}
         waits_of: dict[int, Waits] = {}
         host_of = self.membership.host_of
         for host, at in by_host.items():

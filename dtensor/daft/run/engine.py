@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TypeAlias, assert_never
+from typing import TYPE_CHECKING, TypeAlias, assert_never
 
 import torch
 
@@ -75,6 +75,9 @@ from dtensor.daft.undo.failed_run import (
 from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_waits
 from dtensor.signals import act, keep, noted
 
+if TYPE_CHECKING:
+    from dtensor.daft.run.device_waits import DeviceWaits
+
 Table: TypeAlias = dict[tuple[int, str], object]
 Place: TypeAlias = tuple[Table, tuple[int, str]]
 """The place of a value: its table, and its key there."""
@@ -88,7 +91,8 @@ CPU = torch.device("cpu")
 class Engine:
     """`device`: of the ranks here, and of the zeros that they send in place of missing values.
     `number`: of the program, among those that its hosts load over this transport. `undoes`: the
-    table's owner can restore it; `late`: it must, after the run that ended."""
+    table's owner can restore it; `late`: it must, after the run that ended. `device_waits`: notes
+    where the GPU waits."""
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class Engine:
         number: int = 0,
         *,
         undoes: bool = False,
+        device_waits: DeviceWaits | None = None,
     ) -> None:
         self.program = program
         self.sites: tuple[Site, ...] = program.sites
@@ -117,6 +122,10 @@ class Engine:
         self._waits = {rank: starts_of_waits(program.ranks[rank].instructions) for rank in ranks}
         self._idle = self._sums_of_votes() if program.alone else frozenset[Site]()
         self._steps = [self._prepare(site) for site in self.sites]
+        if device_waits is not None and not program.alone:
+            for position, site in enumerate(self.sites):
+                if isinstance(instruction_at(program, site), Wait) and site not in self._idle:
+                    self._steps[position] = device_waits.noted(position, self._steps[position])
         self._order = [p for p, site in enumerate(self.sites) if site not in self._idle]
         self._undoable = _undoable(program, ranks)
         self._undoes = undoes and program.alone

@@ -32,7 +32,7 @@ import gc
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -52,6 +52,9 @@ from dtensor.daft.undo.failed_run import (
 )
 from dtensor.daft.undo.rollback import UNNUMBERED, Rollback, Stored, TableChange
 from dtensor.daft.undo.snapshots import SnapshotStore
+
+if TYPE_CHECKING:
+    from dtensor.daft.run.device_waits import DeviceWaits
 
 Values = Mapping[int, Mapping[str, object]]
 Names = Mapping[int, Sequence[str]]
@@ -141,6 +144,11 @@ class Worker:
         self.transport = transport
         self.engines: dict[int, Engine] = {}
         self.counter = memoryview(bytearray(8)).cast("q") if counter is None else counter
+        self.device_waits: DeviceWaits | None = None
+        if device.type == "cuda":
+            from dtensor.daft.run.device_waits import DeviceWaits
+
+            self.device_waits = DeviceWaits()
         self._lent = lent
         self._written: dict[int, frozenset[str]] = {}  # by program: names that its calls write to
         self._table: Table = {}
@@ -214,7 +222,8 @@ class Worker:
 
     def load(self, handle: int, program: HostProgram) -> None:
         given = program, self._table, self.transport, self.device, handle
-        self.engines[handle] = Engine(*given, undoes=self._undoing is not None)
+        undoes = self._undoing is not None
+        self.engines[handle] = Engine(*given, undoes=undoes, device_waits=self.device_waits)
         if self._undoing is not None:
             self._undoing.load(handle, program)
         lists = (own.instructions for own in program.ranks.values())
@@ -273,6 +282,8 @@ class Worker:
             self._undoing.begin_run(run.program, run.inputs, run.keep, run.drop, run.change)
         self._drop(run.drop)
         self._now = run
+        if self.device_waits is not None:
+            self.device_waits.begin(run.program, run.number)
 
     def _begin(self, run: HostRun) -> dict[int, dict[str, object]]:
         """The inputs of its ranks."""

@@ -41,12 +41,19 @@ _FIELDS = (
     "peer_run",
     "asked",  # the controller's: the last run that it has called this host for
     "answered",  # the controller's: 1 if the host has ever answered
+    "device_program",  # where the host's GPU waits for a message; -1: nowhere
+    "device_run",
+    "device_position",
 )
 _AT = {name: number for number, name in enumerate(_FIELDS)}
 _BEAT, _PID, _THREAD = _AT["beat"], _AT["pid"], _AT["thread"]
 _BEGAN, _USUAL, _SINCE, _SEEN = _AT["began"], _AT["usual"], _AT["since"], _AT["seen_position"]
+_DEVICE = _AT["device_program"]
 _PEER, _ASKED, _ANSWERED = _AT["peer"], _AT["asked"], _AT["answered"]
-_NONE_YET = ("position", "program", "run", "seen_position", "seen_run", "peer", "asked")
+_NONE_YET = (
+    *("position", "program", "run", "seen_position", "seen_run", "peer", "asked"),
+    *("device_program", "device_run", "device_position"),
+)
 _BYTES = 8 * len(_FIELDS)
 _BEAT_S = 0.25
 MEASURED = 9  # the last runs of a program, of which the median is taken
@@ -108,6 +115,13 @@ class ProgramCounter:
         view = self.view
         view[_PEER], view[_PEER + 1], view[_PEER + 2] = rank, view[0], view[2]
 
+    def device_waits(self, place: tuple[int, int, int] | None) -> None:
+        """Where the host's GPU waits for a message of a peer's: program, run and position."""
+        program, run, position = place or (-1, -1, -1)
+        view = self.view
+        view[_DEVICE + 2] = -1  # no reader takes a half of it
+        view[_DEVICE], view[_DEVICE + 1], view[_DEVICE + 2] = program, run, position
+
     def _beat(self) -> None:
         view = self.view
         while self._beats:
@@ -163,6 +177,7 @@ def progress_of(data: bytes | bytearray | mmap.mmap) -> Progress:
     # what it has come to after its last heartbeat, it has come to since then
     noticed = here == (field["seen_position"], field["seen_run"])
     standing_s = max(0.0, (now - field["since"]) / 1e9) if noticed and beat else beat_s
+    device = field["device_program"], field["device_run"], field["device_position"]
     running = position >= 0 and field["began"]
     return Progress(
         position=position,
@@ -177,6 +192,7 @@ def progress_of(data: bytes | bytearray | mmap.mmap) -> Progress:
         peer=field["peer"] if here == (field["peer_position"], field["peer_run"]) else None,
         asked=field["asked"],
         answered=bool(field["answered"]),
+        device=device if device[2] >= 0 else None,
     )
 
 

@@ -189,7 +189,10 @@ class Ranks:
         elif self._memory is not None:
             store = _file(self._memory, self._ranks)
         counter = self._counter.view
-        return Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
+        made = Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
+        if made.device_waits is not None:
+            made.device_waits.watch(self._counter.device_waits)
+        return made
 
     # -- copies on another machine --------------------------------------------------------------
     def keep_copies(self, secret: bytes, address: str) -> Endpoint:
