@@ -3,11 +3,12 @@
     elem, block = memory.allocate((4, 4), (4, 1), torch.float32, what="empty", line="mine.py:3")
     memory.access(stream, reads=[block], writes=[], what="add", line="mine.py:4")
 
-As torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp of 2.13), blocks are rounded up to
-512 bytes, and belong to the stream that was current when they were made: freed ones are handed out
-again to that stream, without waiting for any. A block that another stream used is safe from that
-only if its last use is ordered before what the own stream does next, or if `record_stream` named
-the other one: then it is kept until what was queued there then has ended.
+As torch's caching allocator, blocks are rounded up to 512 bytes (c10/core/AllocatorConfig.h:19 of
+torch 2.13, `kMinBlockSize`), and belong to the stream that was current when they were made: freed
+ones are handed out again to that stream, without waiting for any. A block that another stream used
+is safe from that only if its last use is ordered before what the own stream does next, or if
+`record_stream` named the other one: then it is kept until what was queued there then has ended
+(documentation of `torch.Tensor.record_stream`).
 
 `access` compares each access with those before by the streams' clocks. One that no event orders is
 a `Race`, whatever order the kernels were drawn in. A block that is freed while another stream may

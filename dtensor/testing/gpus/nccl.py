@@ -9,18 +9,27 @@
     work.wait()                                        # the current stream waits, not the host
 
 Stands for `torch.distributed.ProcessGroupNCCL` of point-to-point messages. The rules, each with
-what it was read from (torch 2.13's torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, and src/ of
-NCCL 2.28):
+what it was read from: "PG" is torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp of torch 2.13, with
+lines; NCCL's transport.cc and its documentation have no lines, for the copies that were read name
+no release ("User Guide" is NVIDIA's for NCCL 2.28).
 
-- Making a communicator waits on the host for all members (`ncclCommInitRankConfig`).
-- A group of sends and receives is one kernel (`ncclGroupEnd`). It ends when the kernels of the
-  peers have taken part; a message goes when both kernels are first on their streams.
-- The first send or receive between two members makes the host wait for the peer's host
-  (transport/p2p.cc, `ncclTransportP2pSetup`), unless `connects_eagerly`.
-- The group's stream begins behind the current stream; `wait` puts the current one behind it
-  (`syncStream`, `WorkNCCL::synchronizeStream`). Tensors are recorded on the group's stream
-  (`pointToPoint`), so that they may be freed at once.
-- Messages of CPU tensors, empty or not contiguous ones are refused.
+- Making a communicator waits on the host for all members (User Guide, "Creating a Communicator").
+- A group of sends and receives is one kernel, and its messages go at the same time (User Guide,
+  "Group Calls", "Point-to-point communication"). It ends when the kernels of the peers have taken
+  part; a message goes when both kernels are first on their streams.
+- The first send or receive between two members makes the host wait for the peer's host, for each
+  direction (src/transport.cc, `ncclTransportP2pSetup`: `connectSend` and `connectRecv` say with
+  whom it is not connected yet; it takes the peer's data by `bootstrapRecv`, and at its end both
+  wait for each other once more), unless `connects_eagerly`.
+- Messages run on a stream of the group's own, and the caller's waits at `wait`, not the host (PG
+  274-304). The group's begins behind the caller's (ProcessGroupNCCL.cpp, `syncStream`).
+- Until `wait` the tensors are kept alive. Afterwards nothing but the stream that waited protects
+  them, for none is recorded on the group's stream (PG 252-257, 487-494). Without a `wait` they are
+  kept until the messages have ended (PG 1426-1432). torch has a switch, and may record them
+  (PG 182-187): that would promise more.
+- Messages of CPU tensors, empty or not contiguous ones are refused: the first and the last by
+  torch ("Tensors must be CUDA and dense", "must be contiguous"), empty ones here, as nothing
+  documents what NCCL does with them within a group.
 
 Not modelled: CTAs and channels, the watchdog, bytes per second.
 """
@@ -93,6 +102,14 @@ class GroupKernel(Kernel):
 
     group: Group | None = None
     left: dict[tuple[Direction, int], Tensor] = field(default_factory=dict)
+    held: list[SimTensor] = field(default_factory=list["SimTensor"])
+    """Until somebody has waited, or it has ended."""
+
+    def end(self) -> None:
+        Kernel.end(self)
+        for tensor in self.held:  # who sees that it has ended may free them
+            tensor.block.recorded[self.stream.number] = self.stream
+        self.held = []
 
     def run(self) -> bool:
         group, went = self.group, False
@@ -122,11 +139,10 @@ class GroupKernel(Kernel):
 
 @dataclass(slots=True)
 class Work:
-    """What a group call gives. Until `wait` it keeps the tensors alive."""
+    """What a group call gives."""
 
-    kernel: Kernel
+    kernel: GroupKernel
     clock: Clock
-    held: list[SimTensor]
 
     def wait(self) -> None:
         stream, kernel = here().current.stream, self.kernel
@@ -137,7 +153,7 @@ class Work:
                     f"waits for {kernel.what}", kernel.line, stream, None, lambda: kernel.is_done
                 )
             )
-        self.held = []
+        kernel.held = []
 
 
 class Group:
@@ -179,15 +195,14 @@ class Group:
         left: dict[tuple[Direction, int], Tensor]
         left = {(m.direction, m.peer): m.tensor.elem for m in messages}
         what = f"NCCL {self.name} " + ", ".join(f"{d} {p}" for d, p in sorted(left))
-        kernel = GroupKernel(what, line, self.stream, None, group=self, left=left)
+        tensors = [message.tensor for message in messages]
+        kernel = GroupKernel(what, line, self.stream, None, group=self, left=left, held=tensors)
         self.stream.put(kernel)
         now = Access(what, line, f"{self.seen.device}, {self.stream.name}")
         sent = [m.tensor.block for m in messages if m.direction == "send"]
         received = [m.tensor.block for m in messages if m.direction == "recv"]
         self.seen.memory.access(self.stream, sent, received, now)
-        for message in messages:
-            message.tensor.block.recorded[self.stream.number] = self.stream
-        return Work(kernel, dict(self.stream.clock), [m.tensor for m in messages])
+        return Work(kernel, dict(self.stream.clock))
 
     def _connect(self, messages: list[Message]) -> None:
         fabric = self.fabric

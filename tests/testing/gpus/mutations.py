@@ -1,33 +1,66 @@
 """Does the simulator see what our device code must not lack? Each wait, event, record, connection
-and copy of it is dropped in turn, and the exchanges run without it.
+and copy of it is dropped in turn, and small programs run without it.
 
     python -m tests.testing.gpus.mutations                # a table; rc 1 where one is not found
+    python -m tests.testing.gpus.mutations worker.py      # of these files alone
+    python -m tests.testing.gpus.mutations --write        # into docs/notes/simulated_gpus.md
 
 A mutation is found by a race, an early free, a wrong number or a run that cannot go on, under one
 of the seeds. One that is not found has its reason in `IMPLIED`: the rule of CUDA's, of NCCL's or of
 this code by which something else orders the same. None is taken away for that.
+
+The transport runs the exchanges of `exchanges.py`; all else those of `small_programs.py`, which run
+unchanged functions with the code of changed ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from dtensor.daft.ray.transports import exchange, nccl
-from dtensor.testing.gpus import SimulatedGpus
+from dtensor.daft.run import engine, first_uses, timestamps, transport, worker
+from dtensor.daft.undo import snapshots
+from dtensor.runtime.checkpoint import records, saving
+from dtensor.runtime.lower import state_writes, step_end
+from dtensor.testing.gpus import SimulatedGpus, simulated_gpus
 from tests.testing.gpus.exchanges import all_exchanges, run_ranks
+from tests.testing.gpus.matrix import difference, without_kernels
+from tests.testing.gpus.page import PAGE, Table
+from tests.testing.gpus.small_programs import NUM_GPUS, PROGRAMS
 
-STATEMENTS = {"wait", "wait_event", "wait_stream", "record", "record_stream", "_connect", "zero_"}
-COPIES = {"clone", "contiguous", "copied"}
-MODULES: Mapping[str, ModuleType] = {"nccl.py": nccl, "exchange.py": exchange}
+STATEMENTS = {
+    "wait", "wait_event", "wait_stream", "record", "record_stream", "synchronize", "_connect",
+    "zero_", "use_once", "copy_all", "foreach_copy_", "query",
+}  # fmt: skip
+COPIES = {"clone", "contiguous", "copied", "_copied", "copy_to", "own_copy", "cpu"}
+WIRE: Mapping[str, ModuleType] = {"nccl.py": nccl, "exchange.py": exchange}
+MODULES: Mapping[str, ModuleType] = {
+    **WIRE,
+    "transport.py": transport,
+    "worker.py": worker,
+    "engine.py": engine,
+    "first_uses.py": first_uses,
+    "timestamps.py": timestamps,
+    "snapshots.py": snapshots,
+    "saving.py": saving,
+    "records.py": records,
+    "state_writes.py": state_writes,
+    "step_end.py": step_end,
+}
+TEXTS = {"state_writes.py", "step_end.py"}
+"""Those that write code, in which they clone."""
 
 _OF_TASKS = "messages of unknown length are CPU tensors, between tasks, over gloo"
 IMPLIED: Mapping[tuple[str, str], str] = {
@@ -57,6 +90,10 @@ class Mutation:
     source: str
     """The module's, without it."""
 
+    @property
+    def cell(self) -> str:
+        return f"{self.file}:{self.line} `{self.text}`"
+
     def __str__(self) -> str:
         return f"{self.file}:{self.line} {self.text}"
 
@@ -65,14 +102,15 @@ def mutations() -> Iterator[Mutation]:
     for file, module in MODULES.items():
         assert module.__file__ is not None
         source = Path(module.__file__).read_text()
-        sites = [node for node in ast.walk(ast.parse(source)) if _dropped(node) is not None]
+        drop = _without_clone if file in TEXTS else _dropped
+        sites = [node for node in ast.walk(ast.parse(source)) if drop(node) is not None]
         for number, site in enumerate(sites):
             tree = ast.parse(source)
-            remover = _Remover(number)
+            remover = _Remover(number, drop)
             tree = ast.fix_missing_locations(remover.visit(tree))
             line = getattr(site, "lineno", 0)
             text = ast.unparse(site).splitlines()[0]
-            yield Mutation(file, line, _around(tree, line), text, ast.unparse(tree))
+            yield Mutation(file, line, _around(ast.parse(source), line), text, ast.unparse(tree))
 
 
 def _around(tree: ast.AST, line: int) -> str:
@@ -96,27 +134,115 @@ def _dropped(node: ast.AST) -> ast.AST | None:
         return (
             node.args[0] if isinstance(node.func, ast.Name) else getattr(node.func, "value", None)
         )
+    if isinstance(node, ast.Call) and _called(node) == "map":
+        return node.args[1] if getattr(node.args[0], "id", "") in COPIES else None
+    copies = isinstance(node, ast.Call) and any(k.arg == "copy" for k in node.keywords)
+    if copies and _called(node) == "to":  # it still goes to the device
+        kept = [k for k in node.keywords if k.arg != "copy"]
+        return ast.Call(node.func, node.args, kept)
     return None
+
+
+def _without_clone(node: ast.AST) -> ast.AST | None:
+    """Of a text of code."""
+    if not isinstance(node, ast.JoinedStr):
+        return None
+    parts = [p.value if isinstance(p, ast.Constant) else None for p in node.values]
+    if not any(isinstance(part, str) and ".clone()" in part for part in parts):
+        return None
+    return ast.JoinedStr(
+        [
+            ast.Constant(part.replace(".clone()", "")) if isinstance(part, str) else value
+            for part, value in zip(parts, node.values, strict=True)
+        ]
+    )
 
 
 class _Remover(ast.NodeTransformer):
     """Of the site with this number, in the order of `ast.walk`."""
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, number: int, drop: Callable[[ast.AST], ast.AST | None]) -> None:
+        self._number, self._drop = number, drop
         self._site: ast.AST | None = None
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Module):
-            sites = [each for each in ast.walk(node) if _dropped(each) is not None]
+            sites = [each for each in ast.walk(node) if self._drop(each) is not None]
             self._site = sites[self._number]
         if node is self._site:
-            return _dropped(node)
+            return self._drop(node)
         return self.generic_visit(node)
 
 
 def found(mutation: Mutation, seeds: range) -> str | None:
     """By what, and under which seed."""
+    if mutation.file in WIRE:
+        return _by_exchanges(mutation, seeds)
+    return _by_programs(mutation, seeds)
+
+
+@cache
+def _expected(program: str) -> Mapping[str, Any]:
+    return PROGRAMS[program]("cpu")
+
+
+def _by_programs(mutation: Mutation, seeds: range) -> str | None:
+    wanted = {name: _expected(name) for name in PROGRAMS}
+    with without_kernels(), mutated(mutation):
+        for seed in seeds:
+            for name, body in PROGRAMS.items():
+                try:
+                    with simulated_gpus(NUM_GPUS, seed, early=(0.0, 0.5)[seed % 2]) as gpus:
+                        given = body("cuda")
+                        report = gpus.report()
+                    off = difference(given, wanted[name])
+                except Exception as error:
+                    return f"seed {seed}, {name}: {type(error).__name__}"
+                if report.races:
+                    return f"seed {seed}, {name}: {len(report.races)} races"
+                if report.early_frees:
+                    return f"seed {seed}, {name}: {len(report.early_frees)} early frees"
+                if off > 1e-5:
+                    return f"seed {seed}, {name}: off by {off:.1e}"
+    return None
+
+
+@contextmanager
+def mutated(mutation: Mutation) -> Generator[None]:
+    """Within, the functions of the module have its code."""
+    module = MODULES[mutation.file]
+    new = {code.co_qualname: code for code in _codes(compile(mutation.source, "m", "exec"))}
+    old: dict[Any, CodeType] = {}
+    for function in _functions(module):
+        code = new.get(function.__qualname__)
+        if code is not None and code.co_freevars == function.__code__.co_freevars:
+            old[function] = function.__code__
+            function.__code__ = code.replace(co_filename=function.__code__.co_filename)
+    try:
+        yield
+    finally:
+        for function, code in old.items():
+            function.__code__ = code
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
+
+
+def _functions(module: ModuleType) -> Iterator[Any]:
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", None) != module.__name__:
+            continue
+        for each in vars(value).values() if isinstance(value, type) else [value]:
+            plain = inspect.unwrap(getattr(each, "fget", None) or getattr(each, "__func__", each))
+            if isinstance(plain, FunctionType):
+                yield plain
+
+
+def _by_exchanges(mutation: Mutation, seeds: range) -> str | None:
     module = ModuleType(MODULES[mutation.file].__name__)
     sys_module = sys.modules[module.__name__]
     sys.modules[module.__name__] = module  # for its dataclasses
@@ -125,13 +251,13 @@ def found(mutation: Mutation, seeds: range) -> str | None:
     finally:
         sys.modules[module.__name__] = sys_module
     wire: Any = getattr(module, "NcclWire", nccl.NcclWire)
-    transport: Any = getattr(module, "ExchangeTransport", exchange.ExchangeTransport)
+    made: Any = getattr(module, "ExchangeTransport", exchange.ExchangeTransport)
     if mutation.file == "exchange.py":
         vars(module)["SMALL_BYTES"] = 0
 
     def make(rank: int, size: int, gpus: SimulatedGpus) -> Any:
         own = wire((rank,), torch.device("cuda", 0), gpus.fabric.group)
-        return transport(own, tuple(range(size)))
+        return made(own, tuple(range(size)))
 
     for seed in seeds:
         try:
@@ -152,20 +278,35 @@ def implied(mutation: Mutation) -> str | None:
     return None
 
 
+HEAD = ("without", "found by, or why it is kept")
+
+
 def main(given: list[str], say: Callable[[str], object] = print) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", help="of MODULES")
     parser.add_argument("--seeds", type=int, default=6)
-    seeds = range(parser.parse_args(given).seeds)
-    lost = 0
-    if by := found(Mutation("nccl.py", 0, "", "", Path(str(nccl.__file__)).read_text()), seeds):
-        say(f"the exchanges fail as they are: {by}")
-        return 1
-    for mutation in mutations():
+    parser.add_argument("--write", action="store_true", help=f"the table in {PAGE.name}")
+    options = parser.parse_args(given)
+    seeds, lost, table = range(options.seeds), 0, Table("mutations", HEAD)
+    for file in ("nccl.py", "transport.py"):
+        text = Path(str(MODULES[file].__file__)).read_text()
+        if by := found(Mutation(file, 0, "", "", text), range(1)):
+            say(f"programs fail as they are: {by}")
+            return 1
+    every = list(mutations())
+    for mutation in every:
+        if options.files and mutation.file not in options.files:
+            continue
         by = found(mutation, seeds)
         reason = implied(mutation)
         lost += by is None and reason is None
-        kept = f"kept: {reason}" if reason else "NOT FOUND"
-        say(f"{mutation!s:<70}  {by or kept}")
+        seen = by or (f"kept: {reason}" if reason else "NOT FOUND")
+        say(f"{mutation!s:<70}  {seen}")
+        sys.stdout.flush()
+        table.put(mutation.cell, seen)
+        if options.write:
+            table.keep([each.cell for each in every])
+            table.write()
     return int(lost > 0)
 
 

@@ -1,0 +1,171 @@
+"""Small programs that use what must synchronise or copy on a device, for `mutations.py`.
+
+for name, body in PROGRAMS.items():
+    expected = body("cpu")
+    with dt.testing.simulated_gpus(2):
+        assert difference(body("cuda"), expected) < 1e-5
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from dtensor.daft.run import timestamps
+from tests.api import test_schedules as chains
+from tests.api.training import sgd
+from tests.testing.gpus.cases import Body, backend, schedule
+
+NUM_GPUS = 2
+
+
+class Net(nn.Module):
+    """With a table that is looked up, and a buffer that each forward changes."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, at: Tensor) -> Tensor:
+        h = self.embed(at)
+        with torch.no_grad():
+            self.seen.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+        return self.down(self.up(h).relu())
+
+
+def mean_square(model: nn.Module, at: Tensor, y: Tensor) -> Tensor:
+    return (model(at) - y).square().mean()
+
+
+def data(number: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(number)
+    return torch.randint(0, 11, (8,), generator=drawn), torch.randn(8, 8, generator=drawn)
+
+
+def made(mesh: dt.Mesh, **options: Any) -> tuple[dt.ParallelModule, Any, dt.TrainStep]:
+    torch.manual_seed(0)
+    net = Net()
+    model = dt.parallelize(
+        net, mesh, {"up.*": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
+    )
+    optimizer = sgd(net)
+    step = dt.train_step(model, mean_square, optimizer, clip_grad_norm=1.0, **options)
+    return model, optimizer, step
+
+
+def trained(device: str) -> Mapping[str, Any]:
+    """Steps that nobody reads at once; the state is gathered, and it trains on."""
+    mesh = dt.Mesh(tp=2)
+    model, optimizer, step = made(mesh)
+    with dt.launch(mesh, backend(device), device=device):
+        losses = [step(*data(n)) for n in range(3)]
+        state = dt.gather_state_dict(model, optimizer)["model"]
+        kept = {f"{name}, early": value.clone() for name, value in state.items()}
+        losses.append(step(*data(3)))
+        numbers = [float(loss) for loss in losses]
+        late = dt.gather_state_dict(model, optimizer)["model"]
+        return {"losses": numbers, **{f"{n}, read": v for n, v in state.items()}, **kept, **late}
+
+
+def in_one_process(device: str) -> Mapping[str, Any]:
+    """Inputs on the device, written after the call that takes them; results that are written."""
+    mesh = dt.Mesh(tp=2)
+    model, optimizer, step = made(mesh)
+    both = dt.compile(lambda x: (x, x.mT, x * 2, x.sum(0)), mesh)
+    with dt.launch(mesh, device=device):
+        losses: list[Any] = []
+        for n in range(3):
+            at, y = (t.to(device) for t in data(n))
+            losses.append(step(at, y))
+            at.zero_()
+            y.fill_(7.0)
+        x = torch.arange(12.0).reshape(3, 4).to(device)
+        first = both(x)
+        x.fill_(-1.0)
+        second = both(dt.distribute(torch.ones(4, 6), mesh, tp=dt.Row()))
+        values = [value.full_tensor() for value in (*first, *second)]
+        read = {str(n): value.cpu() for n, value in enumerate(values)}
+        for value in values:
+            value.fill_(3.0)  # of the caller's
+        again = {f"{n}, again": v.full_tensor().cpu() for n, v in enumerate((*first, *second))}
+        numbers = [float(loss) for loss in losses]
+        return {
+            "losses": numbers,
+            **read,
+            **again,
+            **dt.gather_state_dict(model, optimizer)["model"],
+        }
+
+
+def undone(device: str) -> Mapping[str, Any]:
+    """A step fails after some of its state was written, and is undone."""
+    mesh = dt.Mesh(tp=2)
+    model, optimizer, step = made(mesh)
+    with dt.launch(mesh, device=device):
+        losses = [float(step(*data(0)))]
+        for n in range(2):
+            at, y = data(n)
+            try:
+                float(step(at + 100, y))
+                raise AssertionError("an index of 100 was taken")
+            except dt.daft.TaskError:
+                losses.append(float(step(at, y)))
+        return {"losses": losses, **dt.gather_state_dict(model, optimizer)["model"]}
+
+
+def checkpointed(device: str) -> Mapping[str, Any]:
+    """Saved while steps go on, and loaded."""
+    mesh = dt.Mesh(tp=2)
+    with tempfile.TemporaryDirectory() as folder:
+        model, optimizer, step = made(mesh)
+        with dt.launch(mesh, backend(device), device=device):
+            step(*data(0))
+            going = dt.save(f"{folder}/at", model, optimizer)
+            losses = [step(*data(n)) for n in (1, 2)]
+            going.get()
+            dt.load(f"{folder}/at", model, optimizer)
+            losses.append(step(*data(1)))
+            numbers = [float(loss) for loss in losses]
+            return {"losses": numbers, **dt.gather_state_dict(model, optimizer)["model"]}
+
+
+def timed(device: str) -> Mapping[str, Any]:
+    """Where an instruction's time is taken, what its stream had to do is done."""
+    idle: list[bool] = []
+
+    def monotonic() -> float:
+        idle.append(device == "cpu" or torch.cuda.current_stream().query())
+        return time.monotonic()
+
+    mesh = dt.Mesh(pp=2)
+    with (
+        patch.object(timestamps, "time", SimpleNamespace(monotonic=monotonic)),
+        dt.launch(mesh, backend(device), device=device),
+    ):
+        step = chains.step_of(2, mesh, dt.GPipe(2))
+        float(step(*chains.data(4)))
+        dt.trace(step, *chains.data(4))
+    assert device == "cpu" or len(idle) > 20
+    return {"idle": float(all(idle))}
+
+
+PROGRAMS: Mapping[str, Body] = {
+    "training": trained,
+    "one process": in_one_process,
+    "undone": undone,
+    "checkpoint": checkpointed,
+    "first step of GPipe": schedule(dt.GPipe, 2, 1),
+    "timed": timed,
+}
