@@ -46,18 +46,22 @@ STATEMENTS = {
 }  # fmt: skip
 COPIES = {"clone", "contiguous", "copied", "_copied", "copy_to", "own_copy", "cpu"}
 WIRE: Mapping[str, ModuleType] = {"nccl.py": nccl, "exchange.py": exchange}
+OTHERS: Mapping[str, tuple[ModuleType, tuple[str, ...]]] = {
+    "transport.py": (transport, ("by hand", "training")),
+    "worker.py": (worker, ("by hand", "one process", "training")),
+    "engine.py": (engine, ("first step of GPipe", "undone")),
+    "first_uses.py": (first_uses, ("first step of GPipe", "training")),
+    "timestamps.py": (timestamps, ("timed",)),
+    "snapshots.py": (snapshots, ("undone",)),
+    "saving.py": (saving, ("checkpoint",)),
+    "records.py": (records, ("checkpoint",)),
+    "state_writes.py": (state_writes, ("one process", "training")),
+    "step_end.py": (step_end, ("one process", "training")),
+}
+"""With the programs that use them."""
 MODULES: Mapping[str, ModuleType] = {
     **WIRE,
-    "transport.py": transport,
-    "worker.py": worker,
-    "engine.py": engine,
-    "first_uses.py": first_uses,
-    "timestamps.py": timestamps,
-    "snapshots.py": snapshots,
-    "saving.py": saving,
-    "records.py": records,
-    "state_writes.py": state_writes,
-    "step_end.py": step_end,
+    **{file: module for file, (module, _) in OTHERS.items()},
 }
 TEXTS = {"state_writes.py", "step_end.py"}
 """Those that write code, in which they clone."""
@@ -187,10 +191,12 @@ def _expected(program: str) -> Mapping[str, Any]:
 
 
 def _by_programs(mutation: Mutation, seeds: range) -> str | None:
-    wanted = {name: _expected(name) for name in PROGRAMS}
+    _, used = OTHERS[mutation.file]
+    wanted = {name: _expected(name) for name in used}
     with without_kernels(), mutated(mutation):
         for seed in seeds:
-            for name, body in PROGRAMS.items():
+            for name in used:
+                body = PROGRAMS[name]
                 try:
                     with simulated_gpus(NUM_GPUS, seed, early=(0.0, 0.5)[seed % 2]) as gpus:
                         given = body("cuda")

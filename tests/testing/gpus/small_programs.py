@@ -19,9 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.daft import launch_cluster
+from dtensor.daft.ir.instructions import Buffer, Call, Collective, Recv, Send, Wait
 from dtensor.daft.run import timestamps
 from tests.api import test_schedules as chains
 from tests.api.training import sgd
+from tests.daft.programs import function, program
 from tests.testing.gpus.cases import Body, backend, schedule
 
 NUM_GPUS = 2
@@ -161,7 +164,57 @@ def timed(device: str) -> Mapping[str, Any]:
     return {"idle": float(all(idle))}
 
 
+def by_hand(device: str) -> Mapping[str, Any]:
+    """Ranks of one process that write to what they have received, to what they have sent, and to
+    what the caller has given and got."""
+    buffer, made = Buffer((4,), torch.float32), torch.arange(4.0)
+    both, group = (buffer, buffer), (0, 1)
+    written = Call("write", ("a", "b", "c", "d"), (), writes=("a", "b", "c", "d"))
+    lists = [
+        [
+            Call("same", ("x",), ("y",)),
+            Collective("all_reduce", group, ("a",), ("c",), (buffer,), (buffer,), "sum", "r"),
+            Collective("all_gather", group, ("a",), ("d", "e"), (buffer,), both, None, "g"),
+            Send("a", 1, "m", buffer) if rank == 0 else Recv("b", 0, "m", buffer),
+            Wait(("c",)),
+            Wait(("d",)),
+            Wait(("a",) if rank == 0 else ("b",)),
+            *([Call("twice", ("a",), ("b",))] if rank == 0 else []),
+            written,
+        ]
+        for rank in group
+    ]
+    functions = [
+        function(
+            "write", "def forward(a, b, c, d):\n    for t in (a, b, c, d): t.add_(t)\n    return ()"
+        ),
+        function("twice", "def forward(a):\n    return (a * 2,)"),
+        function("same", "def forward(x):\n    return (x,)"),
+    ]
+    names = [("a", "b", "c", "d", "e", "y")] * 2
+    whole = program(*lists, functions=functions, inputs=[("x", "a")] * 2, outputs=names)
+    found: dict[str, Any] = {}
+    with launch_cluster(2, device=device) as cluster:
+        handle = cluster.load(whole)
+        fed = [{"x": (made + r).to(device), "a": (made * (r + 1)).to(device)} for r in group]
+        cluster.put([{"kept": fed[0]["x"]}, {"kept": fed[1]["x"]}])
+        results = cluster.run(handle, fed, keep={"y": "later", "e": "too"}).get()
+        for own in fed:
+            for value in own.values():
+                value.fill_(-5.0)
+        for rank in group:
+            stored = cluster.get([["later", "too", "kept"]] * 2).get()[rank]
+            for n, value in enumerate(stored):
+                found[f"{rank}, {n}"] = value.clone()
+                value.fill_(9.0)
+            again = cluster.get([["later", "too", "kept"]] * 2).get()[rank]
+            found |= {f"{rank}, {n}, again": value for n, value in enumerate(again)}
+            found |= {f"{rank}, {name}": value for name, value in results[rank].items()}
+    return {name: value.clone() for name, value in found.items()}
+
+
 PROGRAMS: Mapping[str, Body] = {
+    "by hand": by_hand,
     "training": trained,
     "one process": in_one_process,
     "undone": undone,
