@@ -6,7 +6,6 @@ ranks of a mesh are in one actor.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -273,7 +272,6 @@ def replicas(where: Where) -> None:
     import torch
 
     import dtensor as dt
-    from dtensor.api.store.session import session_for
     from tests.api.training import Run, batches, make_model, sgd
 
     steps = 3 if where.simulated else 50
@@ -284,25 +282,7 @@ def replicas(where: Where) -> None:
             per_actor = 1 if where.num > 1 else 2
             with dt.launch(run.mesh, "ray", device="cuda", ranks_per_actor=per_actor):
                 losses = run.losses(data)
-                session = session_for(run.mesh)
-                stored = session.model_home(run.model).stored
-                alike = {
-                    n: v for n, v in stored.items() if set(v.spec.placements) == {dt.Replicate()}
-                }
-                shards = session.launch.store.fetch(list(alike.values()))
-            hashes = {
-                name: {_hash(x) for x in shards[value.label].values()}
-                for name, value in alike.items()
-            }
-            apart = sorted(name for name, found in hashes.items() if len(found) > 1)
-            copies = sum(len(shards[value.label]) for value in alike.values())
-            assert copies == 2 * len(alike) > 0, f"{copies} copies of {len(alike)} values"
+                alike = dt.check_replicas(run.model, run.optimizer)
             assert all(loss == loss for loss in losses), losses
-            assert not apart, f"{len(apart)} of {len(alike)} differ: {', '.join(apart[:5])}"
-            line.found = f"{len(alike)} replicated values, alike on both ranks to the bit"
-
-
-def _hash(x: Any) -> str:
-    import torch
-
-    return hashlib.sha256(bytes(x.contiguous().view(torch.uint8).numpy())).hexdigest()
+            assert alike, "no value has copies"
+            line.found = f"{alike} replicated values, alike on both ranks to the bit"
