@@ -48,15 +48,15 @@ COPIES = {"clone", "contiguous", "copied", "_copied", "copy_to", "own_copy", "cp
 WIRE: Mapping[str, ModuleType] = {"nccl.py": nccl, "exchange.py": exchange}
 OTHERS: Mapping[str, tuple[ModuleType, tuple[str, ...]]] = {
     "transport.py": (transport, ("by hand", "training")),
-    "worker.py": (worker, ("by hand", "one process", "training")),
-    "engine.py": (engine, ("first step of GPipe", "undone")),
+    "worker.py": (worker, ("by hand", "one process", "training", "undone")),
+    "engine.py": (engine, ("first use", "undone")),
     "first_uses.py": (first_uses, ("first step of GPipe", "training")),
     "timestamps.py": (timestamps, ("timed",)),
-    "snapshots.py": (snapshots, ("undone",)),
+    "snapshots.py": (snapshots, ("undone late",)),
     "saving.py": (saving, ("checkpoint",)),
     "records.py": (records, ("checkpoint",)),
-    "state_writes.py": (state_writes, ("one process", "training")),
-    "step_end.py": (step_end, ("one process", "training")),
+    "state_writes.py": (state_writes, ("turning", "one process")),
+    "step_end.py": (step_end, ("turning", "one process")),
 }
 """With the programs that use them."""
 MODULES: Mapping[str, ModuleType] = {
@@ -67,20 +67,38 @@ TEXTS = {"state_writes.py", "step_end.py"}
 """Those that write code, in which they clone."""
 
 _OF_TASKS = "messages of unknown length are CPU tensors, between tasks, over gloo"
+_AGAIN = "the next change copies what it writes anew, and nothing restores this record again"
+_OWN = "what a rank saves is a contiguous copy on the CPU (saving.py, own_copy)"
 IMPLIED: Mapping[tuple[str, str], str] = {
     ("nccl.py", "stream.wait_stream(torch.cuda.current_stream(self._device))"): (
         "the side stream first waits for a group, which began behind the current stream "
         "(ProcessGroupNCCL.cpp, syncStream)"
     ),
     ("nccl.py", "work.wait()"): (
-        "nobody reads what connects, and NCCL has recorded its memory (ProcessGroupNCCL.cpp, "
-        "pointToPoint)"
+        "nobody reads what connects, and torch keeps it until its message has ended "
+        "(ProcessGroupNCCL.hpp of 2.13, lines 1426-1432)"
     ),
     ("exchange.py", "v.contiguous()"): (
         "reshape copies where it cannot be a view (torch.Tensor.reshape), and what goes is made "
         "contiguous by as_bytes"
     ),
     ("exchange.py:_start_variable_recv", "work.wait()"): _OF_TASKS,
+    (
+        "worker.py",
+        "value.detach().to(device, copy=True, memory_format=torch.contiguous_format)",
+    ): "it goes to another device, to which `to` copies (documentation of torch.Tensor.to)",
+    (
+        "saving.py",
+        "tensor.detach().to('cpu', copy=True, memory_format=torch.contiguous_format)",
+    ): "it goes to another device, to which `to` copies (documentation of torch.Tensor.to)",
+    ("records.py", "self.tensor.detach().resolve_conj().resolve_neg().cpu()"): _OWN,
+    ("records.py", "self.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()"): _OWN,
+    ("snapshots.py", "_copied(record.others[key])"): _AGAIN,
+    ("snapshots.py", "saved.clone()"): _AGAIN,
+    (
+        "engine.py",
+        "torch.cuda.current_stream(device).query()",
+    ): "it asks whether CUDA's context is lost, which no simulated GPU does",
 }
 """Mutations, by file and text, that nothing can find, and why."""
 

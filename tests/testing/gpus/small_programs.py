@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.daft import launch_cluster
-from dtensor.daft.ir.instructions import Buffer, Call, Collective, Recv, Send, Wait
+from dtensor.daft.ir.instructions import Buffer, Call, Collective, Free, Recv, Send, Wait
 from dtensor.daft.run import timestamps
 from tests.api import test_schedules as chains
 from tests.api.training import sgd
@@ -213,12 +213,123 @@ def by_hand(device: str) -> Mapping[str, Any]:
     return {name: value.clone() for name, value in found.items()}
 
 
+def undone_late(device: str) -> Mapping[str, Any]:
+    """Calls write to state, and then one fails: all of it is as before, twice."""
+    names = ("w", "listed")
+    whole = program(
+        [
+            Call("write", names, (), writes=names),
+            Call("fails", ("if",), ("nothing",)),
+            Free(("nothing",)),
+        ],
+        functions=[
+            function("write", "def forward(w, l):\n    w.add_(w)\n    l.append(7)\n    return ()"),
+            function("fails", "def forward(x):\n    return (1 // x,)"),
+        ],
+        inputs=[("if",)],
+        outputs=[()],
+        state=[names],
+    )
+    found: dict[str, Any] = {}
+    with launch_cluster(1, device=device, snapshot_every=1) as cluster:
+        cluster.put([{"w": torch.arange(4.0) + 1, "listed": [3]}])
+        handle = cluster.load(whole)
+        for n, x in enumerate((1, 0, 0, 1, 0, 1)):
+            try:
+                cluster.run(handle, [{"if": x}]).get()
+                assert x
+            except dt.daft.TaskError:
+                assert not x
+            w, listed = cluster.get([names]).get()[0]
+            found |= {f"w, {n}": w.clone(), f"listed, {n}": list(listed)}
+    return {name: torch.as_tensor(value) for name, value in found.items()}
+
+
+class Turning(nn.Module):
+    """Buffers whose values move on, both ways, and a parameter that is a metric."""
+
+    a: Tensor
+    b: Tensor
+    c: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        for n, name in enumerate(("a", "b", "c", "d", "e", "f")):
+            self.register_buffer(name, torch.full((3,), float(n)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            first, last = self.c + 0, self.get_buffer("d") + 0
+            self.c.copy_(self.b)
+            self.b.copy_(self.a)
+            self.a.copy_(first)
+            self.get_buffer("d").copy_(self.get_buffer("e"))
+            self.get_buffer("e").copy_(self.get_buffer("f"))
+            self.get_buffer("f").copy_(last)
+        return x * self.scale
+
+
+def turned(device: str) -> Mapping[str, Any]:
+    """Results that are state, which the program changes."""
+    torch.manual_seed(0)
+    net, mesh = Turning(), dt.Mesh(tp=2)
+    model = dt.parallelize(net, mesh)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def loss(model: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return model(x).square().mean(), {"scale": model.scale.detach()}
+
+    step = dt.train_step(model, loss, optimizer)
+    old = dt.compile(lambda model, x: (model.a.view(3, 1), model.b, model(x), model.c), mesh)
+    x, found = torch.arange(4.0), dict[str, Any]()
+    with dt.launch(mesh, device=device):
+        for n in range(2):
+            each = step(x)
+            found |= {f"loss {n}": float(each), f"scale {n}": float(each.metrics["scale"])}
+            results = old(model, x)
+            step(x)
+            found |= {f"{n}, {m}": value.full_tensor().cpu() for m, value in enumerate(results)}
+        return {**found, **dt.gather_state_dict(model, optimizer)["model"]}
+
+
+def first_used(device: str) -> Mapping[str, Any]:
+    """A matrix product, the first one, between a receive that is under way and its message's
+    cause: cuBLAS may wait for the device when it is first used, and so for the receive."""
+    buffer, made = Buffer((4, 4), torch.float32), torch.arange(16.0).reshape(4, 4)
+    whole = program(
+        [
+            Recv("b", 1, "back", buffer),
+            Call("product", ("a",), ("c",)),
+            Send("c", 1, "there", buffer),
+            Wait(("c",)),
+            Free(("c",)),
+            Wait(("b",)),
+        ],
+        [
+            Recv("c", 0, "there", buffer),
+            Wait(("c",)),
+            Send("c", 0, "back", buffer),
+            Wait(("c",)),
+            Free(("c",)),
+        ],
+        functions=[function("product", "def forward(a):\n    return (a @ a,)")],
+        inputs=[("a",), ()],
+        outputs=[("b",), ()],
+    )
+    with launch_cluster(2, backend=backend(device), device=device) as cluster:
+        return dict(cluster.run(cluster.load(whole), [{"a": made}, {}]).get()[0])
+
+
 PROGRAMS: Mapping[str, Body] = {
     "by hand": by_hand,
     "training": trained,
     "one process": in_one_process,
     "undone": undone,
     "checkpoint": checkpointed,
+    "turning": turned,
+    "undone late": undone_late,
+    "first use": first_used,
     "first step of GPipe": schedule(dt.GPipe, 2, 1),
     "timed": timed,
 }
