@@ -95,6 +95,7 @@ chaos: setup
 
 gpus: setup
 	$(BIN)/python -m tests.testing.gpus.matrix $(ARGS)
+	$(BIN)/python -m tests.testing.gpus.waits
 	$(BIN)/python -m tests.testing.gpus.mutations
 
 # Without setup: nothing is installed, and where there is a GPU its torch may be in another Python.

@@ -33,7 +33,7 @@ from dtensor.daft.ray.transports import exchange, nccl
 from dtensor.daft.run import engine, first_uses, timestamps, transport, worker
 from dtensor.daft.undo import snapshots
 from dtensor.runtime.checkpoint import records, saving
-from dtensor.runtime.lower import state_writes, step_end
+from dtensor.runtime.lower import step_end
 from dtensor.testing.gpus import SimulatedGpus, simulated_gpus
 from tests.testing.gpus.exchanges import all_exchanges, run_ranks
 from tests.testing.gpus.matrix import difference, without_kernels
@@ -55,7 +55,6 @@ OTHERS: Mapping[str, tuple[ModuleType, tuple[str, ...]]] = {
     "snapshots.py": (snapshots, ("undone late",)),
     "saving.py": (saving, ("checkpoint",)),
     "records.py": (records, ("checkpoint",)),
-    "state_writes.py": (state_writes, ("turning", "one process")),
     "step_end.py": (step_end, ("turning", "one process")),
 }
 """With the programs that use them."""
@@ -63,8 +62,8 @@ MODULES: Mapping[str, ModuleType] = {
     **WIRE,
     **{file: module for file, (module, _) in OTHERS.items()},
 }
-TEXTS = {"state_writes.py", "step_end.py"}
-"""Those that write code, in which they clone."""
+TEXTS = {"step_end.py"}
+"""What writes code, in which it clones."""
 
 _OF_TASKS = "messages of unknown length are CPU tensors, between tasks, over gloo"
 _AGAIN = "the next change copies what it writes anew, and nothing restores this record again"

@@ -7,7 +7,7 @@ import pytest
 from dtensor.testing.gpus.guard import CompilerMissing, install
 from tests.testing.gpus.cases import cases
 from tests.testing.gpus.matrix import check, without_kernels
-from tests.testing.gpus.mutations import Mutation, found, implied, mutations
+from tests.testing.gpus.mutations import WIRE, Mutation, found, implied, mutations
 
 try:
     install()
@@ -17,13 +17,14 @@ except CompilerMissing as error:
 CASES = {case.name: case for case in cases()}
 FEW = [
     "train dp2_tp2",
-    "two ranks a GPU, dp2_tp2",
     "schedule GPipe, p=2",
     "schedule LoopedBFS, p=2",
     "schedule DualPipeV, p=2",
     "zero 3",
     "bad data",
     "eager",
+    "transfer between meshes",
+    "grouped product, by expert",
 ]
 
 
@@ -35,10 +36,11 @@ def test_case(name: str) -> None:
     assert (seen.races, seen.early_frees) == (0, 0)
 
 
-MUTATIONS = list(mutations())
+MUTATIONS = [each for each in mutations() if each.file in {*WIRE, "transport.py"}]
+"""`make gpus` makes those of workers, checkpoints and undone runs too."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_mutation(mutation: Mutation) -> None:
-    assert implied(mutation) or found(mutation, range(2))
+    assert implied(mutation) or found(mutation, range(1))
