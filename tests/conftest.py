@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _simulated(request: pytest.FixtureRequest) -> Iterator[None]:
     """With `-m gpu --simulated-gpus 2`: no race and no early free in what the test runs. Built-in
-    kernels of Triton's are for tests/kernels alone: its interpreter takes seconds for each."""
+    kernels in Triton run in tests/kernels alone: its interpreter takes seconds for each."""
     num = request.config.getoption("simulated_gpus")
     if not num or request.node.get_closest_marker("gpu") is None:
         yield

@@ -167,7 +167,7 @@ def speed_step(where: Where) -> None:
 def speed_block(where: Where) -> None:
     if where.simulated:
         where.leave_out("seconds", "not simulated; the line below is of two processes on a CPU")
-        given = ("--widths", "64", "--rounds", "1", "--ranks", "2")
+        given = ("--widths", "64", "--rounds", "2", "--ranks", "2")
         benchmark(where, "benchmarks.transformer_block", *given, shown=False)
         return
     if where.num < 2:

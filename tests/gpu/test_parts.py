@@ -136,11 +136,11 @@ def test_parts_on_simulated_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[s
         install()
     except CompilerMissing as error:
         pytest.skip(str(error))
-    chosen = ["memcheck", "memory", "replicas", "speed_kernels"]
+    chosen = ["memcheck", "nccl", "memory", "speed_kernels"]
     status = main(["--simulated", "2", "--to", str(tmp_path), "--part", *chosen])
     assert status == 0, capsys.readouterr().out
     tables = {part: next(tmp_path.glob(f"*_{part}.md")).read_text() for part in chosen}
     assert "| left out | memcheck | not simulated |" in tables["memcheck"]
     assert "not simulated: speed" in tables["speed_kernels"]
-    assert tables["replicas"].count("alike on both ranks to the bit") == 2
+    assert "test_nccl_gives_the_bits_of_one_gpu | 1 passed" in tables["nccl"]
     assert "| ok | GPT, 2 layers" in tables["memory"]

@@ -75,6 +75,8 @@ def interpreted() -> Generator[None]:
 
 def _put(fn: Any, given: Mapping[str, Any], run: Callable[..., Any]) -> None:
     """Queue the kernel, whose arguments are ``given`` by name."""
+    import numpy as np  # as the interpreter does
+
     sims = {name: x for name, x in given.items() if isinstance(x, SimTensor)}
     line, seen = line_here(), here().current
     if any(isinstance(x, Tensor) and not isinstance(x, SimTensor) for x in given.values()):
@@ -86,9 +88,14 @@ def _put(fn: Any, given: Mapping[str, Any], run: Callable[..., Any]) -> None:
                 f"one, {seen.device} ({line}).\nfix: torch.cuda.device({name}.device) around it"
             )
     elems = {name: x.elem if isinstance(x, SimTensor) else x for name, x in given.items()}
+
+    def silent() -> None:  # on a GPU inf - inf is NaN, and no warning
+        with np.errstate(all="ignore"):
+            run(**elems)
+
     what = f"Triton's {fn.__name__}"
     first_use(what, seen.device)
-    seen.stream.put(Kernel(what, line, seen.stream, alone(lambda: run(**elems))))
+    seen.stream.put(Kernel(what, line, seen.stream, alone(silent)))
     names = written_arguments(fn)
     writes = {id(x.block): x.block for name, x in sims.items() if name in names}
     reads = {id(x.block): x.block for x in sims.values() if id(x.block) not in writes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,22 @@ def add_one(x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     _add_one[(triton.cdiv(x.numel(), 4),)](x, y, x.numel(), BLOCK=tl.constexpr(4))
     return y
+
+
+@triton.jit
+def _difference(X, Y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(Y + at, tl.load(X + at) - tl.load(X + at))
+
+
+def test_numbers_of_a_kernel_are_no_warnings() -> None:
+    """A GPU is silent where numpy, on which the interpreter computes, warns."""
+    with gpus(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = torch.full((4,), float("inf"), device="cuda")
+        y = torch.empty_like(x)
+        _difference[(1,)](x, y, BLOCK=tl.constexpr(4))
+        assert bool(y.cpu().isnan().all())
 
 
 def on_side(x: Tensor, *, waits: bool, joins: bool, run: Callable[[Tensor], Tensor]) -> Tensor:
