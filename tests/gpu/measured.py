@@ -49,9 +49,11 @@ def profile(where: Where) -> None:
         return
     for own in found.ranks:
         parts = {"kernels": own.kernels, "waiting": own.waiting, "overhead": own.overhead}
-        sums = {what: sum(s.seconds for s in spent.values()) for what, spent in parts.items()}
-        sums["idle"] = own.idle.seconds
-        text = ", ".join(f"{what} {seconds * 1e3:.1f}" for what, seconds in sums.items())
+        spent: dict[str, float] = {}
+        for what, by_name in parts.items():
+            spent[what] = sum(each.seconds for each in by_name.values())
+        spent["idle"] = own.idle.seconds
+        text = ", ".join(f"{what} {seconds * 1e3:.1f}" for what, seconds in spent.items())
         where.say(Line("ok", f"rank {own.rank}, ms of {found.seconds * 1e3:.1f}", text))
     where.say(f"```text\n{found}\n```")
 
