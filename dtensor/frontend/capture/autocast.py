@@ -14,9 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -38,8 +37,7 @@ def program_device() -> str:
     return _provided()()
 
 
-@dataclass(frozen=True, slots=True)
-class Surrounding:
+class Surrounding(NamedTuple):
     """What a program depends on of where it is called: ``device``: the type of what runs it;
     ``autocast``: the list and the dtype of the autocast around the call."""
 
@@ -50,9 +48,9 @@ class Surrounding:
 def surrounding() -> Surrounding:
     """Of two lists around the call, that of the program's device holds, as in torch."""
     device = program_device()
+    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
+        return Surrounding(device, None)  # each call of a step asks
     on = [name for name in _LISTS if torch.is_autocast_enabled(name)]
-    if not on:
-        return Surrounding(device, None)
     name = device if device in on else on[0]
     return Surrounding(device, (name, torch.get_autocast_dtype(name)))
 
