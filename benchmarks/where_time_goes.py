@@ -12,7 +12,7 @@ import argparse
 import torch
 
 import dtensor as dt
-from tests.api.training import MEGATRON
+from tests.training import MEGATRON
 from tests.models import GPT, batch, loss_fn
 
 

@@ -16,8 +16,8 @@ import torch
 
 import dtensor as dt
 from dtensor import daft
-from tests.api.training import assert_losses_close
 from tests.extras import missing
+from tests.training import assert_losses_close
 
 HERE = Path(__file__).parent.parent / "examples" / "parallelisms"
 EXAMPLES = sorted(path.stem for path in HERE.glob("*.py") if path.stem != "model")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.frontend.capture.cuda_casts import cuda_casts
-from tests.api.training import MakeOptimizer, Run, adamw
 from tests.models import GPT
+from tests.training import MakeOptimizer, Run, adamw
 
 BF16 = torch.bfloat16
 STAGES = {"pp": [["embed*", "positions*"], ["blocks*", "norm*", "head*"]]}

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor import daft
-from tests.api.training import (
+from tests.models import loss_fn
+from tests.training import (
     Run,
     adamw,
     assert_losses_close,
@@ -20,7 +21,6 @@ from tests.api.training import (
     sgd,
     train_torch,
 )
-from tests.models import loss_fn
 
 DATA = batches(3)
 

@@ -16,8 +16,8 @@ import dtensor as dt
 from dtensor.api.step.plan_call import BoundCall
 from dtensor.frontend.graph import Graph
 from tests.api.test_stage_graphs import Skips, square, vectors
-from tests.api.training import assert_gradients_close, gradients_of
 from tests.models import GPT, batch, loss_fn
+from tests.training import assert_gradients_close, gradients_of
 
 # a slow device, so that compute counts beside latency
 TOPOLOGY = dt.Topology(latency=1e-6, bandwidth=1e9, flops=1e9, memory_bandwidth=1e10)

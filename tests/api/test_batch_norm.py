@@ -19,7 +19,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import assert_same_bits, sgd
+from tests.training import assert_same_bits, sgd
 
 ROWS = dict(dp=dt.Row())
 STAGES = {"pp": [["a*", "bn.*", "mid*"], ["bn2*", "b.*"]]}

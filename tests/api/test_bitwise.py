@@ -9,7 +9,7 @@ import torch
 
 import dtensor as dt
 from dtensor.daft import Mode
-from tests.api.training import Run, adamw, assert_same_bits, batches, make_model, sgd
+from tests.training import Run, adamw, assert_same_bits, batches, make_model, sgd
 
 DATA = batches(3, ignored=True)
 SCHEDULES = {"tp4": dt.GPipe(2), "dp4": dt.GPipe(1)}

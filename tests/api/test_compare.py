@@ -11,8 +11,8 @@ from torch import nn
 
 import dtensor as dt
 from dtensor.api.step import plan_call
-from tests.api.training import MEGATRON, TWO_STAGES
 from tests.models import GPT, loss_fn
+from tests.training import MEGATRON, TWO_STAGES
 
 TOKENS = torch.empty(8, 8, dtype=torch.int64, device="meta")
 FOUR = {

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dtensor as dt
-from tests.api.training import SIX, make_model
 from tests.models import batch
+from tests.training import SIX, make_model
 
 TP2 = dt.Mesh(tp=2)
 TP3 = dt.Mesh(tp=3)

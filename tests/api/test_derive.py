@@ -12,9 +12,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import assert_gradients_close
 from tests.models import GPT, MLP
 from tests.plans import kinds
+from tests.training import assert_gradients_close
 
 
 class Interleaved(nn.Module):

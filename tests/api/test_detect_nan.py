@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError
-from tests.api.training import Run, batches
 from tests.huggingface import build, derived
+from tests.training import Run, batches
 
 INF = float("inf")
 LOWEST = torch.finfo(torch.float32).min

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, distributions, nn
 
 import dtensor as dt
-from tests.api.training import sgd
+from tests.training import sgd
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

@@ -25,9 +25,9 @@ from einops.layers.torch import EinMix, Rearrange
 
 import dtensor as dt
 from tests.api.eager import MESHES, gradients, placements, same
-from tests.api.training import assert_gradients_close
 from tests.frontend.eager import check
 from tests.plans import kinds
+from tests.training import assert_gradients_close
 
 TP2, TP4 = dt.Mesh(tp=2), dt.Mesh(tp=4)
 FUSED = "b t (three h d) -> three b h t d"

@@ -19,12 +19,12 @@ from dtensor import daft
 from dtensor.daft import ActorLost, Call, Function, Program, RankProgram, TaskError
 from dtensor.runtime.checkpoint import CheckpointError
 from tests.api import raising
-from tests.api.training import Placed, Run, assert_losses_close, batches, make_model, train_torch
 from tests.chaos.actors import wait_for_file
 from tests.chaos.watch import running
 from tests.daft import raisers
 from tests.daft.raisers import AS_TEXT, NAMES, check, numbered
 from tests.models import batch
+from tests.training import Placed, Run, assert_losses_close, batches, make_model, train_torch
 
 NEVER_S = 3600.0
 """A deadline that no test lives to see: a failure that is found was found by what happened."""

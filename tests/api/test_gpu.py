@@ -27,7 +27,8 @@ from dtensor.sharding.ops.attention import (
     aligned,
     rows_first,
 )
-from tests.api.training import (
+from tests.daft.programs import Collectives, function, program, same_bits
+from tests.training import (
     Run,
     assert_gradients_close,
     assert_losses_close,
@@ -37,7 +38,6 @@ from tests.api.training import (
     sgd,
     train_torch,
 )
-from tests.daft.programs import Collectives, function, program, same_bits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PLACES = [

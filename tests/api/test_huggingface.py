@@ -17,9 +17,9 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import assert_same_bits
 from tests.extras import missing
 from tests.plans import kinds
+from tests.training import assert_same_bits
 
 pytest.importorskip("transformers", reason=missing("transformers"))
 

@@ -18,7 +18,8 @@ from dtensor.api.step.loaded_program import programs_of
 from dtensor.api.store.session import session_for
 from dtensor.daft import Backend, Mode, Program
 from dtensor.runtime.lower.inductor import FusedChain
-from tests.api.training import (
+from tests.models import Llama, batch, loss_fn
+from tests.training import (
     SIX,
     adamw,
     assert_losses_close,
@@ -26,7 +27,6 @@ from tests.api.training import (
     batches,
     make_model,
 )
-from tests.models import Llama, batch, loss_fn
 
 
 def trained(

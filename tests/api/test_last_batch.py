@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import SIX, TWO_STAGES, Placed, Run, make_model, sgd, train_torch
 from tests.models import GPT, DropoutGPT
+from tests.training import SIX, TWO_STAGES, Placed, Run, make_model, sgd, train_torch
 
 ROWS = {"dp": dt.Row()}
 PLACED = {

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.errors import PlanningError
 from tests.api.precision import BF16, STAGES, build, gpt, loss_of
-from tests.api.training import MEGATRON, assert_same_bits, batches
 from tests.models import batch
+from tests.training import MEGATRON, assert_same_bits, batches
 
 F32 = torch.float32
 MASTER = "master_param"

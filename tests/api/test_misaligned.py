@@ -21,7 +21,8 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.spec import make_spec
-from tests.api.training import (
+from tests.models import MLP, batch, loss_fn
+from tests.training import (
     MEGATRON,
     TWO_STAGES,
     assert_same_bits,
@@ -30,7 +31,6 @@ from tests.api.training import (
     sgd,
     train_torch,
 )
-from tests.models import MLP, batch, loss_fn
 
 X = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0))
 PINS = {"q.weight": dict(tp=dt.Row())}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dtensor as dt
-from tests.api.training import MEGATRON, SIX, adamw, make_model
 from tests.models import batch, loss_fn
+from tests.training import MEGATRON, SIX, adamw, make_model
 
 TP2 = dt.Mesh(tp=2)
 TOKENS, TARGETS = batch()

@@ -15,8 +15,8 @@ from dtensor.api.store.home import OptimizerHome
 from dtensor.api.store.session import MeshSession
 from dtensor.daft import DaftError
 from dtensor.runtime.optimizer.shard_optimizer import MASTER
-from tests.api.training import assert_same_bits
 from tests.runtime.test_shard_optimizer import VARIANTS, O
+from tests.training import assert_same_bits
 
 MESH = dt.Mesh(tp=2)
 

@@ -24,7 +24,8 @@ from tests.api.precision import (
     under_autocast,
     with_cudas_casts,
 )
-from tests.api.training import (
+from tests.models import batch
+from tests.training import (
     MEGATRON,
     assert_losses_close,
     assert_same_bits,
@@ -33,7 +34,6 @@ from tests.api.training import (
     sgd,
     train_torch,
 )
-from tests.models import batch
 
 F32 = torch.float32
 

@@ -24,8 +24,8 @@ from dtensor.runtime.simulate.simulator import simulate
 from tests.api.test_bad_data import RAISES
 from tests.api.test_bad_data import Net as BadNet
 from tests.api.test_bad_data import loss_fn as bad_loss
-from tests.api.training import Run, batches
 from tests.models import MLP, square_loss
+from tests.training import Run, batches
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "profile.txt"
 PINS = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import dtensor as dt
-from tests.api.training import Stated, assert_losses_close, train_torch
+from tests.training import Stated, assert_losses_close, train_torch
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

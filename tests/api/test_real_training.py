@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import assert_losses_close, train_torch
+from tests.training import assert_losses_close, train_torch
 
 DP = dt.Mesh(dp=2)
 ROWS = dict(dp=dt.Row())

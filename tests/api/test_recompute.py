@@ -16,14 +16,14 @@ from torch.utils.checkpoint import checkpoint
 import dtensor as dt
 from dtensor.errors import PlanningError
 from tests import huggingface
-from tests.api.training import (
+from tests.models import GPT, MLP, Block, DropoutGPT, batch, loss_fn
+from tests.training import (
     MEGATRON,
     TWO_STAGES,
     assert_gradients_close,
     assert_same_bits,
     gradients_of,
 )
-from tests.models import GPT, MLP, Block, DropoutGPT, batch, loss_fn
 
 DROPOUT_PINS: dict[str, Any] = {
     "*.qkv.*": dict(tp=dt.Row(blocks=3)),

@@ -13,8 +13,8 @@ import torch
 import dtensor as dt
 from dtensor.runtime.transfer.digests import digests
 from dtensor.testing.gpus.guard import CompilerMissing, install
-from tests.api.training import Run, batches, sgd
 from tests.testing.gpus.matrix import without_kernels
+from tests.training import Run, batches, sgd
 
 try:
     install()

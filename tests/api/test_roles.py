@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import MEGATRON, Run, assert_gradients_close, gradients_of, make_model
 from tests.models import GPT, MLP, batch, loss_fn
 from tests.plans import mean_square
+from tests.training import MEGATRON, Run, assert_gradients_close, gradients_of, make_model
 
 ROLES: dict[str, Any] = {
     "*.attn.qkv": dict(tp=dt.ColumnParallel(blocks=3)),

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import assert_gradients_close, gradients_of
 from tests.models import GPT, batch, loss_fn
+from tests.training import assert_gradients_close, gradients_of
 
 D, VOCAB = 8, 11
 

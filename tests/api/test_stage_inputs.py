@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.sharding.plan.steps import Transfer
-from tests.api.training import assert_gradients_close, gradients_of
+from tests.training import assert_gradients_close, gradients_of
 
 D, VOCAB, ROWS, LENGTH = 8, 11, 8, 6
 STAGES = {"pp": [["embed*", "one*"], ["two*"], ["place*", "head*"]]}

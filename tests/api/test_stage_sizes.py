@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import assert_gradients_close, gradients_of
+from tests.training import assert_gradients_close, gradients_of
 
 MESH = dt.Mesh(pp=2, dp=2, tp=2)
 STAGES = {"pp": [["first*"], ["second*", "head*"]]}

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.api.step.loaded_program import programs_of
-from tests.api.training import (
+from tests.models import MLP, batch
+from tests.training import (
     Placed,
     Run,
     adamw,
@@ -22,7 +23,6 @@ from tests.api.training import (
     sgd,
     train_torch,
 )
-from tests.models import MLP, batch
 
 DATA = batches(3) * 2
 

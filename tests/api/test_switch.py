@@ -26,8 +26,8 @@ from dtensor.runtime.optimizer import shard_optimizer
 from dtensor.runtime.transfer import between_meshes
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.stored import StoredTensor
-from tests.api.training import MEGATRON, TWO_STAGES, assert_same_bits, batches, make_model
 from tests.models import GPT, DropoutGPT, loss_fn
+from tests.training import MEGATRON, TWO_STAGES, assert_same_bits, batches, make_model
 
 FOUR_STAGES = {
     "pp": [

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import (
+from tests.models import GPT, Llama, batch, loss_fn
+from tests.plans import LLAMA
+from tests.training import (
     MEGATRON,
     SIX,
     TWO_STAGES,
@@ -26,8 +28,6 @@ from tests.api.training import (
     sgd,
     train_torch,
 )
-from tests.models import GPT, Llama, batch, loss_fn
-from tests.plans import LLAMA
 
 Data = list[tuple[Tensor, Tensor]]
 

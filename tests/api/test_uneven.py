@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import (
+from tests.models import GPT, MLP, GroupedAttention, Llama, batch, loss_fn
+from tests.training import (
     Placed,
     Run,
     adamw,
@@ -23,7 +24,6 @@ from tests.api.training import (
     gradients_of,
     train_torch,
 )
-from tests.models import GPT, MLP, GroupedAttention, Llama, batch, loss_fn
 
 Stated = Mapping[str, dt.Placement]
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from tests.api.training import (
+from tests.models import GPT, batch, loss_fn
+from tests.training import (
     MEGATRON,
     TWO_STAGES,
     MakeOptimizer,
@@ -24,7 +25,6 @@ from tests.api.training import (
     sgd,
     train_torch,
 )
-from tests.models import GPT, batch, loss_fn
 
 Data = list[tuple[Tensor, Tensor]]
 BATCH = dict(dp=dt.Row())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dtensor as dt
-from tests.api.training import TWO_STAGES, make_model
+from tests.training import TWO_STAGES, make_model
 
 
 @pytest.mark.parametrize(

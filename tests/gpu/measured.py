@@ -65,7 +65,7 @@ def waits(where: Where) -> None:
 
     import dtensor as dt
     from benchmarks.gpu_step import waits_of
-    from tests.api.training import Run, batches
+    from tests.training import Run, batches
 
     one = batches(1)[0]
     for placed in ("single", "tp2", "dp2", "pp2"):

@@ -224,7 +224,7 @@ def killed(where: Where) -> None:
     import dtensor as dt
     from dtensor.daft import ActorLost
     from dtensor.daft.ray.cluster import RayCluster
-    from tests.api.training import Run, batches, sgd
+    from tests.training import Run, batches, sgd
 
     device = "cpu" if where.simulated else "cuda"
     if where.simulated:
@@ -272,7 +272,7 @@ def replicas(where: Where) -> None:
     import torch
 
     import dtensor as dt
-    from tests.api.training import Run, batches, make_model, sgd
+    from tests.training import Run, batches, make_model, sgd
 
     steps = 3 if where.simulated else 50
     data = [batches(4)[number % 4] for number in range(steps)]

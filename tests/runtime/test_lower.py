@@ -11,9 +11,9 @@ from dtensor.runtime.lower.rank_builder import MAX_LINES, Roles
 from dtensor.runtime.schedule import GPipe, OneFOneB
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
-from tests.api.training import TWO_STAGES
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON, plan_model
+from tests.training import TWO_STAGES
 
 TP2_PP2 = Mesh(pp=2, tp=2)
 

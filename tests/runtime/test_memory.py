@@ -21,8 +21,8 @@ import dtensor as dt
 from dtensor.daft import Call, Label
 from dtensor.daft.run.worker import HostRun, Worker
 from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer
-from tests.api.training import MEGATRON, TWO_STAGES, Placed, Run
 from tests.models import GPT, batch
+from tests.training import MEGATRON, TWO_STAGES, Placed, Run
 
 
 class Meter(TorchDispatchMode):

@@ -14,8 +14,8 @@ from dtensor.daft import Backend, Call, Collective, Handle, Wait
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower import overlap
 from dtensor.sharding.plan import steps
-from tests.api.training import SIX, adamw, assert_same_bits, batches, make_model
 from tests.models import loss_fn
+from tests.training import SIX, adamw, assert_same_bits, batches, make_model
 
 SLOW = dt.Topology(flops=1e10, memory_bandwidth=1e10, latency=1e-4, bandwidth=1e8, op_latency=1e-6)
 """A cluster on which each of these messages has something to hide behind."""

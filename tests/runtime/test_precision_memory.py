@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import dtensor as dt
-from tests.api.training import Run, adamw
 from tests.models import GPT, batch, loss_fn
 from tests.runtime.test_memory import measure
+from tests.training import Run, adamw
 
 
 def run_of(level: int, schedule: dt.Schedule) -> Run:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.api.step.loaded_program import LoadedProgram, programs_of
 from dtensor.api.store.session import MeshSession
-from tests.api.training import MEGATRON, TWO_STAGES
 from tests.models import GPT, MLP, batch, loss_fn, square_loss
+from tests.training import MEGATRON, TWO_STAGES
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "programs"
 

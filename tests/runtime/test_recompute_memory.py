@@ -10,9 +10,9 @@ import torch
 
 import dtensor as dt
 from dtensor.sharding.plan.plan import Plan
-from tests.api.training import MEGATRON, Run, assert_same_bits
 from tests.models import GPT, batch, loss_fn
 from tests.runtime.test_memory import measure
+from tests.training import MEGATRON, Run, assert_same_bits
 
 HALVES = {
     "pp": [

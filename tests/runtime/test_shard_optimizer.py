@@ -27,8 +27,8 @@ from dtensor.runtime.optimizer.shard_optimizer import (
     is_absent,
     keys_of,
 )
-from tests.api.training import assert_same_bits
 from tests.extras import missing
+from tests.training import assert_same_bits
 
 O = torch.optim  # noqa: E741
 BF16 = torch.bfloat16
@@ -422,7 +422,7 @@ from dtensor.kernels.adamw import fused_adamw_
 from dtensor.kernels.registry import Kernel
 from dtensor.runtime.optimizer import shard_optimizer
 from tests.runtime.test_shard_optimizer import O, Rank, options_of, run, values
-from tests.api.training import assert_same_bits
+from tests.training import assert_same_bits
 
 shapes = {"seven": (7,), "rows": (37, 3), "large": (4101,)}
 found, called = [], []

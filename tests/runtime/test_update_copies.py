@@ -16,8 +16,8 @@ from dtensor.daft.ir.host_program import HostProgram
 from dtensor.runtime.optimizer import shard_optimizer
 from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer
 from tests.api.precision import build
-from tests.api.training import MEGATRON, Run, sgd
 from tests.models import GPT, batch
+from tests.training import MEGATRON, Run, sgd
 
 BF16 = torch.bfloat16
 

@@ -10,9 +10,9 @@ import torch
 import dtensor as dt
 from dtensor.daft.run.worker import Worker
 from dtensor.sharding.plan.cost.memory import waiting_gradients
-from tests.api.training import Run, adamw
 from tests.models import GPT, batch, loss_fn
 from tests.runtime.test_memory import measure
+from tests.training import Run, adamw
 
 RANKS = 4
 

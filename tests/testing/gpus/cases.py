@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import dtensor as dt
 from tests.api import generation, precision
 from tests.api import test_schedules as chains
-from tests.api.training import SIX, Run, adamw, batches, make_model, sgd
 from tests.models import MLP, DropoutGPT, batch, loss_fn
+from tests.training import SIX, Run, adamw, batches, make_model, sgd
 
 Body: TypeAlias = Callable[[str], Mapping[str, Any]]
 """Of a device; its numbers by name."""

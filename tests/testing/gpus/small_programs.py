@@ -23,9 +23,9 @@ from dtensor.daft import launch_cluster
 from dtensor.daft.ir.instructions import Buffer, Call, Collective, Free, Recv, Send, Wait
 from dtensor.daft.run import timestamps
 from tests.api import test_schedules as chains
-from tests.api.training import sgd
 from tests.daft.programs import function, program
 from tests.testing.gpus.cases import Body, backend, schedule
+from tests.training import sgd
 
 NUM_GPUS = 2
 

@@ -21,11 +21,11 @@ import torch
 
 import dtensor as dt
 from dtensor.testing.gpus.host import HostWait
-from tests.api.training import MEGATRON, SIX, Placed, adamw, batches, make_model
 from tests.models import loss_fn
 from tests.testing.gpus import cases
 from tests.testing.gpus.matrix import without_kernels
 from tests.testing.gpus.page import PAGE, Table
+from tests.training import MEGATRON, SIX, Placed, adamw, batches, make_model
 
 HEAD = ("program", "each rank", "waits", "for what", "line")
 Program: TypeAlias = Callable[[], AbstractContextManager[Callable[[], object]]]
@@ -34,7 +34,7 @@ Program: TypeAlias = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 @contextmanager
 def training(placed: Placed, **stored: Any) -> Generator[Callable[[], object]]:
-    """AdamW, clipped, two microbatches, as `tests.api.training.Run`."""
+    """AdamW, clipped, two microbatches, as `tests.training.Run`."""
     net, data = make_model(), batches(1)[0]
     mesh = placed.mesh
     model = dt.parallelize(net, mesh, placed.pins, stages=placed.stages, **stored)
