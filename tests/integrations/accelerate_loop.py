@@ -87,12 +87,11 @@ def by_torch() -> Trained:
         return Trained(list(by_hand(accelerator, net, *others)), weights(net))
 
 
-def by_ranks(axis: str = "tp", backend: str = "inprocess") -> Trained:
+def by_ranks() -> Trained:
     with accelerating() as accelerator:
         net, *others = parts()
-        mesh = dt.Mesh(**{axis: 2})
-        with dt.launch(mesh, backend=backend):
-            losses = list(train(accelerator, net, *others, lambda net: on_two(net, axis)))
+        with dt.launch(dt.Mesh(tp=2)):
+            losses = list(train(accelerator, net, *others, on_two))
         return Trained(losses, weights(net))
 
 
@@ -165,8 +164,6 @@ def clipping() -> Outcome:
 
 CASES = (
     Case("loop, tp=2", lambda: compared(by_torch(), by_ranks())),
-    Case("loop, dp=2", lambda: compared(by_torch(), by_ranks("dp")), slow=True),
-    Case("loop, tp=2 on Ray", lambda: compared(by_torch(), by_ranks(backend="ray")), slow=True),
     Case("`save_state`, `load_state`", resumed, slow=True),
     Case("`prepare` of a parallelized model, `save_state`", saved_without_weights),
     Case("`with accelerator.accumulate(net)`", accumulating, slow=True),

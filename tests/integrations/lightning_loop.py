@@ -122,9 +122,9 @@ def by_torch() -> Trained:
     return fitted(Plain(), gradient_clip_val=1.0)
 
 
-def by_ranks(backend: str = "inprocess", **options: Any) -> Trained:
+def by_ranks(**options: Any) -> Trained:
     model = on_two(tiny())
-    with dt.launch(model.mesh, backend=backend):
+    with dt.launch(model.mesh):
         return fitted(Tuned(model), **options)
 
 
@@ -144,25 +144,6 @@ def resumed() -> Outcome:
         return fitted(Plain(), gradient_clip_val=1.0, **options)
 
     return compared(twice("plain_checkpoints", plain), twice("checkpoints", by_ranks))
-
-
-def automatic() -> Outcome:
-    """A loss of ours returned to Lightning's own optimization."""
-
-    class Automatic(Tuned):
-        def __init__(self, model: Any) -> None:
-            super().__init__(model)
-            self.automatic_optimization = True
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.step(batch).tensor()
-
-    def run() -> None:
-        model = on_two(tiny())
-        with dt.launch(model.mesh):
-            fitted(Automatic(model))
-
-    return raises(run, RuntimeError, "does not require grad")
 
 
 def accumulating() -> Outcome:
@@ -188,12 +169,6 @@ def called() -> Outcome:
 CASES = (
     Case("`self.model(**batch)` of a parallelized model", called),
     Case("manual optimization, validation, tp=2", lambda: compared(by_torch(), by_ranks())),
-    Case(
-        "manual optimization, tp=2 on Ray",
-        lambda: compared(by_torch(), by_ranks("ray")),
-        slow=True,
-    ),
     Case("`ModelCheckpoint`, `ckpt_path=`", resumed, slow=True),
-    Case("automatic optimization", automatic, slow=True),
     Case("`accumulate_grad_batches=4`", accumulating, slow=True),
 )

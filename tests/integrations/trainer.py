@@ -71,21 +71,22 @@ class ParallelTrainer(Trainer):
 # end
 
 
+STATED: dict[str, Any] = dict(
+    per_device_train_batch_size=4,
+    max_steps=6,
+    learning_rate=1e-2,
+    adam_epsilon=1e-4,  # so that rounding of tiny gradients does not turn updates round
+    logging_steps=1,
+    report_to=[],
+    save_strategy="no",
+    disable_tqdm=True,
+    use_cpu=True,
+    log_level="error",
+)
+
+
 def arguments(**options: Any) -> TrainingArguments:
-    stated: dict[str, Any] = dict(
-        output_dir=str(folder("trainer")),
-        per_device_train_batch_size=4,
-        max_steps=6,
-        learning_rate=1e-2,
-        adam_epsilon=1e-4,  # so that rounding of tiny gradients does not turn updates round
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        log_level="error",
-    )
-    return TrainingArguments(**{**stated, **options})
+    return TrainingArguments(**{**STATED, "output_dir": str(folder("trainer")), **options})
 
 
 def left_by(trainer: Trainer) -> Trained:
@@ -206,11 +207,7 @@ CASES = (
         slow=True,
     ),
     Case("subclass, tp=2 on Ray", lambda: compared(by_torch(), by_ranks(backend="ray")), slow=True),
-    Case(
-        "subclass, `bf16=True`",
-        bfloat16,
-        slow=True,
-    ),
+    Case("subclass, `bf16=True`", bfloat16, slow=True),
     Case("subclass, `gradient_accumulation_steps=4`", accumulating),
     Case("the same batch, `schedule=dt.GPipe(microbatches=4)`", accumulated, slow=True),
     Case("subclass, `evaluate()` with metrics", evaluated, slow=True),
