@@ -1,10 +1,16 @@
-"""Lowering: what each rank's list holds, and that the code in it leads back to the model."""
+"""Lowering: what each rank's list holds, that its code leads back to the model, and that the
+verifier accepts every program that a schedule is lowered to, and refuses a broken one."""
 
 from __future__ import annotations
 
-import pytest
+from collections import Counter
+from dataclasses import replace
 
-from dtensor.daft import Call, Collective, Free, Program, Recv, Send
+import pytest
+import torch
+from torch import nn
+
+from dtensor.daft import Call, Collective, Free, Program, ProgramError, Recv, Send, Wait
 from dtensor.daft.verification.verifier import verify
 from dtensor.runtime.lower.program import lower
 from dtensor.runtime.lower.rank_builder import MAX_LINES, Roles
@@ -12,7 +18,7 @@ from dtensor.runtime.schedule import GPipe, OneFOneB
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.spec.mesh import Mesh
 from tests.models import GPT, batch, loss_fn
-from tests.plans import MEGATRON, plan_model
+from tests.plans import MEGATRON, mean_square, plan_model
 from tests.training import TWO_STAGES
 
 TP2_PP2 = Mesh(pp=2, tp=2)
@@ -79,40 +85,20 @@ def test_what_is_communicated_is_what_is_planned(plan: Plan, lowered: Program) -
     """Per rank: as many starts of each kind as the plan counts, of its stage."""
     for rank, own in enumerate(lowered.ranks):
         stage = rank // 2
-        counts = {"collective": 0, "send": 0, "receive": 0}
-        for instruction in own.instructions:
-            match instruction:
-                case Collective():
-                    counts["collective"] += 1
-                case Send():
-                    counts["send"] += 1
-                case Recv():
-                    counts["receive"] += 1
-                case _:
-                    pass
+        counts = Counter(type(i) for i in own.instructions)
         planned = [c for c in plan.collectives if c.kind != "transfer"]
         transfers = [c for c in plan.collectives if c.kind == "transfer"]
-        assert counts == {
-            "collective": sum(c.times for c in planned if c.stage == stage),
-            "send": sum(c.times for c in transfers if c.stage == stage),
-            "receive": sum(c.times for c in transfers if c.stage != stage),
-        }, rank
+        assert counts[Collective] == sum(c.times for c in planned if c.stage == stage), rank
+        assert counts[Send] == sum(c.times for c in transfers if c.stage == stage), rank
+        assert counts[Recv] == sum(c.times for c in transfers if c.stage != stage), rank
 
 
 def test_all_but_state_is_freed_once(lowered: Program) -> None:
     for own in lowered.ranks:
-        made: set[str] = set()
-        freed: list[str] = []
-        for instruction in own.instructions:
-            match instruction:
-                case Call(outputs=outputs) | Collective(outputs=outputs):
-                    made.update(outputs)
-                case Recv(value=value):
-                    made.add(value)
-                case Free(values=values):
-                    freed += values
-                case _:
-                    pass
+        makers = [i for i in own.instructions if isinstance(i, (Call, Collective))]
+        made = {name for i in makers for name in i.outputs}
+        made |= {i.value for i in own.instructions if isinstance(i, Recv)}
+        freed = [name for i in own.instructions if isinstance(i, Free) for name in i.values]
         assert len(freed) == len(set(freed))
         assert made - set(freed) == set(own.outputs)
 
@@ -151,3 +137,63 @@ def test_a_step_that_only_returns_gradients_writes_nothing() -> None:
     for own in found.ranks:
         assert not any(i.writes for i in own.instructions if isinstance(i, Call))
         assert any(name.startswith("gradient ") for name in own.outputs)
+
+
+# -- the verifier ----------------------------------------------------------------------------------
+
+
+def pipeline(stages: int, microbatches: int) -> Plan:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(stages)))
+    return plan_model(
+        model,
+        mean_square,
+        (torch.randn(microbatches, 4),),
+        Mesh(pp=stages),
+        {},
+        microbatches=microbatches,
+        stages={"pp": [[f"{i}.*"] for i in range(stages)]},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
+def test_accepts_gpipe_and_1f1b(stages: int, microbatches: int) -> None:
+    """Each rank is its own host, as on Ray, so that a wait that is never served is a hang."""
+    plan = pipeline(stages, microbatches)
+    hosts = tuple((rank,) for rank in range(stages))
+    for schedule in (GPipe(microbatches), OneFOneB(microbatches)):
+        program = lower(plan, schedule.grid(stages, stages))
+        assert verify(program, hosts).peak_bytes
+
+
+def test_a_receive_is_posted_an_action_before_it_is_waited_for() -> None:
+    """So that the value comes while the rank computes, and its sender has its buffer back."""
+    program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2))
+    between: list[list[str]] = []  # by rank, the actions whose calls stand before the wait
+    for rank in program.ranks:
+        items = rank.instructions
+        between.append([])
+        for at, item in enumerate(items):
+            if isinstance(item, Recv):
+                waits = (i for i in items[at:] if isinstance(i, Wait) and i.values == (item.value,))
+                until = items.index(next(waits))
+                calls = [i.label for i in items[at:until] if isinstance(i, Call)]
+                between[-1].append(" ".join(dict.fromkeys(c.numbered for c in calls if c)))
+    assert between[0] == ["F1", "F2", "F3", "B2"]  # the gradients of B0, B1, B2, B3
+    assert between[1][1:] == ["B0", "B1", "B2"]  # the activations of F1, F2, F3
+
+
+def test_refuses_a_gradient_that_is_waited_for_too_early() -> None:
+    """The first stage waits for the first gradient before it has sent an activation."""
+    program = lower(pipeline(2, 4), OneFOneB(4).grid(2, 2))
+    items = list(program.ranks[0].instructions)
+    receive = next(item for item in items if isinstance(item, Recv))
+    wait = next(i for i in items if isinstance(i, Wait) and i.values == (receive.value,))
+    early = [receive, wait, *(item for item in items if item not in (receive, wait))]
+    broken = replace(
+        program, ranks=(replace(program.ranks[0], instructions=tuple(early)), program.ranks[1])
+    )
+    verify(program, ((0,), (1,)))
+    with pytest.raises(ProgramError, match="waits for"):
+        verify(broken, ((0,), (1,)))
