@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dtensor.errors import PlanningError
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import (
-    REPLICATE,
     Column,
     Partial,
     Placement,
@@ -32,6 +31,7 @@ from dtensor.sharding.spec.placements import (
 )
 from dtensor.sharding.spec.shards import assemble, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
+from dtensor.testing import strategies
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -59,12 +59,8 @@ def test_text(placements: dict[str, Placement], text: str) -> None:
     assert str(spec) == text
     assert parse(text, MESH) == spec
     assert pickle.loads(pickle.dumps(spec)) == spec
-
-
-def test_two_axes_that_each_split_the_whole_dim() -> None:
-    spec = TensorSpec((12,), torch.float32, MESH, (Shard(0, blocks=3), Shard(0)))
-    assert str(spec) == "f32[3*4@dp&12@tp]"
-    assert parse(str(spec), MESH) == spec
+    both = TensorSpec((12,), torch.float32, MESH, (Shard(0, blocks=3), Shard(0)))
+    assert str(both) == "f32[3*4@dp&12@tp]" and parse(str(both), MESH) == both
 
 
 def test_a_mesh_has_a_name() -> None:
@@ -87,14 +83,9 @@ def test_axes_without_names_are_refused() -> None:
             Mesh(*sizes)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-def test_part_of_a_mesh() -> None:
-    mesh = Mesh(pp=2, tp=2)
-    spec = parse("f32[8@tp,16] on pp=1", mesh)
-    assert spec.on == (("pp", 1),)
-    assert str(spec) == "f32[8@tp,16] on pp=1"
-
-
-def test_scalar_and_bool() -> None:
+def test_parts_of_a_mesh_scalars_and_bools() -> None:
+    spec = parse("f32[8@tp,16] on pp=1", Mesh(pp=2, tp=2))
+    assert spec.on == (("pp", 1),) and str(spec) == "f32[8@tp,16] on pp=1"
     assert str(parse("f32[]{sum@tp}", MESH)) == "f32[]{sum@tp}"
     assert parse("bool[4]", MESH).dtype == torch.bool
 
@@ -102,72 +93,15 @@ def test_scalar_and_bool() -> None:
 # -- properties ----------------------------------------------------------------------------------
 
 
-@st.composite
-def _specs(draw: st.DrawFn, *, partial: bool = True) -> TensorSpec:
-    sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
-    mesh = Mesh(**{f"a{i}": size for i, size in enumerate(sizes)})
-    shape = tuple(draw(st.lists(st.sampled_from([1, 3, 4, 8, 12]), min_size=1, max_size=2)))
-    op = draw(st.sampled_from(["sum", "max", "softmax"]))
-    order = draw(st.permutations(mesh.axes))
-    placements: dict[str, Placement] = {}
-    for axis in order:
-        choices = ["replicate", "shard", "shard", "partial"] if partial else ["shard"]
-        match draw(st.sampled_from(choices)):
-            case "replicate":
-                placements[axis] = REPLICATE
-            case "partial":
-                placements[axis] = Partial(op)
-            case _:
-                placements[axis] = draw(_shards(shape))
-    try:
-        return make_spec(shape, torch.float64, mesh, placements)
-    except PlanningError:
-        assume(False)
-        raise
-
-
-@st.composite
-def _shards(draw: st.DrawFn, shape: tuple[int, ...]) -> Shard:
-    dim = draw(st.integers(0, len(shape) - 1))
-    size = shape[dim]
-    unit = draw(st.sampled_from([u for u in (1, 2, 4) if size % u == 0]))
-    units = size // unit
-    blocks = draw(
-        st.sampled_from(
-            [b for b in (1, 2, 3) if units % b == 0] + ([(unit, size - unit)] if units > 1 else [])
-        )
-    )
-    return Shard(dim, blocks, unit)
-
-
-@pytest.mark.slow
-@given(_specs())
 @settings(max_examples=100, deadline=None)
-def test_text_reads_back(spec: TensorSpec) -> None:
+@given(strategies.specs(dtype=torch.float64, pending=True))
+def test_text_reads_back_and_the_shards_are_the_tensor(spec: TensorSpec) -> None:
     assert parse(str(spec), spec.mesh) == spec
-
-
-@given(_specs())
-@settings(max_examples=60, deadline=None)
-def test_assembling_the_shards_gives_the_tensor(spec: TensorSpec) -> None:
     x = torch.arange(math.prod(spec.shape), dtype=spec.dtype).view(spec.shape) - 3
     shards = [shard_of(x, spec, spec.mesh.coordinates(r)) for r in range(spec.mesh.size)]
     for rank, shard in enumerate(shards):
         assert tuple(shard.shape) == spec.local_shape(spec.mesh.coordinates(rank))
     assert torch.equal(assemble(shards, spec), x)
-
-
-@pytest.mark.slow
-@given(_specs(partial=False))
-@settings(max_examples=60, deadline=None)
-def test_each_rank_holds_its_own_elements_once(spec: TensorSpec) -> None:
-    """With every axis splitting, no element is lost; on one axis, none is held twice."""
-    x = torch.arange(math.prod(spec.shape)).view(spec.shape)
-    shards = [shard_of(x, spec, spec.mesh.coordinates(r)) for r in range(spec.mesh.size)]
-    held = torch.cat([shard.flatten() for shard in shards])
-    assert set(held.tolist()) == set(range(x.numel()))
-    if len(spec.mesh.axes) == 1:
-        assert held.numel() == x.numel()
 
 
 @settings(deadline=None)
@@ -185,11 +119,6 @@ def test_one_block_is_cut_as_chunk_cuts(size: int, num: int) -> None:
     chunks = torch.arange(size).chunk(num)
     sets = index_sets(Shard(0), size, num)
     assert [len(c) for c in chunks] == [hi - lo for item in sets for lo, hi in item]
-
-
-def test_fewer_elements_than_ranks_leave_empty_shards() -> None:
-    spec = parse("f32[2@tp]", Mesh(tp=3))
-    assert [spec.local_shape({"tp": i}) for i in range(3)] == [(1,), (1,), (0,)]
 
 
 # -- errors --------------------------------------------------------------------------------------

@@ -1,18 +1,21 @@
-"""Transfers between meshes: the pieces, their bytes, the text, and the values they carry."""
+"""Transfers between meshes, of one value and of many at once: the pieces, the messages, their
+bytes, the text, and the values that they carry, for random placements, ranks and dtypes."""
 
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dtensor.daft import launch_cluster
+from dtensor.daft import TaskError, launch_cluster
 from dtensor.errors import PlanningError
-from dtensor.runtime.transfer.between_meshes import transfer_program
+from dtensor.runtime.transfer.between_meshes import sync_program, transfer_program
 from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
@@ -20,52 +23,20 @@ from dtensor.sharding.redistribute.between_meshes import (
     is_neutral,
     plan_transfer,
 )
+from dtensor.sharding.redistribute.sync_plan import SyncPlan, plan_sync
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import (
-    REPLICATE,
-    Partial,
-    Placement,
-    Shard,
-    intersect,
-    length,
-)
-from dtensor.sharding.spec.shards import assemble, shape_of, shard_of
+from dtensor.sharding.spec.placements import REPLICATE, Partial, Shard
+from dtensor.sharding.spec.shards import Where, assemble, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
 from dtensor.sharding.spec.stored import StoredTensor
+from dtensor.testing import strategies
 
-SHAPE = (7, 6)
-KINDS: tuple[Placement, ...] = (
-    REPLICATE,
-    Shard(0),
-    Shard(1),
-    Shard(1, blocks=3),
-    Shard(0, blocks=(5, 2)),
-    Shard(1, unit=2),
-)
-MESHES = (Mesh(a=2), Mesh(b=3), Mesh(c=2, d=2), Mesh(a=4), Mesh(x=2, y=3))
-
-
-def specs(mesh: Mesh, kinds: tuple[Placement, ...]) -> list[TensorSpec]:
-    found: dict[TensorSpec, None] = {}
-    for placements in itertools.product(kinds, repeat=len(mesh.axes)):
-        stated = dict(zip(mesh.axes, placements, strict=True))
-        for order in itertools.permutations(mesh.axes):
-            try:
-                spec = make_spec(SHAPE, torch.float64, mesh, {a: stated[a] for a in order})
-            except PlanningError:  # the unit or the blocks do not fit the major axis's pieces
-                continue
-            found[spec] = None
-    return list(found)
-
-
-def pairs(count: int) -> Iterator[tuple[TensorSpec, TensorSpec]]:
-    rng = random.Random(0)
-    pending = (*KINDS, Partial("sum"), Partial("max"))
-    for first, second in itertools.product(MESHES, MESHES):
-        sources, targets = specs(first, KINDS), specs(second, pending)
-        for _ in range(count):
-            yield rng.choice(sources), rng.choice(targets)
+CPU, F32 = torch.device("cpu"), torch.float32
+MESHES = (Mesh(), Mesh(a=2), Mesh(b=3), Mesh(c=2, d=2), Mesh(x=2, y=3))
+DTYPES = (F32, torch.bfloat16, torch.float64, torch.int8, torch.bool)
+SHAPES = ((7, 6), (5,), (), (3, 0))
+Values = dict[str, tuple[StoredTensor, StoredTensor]]
 
 
 def planned(
@@ -81,64 +52,60 @@ def planned(
     return plan_transfer(here, there, **given)
 
 
-def lacking(plan: TransferPlan, index: int) -> int:
-    """Elements that a target's rank wants and does not hold as a rank of the source."""
-    wanted = box_of(plan.target, index)
-    total = 1
-    for n in shape_of(wanted):
-        total *= n
-    rank = plan.there.numbers[index]
-    if is_neutral(plan.target, index):
-        return 0
-    if plan.distinct or rank not in plan.here.ranks:
-        return total
-    held = plan.here.where(plan.here.ranks.index(rank))
-    common = 1
-    for a, b in zip(wanted, held, strict=True):
-        common *= length(intersect(a, b))
-    return total - common
+def elements(where: Where) -> set[tuple[int, ...]]:
+    return set(
+        itertools.product(*([i for lo, hi in each for i in range(lo, hi)] for each in where))
+    )
+
+
+def content(label: str, spec: TensorSpec) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(map(ord, label)))
+    return torch.randint(0, 99, spec.shape, generator=generator).to(spec.dtype)
+
+
+# -- one value -------------------------------------------------------------------------------------
+
+
+@st.composite
+def ends(draw: st.DrawFn) -> tuple[TensorSpec, TensorSpec]:
+    """Any two placements of one value, the target's pending or not."""
+    first, second = (draw(st.sampled_from(MESHES[1:])) for _ in range(2))
+    given = dict(shape=(7, 6), dtype=torch.float64)
+    target = strategies.specs(mesh=second, pending=True, **given)
+    one_op = target.filter(lambda s: len({p.op for p in s.placements if hasattr(p, "op")}) < 2)
+    return draw(strategies.specs(mesh=first, **given)), draw(one_op)
 
 
 @pytest.mark.slow
-def test_each_rank_receives_only_what_it_lacks_and_values_are_exact() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for source, target in pairs(8):
-        plan = planned(source, target)
-        size = max(source.mesh.size, target.mesh.size)
-        for index in range(target.mesh.size):
-            received = sum(p.bytes_sent for p in plan.pieces if p.target_rank == index)
-            assert received == lacking(plan, index) * 8, f"{plan}"
-        x = torch.randint(-99, 99, SHAPE, generator=generator).double()
-        fed = [
-            {"x": shard_of(x, source, source.mesh.coordinates(r))} if r < source.mesh.size else {}
-            for r in range(size)
-        ]
-        with launch_cluster(size) as cluster:
-            handle = cluster.load(transfer_program(plan, size, torch.device("cpu")))
-            out = cluster.run(handle, fed).get()
-        shards = [out[rank]["y"] for rank in range(target.mesh.size)]
-        assert all("y" not in out[rank] for rank in range(target.mesh.size, size))
-        assert torch.equal(assemble(shards, target), x), str(plan)
-        for rank, shard in enumerate(shards):
-            if not any(isinstance(p, Partial) for p in target.placements):
-                expected = shard_of(x, target, target.mesh.coordinates(rank))
-                assert torch.equal(shard, expected), str(plan)
-
-
-def test_other_ranks_of_the_cluster() -> None:
-    source, target = parse("f64[7@a,6]", Mesh(a=2)), parse("f64[7,6@b]", Mesh(b=3))
-    plan = planned(source, target, (3, 1), (4, 3, 0))
-    x = torch.randn(7, 6, dtype=torch.float64)
-    fed: list[dict[str, object]] = [{} for _ in range(5)]
-    for index, rank in enumerate((3, 1)):
-        fed[rank] = {"x": shard_of(x, source, {"a": index})}
-    with launch_cluster(5) as cluster:
-        handle = cluster.load(transfer_program(plan, 5, torch.device("cpu")))
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(ends())
+def test_each_rank_receives_only_what_it_lacks_and_values_are_exact(
+    both: tuple[TensorSpec, TensorSpec],
+) -> None:
+    source, target = both
+    plan = planned(source, target)
+    size = max(source.mesh.size, target.mesh.size)
+    for rank in range(target.mesh.size):
+        lacking: set[tuple[int, ...]] = set()
+        if not is_neutral(target, rank):
+            lacking = elements(box_of(target, rank))
+            if rank in plan.here.ranks:
+                lacking -= elements(plan.here.where(rank))
+        received = sum(p.bytes_sent for p in plan.pieces if p.target_rank == rank)
+        assert received == len(lacking) * 8, f"{plan}"
+    x = content("x", source)
+    fed: list[dict[str, object]] = [{} for _ in range(size)]
+    for rank in range(source.mesh.size):
+        fed[rank] = {"x": shard_of(x, source, source.mesh.coordinates(rank))}
+    with launch_cluster(size) as cluster:
+        handle = cluster.load(transfer_program(plan, size, CPU))
         out = cluster.run(handle, fed).get()
-    assert torch.equal(assemble([out[rank]["y"] for rank in (4, 3, 0)], target), x)
-    assert not out[1] and not out[2]
-    # only rank 3 is of both meshes: it keeps 4 rows of its 2 columns
-    assert plan.bytes_sent == 7 * 6 * 8 - 4 * 2 * 8
+    shards = [out[rank]["y"] for rank in range(target.mesh.size)]
+    assert all("y" not in out[rank] for rank in range(target.mesh.size, size))
+    assert torch.equal(assemble(shards, target), x), str(plan)
+    if not any(isinstance(p, Partial) for p in target.placements):
+        for rank, shard in enumerate(shards):
+            assert torch.equal(shard, shard_of(x, target, target.mesh.coordinates(rank))), str(plan)
 
 
 def test_the_text() -> None:
@@ -171,20 +138,14 @@ def test_the_price_is_the_busiest_ranks() -> None:
 
 
 def test_only_the_part_that_holds_the_value_sends() -> None:
-    mesh = Mesh(pp=2, tp=2)
-    source = parse("f32[8@tp] on pp=1", mesh)
+    source = parse("f32[8@tp] on pp=1", Mesh(pp=2, tp=2))
     pieces = planned(source, parse("f32[8]", Mesh(x=1))).pieces
     assert [(p.source_rank, p.ranges, p.bytes_sent) for p in pieces] == [
         (2, (((0, 4),),), 16),
         (3, (((4, 8),),), 16),
     ]
-
-
-def test_scalars_and_empty_tensors() -> None:
     scalar = parse("f32[]", Mesh(a=2))
     assert planned(scalar, parse("f32[]", Mesh(b=3))).bytes_by_pair == {(0, 2): 4}
-    empty = parse("f32[0@a,4]", Mesh(a=2))
-    assert planned(empty, parse("f32[0,4]", Mesh(b=3))).pieces == ()
 
 
 def test_what_is_refused() -> None:
@@ -195,3 +156,140 @@ def test_what_is_refused() -> None:
         planned(parse("f32[8]", a), parse("f64[8]", b))
     with pytest.raises(PlanningError, match="state 2 different ranks"):
         planned(parse("f32[8]", a), parse("f32[8]", b), target_ranks=(1, 1))
+
+
+# -- many values -----------------------------------------------------------------------------------
+
+
+@st.composite
+def syncs(draw: st.DrawFn) -> tuple[Values, int, int]:
+    """Values of which some ranks hold parts on each side, the cluster's size, a message's bytes."""
+    meshes = draw(st.sampled_from(MESHES[:4])), draw(st.sampled_from(MESHES[:4]))
+    size = draw(st.integers(max(mesh.size for mesh in meshes), 6))
+    numbers = [tuple(draw(st.permutations(range(size)))[: mesh.size]) for mesh in meshes]
+    values: Values = {}
+    for number in range(draw(st.integers(1, 5))):
+        shape, dtype = draw(st.sampled_from(SHAPES)), draw(st.sampled_from(DTYPES))
+        sides: list[StoredTensor] = []
+        for mesh, own in zip(meshes, numbers, strict=True):
+            spec = draw(strategies.specs(mesh=mesh, shape=shape, dtype=dtype))
+            ranks = tuple(range(mesh.size))
+            if mesh.axes and draw(st.booleans()):  # one stage, along the first axis
+                axis = mesh.axes[0]
+                spec = spec.with_placements(**{axis: REPLICATE})
+                stage = draw(st.integers(0, mesh.axis_size(axis) - 1))
+                ranks = tuple(r for r in ranks if mesh.coordinates(r)[axis] == stage)
+            sides.append(StoredTensor.of("", spec, ranks, own))
+        values[f"value {number}"] = sides[0], sides[1]
+    return values, size, draw(st.sampled_from((1, 16, 100, 1 << 20)))
+
+
+def check_sent(plan: SyncPlan, values: Values) -> None:
+    """Each target's rank is sent each element that it lacks once, by a rank that has it."""
+    wanted: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
+    nbytes = 0
+    for label, (here, there) in values.items():
+        has = {number: elements(here.where(r)) for r, number in here.numbers.items()}
+        for rank, number in there.numbers.items():
+            lacking = elements(there.where(rank)) - has.get(number, set())
+            wanted.update((number, label, index) for index in lacking)
+            nbytes += len(lacking) * here.spec.dtype.itemsize
+        for message in plan.messages:
+            for block in message.blocks:
+                if block.label == label:
+                    assert elements(block.ranges) <= has[message.source_rank]
+    sent = Counter(
+        (message.target_rank, block.label, index)
+        for message in plan.messages
+        for block in message.blocks
+        for index in elements(block.ranges)
+    )
+    assert sent == wanted
+    assert plan.bytes_sent == nbytes == sum(plan.bytes_by_pair.values())
+    assert plan.bytes_sent == sum(t.bytes_sent for t in plan.transfers.values())
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(syncs())
+def test_any_values_between_any_placements(case: tuple[Values, int, int]) -> None:
+    values, size, most = case
+    plan = plan_sync("any", values, bucket_bytes=most)
+    check_sent(plan, values)
+    width = max(here.spec.dtype.itemsize for here, _ in values.values())
+    assert all(message.bytes_sent <= max(most, width) for message in plan.messages)
+    str(plan)
+    state: list[dict[str, object]] = [{} for _ in range(size)]
+    for label, (here, there) in values.items():
+        for number in there.ranks:
+            state[number][f"actor {label}"] = torch.zeros(0)
+        for r, number in here.numbers.items():
+            shard = shard_of(content(label, here.spec), here.spec, here.spec.mesh.coordinates(r))
+            state[number][f"old {label}"] = shard
+    names = {label: (f"old {label}", f"actor {label}") for label in values}
+    with launch_cluster(size) as cluster:
+        cluster.put(state)
+        handle = cluster.load(sync_program(plan, size, CPU, names))
+        cluster.run(handle, [{} for _ in range(size)]).check()
+        found = cluster.get([list(own) for own in state]).get()
+    for own, now in zip(state, found, strict=True):
+        own.update(zip(own, now, strict=True))
+    for label, (here, there) in values.items():
+        x = content(label, here.spec)
+        for side, name in ((here, f"old {label}"), (there, f"actor {label}")):
+            for r, number in side.numbers.items():
+                shard = state[number][name]
+                assert isinstance(shard, torch.Tensor)
+                assert torch.equal(shard, shard_of(x, side.spec, side.spec.mesh.coordinates(r)))
+
+
+def whole(shape: tuple[int, ...], dtype: torch.dtype, mesh: Mesh, *numbers: int) -> StoredTensor:
+    ranks = tuple(range(len(numbers)))
+    return StoredTensor("", make_spec(shape, dtype, mesh, {}), ranks, numbers)
+
+
+def test_replicas_share_the_work_of_many_values() -> None:
+    """One target: each of two replicas sends half, though a target's number would pick one."""
+    two, one = Mesh(a=2), Mesh(b=1)
+    values = {
+        f"v{n}": (whole((n,), F32, two, 0, 1), whole((n,), F32, one, 2)) for n in (40, 11, 10, 19)
+    }
+    assert plan_sync("v", values).bytes_by_pair == {(0, 2): 160, (1, 2): 160}
+
+
+def test_messages_are_few_and_bounded() -> None:
+    here, there = Mesh(a=1), Mesh(b=1)
+    sizes = {"large": (100, F32), "half": (3, torch.bfloat16)}
+    sizes |= {f"small {i}": (1, F32) for i in range(3)}
+    values = {
+        label: (whole((rows, 16), dtype, here, 0), whole((rows, 16), dtype, there, 1))
+        for label, (rows, dtype) in sizes.items()
+    }
+    plan = plan_sync("v", values, bucket_bytes=1024, topology=Topology(latency=1, bandwidth=64))
+    # 16 rows of 64 bytes at a time; what is left of the large one goes with the small ones
+    assert [m.bytes_sent for m in plan.messages] == [1024] * 6 + [4 * 64 + 3 * 64 + 3 * 32]
+    assert [b.label for b in plan.messages[-1].blocks] == [
+        *("large", "small 0", "small 1", "small 2", "half")
+    ]
+    assert plan.bytes_sent == 103 * 64 + 3 * 32
+    assert plan.seconds == 7 + plan.bytes_sent / 64
+
+
+def test_a_run_that_fails_leaves_all_values_as_they_were() -> None:
+    mesh, other = Mesh(a=2), Mesh(b=2)
+    side = StoredTensor("", make_spec((4,), F32, mesh, {"a": Shard(0)}), (0, 1), (0, 1))
+    target = whole((4,), F32, other, 1, 2)
+    plan = plan_sync("v", {"x": (side, target), "y": (side, target)})
+    names = {label: (f"old {label}", f"actor {label}") for label in "xy"}
+    ones, wrong = torch.ones(2), torch.ones(1)
+    with launch_cluster(3) as cluster:
+        new = {"actor x": torch.zeros(4), "actor y": torch.zeros(4)}
+        cluster.put([{"old x": ones, "old y": ones}, {"old x": ones, "old y": wrong} | new, new])
+        handle = cluster.load(sync_program(plan, 3, CPU, names))
+        with pytest.raises(TaskError, match="sync"):
+            cluster.run(handle, [{}, {}, {}]).check()
+        asked = [[], list(new), list(new)]
+        assert not any(x.any() for own in cluster.get(asked).get() for x in own)
+        cluster.put([{}, {"old y": ones}, {}])
+        cluster.run(handle, [{}, {}, {}]).check()
+        assert all(x.all() for own in cluster.get(asked).get() for x in own)
