@@ -45,14 +45,13 @@ class Program:
     def run(self, values: Mapping[str, Tensor]) -> list[Tensor]:
         env: dict[str, Tensor] = dict(values)
         for result, op, given in self.instructions:
-            env[result] = _apply(op, [env[g] if isinstance(g, str) else g for g in given])
+            first, *rest = (env[g] if isinstance(g, str) else g for g in given)
+            env[result] = getattr(first, op)(*rest)
         found = [env[name] for name in self.outputs]
-        if self.loss:
-            total = (found[0] * found[0]).sum()
-            for other in found[1:]:
-                total = total + (other * other).sum()
-            return [total]
-        return found
+        if not self.loss:
+            return found
+        first, *rest = ((x * x).sum() for x in found)
+        return [sum(rest, first)]
 
     def tensors(self) -> dict[str, Tensor]:
         g = torch.Generator().manual_seed(1)
@@ -77,30 +76,6 @@ class Program:
         heads = [f"{name}: {list(shape)}" for name, shape in self.inputs.items()]
         lines = [f"{r} = {op}({', '.join(map(str, given))})" for r, op, given in self.instructions]
         return "\n".join([*heads, *lines, f"return {', '.join(self.outputs)}"])
-
-
-def _apply(op: str, given: list[object]) -> Tensor:
-    a = given[0]
-    assert isinstance(a, Tensor)
-    match op:
-        case "mm":
-            return a @ given[1]  # pyright: ignore
-        case "add":
-            return a + given[1]  # pyright: ignore
-        case "mul":
-            return a * given[1]  # pyright: ignore
-        case "relu":
-            return a.relu()
-        case "softmax":
-            return a.softmax(int(given[1]))  # pyright: ignore
-        case "sum":
-            return a.sum(int(given[1]), keepdim=bool(given[2]))  # pyright: ignore
-        case "reshape":
-            return a.reshape([int(s) for s in given[1:]])  # pyright: ignore
-        case "permute":
-            return a.permute([int(d) for d in given[1:]])  # pyright: ignore
-        case _:
-            raise AssertionError(op)
 
 
 # -- making one ---------------------------------------------------------------------------------
@@ -134,8 +109,8 @@ class _Maker:
             self.rows.add(name)
 
     def step(self) -> None:
-        pool = [n for n in self.shapes if not self.batch or n in self.rows]
-        a = self.rng.choice(pool[-4:])
+        own = [n for n in self.shapes if not self.batch or n in self.rows]
+        a = self.rng.choice(own[-4:])
         shape = self.shapes[a]
         first = int(self.batch)  # dims below are the batch's own
         op = self.rng.choice(
@@ -143,32 +118,13 @@ class _Maker:
         )
         match op:
             case "mm" if len(shape) == 2:
-                fit = [
-                    n
-                    for n, s in self.shapes.items()
-                    if len(s) == 2 and s[0] == shape[1] and n not in self.rows
-                ]
+                pairs = [n for n, s in self.shapes.items() if len(s) == 2 and s[0] == shape[1]]
+                fit = [n for n in pairs if n not in self.rows]
                 b = self.rng.choice([*fit, ""]) or self.input((shape[1], self.size()))
                 self.emit(op, (a, b), (shape[0], self.shapes[b][1]))
             case "add" | "mul":
-                fit = [
-                    n
-                    for n, s in self.shapes.items()
-                    if s == shape and (not self.batch or n in self.rows)
-                ]
-                b = self.rng.choice([*fit, "", "vector", "ones"])
-                if b == "vector":
-                    b = self.input((shape[-1],), "w") if len(shape) > first else a
-                elif b == "ones":
-                    b = self.input(
-                        tuple(
-                            s if self.rng.random() < 0.5 and i >= first else 1
-                            for i, s in enumerate(shape)
-                        ),
-                        "w",
-                    )
-                elif not b:
-                    b = a if self.batch else self.input(shape)
+                fit = [n for n in own if self.shapes[n] == shape]
+                b = self.rng.choice([*fit, "", ""]) or self.broadcast(shape, first)
                 self.emit(op, (a, b), shape)
             case "relu":
                 self.emit(op, (a,), shape)
@@ -179,27 +135,28 @@ class _Maker:
                 rest = tuple(1 if i == dim else s for i, s in enumerate(shape) if keep or i != dim)
                 self.emit(op, (a, dim, keep), rest)
             case "reshape":
-                self._reshape(a, shape, first)
+                self.reshape(a, shape, first)
             case "permute" if len(shape) > first + 1:
-                order = [
-                    *range(first),
-                    *self.rng.sample(range(first, len(shape)), len(shape) - first),
-                ]
+                later = self.rng.sample(range(first, len(shape)), len(shape) - first)
+                order = (*range(first), *later)
                 self.emit(op, (a, *order), tuple(shape[d] for d in order))
             case _:
                 pass
 
-    def _reshape(self, a: str, shape: tuple[int, ...], first: int) -> None:
+    def broadcast(self, shape: tuple[int, ...], first: int) -> str:
+        """An input that broadcasts to ``shape``: some dims of size 1, leading ones left out."""
+        wide = [i >= first and self.rng.random() < 0.6 for i in range(len(shape))]
+        sizes = tuple(s if keep else 1 for s, keep in zip(shape, wide, strict=True))
+        start = wide.index(True) if True in wide else len(shape) - 1
+        return self.input(sizes[self.rng.choice((0, start)) :], "w")
+
+    def reshape(self, a: str, shape: tuple[int, ...], first: int) -> None:
+        dims = range(first, len(shape))
         if len(shape) > first + 1 and self.rng.random() < 0.6:
-            i = self.rng.randrange(first, len(shape) - 1)
+            i = self.rng.choice(dims[:-1])
             new = (*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :])
         else:
-            splits = [
-                (i, f)
-                for i, s in enumerate(shape)
-                for f in (2, 3)
-                if i >= first and s % f == 0 and s > f
-            ]
+            splits = [(i, f) for i in dims for f in (2, 3) if shape[i] % f == 0 and shape[i] > f]
             if not splits or len(shape) > 3:
                 return
             i, f = self.rng.choice(splits)
@@ -224,14 +181,9 @@ def random_program(
     wanted = rng.randint(*num_ops)
     while len(maker.instructions) < wanted:
         maker.step()
-    outputs = [f"p{wanted - 1}"]
+    outputs = [f"p{wanted - 1}"]  # of a batch, as what is read has it
     if rng.random() < 0.4 and wanted > 1:
-        other = f"p{rng.randrange(wanted - 1)}"
-        if not batch or other in maker.rows:
-            outputs.append(other)
-    if batch and outputs[0] not in maker.rows:
-        outputs = [n for n in maker.rows if n in dict.fromkeys(r for r, _, _ in maker.instructions)]
-        outputs = sorted(outputs)[-1:]
+        outputs.append(f"p{rng.randrange(wanted - 1)}")
     if loss:  # so that there is something to differentiate by
         shape = maker.shapes[outputs[0]]
         maker.emit("mul", (outputs[0], maker.input(shape[1:], "w")), shape)
@@ -306,10 +258,8 @@ def random_pins(
             if not dims or rng.random() > often:
                 continue
             dim = rng.choice(dims)
-            shapes = [(1, 1)]
-            if shape[dim] % 2 == 0:
-                shapes += [(2, 1), (1, 2)]
-            blocks, unit = rng.choice(shapes)
+            halves = [(2, 1), (1, 2)] if shape[dim] % 2 == 0 else []
+            blocks, unit = rng.choice([(1, 1), *halves])
             pins.setdefault(item.name, {})[axis] = Shard(dim, blocks, unit)
     return pins
 

@@ -1,6 +1,6 @@
 """Redistribution between all kinds of placements: exact values, closed forms of bytes, cheap paths.
 
-A sample of what `python -m tests.sharding.redistribution_search` does for all pairs.
+`make sweep` tries many more pairs and all prices.
 """
 
 from __future__ import annotations
@@ -48,25 +48,8 @@ def pairs(family: Family, count: int) -> list[tuple[TensorSpec, TensorSpec]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "count"),
-    [
-        (0, 30),
-        (1, 30),
-        (2, 49),
-        (3, 16),
-        (4, 80),
-        (5, 20),
-        (6, 40),
-        (7, 40),
-        (8, 30),
-        (9, 30),
-        (10, 30),
-        (11, 16),
-        (12, 60),
-    ],
-    ids=lambda n: str(n),
-)
+@pytest.mark.parametrize("count", [40, pytest.param(5000, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("number", range(len(FAMILIES)))
 def test_values_are_exact(number: int, count: int) -> None:
     rng = torch.Generator().manual_seed(0)
     for src, dst in pairs(FAMILIES[number], count):
@@ -88,16 +71,20 @@ def test_values_of_drawn_specs_are_exact(data: st.DataObject) -> None:
         check_values(src, dst, torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("topology", [SMALL, TOPOLOGY], ids=["bytes", "default"])
-@pytest.mark.parametrize("number", [0, 2, 3, 7, 11, 12])
-def test_no_path_is_cheaper(number: int, topology: Topology) -> None:
+SWEPT = [pytest.param(number, 1000, marks=pytest.mark.sweep) for number in range(len(FAMILIES))]
+
+
+@pytest.mark.parametrize(
+    ("number", "sources"), [*((number, 4) for number in (0, 2, 3, 7, 11, 12)), *SWEPT]
+)
+def test_no_path_is_cheaper(number: int, sources: int) -> None:
     specs = FAMILIES[number].specs()
-    search = Search(specs, topology)
-    rng = random.Random(number)
-    for src in rng.sample(specs, min(len(specs), 4)):
-        best = search.from_(src)
-        for dst in specs:
-            check_price(src, dst, best, topology)
+    for topology in (SMALL, TOPOLOGY):
+        search = Search(specs, topology)
+        for src in random.Random(number).sample(specs, min(len(specs), sources)):
+            best = search.from_(src)
+            for dst in specs:
+                check_price(src, dst, best, topology)
 
 
 @pytest.mark.parametrize("number", [1, 4, 9])
