@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Partial, Placement, Shard
 from dtensor.testing import execute
 
-REDUCTIONS = ("mean", "sum", "none")
+R, S0, S1, P = REPLICATE, Shard(0), Shard(1), Partial("sum")
 
 
 def assert_right(
-    fn: Callable[..., Any],
-    leaves: Sequence[torch.Tensor],
-    options: Sequence[Sequence[Placement]],
+    fn: Callable[..., Any], leaves: Sequence[Tensor], options: Sequence[Sequence[Placement]]
 ) -> None:
     """Values and gradients under each of the options, on 4 ranks, which divide 8, and on 3."""
     traced = execute.trace(fn, tuple(leaves))
@@ -35,81 +34,68 @@ def assert_right(
         if mesh.size == 3 and len({p for p in option if isinstance(p, Shard)}) != 1:
             continue
         found = execute.run(traced, mesh, [{"x": p} for p in option])
-        where = f"{option} on {mesh}"
-        for a, b in zip(found.tensors, expected.tensors, strict=True):
-            torch.testing.assert_close(a, b, msg=lambda m, w=where: f"{w}: {m}")
-        for a, b in zip(found.gradients, expected.gradients, strict=True):
-            assert (a is None) == (b is None), where
+        for a, b in zip(
+            (*found.tensors, *found.gradients),
+            (*expected.tensors, *expected.gradients),
+            strict=True,
+        ):
+            assert (a is None) == (b is None)
             if a is not None:
-                torch.testing.assert_close(a, b, msg=lambda m, w=where: f"{w}: gradient: {m}")
+                torch.testing.assert_close(a, b, msg=lambda m, w=f"{option} on {mesh}": f"{w}: {m}")
 
 
-def drawn(*shape: int, grad: bool = True) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64).requires_grad_(grad)
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).requires_grad_()
 
 
-R, S0, S1, P = REPLICATE, Shard(0), Shard(1), Partial("sum")
+def rand(*shape: int) -> Tensor:
+    return torch.rand(shape, dtype=torch.float64)
+
+
+LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Tensor, ...]]]] = {
+    "mse_loss": (F.mse_loss, lambda: (drawn(8, 5), drawn(8, 5))),
+    "huber_loss": (
+        lambda x, y, reduction: F.huber_loss(x, y, reduction=reduction, delta=0.7),
+        lambda: (drawn(8, 5), drawn(8, 5)),
+    ),
+    "smooth_l1_loss": (
+        lambda x, y, reduction: F.smooth_l1_loss(x, y, reduction=reduction, beta=0.7),
+        lambda: (drawn(8, 5), drawn(8, 5)),
+    ),
+    "soft_margin_loss": (F.soft_margin_loss, lambda: (drawn(8, 5), drawn(8, 5).detach().sign())),
+    "binary_cross_entropy": (
+        F.binary_cross_entropy,
+        lambda: (rand(8, 5).clamp(0.1, 0.9).requires_grad_(), rand(8, 5).round()),
+    ),
+    "binary_cross_entropy, weighted": (
+        lambda x, y, w, reduction: F.binary_cross_entropy(x, y, weight=w, reduction=reduction),
+        lambda: (rand(8, 5).clamp(0.1, 0.9).requires_grad_(), rand(8, 5).round(), rand(8, 5)),
+    ),
+    "with_logits": (
+        F.binary_cross_entropy_with_logits,
+        lambda: (drawn(8, 5), rand(8, 5).round()),
+    ),
+    "with_logits, weighted": (
+        lambda x, y, w, reduction: F.binary_cross_entropy_with_logits(
+            x, y, pos_weight=w, reduction=reduction
+        ),
+        lambda: (drawn(8, 5), rand(8, 5).round(), rand(5) + 0.5),
+    ),
+}
 PAIRS = ((S0, S0), (S1, S1), (S0, R), (R, S1), (S0, S1), (P, R), (R, P))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_mse_loss(reduction: str) -> None:
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(x, y, reduction=reduction)
-
-    assert_right(fn, (drawn(8, 5), drawn(8, 5)), PAIRS)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_huber_loss(reduction: str) -> None:
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.huber_loss(x, y, reduction=reduction, delta=0.7)
-
-    assert_right(fn, (drawn(8, 5), drawn(8, 5)), PAIRS)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_smooth_l1_loss(reduction: str) -> None:
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.smooth_l1_loss(x, y, reduction=reduction, beta=0.7)
-
-    assert_right(fn, (drawn(8, 5), drawn(8, 5)), PAIRS)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_soft_margin_loss(reduction: str) -> None:
-    sign = drawn(8, 5, grad=False).sign()
-
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.soft_margin_loss(x, y, reduction=reduction)
-
-    assert_right(fn, (drawn(8, 5), sign), PAIRS)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_binary_cross_entropy(reduction: str, weighted: bool) -> None:
-    def fn(x: torch.Tensor, y: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-        return F.binary_cross_entropy(x, y, weight=w[0] if w else None, reduction=reduction)
-
-    p = torch.rand(8, 5, dtype=torch.float64).clamp(0.1, 0.9).requires_grad_()
-    y = torch.rand(8, 5, dtype=torch.float64).round()
-    weight = [torch.rand(8, 5, dtype=torch.float64)] if weighted else []
-    assert_right(fn, (p, y, *weight), [(*pair, *[R][:weighted]) for pair in PAIRS])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_binary_cross_entropy_with_logits(reduction: str, weighted: bool) -> None:
-    def fn(x: torch.Tensor, y: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
-        return F.binary_cross_entropy_with_logits(
-            x, y, pos_weight=w[0] if w else None, reduction=reduction
-        )
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name: str, reduction: str) -> None:
+    loss, draw = LOSSES[name]
 
-    y = torch.rand(8, 5, dtype=torch.float64).round()
-    weight = [torch.rand(5, dtype=torch.float64) + 0.5] if weighted else []
-    assert_right(fn, (drawn(8, 5), y, *weight), [(*pair, *[R][:weighted]) for pair in PAIRS])
+    def fn(*tensors: Tensor) -> Tensor:
+        return loss(*tensors, reduction=reduction)
+
+    leaves = draw()
+    assert_right(fn, leaves, [(*pair, *[R] * (len(leaves) - 2)) for pair in PAIRS])
 
 
 TRIPLES = ((S0, R, R), (S1, R, R), (R, S0, S0), (R, S1, S1), (S0, S0, S0), (S1, S1, S1))
@@ -118,36 +104,24 @@ TRIPLES += ((P, R, R), (S0, S1, R), (R, R, P))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [0, 1])
-def test_scatter(dim: int) -> None:
-    if dim == 0:  # distinct along the dim, or the result depends on the order of writing
-        index = torch.stack([torch.randperm(8)[:6] for _ in range(5)], 1)
-    else:
-        index = torch.stack([torch.randperm(5)[:4] for _ in range(8)])
+def test_writes_at_indices(dim: int) -> None:
+    # scatter's indices are distinct along the dim, or the result depends on the order of writing
+    size, kept = (8, 6) if dim == 0 else (5, 4)
+    perms = [torch.randperm(size)[:kept] for _ in range(5 if dim == 0 else 8)]
+    distinct = torch.stack(perms, 1 - dim)
+    repeated = torch.randint(0, 5, (6, 5))
+    rows = torch.tensor([3, 0, 3, 1, 4, 0])
 
-    def fn(x: torch.Tensor, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    def scatter(x: Tensor, index: Tensor, src: Tensor) -> Tensor:
         return x.scatter(dim, index, src)
 
-    assert_right(fn, (drawn(8, 5), index, drawn(*index.shape)), TRIPLES)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_scatter_add(dim: int) -> None:
-    index = torch.randint(0, 5, (6, 5))  # with repeats
-
-    def fn(x: torch.Tensor, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    def scatter_add(x: Tensor, index: Tensor, src: Tensor) -> Tensor:
         return x.scatter_add(dim, index, src)
 
-    assert_right(fn, (drawn(8, 5), index, drawn(6, 5)), TRIPLES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dim", [0, 1])
-def test_index_add(dim: int) -> None:
-    index = torch.tensor([3, 0, 3, 1, 4, 0])  # with repeats
-
-    def fn(x: torch.Tensor, index: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    def index_add(x: Tensor, index: Tensor, src: Tensor) -> Tensor:
         return x.index_add(dim, index, src, alpha=2)
 
-    src = drawn(6, 5) if dim == 0 else drawn(8, 6)
+    assert_right(scatter, (drawn(8, 5), distinct, drawn(*distinct.shape)), TRIPLES)
+    assert_right(scatter_add, (drawn(8, 5), repeated, drawn(6, 5)), TRIPLES)
     options = [(x, R if i == S1 else i, src) for x, i, src in TRIPLES]
-    assert_right(fn, (drawn(8, 5), index, src), options)
+    assert_right(index_add, (drawn(8, 5), rows, drawn(6, 5) if dim == 0 else drawn(8, 6)), options)

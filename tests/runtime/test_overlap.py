@@ -3,178 +3,141 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 import dtensor as dt
 from dtensor.api.step.loaded_program import programs_of
 from dtensor.api.store.session import session_for
-from dtensor.daft import Backend, Call, Collective, Handle, Wait
+from dtensor.daft import Backend, Call, Collective, Handle
 from dtensor.daft.verification.pairing import starts_of_waits
 from dtensor.runtime.lower import overlap
 from dtensor.sharding.plan import steps
-from tests.models import loss_fn
-from tests.training import SIX, adamw, assert_same_bits, batches, make_model
+from tests.training import Run, assert_same_bits, batches
 
 SLOW = dt.Topology(flops=1e10, memory_bandwidth=1e10, latency=1e-4, bandwidth=1e8, op_latency=1e-6)
 """A cluster on which each of these messages has something to hide behind."""
 
 
-def step_of(
-    name: str, zero: Mapping[str, int] | None = None, schedule: dt.Schedule | None = None
-) -> dt.TrainStep:
-    placed, module = SIX[name], make_model()
-    model = dt.parallelize(module, placed.mesh, placed.pins, stages=placed.stages, zero=zero)
-    return dt.train_step(
-        model,
-        loss_fn,
-        adamw(module),
-        inputs=placed.inputs,
-        schedule=schedule or dt.OneFOneB(microbatches=2),
-        topology=SLOW,
-        clip_grad_norm=1.0,
-    )
+def trained(run: Run, backend: Backend = "inprocess") -> tuple[Any, Handle]:
+    """Losses and state after three steps, and the program."""
+    with dt.launch(run.mesh, backend):
+        found = run.losses(batches(3)), run.state()
+        [loaded] = programs_of(session_for(run.mesh))
+        return found, loaded.handle
 
 
-def trained(step: dt.TrainStep, backend: Backend = "inprocess") -> tuple[list[float], dict, Handle]:
-    mesh = step.model.mesh
-    with dt.launch(mesh, backend):
-        losses = [float(step(*one)) for one in batches(3)]
-        state = dt.gather_state_dict(step.model, step.optimizer)
-        [loaded] = programs_of(session_for(mesh))
-        return losses, state, loaded.handle
-
-
-def in_flight(handle: Handle, rank: int) -> tuple[int, int]:
-    """How many collectives have calls between their start and their wait, and the most bytes that
-    such collectives make at once."""
+def inside(handle: Handle, rank: int = 0) -> list[tuple[int, int, list[Call]]]:
+    """Each message's start, its wait, and the calls between them."""
     instructions = handle.program.ranks[rank].instructions
-    waited = {s: at for at, starts in starts_of_waits(instructions).items() for s in starts}
-    count, most, now, ends = 0, 0, 0, dict[int, int]()
-    for at, item in enumerate(instructions):
-        now -= ends.pop(at, 0)
-        if isinstance(item, Collective):
-            inside = instructions[at : waited[at]]
-            if any(isinstance(i, Call) for i in inside):
-                nbytes = sum(buffer.nbytes for buffer in item.out_buffers)
-                count, now = count + 1, now + nbytes
-                ends[waited[at]] = ends.get(waited[at], 0) + nbytes
-        most = max(most, now)
-    return count, most
+    return [
+        (start, at, [i for i in instructions[start:at] if isinstance(i, Call)])
+        for at, starts in starts_of_waits(instructions).items()
+        for start in starts
+    ]
 
 
-CASES = [
-    ("tp2", None, None),
-    ("dp2_tp2", {"dp": 2}, None),
-    ("dp2_tp2", {"dp": 3}, None),
-    ("tp2_pp2", None, None),
-    ("tp2_pp2", None, dt.ZBH1(microbatches=2)),
+def most_held(handle: Handle, rank: int) -> int:
+    """The most bytes that collectives with calls before their wait make at once."""
+    instructions = handle.program.ranks[rank].instructions
+    changes: list[tuple[int, int]] = []
+    for start, at, calls in inside(handle, rank):
+        item = instructions[start]
+        if calls and isinstance(item, Collective):
+            nbytes = sum(buffer.nbytes for buffer in item.out_buffers)
+            changes += [(at, -nbytes), (start, nbytes)]
+    return max(itertools.accumulate((change for _, change in sorted(changes)), initial=0))
+
+
+def compared(monkeypatch: pytest.MonkeyPatch, name: str, **stated: Any) -> tuple[Handle, Handle]:
+    """The programs of a run and of the same without overlap: the same bits, little more memory,
+    and less time, if the first is another program."""
+    run = Run.of(name, topology=SLOW, **stated)
+    found, handle = trained(run)
+    predicted = dt.simulate(run.step)
+    monkeypatch.setattr(overlap, "CUT_SECONDS", float("inf"))
+    plain = Run.of(name, topology=SLOW, **stated)
+    expected, plain_handle = trained(plain)
+    assert_same_bits(found, expected)
+    if handle.program.text() != plain_handle.program.text():
+        without = dt.simulate(plain.step)
+        assert predicted.seconds < without.seconds
+        assert predicted.hidden(0) > without.hidden(0)
+    for rank in range(run.mesh.size):
+        held, before = (h.report.peak_bytes[rank] for h in (handle, plain_handle))
+        assert held <= before + most_held(handle, rank)
+    return handle, plain_handle
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("tp2", {}),
+    ("dp2_tp2", dict(zero={"dp": 2})),
+    ("dp2_tp2", dict(zero={"dp": 3})),
+    ("tp2_pp2", {}),
+    ("tp2_pp2", dict(schedule=dt.ZBH1(microbatches=2))),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "zero", "schedule"), CASES)
+@pytest.mark.parametrize(("name", "stated"), CASES)
 def test_the_same_bits_in_less_time(
-    name: str,
-    zero: Mapping[str, int] | None,
-    schedule: dt.Schedule | None,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, stated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = step_of(name, zero, schedule)
-    losses, state, handle = trained(step)
-    predicted = dt.simulate(step)
-    monkeypatch.setattr(overlap, "CUT_SECONDS", float("inf"))
-    plain = step_of(name, zero, schedule)
-    plain_losses, plain_state, plain_handle = trained(plain)
-    assert losses == plain_losses
-    assert_same_bits(state, plain_state)
-    without = dt.simulate(plain)
-    if schedule is None:
-        assert predicted.seconds < without.seconds
-        assert predicted.hidden(0) > without.hidden(0)
-        assert in_flight(handle, 0)[0] > in_flight(plain_handle, 0)[0]
-    else:  # a half of a backward that has the message has nothing else to do
-        assert handle.program.text() == plain_handle.program.text()
-    for rank, (held, before) in enumerate(
-        zip(handle.report.peak_bytes, plain_handle.report.peak_bytes, strict=True)
-    ):
-        assert held <= before + in_flight(handle, rank)[1]
+    handle, plain = compared(monkeypatch, name, **stated)
+    if "schedule" in stated:  # a half of a backward that has the message has nothing else to do
+        assert handle.program.text() == plain.program.text()
+    else:
+        count, before = (sum(bool(c) for _, _, c in inside(h)) for h in (handle, plain))
+        assert count > before
 
 
 def test_a_gradients_sum_is_hidden_behind_its_weights_gradient() -> None:
     """dgrad, start, wgrad, wait: in each layer that sums over tp in the backward."""
-    _, _, handle = trained(step_of("tp2"))
+    _, handle = trained(Run.of("tp2", topology=SLOW))
     functions = dict(handle.program.functions)
     instructions = handle.program.ranks[0].instructions
-    waits = starts_of_waits(instructions)
     hidden = 0
-    for at, starts in waits.items():
-        for start in starts:
-            item = instructions[start]
-            if "B0" in str(item.label) and "all_reduce mm_" in str(item.label):
-                inside = [i for i in instructions[start:at] if isinstance(i, Call)]
-                text = "".join(functions[i.fn].source for i in inside)
-                assert "aten_mm_default(" in text, item.label
-                hidden += 1
+    for start, _, calls in inside(handle):
+        label = str(instructions[start].label)
+        if "B0" in label and "all_reduce mm_" in label:
+            text = "".join(functions[i.fn].source for i in calls)
+            assert "aten_mm_default(" in text, label
+            hidden += 1
     assert hidden == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [None, {"dp": 1}])
 def test_gradients_are_reduced_while_the_backward_goes_on(
-    zero: Mapping[str, int] | None, monkeypatch: pytest.MonkeyPatch
+    zero: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In several buckets: each begins as soon as its last gradient is made, one at a time."""
     monkeypatch.setattr(steps, "BUCKET_BYTES", 8192)
-    one = dt.GPipe(microbatches=1)
-    step = step_of("dp2", zero, one)
-    losses, state, handle = trained(step)
+    handle, _ = compared(monkeypatch, "dp2", zero=zero, schedule=dt.GPipe(microbatches=1))
     instructions = handle.program.ranks[0].instructions
-    waits = starts_of_waits(instructions)
     reductions = [
-        (start, at)
-        for at, starts in waits.items()
-        for start in starts
+        (str(instructions[start].label), start, at, calls)
+        for start, at, calls in inside(handle)
         if "gradients" in str(instructions[start].label)
         and "gather" not in str(instructions[start].label)
     ]
     assert len(reductions) > 3
-    early = [pair for pair in reductions if str(instructions[pair[0]].label).startswith("B0")]
+    early = [each[1:] for each in reductions if each[0].startswith("B0")]
     assert len(early) >= len(reductions) - 2
-    assert sum(any(isinstance(i, Call) for i in instructions[a:b]) for a, b in early) > 2
-    for (_, end), (start, _) in itertools.pairwise(sorted(early)):
+    assert sum(bool(calls) for _, _, calls in early) > 2
+    for (_, end, _), (start, _, _) in itertools.pairwise(sorted(early, key=lambda e: e[0])):
         assert end < start
-    predicted = dt.simulate(step)
-    monkeypatch.setattr(overlap, "CUT_SECONDS", float("inf"))
-    plain = step_of("dp2", zero, one)
-    plain_losses, plain_state, plain_handle = trained(plain)
-    assert losses == plain_losses
-    assert_same_bits(state, plain_state)
-    assert predicted.seconds < dt.simulate(plain).seconds
-    for rank in range(2):
-        held, before = (h.report.peak_bytes[rank] for h in (handle, plain_handle))
-        assert held <= before + in_flight(handle, rank)[1]
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_on_ray_the_same_bits() -> None:
-    here, there = step_of("dp2_tp2", {"dp": 2}), step_of("dp2_tp2", {"dp": 2})
-    losses, state, _ = trained(here)
-    ray_losses, ray_state, _ = trained(there, "ray")
-    assert losses == ray_losses
-    assert_same_bits(state, ray_state)
+    here, there = (Run.of("dp2_tp2", zero={"dp": 2}, topology=SLOW) for _ in range(2))
+    assert_same_bits(trained(there, "ray")[0], trained(here)[0])
 
 
 def test_where_the_price_says_no_nothing_moves() -> None:
     """On an H100 a layer of width 16 computes for less than a cut costs."""
-    placed, module = SIX["tp2"], make_model()
-    model = dt.parallelize(module, placed.mesh, placed.pins)
-    step = dt.train_step(model, loss_fn, adamw(module))
-    _, _, handle = trained(step)
-    instructions = handle.program.ranks[0].instructions
-    for at, starts in starts_of_waits(instructions).items():
-        assert isinstance(instructions[at], Wait)
-        for start in starts:
-            assert not any(isinstance(i, Call) for i in instructions[start:at])
+    _, handle = trained(Run.of("tp2", schedule=dt.GPipe(1), clip=None))
+    assert not any(calls for _, _, calls in inside(handle))
