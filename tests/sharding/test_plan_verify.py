@@ -25,8 +25,7 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Shard
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON, plan_model
-
-STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]}
+from tests.training import TWO_STAGES
 
 
 @cache
@@ -40,7 +39,7 @@ def planned() -> Plan:
         MEGATRON,
         inputs=dict(dp=Shard(0)),
         microbatches=2,
-        stages=STAGES,
+        stages=TWO_STAGES,
         clip_grad_norm=1.0,
     )
 
@@ -60,20 +59,12 @@ def of_microbatch(step: Step) -> bool:
     return step.stage == 0 and not step.once and any(n in made for n in step.reads)
 
 
-def alone(step: Step) -> bool:
-    return isinstance(step, Redistribute) and step.is_alone
+def moves(attribute: str) -> Callable[[Step], bool]:
+    """Whether it is a redistribution of this sort."""
+    return lambda step: isinstance(step, Redistribute) and bool(getattr(step, attribute))
 
 
-def bucket(step: Step) -> bool:
-    return isinstance(step, Redistribute) and bool(step.bucket)
-
-
-def tied(step: Step) -> bool:
-    return isinstance(step, Redistribute) and bool(step.tied)
-
-
-def collective(step: Step) -> str:
-    return step.kind if isinstance(step, Redistribute) else ""
+alone, bucket, tied = moves("is_alone"), moves("bucket"), moves("tied")
 
 
 def changed(
@@ -103,7 +94,7 @@ def narrower() -> tuple[Step, ...]:
 
 def moved() -> tuple[Step, ...]:
     """A collective that says that it is another."""
-    at = first(Redistribute, lambda s: alone(s) and collective(s) == "all_reduce")
+    at = first(Redistribute, lambda s: alone(s) and getattr(s, "kind", "") == "all_reduce")
     step = planned().steps[at]
     assert isinstance(step, Redistribute)
     return with_step(at, replace(step, moves=(replace(step.moves[0], kind="all_gather"),)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.plan.storage import layer_of, stored_spec
 from dtensor.sharding.spec.spec import make_spec
-from tests.models import GPT, batch, loss_fn
+from tests.models import batch
+from tests.plans import mean_square
+from tests.training import Placed, Run
 
 
 class Stack(nn.Module):
@@ -33,22 +36,14 @@ class Stack(nn.Module):
         return x
 
 
-def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
+DP4 = Placed(axes=dict(dp=4), inputs=dict(dp=dt.Row()))
 
 
-def plan_of(level: int, microbatches: int = 1, clip: float | None = None) -> Plan:
-    module = Stack()
-    model = dt.parallelize(module, dt.Mesh(dp=4), {}, zero={"dp": level})
-    step = dt.train_step(
-        model,
-        mean_square,
-        torch.optim.AdamW(module.parameters()),
-        inputs=dict(dp=dt.Row()),
-        schedule=dt.GPipe(microbatches),
-        clip_grad_norm=clip,
-    )
-    return step.plan(torch.empty(16, 16, device="meta"))
+@cache
+def plan_of(level: int, microbatches: int = 1) -> Plan:
+    given = dict(module=Stack(), loss=mean_square, schedule=dt.GPipe(microbatches), clip=None)
+    run = Run.of(DP4, zero={"dp": level}, **given)
+    return run.step.plan(torch.empty(16, 16, device="meta"))
 
 
 def sent(plan: Plan) -> list[str]:
@@ -170,16 +165,8 @@ def test_parameters_of_one_numbered_module_are_a_layer() -> None:
     assert layer_of("embed.weight") == "embed"
     assert layer_of("stages.0.blocks.12.norm.bias") == "stages.0.blocks.12"
     assert layer_of("scale") == ""
-    plan = gpt_plan(3)
+    plan = Run.of("dp2", zero={"dp": 3}, schedule=dt.GPipe(1)).step.plan(*batch())
     assert Counter(len(of) for of in gathers(plan, "forward")) == {12: 2, 2: 1, 1: 2}
-
-
-def gpt_plan(level: int, **axes: int) -> Plan:
-    module = GPT()
-    mesh = dt.Mesh(**(axes or dict(dp=2)))
-    model = dt.parallelize(module, mesh, {}, zero={"dp": level})
-    opt = torch.optim.AdamW(module.parameters())
-    return dt.train_step(model, loss_fn, opt, inputs=dict(dp=dt.Row())).plan(*batch())
 
 
 SPECS: list[tuple[tuple[int, ...], dict[str, Any], str | None]] = [
