@@ -10,7 +10,6 @@ over gloo alone, beside it.
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,11 +28,11 @@ from dtensor.daft.ray.transports.gloo import join_gloo
 from dtensor.daft.ray.transports.same_host import SameHostTransport, join_same_host
 from dtensor.daft.ray.transports.shared_memory_peers import own_place
 from dtensor.daft.run.worker import HostRun, Worker
+from tests.daft.backends import context
 from tests.daft.programs import parts_of
 
 Hosts = tuple[tuple[int, ...], ...]
 SECRET = b"of these actors"
-_context = multiprocessing.get_context("forkserver")
 
 
 @dataclass
@@ -125,7 +124,6 @@ def actors(
     """Processes that call `act(here, pipe, *given)`; the other ends of their pipes. They end with
     the block."""
     hosts = tuple((rank,) for rank in range(size)) if hosts is None else hosts
-    _context.set_forkserver_preload(["tests.daft.actors_here"])
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         free.listen()
@@ -135,9 +133,9 @@ def actors(
     store = TCPStore(
         "127.0.0.1", number, None, True, wait_for_workers=False, master_listen_fd=port.detach()
     )
-    pipes = [_context.Pipe() for _ in hosts]
+    pipes = [context.Pipe() for _ in hosts]
     processes = [
-        _context.Process(target=_begin, args=(i, hosts, number, act, pipes[i][1], given))
+        context.Process(target=_begin, args=(i, hosts, number, act, pipes[i][1], given))
         for i in range(len(hosts))
     ]
     for process in processes:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import threading
+import weakref
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from dtensor import daft
 from dtensor.daft.errors import Failure
 from dtensor.daft.tasks.values import decode, encode, encode_failure, failure_of
 from dtensor.numerics import DTYPES
-from tests.daft.actor_classes import Batch, Model, Unborn, same
+from tests.daft.actor_classes import Batch, Feeder, Model, same
 from tests.daft.programs import ctrl_c_interrupts
 
 X = torch.arange(8.0).reshape(2, 4)
@@ -54,70 +57,6 @@ def test_what_a_launch_takes_is_checked():
         daft.compile(3)  # type: ignore[arg-type]
 
 
-def test_futures_are_arguments_anywhere():
-    with daft.launch():
-        a, b = daft.spawn(Model, 1), daft.spawn(Model, seed=2)
-        wa, wb = Model(1).weight.detach(), Model(2).weight.detach()
-        y = a.execute(X)
-        assert same(b.execute(x=y).get(), (X @ wa) @ wb)
-        assert same(b.add([y, X, y]).get(), torch.stack([X @ wa, X, X @ wa]).sum(0) + wb[0])
-        assert b.total(a.grow(X, times=3)).get() == (84.0, 6, "3 times")
-        assert same(b.execute(a.pair(X)[1]).get(), (X + 2) @ wb)
-        assert a.train(X / 10).get() > a.train(X / 10).get()  # it can use autograd
-        assert b.load(a.weights()).get() is True
-        assert same(b.weights().get()["weight"], a.weights().get()["weight"])
-        assert y.done() and y.get() is not y.get()
-
-
-def test_actors_share_no_memory():
-    x = X.clone()
-    with daft.launch():
-        a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
-        a.keep(x)
-        kept = a.get_kept()
-        b.keep(kept)
-        for actor in (a, b):
-            assert actor.overwrite(kept).get().eq(7).all()
-        before = a.weights()
-        a.train(X)
-        assert same(x, X) and same(b.get_kept().get(), X) and same(kept.get(), X)
-        assert same(before.get()["weight"], Model(1).weight.detach())
-
-
-def test_a_failure_is_a_value_with_both_tracebacks():
-    with daft.launch():
-        a, b = daft.spawn(Model, name="first"), daft.spawn(Model)
-        with pytest.raises(daft.TaskError) as caught:
-            b.execute(b.add([a.fail(X)])).get()
-        text = str(caught.value)
-        assert "actor 'first', fail: ValueError: no good: Tensor" in text
-        assert "test_actors.py" in text and "b.execute(b.add([a.fail(X)])).get()" in text
-        assert 'raise ValueError(f"no good' in text
-        assert caught.value.__notes__ == ["Model-0.execute was not run, as it depends on this."]
-        assert same(a.execute(X).get(), X @ Model().weight.detach())  # it goes on
-        with pytest.raises(daft.TaskError, match="actor 'Unborn-0', __init__: .*on this disk"):
-            b.execute(daft.spawn(Unborn).execute(X)).get()
-        with pytest.raises(daft.TaskError, match="lock: TypeError: This value cannot go"):
-            a.lock().get()
-        with pytest.raises(daft.TaskError, match=r"declared: f32\[2,4\]\n  returned: f32\[3,4\]"):
-            a.declared(torch.ones(3, 4)).get()
-
-
-def test_a_failure_that_nobody_reads_is_raised_at_the_end():
-    with pytest.raises(daft.TaskError, match="no good: int") as caught, daft.launch():
-        a = daft.spawn(Model)
-        for _ in range(2):
-            a.fail(1)
-    assert "2 such failures in all" in caught.value.__notes__[0]
-    with daft.launch():  # one of a group's failures is enough
-        group = daft.WorkerGroup(Model, 2).fail(1)
-        with pytest.raises(daft.TaskError, match="actor 'Model-0', fail"):
-            group.get()
-    with pytest.raises(KeyError, match="mine"), daft.launch():  # the user's own error comes first
-        daft.spawn(Model).fail(1)
-        raise KeyError("mine")
-
-
 def test_what_is_no_value_says_so():
     with daft.launch():
         a = daft.spawn(Model)
@@ -131,6 +70,11 @@ def test_what_is_no_value_says_so():
             _ = y.shape
         with pytest.raises(AttributeError, match="no public method 'exec'.*\n.*'execute'"):
             a.exec(X)
+        feeder = daft.spawn(Feeder)
+        with pytest.raises(AttributeError, match=r"method 'size': it is a property.\n  Fix: "):
+            _ = feeder.size
+        with pytest.raises(AttributeError, match=r"method 'batch'.\n  Fix: .* 'batches'"):
+            _ = feeder.batch
         with pytest.raises(TypeError, match="actors do not call actors"):
             a.execute(a)
         with pytest.raises(ValueError, match="an actor 'x' already"):
@@ -138,6 +82,8 @@ def test_what_is_no_value_says_so():
         message = r"open already: the one at .*test_actors.py:\d+ in test_what.*\n  at .*\n  Fix:"
         with pytest.raises(RuntimeError, match=message):
             daft.launch()
+        with pytest.raises(daft.ProgramError, match="ended while a function is recorded"):
+            daft.compile(lambda x: [daft.end(a), a.execute(x)][1])(X)
     with daft.launch(), pytest.raises(ValueError, match="belongs to another launch"):
         daft.spawn(Model).execute(y)
     with pytest.raises(daft.ClusterClosed, match="inside `with daft.launch"):
@@ -176,6 +122,9 @@ def test_a_group_is_addressed_as_one():
             daft.all_reduce(group.execute(daft.Scatter([X, X, X[:1]]))).get()
         with pytest.raises(AttributeError, match="no public method"):
             group.nothing()
+        failed = group.fail(1)  # one of a group's failures is enough to have read them
+        with pytest.raises(daft.TaskError, match="actor 'g-0', fail"):
+            failed.get()
 
 
 class Computes:
@@ -187,3 +136,43 @@ def test_ctrl_c_while_a_task_computes():
     """It ends what was called, and is no failure of the actor's."""
     with ctrl_c_interrupts(), pytest.raises(KeyboardInterrupt), daft.launch():
         daft.spawn(Computes).interrupted()
+
+
+def test_a_compiled_function_keeps_no_values():
+    with daft.launch():
+        a = daft.spawn(Model)
+        step = daft.compile(lambda x: [a.execute(x)])
+        step(torch.ones(2, 4))
+        gc.disable()
+        try:
+            x = torch.ones(2, 4)
+            made, given = weakref.ref(step(x)[0]), weakref.ref(x)
+            del x
+            assert made() is None and given() is None
+        finally:
+            gc.enable()
+
+
+def test_large_copies_go_on_in_a_fork():
+    value = torch.ones(1 << 21)
+    with daft.launch():
+        daft.spawn(Feeder).call(torch.abs, value).get()
+    if not (child := os.fork()):
+        signal.alarm(600)  # it would wait for ever
+        with daft.launch():
+            daft.spawn(Feeder).call(torch.abs, value).get()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_class_that_does_not_pickle_is_refused_before_anything_starts():
+    lock = threading.Lock()
+
+    class Locked:
+        def locked(self) -> bool:
+            return lock.locked()
+
+    with daft.launch() as session:
+        with pytest.raises(TypeError, match=r"Locked cannot go to another process[^$]*__init__"):
+            daft.spawn(Locked)
+        assert not session.actors

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import random
 import signal
 from typing import Any
 
@@ -11,48 +9,11 @@ import pytest
 import torch
 
 from dtensor import daft
-from dtensor.daft.ir.text import parse_instructions
 from dtensor.numerics import fold
 from tests.daft.actor_classes import Model, same
 from tests.daft.programs import ctrl_c_interrupts
 
 X = torch.arange(8.0).reshape(2, 4) / 10
-
-
-def run_everything(compiled: bool, backend: daft.Backend = "inprocess") -> list[Any]:
-    with daft.launch(backend, seed=3) as session:
-        group = daft.WorkerGroup(Model, 3, daft.Scatter([5, 6, 7]))
-        a, b = daft.spawn(Model, 1, host=group[0]), daft.spawn(Model, seed=2, host=group[1])
-
-        def fn(x: torch.Tensor, more: dict[str, Any], verbose: bool = False) -> dict[str, Any]:
-            y = a.execute(x)
-            batch = b.grow(y, more["times"])
-            loss = b.train(b.execute(y))
-            ys = group.execute(daft.Scatter([x, y, y]))
-            return {
-                "total": a.total(batch),
-                "loss": [loss, a.load(b.weights()), b.pair(y)[1]],
-                "after": a.execute(x),
-                "reduced": daft.all_reduce(group.weights(), "max"),
-                "group": group.execute(daft.all_reduce(ys)),
-                "gathered": daft.all_gather(ys),
-                "sent": daft.broadcast(y, group) if verbose else None,
-                "x": x,
-            }
-
-        step = daft.compile(fn) if compiled else fn
-        steps = [step(X + i, {"times": i}, verbose=i == 2) for i in (1, 2, 3)]  # run ahead
-        calls = session.calls
-        steps.append(step(a.execute(X), {"times": b.total(b.grow(X, 2))[1]}, verbose=False))
-        if compiled:
-            assert session.calls - calls == 4 + 3  # four tasks, and one call per process
-        return [_values(made) for made in steps]
-
-
-def test_interpreted_is_compiled():
-    interpreted, compiled = run_everything(False), run_everything(True)
-    assert same(interpreted, compiled)
-    assert compiled[1]["sent"] is not None and compiled[3]["total"][2] == "4 times"
 
 
 def test_triples_are_reduced_whole():
@@ -67,60 +28,6 @@ def test_triples_are_reduced_whole():
         refused = daft.compile(lambda x: daft.all_reduce(wide.execute(x), "softmax"))
         with pytest.raises(daft.TaskError, match=r"f64\[...,3\], got torch.float32\[5, 6\]"):
             refused(torch.ones(5, 6))[0].get()
-
-
-def _values(made: dict[str, Any]) -> dict[str, Any]:
-    get = lambda v: v.get() if isinstance(v, daft.TaskFuture | daft.GroupFuture) else v  # noqa: E731
-    return {k: [get(i) for i in v] if isinstance(v, list) else get(v) for k, v in made.items()}
-
-
-def random_tasks(seed: int, actors: list[daft.ActorHandle], x: Any) -> list[Any]:
-    """Tasks that read some of the values before; some change what they get, or keep it."""
-    rng = random.Random(seed)
-    values: list[Any] = [x]
-    for _ in range(rng.randrange(2, 14)):
-        actor, given = rng.choice(actors), rng.choice(values)
-        match rng.randrange(5):
-            case 0:
-                values.append(actor.overwrite(given))
-            case 1:
-                values.append(actor.add([rng.choice(values), given, given]))
-            case 2:
-                actor.keep(given)
-                values.append(actor.get_kept())
-            case 3:
-                values.append(actor.fail(given) if rng.random() < 0.1 else actor.execute(given))
-            case _:
-                values.append(actor.execute(given))
-    return rng.sample(values[1:], rng.randrange(1, len(values)))
-
-
-def outcome(future: daft.TaskFuture) -> Any:
-    try:
-        return future.get()
-    except daft.TaskError as error:
-        return error.failure.actor, error.failure.reason
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_random_tasks_are_the_same_compiled(seed: int):
-    found: list[Any] = []
-    for compiled in (False, True):
-        session = daft.launch(seed=seed)
-        actors = [daft.spawn(Model, i) for i in range(3)]
-        actors.append(daft.spawn(Model, 3, host=actors[0]))
-        fn = functools.partial(random_tasks, seed, actors)
-        if compiled:
-            step = daft.compile(fn)
-            frozen = step.program(X)  # verified, merged as Ray would run it
-            for own in frozen.program.ranks:
-                assert parse_instructions(own.text()) == own.instructions
-            futures = step(X)
-        else:
-            futures = fn(X)
-        found.append([outcome(future) for future in futures])
-        session.close(quiet=True)
-    assert same(found[0], found[1])
 
 
 def test_the_program_says_what_runs():

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dtensor.daft import (
-    Buffer,
     Call,
-    ClusterClosed,
-    CommunicationError,
     Free,
     Function,
-    Label,
     Mode,
-    ProgramError,
-    Recv,
-    Send,
-    TaskError,
-    Wait,
     launch_cluster,
 )
 from dtensor.daft.run.worker import is_on
 from dtensor.numerics import REDUCTIONS, fold
-from tests.daft.programs import Collectives, function, pipeline, program, same_bits
+from tests.daft.programs import Collectives, function, program, same_bits
 
 MODES: list[Mode] = ["compiled", "interpreted"]
 
@@ -172,58 +162,6 @@ def test_seeds_give_the_same_bits(seed: int) -> None:
         assert all(same_bits(results[rank][n], v) for n, v in case.expected[rank].items())
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_state_lives_from_run_to_run(mode: Mode) -> None:
-    with launch_cluster(3) as cluster:
-        ones = torch.ones(4)
-        cluster.put([{"w": ones * 10**rank, "n": torch.zeros(())} for rank in range(3)])
-        ones.zero_()  # the cluster has its own copy
-        handle = cluster.load(pipeline(3))
-        fed = [{"x": torch.arange(4.0)}, {}, {}]
-        for _ in range(3):
-            results = cluster.run(handle, fed, mode=mode).get()
-        assert results[:2] == [{}, {}]
-        assert results[2]["y"].tolist() == [111, 112, 113, 114]
-        assert cluster.get([("n",), (), ("n", "w")]).get() == [
-            (torch.tensor(3.0),),
-            (),
-            (torch.tensor(3.0), pytest.approx(torch.full((4,), 100.0))),
-        ]
-        cluster.delete([("w",), (), ()])
-        with pytest.raises(LookupError, match="Rank 0 has no value 'w'"):
-            cluster.get([("w",), (), ()]).get()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_kept_comes_back_too(mode: Mode) -> None:
-    """As a copy of its own; and what nobody needs goes with the message of a put or a run."""
-    with launch_cluster(3) as cluster:
-        cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 3)
-        handle = cluster.load(pipeline(3))
-        fed = [{"x": torch.arange(4.0)}, {}, {}]
-        kept = {"y": "last"}
-        assert cluster.run(handle, fed, mode=mode, keep=kept).get()[2] == {}
-        drop = {2: ["last"]}
-        found = cluster.run(handle, fed, mode=mode, keep=kept, returned={"y"}, drop=drop).get()
-        assert found[:2] == [{}, {}] and found[2]["y"].tolist() == [3, 4, 5, 6]
-        found[2]["y"].zero_()
-        before = cluster.calls
-        assert cluster.get([(), (), ("last",)]).get()[2][0].tolist() == [3, 4, 5, 6]
-        cluster.put([{"v": torch.ones(())}] * 3, drop={2: ["last"]})
-        assert cluster.calls - before == 4
-        with pytest.raises(LookupError, match="Rank 2 has no value 'last'"):
-            cluster.get([(), (), ("last",)]).get()
-
-
-def test_a_compiled_run_is_one_call_per_actor_that_takes_part() -> None:
-    with launch_cluster(4, ranks_per_actor=2) as cluster:
-        for state, calls in ((("w",), 2), ((), 0)):
-            handle = cluster.load(program([], [], [], [], state=[(), state, (), state]))
-            before = cluster.calls
-            assert cluster.run(handle, [{}] * 4).get() == [{}] * 4
-            assert cluster.calls - before == calls
-
-
 def test_free_drops_the_value() -> None:
     made: list[weakref.ref[torch.Tensor]] = []
 
@@ -246,139 +184,3 @@ def test_free_drops_the_value() -> None:
         cluster.run(handle, fed).get()
         with pytest.raises(LookupError):
             cluster.get([("k",)]).get()
-
-
-def test_any_object_is_a_value_and_execution_is_one_thread_without_autograd() -> None:
-    look = function(
-        "look",
-        "def forward(x, n):\n    return ((x, n, torch.get_num_threads(), (x * 2).requires_grad),)",
-        torch=torch,
-    )
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with launch_cluster(1) as cluster:
-            items = [Call("look", ("x", "n"), ("y",))]
-            made = program(items, functions=[look], inputs=[("x", "n")], outputs=[("y",)])
-            x = torch.ones(1, requires_grad=True)
-            (result,) = cluster.run(cluster.load(made), [{"x": x, "n": "hello"}]).get()
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-    assert result["y"][1:] == ("hello", 1, False)
-
-
-FAILING = Function(
-    name="fails",
-    source="def forward(x):\n    y = x + 1\n    return (y.reshape(77),)",
-    lines=(None, "net.py:1: y = x + 1", "net.py:2: return y.reshape(77)"),
-)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_call_that_raises(mode: Mode) -> None:
-    items = [Call("fails", ("x",), ("y",), label=Label("F0"), source="net.py:0")]
-    made = program([], items, functions=[FAILING], inputs=[(), ("x",)], outputs=[(), ("y",)])
-    with launch_cluster(2) as cluster:
-        handle = cluster.load(made)
-        future = cluster.run(handle, [{}, {"x": torch.ones(2)}], mode=mode)
-        with pytest.raises(TaskError) as caught:
-            future.get()
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        text = str(caught.value)
-        assert text.startswith("rank 1 (stage 1), instruction 0 'y = call fails(x)' [F0], run 0: ")
-        assert text.endswith("at net.py:2: return y.reshape(77)")
-        assert cluster.failure is None
-        cluster.put([{}, {}])
-        cluster.get([(), ()]).get()
-        good = cluster.run(handle, [{}, {"x": torch.ones(77 - 1)}], mode=mode)
-        with pytest.raises(TaskError, match="run 1: RuntimeError: shape"):
-            good.get()
-        good = cluster.run(handle, [{}, {"x": torch.ones(77)}], mode=mode)
-        assert good.get()[1]["y"].tolist() == [2.0] * 77
-
-
-def test_the_instructions_line_where_the_function_has_none() -> None:
-    bad = function("bad", "def forward():\n    return (1, 2)")
-    made = program([Call("bad", (), ("y",), source="net.py:9")], functions=[bad], outputs=[("y",)])
-    with launch_cluster(1) as cluster, pytest.raises(TaskError) as caught:
-        cluster.run(cluster.load(made), [{}]).get()
-    assert "returned 2 values for 1 outputs" in str(caught.value)
-    assert caught.value.failure.line == "net.py:9"
-
-
-def test_a_value_that_is_not_as_declared() -> None:
-    buffer = Buffer((2,), torch.float32)
-    lists = ([Send("x", 1, "c", buffer), Wait(("x",))], [Recv("y", 0, "c", buffer), Wait(("y",))])
-    made = program(*lists, inputs=[("x",), ()], outputs=[(), ("y",)])
-    with launch_cluster(2) as cluster, pytest.raises(CommunicationError) as caught:
-        cluster.run(cluster.load(made), [{"x": torch.ones(3)}, {}]).get()
-    assert "declared is f32[2]" in str(caught.value) and caught.value.failure.peers == (1,)
-
-
-def test_what_comes_in_and_out_is_nobody_elses() -> None:
-    same = function("same", "def forward(w):\n    return (w,)")
-    made = program(
-        [Call("same", ("w",), ("y",))], functions=[same], outputs=[("y",)], state=[("w",)]
-    )
-    with launch_cluster(1) as cluster:
-        cluster.put([{"w": torch.ones(2)}])
-        handle = cluster.load(made)
-        cluster.run(handle, [{}]).get()[0]["y"].zero_()
-        assert cluster.get([("w",)]).get()[0][0].tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("of", [torch.clone, torch.t])
-def test_what_a_run_is_given_stays_its_callers(mode: Mode, of: Callable[..., Tensor]) -> None:
-    same = function("same", "def forward(x):\n    return (x,)")
-    up = function("up", "def forward(x):\n    x.add_(1)\n    return ()")
-    made = program(
-        [Call("same", ("x",), ("y",)), Call("up", ("w",), (), writes=("w",))],
-        functions=[same, up],
-        inputs=[("x", "w")],
-        outputs=[("y", "w")],
-    )
-    x, w = (of(torch.arange(4.0).reshape(2, 2)) for _ in range(2))
-    wanted = x.clone()
-    with launch_cluster(1) as cluster:
-        got = cluster.run(
-            cluster.load(made), [{"x": x, "w": w}], keep={"y": "kept"}, mode=mode
-        ).get()
-        assert torch.equal(got[0]["w"], wanted + 1) and torch.equal(w, wanted)
-        x.zero_()  # what was kept is no part of it
-        assert torch.equal(cluster.get([("kept",)]).get()[0][0], wanted)
-
-
-def test_faults_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="at least 1 rank"):
-        launch_cluster(0)
-    with launch_cluster(2) as cluster:
-        handle = cluster.load(pipeline(2))
-        with pytest.raises(ValueError, match="Rank 0 of program 'test' takes the inputs"):
-            cluster.run(handle, [{}, {}])
-        with pytest.raises(ValueError, match="one item per rank"):
-            cluster.put([{}])
-        with pytest.raises(ValueError, match="one item per rank"):
-            cluster.load(pipeline(3))
-        with pytest.raises(ProgramError):
-            cluster.load(program([Wait(("x",))], []))
-        cluster.unload(handle)
-    cluster.close()
-    with pytest.raises(ClusterClosed):
-        cluster.put([{}, {}])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_autocast_around_a_run_is_not_the_programs(mode: Mode) -> None:
-    square = function("square", "def forward(x):\n    return (mm(x, x),)", mm=torch.mm)
-    one = program(
-        [Call("square", ("x",), ("y",)), Free(("x",))],
-        functions=[square],
-        inputs=[("x",)],
-        outputs=[("y",)],
-    )
-    with launch_cluster(1) as cluster, torch.autocast("cpu", dtype=torch.bfloat16):
-        (result,) = cluster.run(cluster.load(one), [{"x": torch.eye(2)}], mode=mode).get()
-        assert torch.is_autocast_enabled("cpu")
-    assert result["y"].dtype == torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import dtensor as dt
 from tests.extras import missing
 
 pytest.importorskip("ray", reason=missing("ray"))
@@ -106,6 +108,21 @@ def test_a_process_that_ray_does_not_wait_for_has_ended(monkeypatch: pytest.Monk
     monkeypatch.setattr(start_ray, "_read_token", lambda: None)
     start_ray.end_ray()
     assert process.returncode == -9
+
+
+@pytest.mark.slow
+def test_an_address_where_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    message = rf"(?s)No Ray answers at '{address}': .*refused.*Fix: .*leave out address="
+    with (
+        pytest.raises(ConnectionError, match=message),
+        dt.launch(dt.Mesh(tp=2), backend="ray", address=address, deadline_s=0.5),
+    ):
+        pass
 
 
 @pytest.mark.ray

@@ -9,157 +9,25 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NoReturn
 
 import pytest
-import torch
 
-from dtensor import daft, signals
-from dtensor.daft import Call, Cluster, Label, Mode, TaskError, launch_cluster
-from dtensor.daft.cluster.cluster import HostedCluster
-from dtensor.daft.errors import Failure, HostError
+from dtensor import signals
+from dtensor.daft import Call, TaskError, launch_cluster
+from dtensor.daft.errors import Failure
 from dtensor.daft.ir.program import Program
 from dtensor.daft.remote_exceptions import RemoteException, interrupts
-from dtensor.daft.undo.failed_run import UndoneRun
 from tests.daft import raisers
 from tests.daft.programs import ctrl_c_interrupts, function, program
 from tests.daft.raisers import KINDS, NAMES, check
 
-RAY = pytest.param("ray", marks=pytest.mark.ray)
-
-
-@pytest.fixture(scope="module", params=["inprocess", RAY])
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "ray":
-        request.getfixturevalue("ray_session")
-    return request.param
-
-
 # -- in programs -----------------------------------------------------------------------------------
-
-ACT = function("act", "def forward(kind):\n    act(kind)\n    return (1,)", act=raisers.act)
-
-
-@pytest.fixture(scope="module")
-def cluster(backend: str) -> Iterator[Cluster]:
-    with launch_cluster(2, backend=backend) as made:  # type: ignore[arg-type]
-        yield made
-
-
-@pytest.mark.parametrize("mode", ["compiled", "interpreted"])
-def test_a_call_that_raises_anything(cluster: Cluster, mode: Mode) -> None:
-    call = Call("act", ("kind",), ("y",), label=Label("F0"), source="net.py:2: act(kind)")
-    made = program([], [call], functions=[ACT], inputs=[(), ("kind",)], outputs=[(), ("y",)])
-    handle = cluster.load(made)
-    for kind in NAMES:
-        run = cluster.runs
-        future = cluster.run(handle, [{}, {"kind": kind}], mode=mode)
-        with pytest.raises(TaskError) as caught:
-            future.get()
-        text = str(caught.value)
-        start = "rank 1 (stage 1), instruction 0 'y = call act(kind)' [F0]"
-        assert text.startswith(f"{start}, run {run}: ") and "at net.py:2: act(kind)" in text
-        check(caught.value, kind, carried=not cluster.immediate)
-        assert cluster.failure is None
-    cluster.unload(handle)
-
-
-def test_what_is_read_after_a_run_that_raised(cluster: Cluster) -> None:
-    """Its cause comes with what it was to keep, too."""
-    made = program(
-        [Call("act", ("kind",), ("y",))],
-        [],
-        functions=[ACT],
-        inputs=[("kind",), ()],
-        outputs=[("y",), ()],
-    )
-    handle = cluster.load(made)
-    cluster.run(handle, [{"kind": "SystemExit"}, {}], keep={"y": "kept"})
-    with pytest.raises(TaskError, match="SystemExit: 3") as caught:
-        cluster.get([("kept",), ()]).get()
-    check(caught.value, "SystemExit")
-    cluster.delete([("kept",), ()])
-
-
-def test_a_run_that_was_undone_for_no_known_reason(cluster: Cluster) -> None:
-    """Hosts that have only heard of it are not all that there are; one may have forgotten."""
-    assert isinstance(cluster, HostedCluster)
-    made = program([], [Call("act", ("kind",), ())], functions=[ACT], inputs=[(), ("kind",)])
-    with pytest.raises(TaskError, match="MemoryError"):
-        cluster.run(cluster.load(made), [{}, {"kind": "MemoryError"}]).get()
-    with pytest.raises(TaskError, match="rank 1 .*MemoryError: no room"):
-        raise cluster.root([UndoneRun((), run=cluster.runs - 1)])
-    with pytest.raises(TaskError, match="run 1000000: a run was undone, and no host says why"):
-        raise cluster.root([UndoneRun((), run=1_000_000)])
-    with pytest.raises(TaskError, match="no host says why"):
-        raise cluster.root([UndoneRun(())])
-
-
-def test_a_value_that_raises_as_a_host_takes_it(cluster: Cluster) -> None:
-    """A put, which is no instruction: all goes on."""
-
-    class Raises(torch.Tensor):
-        def detach(self) -> NoReturn:  # type: ignore[override]
-            sys.exit(3)
-
-    value: object = torch.ones(2).as_subclass(Raises)
-    if not cluster.immediate:
-        value = raisers.Given("unpickled")
-    with pytest.raises(HostError, match="SystemExit: 3") as caught:
-        cluster.put([{"w": value}, {}])
-        cluster.get([(), ()]).get()
-    check(caught.value, "SystemExit")
-    if not cluster.immediate:
-        assert str(caught.value).startswith("rank 0: ")
-    assert cluster.failure is None and cluster.get([(), ()]).get() == [(), ()]
 
 
 # -- in tasks --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def session(backend: str) -> Iterator[daft.Session]:
-    with daft.launch(backend) as made:  # type: ignore[arg-type]
-        yield made
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_task_that_raises_anything(session: daft.Session, compiled: bool) -> None:
-    actor, other = daft.spawn(raisers.Actor), daft.spawn(raisers.Actor)
-    x = torch.ones(2)
-    for kind in NAMES:
-        step = lambda x: (other.good(actor.fail(kind)), actor.good(x))  # noqa: E731, B023
-        failed, good = (daft.compile(step) if compiled else step)(x)
-        with pytest.raises(TaskError) as caught:
-            failed.get()
-        text = str(caught.value)
-        assert text.splitlines()[0].startswith(f"actor {caught.value.failure.actor!r}, fail: ")
-        assert "test_remote_exceptions.py" in text and "was not run" in caught.value.__notes__[-1]
-        check(caught.value, kind)
-        assert good.get().tolist() == [2.0, 2.0]
-
-
-def test_other_places_of_an_actor(session: daft.Session) -> None:
-    """Its `__init__`, its attributes, its results, on both sides."""
-    exiting = daft.spawn(raisers.Actor, "SystemExit")
-    actor = daft.spawn(raisers.Actor)
-    futures = {
-        "__init__": exiting.good(1),
-        "through_property": actor.through_property(),
-        "give": actor.give("pickled"),
-    }
-    unpickled = actor.give("unpickled")
-    for name, future in futures.items():
-        with pytest.raises(TaskError, match=f", {name}: SystemExit: 3") as caught:
-            future.get()
-        check(caught.value, "SystemExit")
-    with pytest.raises(TaskError, match=", give: its result does not unpickle here: SystemExit: 3"):
-        unpickled.get()
-    with pytest.raises(TaskError, match=", good: SystemExit: 3"):
-        actor.good(unpickled).get()
-    assert actor.good(1).get() == 2
 
 
 # -- on its way ------------------------------------------------------------------------------------

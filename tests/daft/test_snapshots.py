@@ -30,7 +30,7 @@ from dtensor.daft.undo.snapshots import MemorySnapshots, Snapshots
 from dtensor.daft.verification.verifier import verify
 from tests.daft.cuts import World, differs, drawn
 from tests.daft.programs import program
-from tests.daft.test_undo import AGREE, CHECKED
+from tests.daft.undo import AGREE, CHECKED
 
 
 def _moved(w: Tensor, x: Tensor) -> tuple[()]:

@@ -27,6 +27,8 @@ from dtensor.daft import (
     Call,
     Collective,
     Commit,
+    Free,
+    Function,
     Instruction,
     Program,
     ProgramError,
@@ -44,6 +46,25 @@ from dtensor.daft.undo.failed_run import UndoneRun
 from dtensor.daft.verification.pairing import pair, wait_edges
 from tests.daft.explore import Transfer, can_hang, drawn
 from tests.daft.programs import function, program
+
+# -- of clusters -----------------------------------------------------------------------------------
+
+CHECKED = Function(
+    name="checked",
+    source="def forward(x):\n    1 / x\n    return (x + 1,)",
+    lines=(None, "net.py:2: 1 / x", None),
+)
+ADD = function("add", "def forward(w, y):\n    w.add_(y)\n    return ()")
+NOTED = function("noted", "def forward(w, n):\n    w.fill_(n)\n    return ()")
+AGREE = [
+    Vote("v"),
+    Collective("all_reduce", (0, 1), ("v",), ("s",), (WORD,), (WORD,), "sum", "agree"),
+    Wait(("s",)),
+    Commit("s"),
+    Free(("v", "s")),
+]
+
+# -- against brute force ---------------------------------------------------------------------------
 
 Step = tuple[str, int]
 """start or wait, of transfer n; call (the n-th that may fail), vote, commit, write."""
