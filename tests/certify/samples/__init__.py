@@ -1,6 +1,6 @@
 """Sample calls for every op that has a rule: what the certificates are made from.
 
-    SAMPLES["aten.mm.default"]        # [lambda d: call(d("m k"), d("k n"))]
+    SAMPLES["aten.mm.default"]        # [of("m k", "k n")]
 
 One file per family, each with a dict from an op's full name to functions of a Draw (draw.py);
 FAMILIES lists them. A new family adds its file and a line there. Invariants: an op has samples in
@@ -13,31 +13,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.certify.samples.arrangement import ARRANGEMENT
-from tests.certify.samples.checked import CHECKED
-from tests.certify.samples.draw import EDGES, VARIANTS, Draw, Sample, call, words
+from tests.certify.samples.draw import EDGES, VARIANTS, Draw, Sample
 from tests.certify.samples.indexing import INDEXING
 from tests.certify.samples.layers import LAYERS
 from tests.certify.samples.losses import LAYER_LOSSES
 from tests.certify.samples.matrices import MATRICES
 from tests.certify.samples.ordering import ORDERING
-from tests.certify.samples.pointwise import POINTWISE
-from tests.certify.samples.random import RANDOM
-from tests.certify.samples.special import SPECIAL
-from tests.certify.samples.statistics import STATISTICS
+from tests.certify.samples.own import OWN
+from tests.certify.samples.pointwise import POINTWISE, SPECIAL
 from tests.certify.samples.tensors import STAND_INS, TENSORS
 
 FAMILIES: tuple[Mapping[str, list[Sample]], ...] = (
-    ARRANGEMENT,
-    CHECKED,
-    INDEXING,
-    LAYERS,
-    LAYER_LOSSES,
-    MATRICES,
-    ORDERING,
-    POINTWISE,
-    RANDOM,
-    SPECIAL,
-    STATISTICS,
+    *(ARRANGEMENT, INDEXING, LAYERS, LAYER_LOSSES, MATRICES, ORDERING, OWN, POINTWISE, SPECIAL),
     TENSORS,
 )
 
@@ -74,11 +61,10 @@ __all__ = [
     "NO_HALF",
     "POINTWISE",
     "SAMPLES",
+    "SPECIAL",
     "STAND_INS",
     "UNCHECKED",
     "VARIANTS",
     "Draw",
     "Sample",
-    "call",
-    "words",
 ]

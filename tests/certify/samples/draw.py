@@ -1,5 +1,6 @@
 """What samples are written with: a Draw of random tensors over named sizes, `call`, `words`.
 
+    "aten.mm.default": [of("m k", "k n")]                       # the same, written out:
     "aten.mm.default": [lambda d: call(d("m k"), d("k n"))]
 
 A sample is a function of a Draw, which gives random float64 tensors for named sizes; the names
@@ -53,13 +54,44 @@ class Draw:
     def bools(self, dims: str) -> torch.Tensor:
         return self(dims) > 0
 
+    def complex(self, dims: str) -> torch.Tensor:
+        return torch.complex(self(dims), self(dims))
+
 
 def words(text: str) -> list[str]:
     return text.split()
 
 
-Sample = Callable[[Draw], tuple[tuple[Any, ...], dict[str, Any]]]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+Sample = Callable[[Draw], Call]
 
 
-def call(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call(*args: Any, **kwargs: Any) -> Call:
     return args, kwargs
+
+
+def of(*args: Any, **kwargs: Any) -> Sample:
+    """A sample whose positional arguments are drawn where they are texts.
+
+    "a b" is a tensor, "+a b" of positive numbers, "?a b" of bools, "~a b" of complex numbers,
+    "a b:9" of integers from 0 to 8, "a b:-9:9" from -9 to 8; in a list, "a" is the size.
+    """
+
+    def drawn(d: Draw, value: Any) -> Any:
+        if isinstance(value, list):
+            return [d.size(x) if isinstance(x, str) else x for x in value]
+        if not isinstance(value, str):
+            return value
+        if ":" in value:
+            dims, *low, high = value.split(":")
+            return d.ints(dims, int(high), *map(int, low))
+        kinds = {"+": d.positive, "?": d.bools, "~": d.complex}
+        return kinds[value[0]](value[1:]) if value[:1] in kinds else d(value)
+
+    return lambda d: (tuple(drawn(d, value) for value in args), kwargs)
+
+
+def each(names: str, *samples: Sample, overload: str = "") -> dict[str, list[Sample]]:
+    """The same samples for several ops of aten, whose names end in their overload or lack it."""
+    end = overload and f".{overload}"
+    return {f"aten.{name}{end}": list(samples) for name in names.split()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.certify.samples.draw import Draw, Sample, call
+from tests.certify.samples.draw import Draw, Sample, call, of
 
 
 def _permutation(d: Draw, size: str) -> torch.Tensor:
@@ -53,21 +53,13 @@ INDEXING: dict[str, list[Sample]] = {
         lambda d: call(d("a b"), d.bools("a c"), [None, d.ints("c", 2)], d("a c")),
         lambda d: call(d("a b"), d.bools("c 3"), [d.ints("c 1", 2), d.ints("3", 2)], d("c 3")),
     ],
-    "aten.index_select.default": [
-        lambda d: call(d("a b"), 1, d.ints("c", 2)),
-        lambda d: call(d("a b"), 0, d.ints("", 2)),
-        lambda d: call(d(""), 0, d.ints("1", 1)),
-    ],
-    "aten.gather.default": [
-        lambda d: call(d("a b"), 1, d.ints("a 3", 2)),
-        lambda d: call(d("a b"), 1, d.ints("1 3", 2)),
-        lambda d: call(d(""), 0, d.ints("", 1)),
-    ],
+    "aten.index_select.default": [of("a b", 1, "c:2"), of("a b", 0, ":2"), of("", 0, "1:1")],
+    "aten.gather.default": [of("a b", 1, "a 3:2"), of("a b", 1, "1 3:2"), of("", 0, ":1")],
     "aten.scatter_add.default": [
-        lambda d: call(d("a b"), 1, d.ints("a 3", 2), d("a 3")),
-        lambda d: call(d("a b"), 0, d.ints("c b", 2), d("c b")),
-        lambda d: call(d("a 7"), 1, d.ints("a 3", 7), d("a 5")),
-        lambda d: call(d(""), 0, d.ints("", 1), d("")),
+        of("a b", 1, "a 3:2", "a 3"),
+        of("a b", 0, "c b:2", "c b"),
+        of("a 7", 1, "a 3:7", "a 5"),
+        of("", 0, ":1", ""),
     ],
     "aten.scatter.src": [
         lambda d: call(d("a 4"), 1, _distinct(d, "a"), d("a 2")),
@@ -76,43 +68,38 @@ INDEXING: dict[str, list[Sample]] = {
         lambda d: call(
             d("a b 4 c"), 2, d.ints("a 1 1 1", 4).expand(d.shape("a b 1 c")), d("a b 1 c")
         ),
-        lambda d: call(d("a b"), 0, d.ints("1 b", 2), d("3 b")),
+        of("a b", 0, "1 b:2", "3 b"),
     ],
-    "aten.scatter.value": [
-        lambda d: call(d("a b"), 1, d.ints("a 1", 2), 2.0),
-        lambda d: call(d("a b"), 0, d.ints("1 b", 2), 0),
-    ],
+    "aten.scatter.value": [of("a b", 1, "a 1:2", 2.0), of("a b", 0, "1 b:2", 0)],
     "aten._unsafe_index.Tensor": _READS,
     "aten._unsafe_index_put.default": [*_ADDS, *_WRITES],
     "aten.index_add.default": [
-        lambda d: call(d("a b"), 1, d.ints("c", 2), d("a c")),
-        lambda d: call(d("a b"), 0, d.ints("c", 2), d("c b"), alpha=2.5),
-        lambda d: call(d("a"), 0, d.ints("c", 1), d("c")),
-        lambda d: call(d.ints("a b", 5), 0, d.ints("c", 2), d.ints("c b", 5)),
+        of("a b", 1, "c:2", "a c"),
+        of("a b", 0, "c:2", "c b", alpha=2.5),
+        of("a", 0, "c:1", "c"),
+        of("a b:5", 0, "c:2", "c b:5"),
     ],
     "aten.index_copy.default": [
         lambda d: call(d("a b"), 1, _permutation(d, "b"), d("a b")),
-        lambda d: call(d("a b 4 c"), 2, torch.tensor([3, 1]), d("a b 2 c")),
-        lambda d: call(d(""), 0, d.ints("1", 1), d("1")),
+        of("a b 4 c", 2, torch.tensor([3, 1]), "a b 2 c"),
+        of("", 0, "1:1", "1"),
     ],
     "aten.index_fill.int_Scalar": [
-        lambda d: call(d("a b"), 1, d.ints("c", 2), 0.0),
-        lambda d: call(d("a b"), 0, d.ints("c", 2), 2.0),
-        lambda d: call(d(""), 0, d.ints("1", 1), 2.0),
+        of("a b", 1, "c:2", 0.0),
+        of("a b", 0, "c:2", 2.0),
+        of("", 0, "1:1", 2.0),
     ],
-    "aten.index_fill.int_Tensor": [lambda d: call(d("a b"), 1, d.ints("c", 2), d(""))],
+    "aten.index_fill.int_Tensor": [of("a b", 1, "c:2", "")],
     "aten.index_reduce.default": [
         lambda d: call(d("a b"), 1, d.ints("c", 2), d("a c"), "prod"),
         lambda d: call(d("a b"), 0, d.ints("c", 2), d("c b"), "amax", include_self=False),
         lambda d: call(d("a b"), 0, d.ints("c", 2), d("c b"), "mean"),
     ],
     "aten.scatter.reduce": [
-        lambda d: call(d("a b"), 1, d.ints("a 3", 2), d("a 3"), reduce="multiply"),
-        lambda d: call(d("a b"), 1, d.ints("1 3", 2), d("a 3"), reduce="add"),
+        of("a b", 1, "a 3:2", "a 3", reduce="multiply"),
+        of("a b", 1, "1 3:2", "a 3", reduce="add"),
     ],
-    "aten.scatter.value_reduce": [
-        lambda d: call(d("a b"), 1, d.ints("a 3", 2), 2.0, reduce="multiply")
-    ],
+    "aten.scatter.value_reduce": [of("a b", 1, "a 3:2", 2.0, reduce="multiply")],
     "aten.scatter_reduce.two": [
         _scatter_reduce("sum", True),
         _scatter_reduce("sum", False),
@@ -120,17 +107,12 @@ INDEXING: dict[str, list[Sample]] = {
         _scatter_reduce("mean", False),
         lambda d: call(d(""), 0, d.ints("", 1), d(""), "sum"),
     ],
-    "aten.take.default": [
-        lambda d: call(d("a b"), d.ints("c 3", 4)),
-        lambda d: call(d("a b"), d.ints("", 4)),
-    ],
+    "aten.take.default": [of("a b", "c 3:4"), of("a b", ":4")],
     "aten.put.default": [
-        lambda d: call(d("a b"), d.ints("c 2", 4), d("c 2"), True),
+        of("a b", "c 2:4", "c 2", True),
         lambda d: call(d("a b"), _permutation(d, "a"), d("a")),
     ],
-    "aten.repeat_interleave.Tensor": [lambda d: call(d.ints("a", 4))],
-    "aten.masked_scatter.default": [lambda d: call(d("a b"), d.bools("a b"), d("a b c"))],
-    "aten.masked_scatter_backward.default": [
-        lambda d: call(d("a b"), d.bools("a b"), list(d.shape("a b")))
-    ],
+    "aten.repeat_interleave.Tensor": [of("a:4")],
+    "aten.masked_scatter.default": [of("a b", "?a b", "a b c")],
+    "aten.masked_scatter_backward.default": [of("a b", "?a b", ["a", "b"])],
 }

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from tests.certify.samples.draw import Draw, Sample, call, words
+from tests.certify.samples.draw import Call, Draw, Sample, call, of, words
 
 aten = torch.ops.aten
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _POINTS = {1: "7", 2: "7 6", 3: "4 5 4"}
 
@@ -207,10 +206,7 @@ PLANES: dict[str, list[Sample]] = {
     **_resizing(),
     "aten.avg_pool1d.default": [lambda d: call(_planes(d, 1), [2], [2], [1], True, False)],
     "aten.adaptive_avg_pool1d.default": [lambda d: call(_planes(d, 1), [3])],
-    "aten.im2col.default": [
-        lambda d: call(_planes(d, 2), *_PATCHES),
-        lambda d: call(d("c 7 6"), *_PATCHES),
-    ],
+    "aten.im2col.default": [lambda d: call(_planes(d, 2), *_PATCHES), of("c 7 6", *_PATCHES)],
     "aten.col2im.default": [
         lambda d: call(aten.im2col(_planes(d, 2), *_PATCHES), [7, 6], *_PATCHES)
     ],
@@ -263,15 +259,15 @@ NORMS: dict[str, list[Sample]] = {
     "aten._native_batch_norm_legit_functional.default": [
         lambda d: call(d("n c 3 2"), *_statistics(d), True, 0.1, 1e-5),
         lambda d: call(d("n c 3 2"), *_statistics(d), False, 0.1, 1e-5),
-        lambda d: call(d("n c"), None, None, d("c"), d.positive("c"), True, 0.1, 1e-5),
+        of("n c", None, None, "c", "+c", True, 0.1, 1e-5),
     ],
     "aten._native_batch_norm_legit.no_stats": [
-        lambda d: call(d("n c 3"), d("c"), d("c"), True, 0.1, 1e-5),
-        lambda d: call(d("n c 3"), None, None, True, 0.1, 1e-5),
+        of("n c 3", "c", "c", True, 0.1, 1e-5),
+        of("n c 3", None, None, True, 0.1, 1e-5),
     ],
     "aten._native_batch_norm_legit_no_training.default": [
         lambda d: call(d("n c 3"), *_statistics(d), 0.1, 1e-5),
-        lambda d: call(d("n c"), None, None, d("c"), d.positive("c"), 0.1, 1e-5),
+        of("n c", None, None, "c", "+c", 0.1, 1e-5),
     ],
     "aten._batch_norm_with_update_functional.default": [
         lambda d: call(d("n c 3"), *_statistics(d), 0.1, 1e-5)

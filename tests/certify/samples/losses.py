@@ -7,10 +7,9 @@ from typing import Any
 import torch
 import transformers.integrations.moe  # noqa: F401 - registers its products of experts
 
-from tests.certify.samples.draw import Draw, Sample, call, words
+from tests.certify.samples.draw import Call, Draw, Sample, call, of, words
 
 aten = torch.ops.aten
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 _REDUCTIONS = (0, 1, 2)  # none, mean, sum
 _INF = float("inf")
 
@@ -134,15 +133,15 @@ LOSSES: dict[str, list[Sample]] = {
 
 def _activations() -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = {
-        f"aten.{name}.default": [lambda d: call(d("a b"))]
+        f"aten.{name}.default": [of("a b")]
         for name in words("celu selu hardswish hardsigmoid mish softshrink hardshrink")
     }
     found |= {
-        f"aten.{name}_backward.default": [lambda d: call(d("a b"), d("a b"))]
+        f"aten.{name}_backward.default": [of("a b", "a b")]
         for name in words("hardswish hardsigmoid mish")
     }
     found |= {
-        f"aten.{name}_backward.default": [lambda d: call(d("a b"), d("a b"), 0.5)]
+        f"aten.{name}_backward.default": [of("a b", "a b", 0.5)]
         for name in words("softshrink hardshrink")
     }
     return found
@@ -155,15 +154,12 @@ def _log_sigmoid_backward(d: Draw) -> Call:
 
 ACTIVATIONS: dict[str, list[Sample]] = {
     **_activations(),
-    "aten.threshold.default": [lambda d: call(d("a b"), 0.1, 3.0)],
-    "aten._prelu_kernel.default": [
-        lambda d: call(d("a b"), d("1 b")),
-        lambda d: call(d("a b c"), d("1 b 1")),
-    ],
-    "aten._prelu_kernel_backward.default": [lambda d: call(d("a b c"), d("a b c"), d("1 b 1"))],
-    "aten.log_sigmoid_forward.default": [lambda d: call(d("a b"))],
+    "aten.threshold.default": [of("a b", 0.1, 3.0)],
+    "aten._prelu_kernel.default": [of("a b", "1 b"), of("a b c", "1 b 1")],
+    "aten._prelu_kernel_backward.default": [of("a b c", "a b c", "1 b 1")],
+    "aten.log_sigmoid_forward.default": [of("a b")],
     "aten.log_sigmoid_backward.default": [_log_sigmoid_backward],
-    "aten.native_dropout_backward.default": [lambda d: call(d("a b"), d.bools("a b"), 2.0)],
+    "aten.native_dropout_backward.default": [of("a b", "?a b", 2.0)],
     "aten.glu.default": [
         lambda d: call(d(f"a {2 * d.size('h')}")),
         lambda d: call(d(f"a {2 * d.size('h')} b"), 1),
@@ -252,8 +248,8 @@ MISCELLANEOUS: dict[str, list[Sample]] = {
         lambda d, c=c, m=m: _attention_backward(d, c, m) for c, m in _ATTENTIONS
     ],
     "aten._trilinear.default": [
-        lambda d: call(d("a i"), d("o i j"), d("a j"), [1, 3], [0], [1, 2], [2, 3]),
-        lambda d: call(d("a i"), d("i j"), d("a j"), [2], [0], [1], [1]),
+        of("a i", "o i j", "a j", [1, 3], [0], [1, 2], [2, 3]),
+        of("a i", "i j", "a j", [2], [0], [1], [1]),
     ],
     "aten._embedding_bag.default": [lambda d, m=m: _bag(d, m, False) for m in _REDUCTIONS]
     + [lambda d: _bag(d, 0, True)],
@@ -272,13 +268,13 @@ MISCELLANEOUS: dict[str, list[Sample]] = {
     "transformers.grouped_mm_fallback.default": [lambda d: _experts(d)],
     "transformers.grouped_mm_fallback_backward.default": [lambda d: _experts(d, "8 n")],
     "aten._cdist_forward.default": [
-        lambda d: call(d("b p m"), d("b r m"), 2.0, None),
+        of("b p m", "b r m", 2.0, None),
         *[lambda d, p=p: call(d("p m"), d("r m"), p, None) for p in (0.0, 1.0, _INF)],
     ],
     "aten._cdist_backward.default": [
         lambda d, p=p: _cdist_backward(d, p) for p in (2.0, 1.0, 3.0, _INF)
     ],
-    "aten._pdist_forward.default": [lambda d: call(d("5 m"), 2.0)],
+    "aten._pdist_forward.default": [of("5 m", 2.0)],
     "aten._pdist_backward.default": [_pdist_backward],
 }
 

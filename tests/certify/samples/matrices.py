@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 
-from tests.certify.samples.draw import Draw, Sample, call, words
-from tests.certify.samples.special import complex_of
+from tests.certify.samples.draw import Call, Draw, Sample, call, of, words
 
 aten = torch.ops.aten
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _square(d: Draw, dims: str) -> torch.Tensor:
@@ -81,7 +79,8 @@ def _triangular(d: Draw, **kwargs: Any) -> Call:
     return call(_triangle(d, "a 3 3"), rhs, upper=False, **kwargs)
 
 
-_SOLVES: dict[str, list[Sample]] = {
+MATRICES: dict[str, list[Sample]] = {
+    **_of_squares(),
     "aten.linalg_lu_solve.default": [_lu_solve, lambda d: _lu_solve(d, left=False)],
     "aten.lu_unpack.default": [_lu_unpack, lambda d: _lu_unpack(d, True, False)],
     "aten.linalg_ldl_solve.default": [_ldl_solve],
@@ -104,44 +103,19 @@ _SOLVES: dict[str, list[Sample]] = {
         lambda d: call(*_reflectors(d), d("a 3 c")),
         lambda d: call(*_reflectors(d), d("a c 3"), False, True),
     ],
-    "aten.linalg_cross.default": [
-        lambda d: call(d("a 3 b"), d("a 3 b"), dim=1),
-        lambda d: call(d("a 3"), d("1 3")),
-    ],
-}
-
-_TRANSFORMS: dict[str, list[Sample]] = {
-    "aten._fft_r2c.default": [
-        lambda d: call(d("a b c"), [1], 0, True),
-        lambda d: call(d("a b c"), [0, 2], 1, False),
-    ],
-    "aten._fft_c2c.default": [
-        lambda d: call(complex_of(d, "a b"), [1], 0, True),
-        lambda d: call(complex_of(d, "a b"), [], 0, False),
-    ],
+    "aten.linalg_cross.default": [of("a 3 b", "a 3 b", dim=1), of("a 3", "1 3")],
+    "aten._fft_r2c.default": [of("a b c", [1], 0, True), of("a b c", [0, 2], 1, False)],
+    "aten._fft_c2c.default": [of("~a b", [1], 0, True), of("~a b", [], 0, False)],
     "aten._fft_c2r.default": [
-        lambda d: call(complex_of(d, "a b"), [1], 0, 2 * d.size("b") - 2),
-        lambda d: call(complex_of(d, "a b c"), [0, 1], 2, 2 * d.size("b") - 1),
+        lambda d: call(d.complex("a b"), [1], 0, 2 * d.size("b") - 2),
+        lambda d: call(d.complex("a b c"), [0, 1], 2, 2 * d.size("b") - 1),
     ],
-}
-
-_PRODUCTS: dict[str, list[Sample]] = {
-    "aten.vdot.default": [
-        lambda d: call(d("k"), d("k")),
-        lambda d: call(complex_of(d, "k"), complex_of(d, "k")),
-    ],
+    "aten.vdot.default": [of("k", "k"), of("~k", "~k")],
     "aten.addbmm.default": [
-        lambda d: call(d("m n"), d("b m k"), d("b k n"), beta=2.0, alpha=0.5),
-        lambda d: call(d("n"), d("b m k"), d("b k n")),
-        lambda d: call(d(""), d("b m k"), d("b k n")),
+        of("m n", "b m k", "b k n", beta=2.0, alpha=0.5),
+        of("n", "b m k", "b k n"),
+        of("", "b m k", "b k n"),
     ],
-    "aten.addmv.default": [
-        lambda d: call(d("m"), d("m k"), d("k"), beta=0.5),
-    ],
-    "aten.addr.default": [
-        lambda d: call(d("m n"), d("m"), d("n")),
-        lambda d: call(d("m 1"), d("m"), d("n"), alpha=2.0),
-    ],
+    "aten.addmv.default": [of("m", "m k", "k", beta=0.5)],
+    "aten.addr.default": [of("m n", "m", "n"), of("m 1", "m", "n", alpha=2.0)],
 }
-
-MATRICES: dict[str, list[Sample]] = {**_of_squares(), **_SOLVES, **_TRANSFORMS, **_PRODUCTS}

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.certify.samples.draw import Draw, Sample, call
-from tests.certify.samples.special import complex_of
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+from tests.certify.samples.draw import Call, Draw, Sample, call, each, of
 
 
 def _sorted(d: Draw, dims: str) -> torch.Tensor:
@@ -27,14 +24,14 @@ def _search_with_sorter(d: Draw) -> Call:
 
 def _norms() -> list[Sample]:
     return [
-        lambda d: call(d("a b")),
-        lambda d: call(d("a b"), 2, [1], True),
-        lambda d: call(d("a b c"), 1, [1]),
-        lambda d: call(d("a b c"), 0, [0, 2], True),
-        lambda d: call(d("a b c"), math.inf, [1]),
-        lambda d: call(complex_of(d, "a b"), math.inf, [1]),
-        lambda d: call(d("a b c"), -math.inf),
-        lambda d: call(d("a b c"), 3, [1]),
+        of("a b"),
+        of("a b", 2, [1], True),
+        of("a b c", 1, [1]),
+        of("a b c", 0, [0, 2], True),
+        of("a b c", math.inf, [1]),
+        of("~a b", math.inf, [1]),
+        of("a b c", -math.inf),
+        of("a b c", 3, [1]),
     ]
 
 
@@ -55,7 +52,7 @@ def _segments_backward(d: Draw, reduce: str) -> Call:
     return call(d("3 a b"), out, x, reduce, lengths=lengths, axis=0, initial=0)
 
 
-_ORDERS: dict[str, list[Sample]] = {
+ORDERING: dict[str, list[Sample]] = {
     "aten.segment_reduce.default": [
         lambda d: _segments(d, "sum"),
         lambda d: _segments(d, "max", initial=1),
@@ -66,20 +63,13 @@ _ORDERS: dict[str, list[Sample]] = {
         lambda d: _segments_backward(d, "sum"),
         lambda d: _segments_backward(d, "max"),
     ],
-    "aten.argsort.stable": [lambda d: call(d("a b"), stable=True, dim=0)],
-    "aten.msort.default": [lambda d: call(d("a b"))],
-    "aten.kthvalue.default": [
-        lambda d: call(d("a b"), 2),
-        lambda d: call(d("a b c"), 1, 0, True),
-    ],
-    "aten.mode.default": [lambda d: call(d.ints("a b", 3)), lambda d: call(d("a b"), 0, True)],
-    "aten.median.dim": [lambda d: call(d("a b c"), 1), lambda d: call(d("a b"), 0, True)],
-    "aten.nanmedian.dim": [lambda d: call(d("a b c"), 1), lambda d: call(d("a b"), 0, True)],
-    "aten.median.default": [lambda d: call(d("a b"))],
-    "aten.nanmedian.default": [lambda d: call(d("a b"))],
-    "aten.cummax.default": [lambda d: call(d("a b"), 1), lambda d: call(d("a b"), 0)],
-    "aten.cummin.default": [lambda d: call(d("a b"), 1)],
-    "aten.logcumsumexp.default": [lambda d: call(d("a b"), 1), lambda d: call(d("a b"), 0)],
+    "aten.argsort.stable": [of("a b", stable=True, dim=0)],
+    **each("msort.default median.default nanmedian.default hash_tensor.default", of("a b")),
+    "aten.kthvalue.default": [of("a b", 2), of("a b c", 1, 0, True)],
+    "aten.mode.default": [of("a b:3"), of("a b", 0, True)],
+    **each("median.dim nanmedian.dim", of("a b c", 1), of("a b", 0, True)),
+    **each("cummax.default logcumsumexp.default", of("a b", 1), of("a b", 0)),
+    "aten.cummin.default": [of("a b", 1)],
     "aten.bucketize.Tensor": [
         lambda d: call(d("a b"), _sorted(d, "c")),
         lambda d: call(d("a b"), _sorted(d, "c"), out_int32=True, right=True),
@@ -91,34 +81,21 @@ _ORDERS: dict[str, list[Sample]] = {
         _search_with_sorter,
     ],
     "aten.searchsorted.Scalar": [lambda d: call(_sorted(d, "a"), 0.1)],
-    "aten.histc.default": [
-        lambda d: call(d("a b"), 4, -1, 1),
-        lambda d: call(d("a b"), 4),
-    ],
-    "aten.histogram.bin_ct": [lambda d: call(d("a b"), 4)],
+    "aten.histc.default": [of("a b", 4, -1, 1), of("a b", 4)],
+    "aten.histogram.bin_ct": [of("a b", 4)],
     "aten.histogram.bins_tensor": [lambda d: call(d("a b"), _sorted(d, "4"))],
-    "aten._histogramdd_bin_edges.default": [lambda d: call(d("a 2"), [2, 3])],
-    "aten._histogramdd_from_bin_cts.default": [lambda d: call(d("a 2"), [2, 3])],
+    **each("_histogramdd_bin_edges.default _histogramdd_from_bin_cts.default", of("a 2", [2, 3])),
     "aten._histogramdd_from_bin_tensors.default": [
         lambda d: call(d("a 2"), [_sorted(d, "3"), _sorted(d, "4")])
     ],
-    "aten.hash_tensor.default": [lambda d: call(d("a b"))],
-    "aten.nonzero_static.default": [lambda d: call(d.ints("a b", 2), size=5)],
-}
-
-_REDUCTIONS: dict[str, list[Sample]] = {
+    "aten.nonzero_static.default": [of("a b:2", size=5)],
     "aten.linalg_vector_norm.default": _norms(),
-    "aten.std_mean.correction": [lambda d: call(d("a b"), [1], correction=0, keepdim=True)],
-    "aten.count_nonzero.default": [
-        lambda d: call(d.ints("a b", 2)),
-        lambda d: call(d.ints("a b", 2), -1),
-    ],
-    "aten.count_nonzero.dim_IntList": [lambda d: call(d.ints("a b c", 2), [0, -1])],
+    "aten.std_mean.correction": [of("a b", [1], correction=0, keepdim=True)],
+    "aten.count_nonzero.default": [of("a b:2"), of("a b:2", -1)],
+    "aten.count_nonzero.dim_IntList": [of("a b c:2", [0, -1])],
     "aten.nansum.default": [
         lambda d: call(d("a b").log()),
         lambda d: call(d("a b").log(), [1], True),
     ],
-    "aten.prod.default": [lambda d: call(d("a b"))],
+    "aten.prod.default": [of("a b")],
 }
-
-ORDERING: dict[str, list[Sample]] = {**_ORDERS, **_REDUCTIONS}

@@ -7,22 +7,15 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from tests.certify.samples.draw import Draw, Sample, call, words
+from tests.certify.samples.draw import Call, Draw, Sample, call, each, of, words
 
 aten = torch.ops.aten
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _reductions() -> dict[str, list[Sample]]:
-    over_dims: list[Sample] = [
-        lambda d: call(d("a b c"), [1]),
-        lambda d: call(d("a b c"), [0, -1], True),
-    ]
-    over_dim: list[Sample] = [
-        lambda d: call(d("a b c"), 1),
-        lambda d: call(d("a b c"), -1, True),
-    ]
-    over_all: list[Sample] = [lambda d: call(d("a b")), lambda d: call(d(""))]
+    over_dims: list[Sample] = [of("a b c", [1]), of("a b c", [0, -1], True)]
+    over_dim: list[Sample] = [of("a b c", 1), of("a b c", -1, True)]
+    over_all: list[Sample] = [of("a b"), of("")]
     found = {
         f"aten.{n}": over_dims
         for n in words("sum.dim_IntList mean.dim amax.default amin.default logsumexp.default")
@@ -32,32 +25,19 @@ def _reductions() -> dict[str, list[Sample]]:
         for n in words("argmax.default argmin.default max.dim min.dim prod.dim_int")
     }
     found |= {f"aten.{n}.default": over_all for n in ("sum", "mean", "max", "min")}
-    found["aten.sum.dim_IntList"] = [
-        *over_dims,
-        lambda d: call(d.ints("a b", 5), [0]),
-        lambda d: call(d.bools("a b"), [0]),
-        lambda d: call(d("a b"), None),
-    ]
-    found["aten.amax.default"] = [*over_dims, lambda d: call(d.ints("a b", 9, -9), [0])]
+    found["aten.sum.dim_IntList"] = [*over_dims, of("a b:5", [0]), of("?a b", [0]), of("a b", None)]
+    found["aten.amax.default"] = [*over_dims, of("a b:-9:9", [0])]
     found |= {
         "aten.any.default": [lambda d: call(_one_true(d, "a b"))],
-        "aten.any.dim": [
-            lambda d: call(d.bools("a b"), 0),
-            lambda d: call(d.ints("a b", 2).double(), -1, True),
-        ],
+        "aten.any.dim": [of("?a b", 0), lambda d: call(d.ints("a b", 2).double(), -1, True)],
         "aten.any.dims": [lambda d: call(_one_true(d, "a b c"), [0, 1])],
         "aten.all.default": [lambda d: call(~_one_true(d, "a b"))],
-        "aten.all.dim": [
-            lambda d: call(d.bools("a b"), 0),
-            lambda d: call(d.ints("a b", 2).double(), -1, True),
-        ],
+        "aten.all.dim": [of("?a b", 0), lambda d: call(d.ints("a b", 2).double(), -1, True)],
         "aten.all.dims": [lambda d: call(~_one_true(d, "a b c"), [0, 1])],
     }
     for name in ("var", "var_mean", "std"):
-        found[f"aten.{name}.correction"] = [
-            lambda d: call(d("a b"), [1], correction=0, keepdim=True)
-        ]
-    found["aten.argmax.default"] = [*over_dim, lambda d: call(d("a b"))]
+        found[f"aten.{name}.correction"] = [of("a b", [1], correction=0, keepdim=True)]
+    found["aten.argmax.default"] = [*over_dim, of("a b")]
     return found
 
 
@@ -70,15 +50,12 @@ def _one_true(d: Draw, dims: str) -> torch.Tensor:
 
 def _along() -> dict[str, list[Sample]]:
     found: dict[str, list[Sample]] = {
-        f"aten.{n}": [lambda d: call(d("a b c"), -1), lambda d: call(d("a b"), 0)]
+        f"aten.{n}": [of("a b c", -1), of("a b", 0)]
         for n in words(
             "softmax.int log_softmax.int cumsum.default cumprod.default _safe_softmax.default"
         )
     }
-    found |= {
-        f"aten.{n}.default": [lambda d: call(d("a b c"), -1, False)]
-        for n in ("_softmax", "_log_softmax")
-    }
+    found |= {f"aten.{n}.default": [of("a b c", -1, False)] for n in ("_softmax", "_log_softmax")}
     found |= {
         "aten._softmax_backward_data.default": [
             lambda d: call(d("a b"), d("a b").softmax(1), 1, torch.float64)
@@ -86,20 +63,16 @@ def _along() -> dict[str, list[Sample]]:
         "aten._log_softmax_backward_data.default": [
             lambda d: call(d("a b"), d("a b").log_softmax(1), 1, torch.float64)
         ],
-        "aten.flip.default": [lambda d: call(d("a b c"), [0, 2])],
-        "aten.sort.default": [lambda d: call(d("a b"))],
-        "aten.sort.stable": [lambda d: call(d("a b"), stable=True, dim=0)],
-        "aten.argsort.default": [lambda d: call(d("a b"), 0)],
-        "aten.topk.default": [lambda d: call(d("a b"), 2), lambda d: call(d("a b"), 1, 0)],
-        "aten.mse_loss.default": [
-            lambda d: call(d("a b"), d("a b")),
-            lambda d: call(d("a b"), d("a b"), 2),
-            lambda d: call(d("a b"), d("a b"), 0),
-        ],
+        "aten.flip.default": [of("a b c", [0, 2])],
+        "aten.sort.default": [of("a b")],
+        "aten.sort.stable": [of("a b", stable=True, dim=0)],
+        "aten.argsort.default": [of("a b", 0)],
+        "aten.topk.default": [of("a b", 2), of("a b", 1, 0)],
+        "aten.mse_loss.default": [of("a b", "a b"), of("a b", "a b", 2), of("a b", "a b", 0)],
         "aten.mse_loss_backward.default": [
-            lambda d: call(d(""), d("a b"), d("a b"), 1),
-            lambda d: call(d(""), d("a b"), d("a b"), 2),
-            lambda d: call(d("a b"), d("a b"), d("a b"), 0),
+            of("", "a b", "a b", 1),
+            of("", "a b", "a b", 2),
+            of("a b", "a b", "a b", 0),
         ],
     }
     return found
@@ -173,20 +146,17 @@ def _rms_backward(d: Draw, offset: float) -> Call:
 
 
 MATMUL: dict[str, list[Sample]] = {
-    "aten.mm.default": [lambda d: call(d("m k"), d("k n"))],
-    "aten.bmm.default": [lambda d: call(d("b m k"), d("b k n"))],
-    "aten.mv.default": [lambda d: call(d("m k"), d("k"))],
-    "aten.dot.default": [lambda d: call(d("k"), d("k"))],
+    "aten.mm.default": [of("m k", "k n")],
+    "aten.bmm.default": [of("b m k", "b k n")],
+    "aten.mv.default": [of("m k", "k")],
+    "aten.dot.default": [of("k", "k")],
     "aten.addmm.default": [
-        lambda d: call(d("n"), d("m k"), d("k n"), beta=2.0, alpha=0.5),
-        lambda d: call(d("m n"), d("m k"), d("k n")),
-        lambda d: call(d("1 n"), d("m k"), d("k n")),
+        of("n", "m k", "k n", beta=2.0, alpha=0.5),
+        of("m n", "m k", "k n"),
+        of("1 n", "m k", "k n"),
     ],
-    "aten.baddbmm.default": [lambda d: call(d("b 4 3"), d("b 4 k"), d("b k 3"))],
-    "aten.linear.default": [
-        lambda d: call(d("b t k"), d("n k")),
-        lambda d: call(d("b k"), d("n k"), d("n")),
-    ],
+    "aten.baddbmm.default": [of("b 4 3", "b 4 k", "b k 3")],
+    "aten.linear.default": [of("b t k", "n k"), of("b k", "n k", "n")],
     "dt.attention.default": [
         lambda d: call(*_attention(d, 4, 4, True), True, 0.5),
         lambda d: call(*_attention(d, 6, 2, False), False, 0.5),
@@ -203,34 +173,23 @@ MATMUL: dict[str, list[Sample]] = {
     "dt.attention_masked_backward.default": [
         lambda d, m=m: _attention_masked_backward(d, *m) for m in _MASKS
     ],
-}
-
-NORM: dict[str, list[Sample]] = {
     "aten.native_layer_norm.default": [
-        lambda d: call(d("b t d"), [d.size("d")], d("d"), d("d"), 1e-5),
-        lambda d: call(d("b t d"), [d.size("t"), d.size("d")], None, None, 1e-5),
+        of("b t d", ["d"], "d", "d", 1e-5),
+        of("b t d", ["t", "d"], None, None, 1e-5),
     ],
     "aten.native_layer_norm_backward.default": [_layer_norm_backward, _layer_norm_backward_plain],
-    "aten._fused_rms_norm.default": [
-        lambda d: call(d("b t d"), [d.size("d")], d("d"), 1e-5),
-        lambda d: call(d("b t d"), [d.size("d")], None, 1e-5),
-    ],
+    "aten._fused_rms_norm.default": [of("b t d", ["d"], "d", 1e-5), of("b t d", ["d"], None, 1e-5)],
     "aten._fused_rms_norm_backward.default": [_rms_norm_backward],
     "dt.rms_norm.default": [lambda d: _rms(d, 0.0), lambda d: _rms(d, 1.0)],
     "dt.rms_norm_backward.default": [
         lambda d: _rms_backward(d, 0.0),
         lambda d: _rms_backward(d, 1.0),
     ],
-    "dt.add_rms_norm.default": [
-        lambda d: call(d("b t d"), d("b t d"), d("d"), 1e-5, 1.0, torch.float32, torch.float32),
-    ],
+    "dt.add_rms_norm.default": [of("b t d", "b t d", "d", 1e-5, 1.0, torch.float32, torch.float32)],
     "dt.add_layer_norm.default": [
-        lambda d: call(d("b t d"), d("b t d"), d("d"), d("d"), 1e-5),
-        lambda d: call(d("b d"), d("b d"), d("d"), d("d"), 1e-5),
+        of("b t d", "b t d", "d", "d", 1e-5),
+        of("b d", "b d", "d", "d", 1e-5),
     ],
-}
-
-GATES: dict[str, list[Sample]] = {
     "dt.gated.default": [
         lambda d: call(d("b t d"), d("b t d"), "silu"),
         lambda d: call(d("b d"), d("b d"), "gelu_new"),
@@ -247,113 +206,75 @@ GATES: dict[str, list[Sample]] = {
         lambda d: call(d("b t d"), d("b t d"), d("d"), "gelu"),
         lambda d: call(d("b d"), d("b d"), d("d"), "gelu_tanh"),
     ],
-    "dt.rope.default": [
-        lambda d: call(d("b 4 t 6"), d("t 6"), d("t 6")),
-        lambda d: call(d("b 4 t 6"), d("b 1 t 6"), d("b 1 t 6")),
-    ],
-    "dt.rope_backward.default": [
-        lambda d: call(d("b 4 t 6"), d("1 1 t 6"), d("1 1 t 6"), torch.float32),
-    ],
-}
-
-VIEWS: dict[str, list[Sample]] = {
+    "dt.rope.default": [of("b 4 t 6", "t 6", "t 6"), of("b 4 t 6", "b 1 t 6", "b 1 t 6")],
+    "dt.rope_backward.default": [of("b 4 t 6", "1 1 t 6", "1 1 t 6", torch.float32)],
     "aten.view.default": [
         lambda d: call(d("b t d"), [d.size("b") * d.size("t"), d.size("d")]),
-        lambda d: call(d("b 12"), [d.size("b"), 2, 6]),
-        lambda d: call(d("b 4 6"), [-1, 24]),
-        lambda d: call(d("6 4 b"), [4, 6, d.size("b")]),
-        lambda d: call(d("b 12 3"), [d.size("b"), 4, 9]),
-        lambda d: call(d("1 b"), [d.size("b"), 1, 1]),
-        lambda d: call(d("1 1"), []),
+        of("b 12", ["b", 2, 6]),
+        of("b 4 6", [-1, 24]),
+        of("6 4 b", [4, 6, "b"]),
+        of("b 12 3", ["b", 4, 9]),
+        of("1 b", ["b", 1, 1]),
+        of("1 1", []),
     ],
     "aten._unsafe_view.default": [
         lambda d: call(d("b t d"), [d.size("b"), d.size("t") * d.size("d")])
     ],
-    "aten.reshape.default": [lambda d: call(d("b 12"), [d.size("b"), 3, 4])],
-    "aten.expand.default": [
-        lambda d: call(d("a 1"), [d.size("a"), d.size("b")]),
-        lambda d: call(d("a b"), [d.size("c"), -1, -1]),
-        lambda d: call(d(""), [d.size("c"), 3]),
-    ],
-    "aten.repeat.default": [
-        lambda d: call(d("a b"), [2, 3]),
-        lambda d: call(d("a b"), [2, 1, 4]),
-        lambda d: call(d("a b"), [2, 0]),
-    ],
-    "aten.permute.default": [lambda d: call(d("a b c"), [2, 0, -2])],
-    "aten.t.default": [lambda d: call(d("a b")), lambda d: call(d("a"))],
-    "aten.transpose.int": [lambda d: call(d("a b c"), 0, -1)],
-    "aten.unsqueeze.default": [lambda d: call(d("a b"), 1), lambda d: call(d("a b"), -1)],
-    "aten.squeeze.default": [lambda d: call(d("a 1 b 1"))],
-    "aten.squeeze.dim": [lambda d: call(d("a 1 b"), 1), lambda d: call(d("a b"), 0)],
-    "aten.squeeze.dims": [lambda d: call(d("a 1 b 1"), [1, -1])],
-}
-
-PIECES: dict[str, list[Sample]] = {
+    "aten.reshape.default": [of("b 12", ["b", 3, 4])],
+    "aten.expand.default": [of("a 1", ["a", "b"]), of("a b", ["c", -1, -1]), of("", ["c", 3])],
+    "aten.repeat.default": [of("a b", [2, 3]), of("a b", [2, 1, 4]), of("a b", [2, 0])],
+    "aten.permute.default": [of("a b c", [2, 0, -2])],
+    "aten.t.default": [of("a b"), of("a")],
+    "aten.transpose.int": [of("a b c", 0, -1)],
+    "aten.unsqueeze.default": [of("a b", 1), of("a b", -1)],
+    "aten.squeeze.default": [of("a 1 b 1")],
+    "aten.squeeze.dim": [of("a 1 b", 1), of("a b", 0)],
+    "aten.squeeze.dims": [of("a 1 b 1", [1, -1])],
     "aten.slice.Tensor": [
-        lambda d: call(d("a 6"), 1, 0, 3),
-        lambda d: call(d("a 9"), -1, 2, 7),
-        lambda d: call(d("a b"), 0, 0, 9223372036854775807),
-        lambda d: call(d("a 7"), 1, -3, None),
-        lambda d: call(d("a 7"), 1, 0, 9, 2),
-        lambda d: call(d("a 4"), 1, 2, 2),
+        of("a 6", 1, 0, 3),
+        of("a 9", -1, 2, 7),
+        of("a b", 0, 0, 9223372036854775807),
+        of("a 7", 1, -3, None),
+        of("a 7", 1, 0, 9, 2),
+        of("a 4", 1, 2, 2),
     ],
     "aten.slice_backward.default": [
-        lambda d: call(d("a 3"), [d.size("a"), 6], 1, 0, 3, 1),
-        lambda d: call(d("a 5"), [d.size("a"), 9], 1, 2, 7, 1),
-        lambda d: call(d("a 4"), [d.size("a"), 7], 1, 0, 9, 2),
+        of("a 3", ["a", 6], 1, 0, 3, 1),
+        of("a 5", ["a", 9], 1, 2, 7, 1),
+        of("a 4", ["a", 7], 1, 0, 9, 2),
     ],
-    "aten.select.int": [lambda d: call(d("a b c"), 1, -1), lambda d: call(d("a b"), 0, 0)],
-    "aten.select_backward.default": [
-        lambda d: call(d("a c"), [*d.shape("a 3"), d.size("c")], 1, -1)
-    ],
-    "aten.split.Tensor": [
-        lambda d: call(d("a 12"), 4, 1),
-        lambda d: call(d("a 7"), 3, -1),
-        lambda d: call(d("a b"), 100),
-    ],
+    "aten.select.int": [of("a b c", 1, -1), of("a b", 0, 0)],
+    "aten.select_backward.default": [of("a c", ["a", 3, "c"], 1, -1)],
+    "aten.split.Tensor": [of("a 12", 4, 1), of("a 7", 3, -1), of("a b", 100)],
     "aten.split_with_sizes.default": [
-        lambda d: call(d("a 12"), [6, 2, 4], 1),
-        lambda d: call(d("a 6"), [1, 5], 1),
-        lambda d: call(d("a 6"), [6, 0], 1),
+        of("a 12", [6, 2, 4], 1),
+        of("a 6", [1, 5], 1),
+        of("a 6", [6, 0], 1),
     ],
-    "aten.chunk.default": [lambda d: call(d("a 12"), 3, -1), lambda d: call(d("7 b"), 2)],
-    "aten.unbind.int": [lambda d: call(d("a b 3"), -1)],
+    "aten.chunk.default": [of("a 12", 3, -1), of("7 b", 2)],
+    "aten.unbind.int": [of("a b 3", -1)],
     "aten.stack.default": [lambda d: call([d("a b"), d("a b")], 1)],
     "aten.constant_pad_nd.default": [
-        lambda d: call(d("a b"), [1, 2]),
-        lambda d: call(d("a b"), [0, 2, 3, 0], 1.5),
-        lambda d: call(d("a 6"), [-1, 2]),
+        of("a b", [1, 2]),
+        of("a b", [0, 2, 3, 0], 1.5),
+        of("a 6", [-1, 2]),
     ],
-}
-
-CREATE: dict[str, list[Sample]] = {
-    "aten.full.default": [
-        lambda d: call(list(d.shape("a b")), 2.0),
-        lambda d: call([], 2.0),
-    ],
-    "aten.zeros.default": [lambda d: call(list(d.shape("a b")))],
-    "aten.ones.default": [lambda d: call(list(d.shape("a b")), dtype=torch.int64)],
-    "aten.empty.memory_format": [lambda d: call(list(d.shape("a b")))],
-    "aten.new_zeros.default": [
-        lambda d: call(d("a b"), list(d.shape("a b"))),
-        lambda d: call(d("a b"), list(d.shape("c b a"))),
-    ],
-    "aten.new_ones.default": [lambda d: call(d("a b"), list(d.shape("b a")))],
-    "aten.new_full.default": [lambda d: call(d("a b"), list(d.shape("b")), 3.0)],
-    "aten.new_empty.default": [lambda d: call(d("a b"), list(d.shape("a b")))],
-    "aten.scalar_tensor.default": [lambda d: call(2.0)],
+    "aten.full.default": [of(["a", "b"], 2.0), of([], 2.0)],
+    **each("zeros.default empty.memory_format", of(["a", "b"])),
+    "aten.ones.default": [of(["a", "b"], dtype=torch.int64)],
+    "aten.new_zeros.default": [of("a b", ["a", "b"]), of("a b", ["c", "b", "a"])],
+    "aten.new_ones.default": [of("a b", ["b", "a"])],
+    "aten.new_full.default": [of("a b", ["b"], 3.0)],
+    "aten.new_empty.default": [of("a b", ["a", "b"])],
+    "aten.scalar_tensor.default": [of(2.0)],
     "aten.arange.default": [
         lambda d: call(d.size("a")),
         lambda d: call(d.size("a"), dtype=torch.float64),
     ],
     "aten.arange.start": [lambda d: call(3, 3 + d.size("a"))],
-    "aten.arange.start_step": [
-        lambda d: call(1, 12, 2),
-        lambda d: call(0.5, 4.0, 0.5, dtype=torch.float64),
-    ],
-    "aten.tril.default": [lambda d: call(d("a b")), lambda d: call(d("c a b"), 1)],
-    "aten.triu.default": [lambda d: call(d("a b"), 1), lambda d: call(d("a b"), -1)],
+    "aten.arange.start_step": [of(1, 12, 2), of(0.5, 4.0, 0.5, dtype=torch.float64)],
+    "aten.tril.default": [of("a b"), of("c a b", 1)],
+    "aten.triu.default": [of("a b", 1), of("a b", -1)],
 }
 
 IGNORE = -100
@@ -408,10 +329,5 @@ TENSORS: dict[str, list[Sample]] = {
     **_reductions(),
     **_along(),
     **MATMUL,
-    **NORM,
-    **GATES,
-    **VIEWS,
-    **PIECES,
-    **CREATE,
     **TOKENS,
 }
