@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.frontend.capture.cuda_casts import cuda_casts
 from tests.models import GPT
-from tests.training import MakeOptimizer, Run, adamw
+from tests.training import Placed, Run, gradients_of
 
 BF16 = torch.bfloat16
 STAGES = {"pp": [["embed*", "positions*"], ["blocks*", "norm*", "head*"]]}
@@ -48,28 +47,6 @@ def normed(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(rows, targets.view(-1)) + logits.softmax(-1).square().sum(-1).mean()
 
 
-def by_list(name: str) -> Any:
-    """`normed` under the autocast of a device type."""
-
-    def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(name, dtype=BF16):
-            return normed(model, tokens, targets)
-
-    return loss
-
-
-def with_cudas_casts(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The same of plain torch on CPU tensors, on which torch's own region would do nothing."""
-    torch.set_autocast_enabled("cuda", True)
-    torch.set_autocast_dtype("cuda", BF16)
-    try:
-        with cuda_casts():
-            return normed(model, tokens, targets)
-    finally:
-        torch.set_autocast_enabled("cuda", False)
-        torch.set_autocast_dtype("cuda", torch.float16)
-
-
 def build(
     mesh: dt.Mesh,
     *,
@@ -78,25 +55,27 @@ def build(
     pins: Any = None,
     stages: Any = None,
     zero: int = 0,
-    make: MakeOptimizer = adamw,
     loss: Any = loss_of,
+    clip_grad_norm: float | None = None,
+    schedule: dt.Schedule | None = None,
     **options: Any,
 ) -> Run:
-    """``options``: of `train_step`."""
-    module = gpt(dtype) if module is None else module
-    stored = {"dp": zero} if zero else None
-    model = dt.parallelize(module, mesh, pins or {}, stages=stages, zero=stored)
-    optimizer = make(module)
+    """``options``: other ones of `Run.of`."""
     inputs = dict(dp=dt.Row()) if "dp" in mesh.shape else None
-    step = dt.train_step(model, loss, optimizer, inputs=inputs, **options)
-    return Run(mesh=mesh, module=module, model=model, optimizer=optimizer, step=step)
+    return Run.of(
+        Placed(axes=mesh.shape, pins=pins or {}, stages=stages, inputs=inputs),
+        module=gpt(dtype) if module is None else module,
+        zero={"dp": zero} if zero else None,
+        loss=loss,
+        clip=clip_grad_norm,
+        schedule=schedule or dt.GPipe(1),
+        **options,
+    )
 
 
 def exact_gradients(one: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
     """In float64, of the same parameters."""
-    model = gpt(torch.float64)
-    loss_of(model, *one).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients_of(gpt(torch.float64), one, loss_of)
 
 
 def distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:

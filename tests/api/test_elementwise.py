@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dtensor.runtime.optimizer import shard_optimizer
 from tests import optimizers as own
 from tests.api.test_recovery import lose
 from tests.extras import missing
+from tests.training import train_torch
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -24,6 +25,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 class Net(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.up = nn.Linear(6, 12, dtype=dtype)
         self.down = nn.Linear(12, 6, dtype=dtype)
 
@@ -37,11 +39,6 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
 
 def batches(count: int) -> list[Tensor]:
     return [torch.randn(4, 6, generator=torch.Generator().manual_seed(i)) for i in range(count)]
-
-
-def net(dtype: torch.dtype = torch.float32) -> Net:
-    torch.manual_seed(0)
-    return Net(dtype)
 
 
 PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, int] | None]] = {
@@ -63,36 +60,48 @@ def step_of(
     stages = {"pp": [["up*"], ["down*"]]} if placed == "pp2" else None
     model = dt.parallelize(module, mesh, placements, zero=zero, stages=stages)
     inputs = dict(dp=dt.Row()) if "dp" in mesh.shape else None
-    return dt.train_step(model, loss_fn, opt, inputs=inputs, elementwise=True, **options)
+    return dt.train_step(model, loss_fn, opt, inputs=inputs, **{"elementwise": True, **options})
 
 
-def by_torch(module: nn.Module, opt: torch.optim.Optimizer, given: Sequence[Tensor]) -> list[float]:
-    losses: list[float] = []
-    for x in given:
-        opt.zero_grad()
-        loss = loss_fn(module, x)
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return losses
+class Both:
+    """The same net and optimizer twice: with a step under a placement, and in plain torch."""
 
+    def __init__(self, make: Make, placed: str = "tp2", **options: Any) -> None:
+        self.expected, self.module = Net(), Net()
+        self.plain, self.opt = (make(m.parameters()) for m in (self.expected, self.module))
+        self.step = step_of(self.module, self.opt, placed, **options)
+        self.mesh = self.step.model.mesh
 
-def check_same(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> None:
-    """States, options and attributes; numbers of Python's are that, and the same to the bit."""
-    a, b = one.state_dict(), other.state_dict()
-    assert a["param_groups"] == b["param_groups"]
-    assert a["state"].keys() == b["state"].keys()
-    for parameter, entries in a["state"].items():
-        assert entries.keys() >= b["state"][parameter].keys()
-        for key, value in entries.items():
-            found = b["state"][parameter].get(key)
-            assert type(found) is type(value)
-            if isinstance(value, Tensor):
-                torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
-            else:
-                assert found == value
-    for name in ("num_steps",):
-        assert getattr(one, name, None) == getattr(other, name, None)
+    def wanted(self, *given: Tensor) -> list[float]:
+        return train_torch(self.expected, self.plain, [(x,) for x in given], loss=loss_fn)
+
+    def take(self, *given: Tensor) -> None:
+        found = [float(self.step(x)) for x in given]
+        assert found == pytest.approx(self.wanted(*given), rel=1e-5)
+
+    def resume(self, placed: str) -> None:
+        """The net and the optimizer anew, under another placement."""
+        self.module = Net()
+        self.opt = type(self.opt)(self.module.parameters())  # type: ignore[call-arg]
+        self.step = step_of(self.module, self.opt, placed)
+        self.mesh = self.step.model.mesh
+
+    def check_same(self) -> None:
+        """States, options and attributes; Python's numbers stay so, and equal to the bit."""
+        a, b = self.plain.state_dict(), self.opt.state_dict()
+        assert a["param_groups"] == b["param_groups"]
+        assert a["state"].keys() == b["state"].keys()
+        for parameter, entries in a["state"].items():
+            assert entries.keys() >= b["state"][parameter].keys()
+            for key, value in entries.items():
+                found = b["state"][parameter].get(key)
+                assert type(found) is type(value)
+                if isinstance(value, Tensor):
+                    torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+                else:
+                    assert found == value
+        num_steps = (getattr(o, "num_steps", None) for o in (self.plain, self.opt))
+        assert len(set(num_steps)) == 1
 
 
 KINDS: dict[str, Make] = {
@@ -110,19 +119,15 @@ KINDS: dict[str, Make] = {
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_as_in_torch(kind: str, placed: str) -> None:
-    expected, module = net(), net()
-    plain, opt = (KINDS[kind](m.parameters()) for m in (expected, module))
-    wanted = by_torch(expected, plain, batches(4))
-    step = step_of(module, opt, placed)
-    with dt.launch(step.model.mesh):
-        losses = [float(step(x)) for x in batches(4)]
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    check_same(plain, opt)
-    assert step.elementwise is not None
+    both = Both(KINDS[kind], placed)
+    with dt.launch(both.mesh):
+        both.take(*batches(4))
+    both.check_same()
+    assert both.step.elementwise is not None
 
 
 def test_it_needs_the_statement() -> None:
-    module = net()
+    module = Net()
     model = dt.parallelize(module, *PLACED["tp2"][:2])
     with pytest.raises(dt.PlanningError, match=r"fix: train_step\(..., elementwise=True\), if"):
         dt.train_step(model, loss_fn, own.Lion(module.parameters()))
@@ -135,15 +140,11 @@ def test_it_needs_the_statement() -> None:
 
 
 def test_a_subclass_that_differs_in_init_alone_needs_none() -> None:
-    expected, module = net(), net()
-    plain, opt = (own.Renamed(m.parameters()) for m in (expected, module))
-    torch.optim.lr_scheduler.StepLR(opt, 1)
-    model = dt.parallelize(module, *PLACED["tp2"][:2])
-    step = dt.train_step(model, loss_fn, opt)
-    assert "fused" not in str(opt) or step.elementwise is None
-    losses = [float(step(x)) for x in batches(3)]
-    assert losses == pytest.approx(by_torch(expected, plain, batches(3)), rel=1e-5)
-    assert "AdamW" in str(step.plan(batches(1)[0]))
+    both = Both(own.Renamed, elementwise=False)
+    torch.optim.lr_scheduler.StepLR(both.opt, 1)
+    both.take(*batches(3))
+    assert both.step.elementwise is None
+    assert "AdamW" in str(both.step.plan(batches(1)[0]))
 
 
 # -- numbers on the optimizer ----------------------------------------------------------------------
@@ -151,34 +152,31 @@ def test_a_subclass_that_differs_in_init_alone_needs_none() -> None:
 
 def test_groups_and_attributes_read_as_in_torch_at_once() -> None:
     """After each call; what the user writes between steps counts."""
-    expected, module = net(), net()
-    plain, opt = (own.Counted(m.parameters()) for m in (expected, module))
+    both = Both(own.Counted)
+    plain, opt = both.plain, both.opt
     schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (plain, opt)]
     hooked: list[int] = []
     opt.register_step_post_hook(lambda o, *_: hooked.append(o.param_groups[0]["k"]))
-    step = step_of(module, opt)
-    with dt.launch(step.model.mesh):
+    with dt.launch(both.mesh):
         for number, x in enumerate(batches(6)):
-            wanted = by_torch(expected, plain, [x])
-            loss = step(x)
+            wanted = both.wanted(x)
+            loss = both.step(x)
             for one, other in zip(plain.param_groups, opt.param_groups, strict=True):
                 assert {**one, "params": 0} == {**other, "params": 0}
-            assert plain.num_steps == opt.num_steps == number + 1
+            assert plain.num_steps == opt.num_steps == number + 1  # type: ignore[attr-defined]
             assert float(loss) == pytest.approx(wanted[0], rel=1e-5)
             for schedule in schedules:
                 schedule.step()
             if number == 3:
                 for one in (plain, opt):
-                    one.param_groups[0]["k"], one.num_steps = 1, 4
+                    one.param_groups[0]["k"], one.num_steps = 1, 4  # type: ignore[attr-defined]
     assert hooked == [1, 2, 3, 4, 2, 3]
-    check_same(plain, opt)
+    both.check_same()
 
 
 def test_a_failed_step_gives_its_numbers_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the update, and in it; what the user has written since stays."""
-    expected, module = net(), net()
-    plain, opt = (own.Counted(m.parameters()) for m in (expected, module))
-    step = step_of(module, opt)
+    both = Both(own.Counted)
     update, fails = shard_optimizer._update, [0]
 
     def failing(*given: object) -> None:
@@ -188,30 +186,21 @@ def test_a_failed_step_gives_its_numbers_back(monkeypatch: pytest.MonkeyPatch) -
             raise ArithmeticError("after the update")
 
     monkeypatch.setattr(shard_optimizer, "_update", failing)
-    with dt.launch(step.model.mesh, snapshot_every=1):
+    group: Any = both.opt.param_groups[0]
+    with dt.launch(both.mesh, snapshot_every=1):
         for number, x in enumerate(batches(5)):
-            wanted = by_torch(expected, plain, [x])
             if number in (0, 3):
                 fails[0] = 1
                 with pytest.raises(TaskError, match="after the update"):
-                    float(step(x))
-                assert opt.param_groups[0]["k"] == number and opt.num_steps == number
-                assert ("weight_sum" in opt.param_groups[0]) == (number > 0)
-            assert [float(step(x))] == pytest.approx(wanted, rel=1e-5)
-    check_same(plain, opt)
+                    float(both.step(x))
+                assert group["k"] == both.opt.num_steps == number  # type: ignore[attr-defined]
+                assert ("weight_sum" in group) == (number > 0)
+            both.take(x)
+    both.check_same()
 
 
 def test_what_the_user_writes_before_a_failure_is_heard_stays() -> None:
-    class Refuses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.table = nn.Embedding(4, 4)
-
-        def forward(self, at: Tensor) -> Tensor:
-            return self.inner(self.table(at))
-
-    module = Refuses()
+    module = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4))
     opt = own.Counted(module.parameters())
     model = dt.parallelize(module, dt.Mesh(tp=2), {})
     step = dt.train_step(model, lambda m, at: m(at).square().mean(), opt, elementwise=True)
@@ -230,97 +219,73 @@ def test_what_the_user_writes_before_a_failure_is_heard_stays() -> None:
 
 def test_it_is_gathered_loaded_and_looked_at() -> None:
     """In torch's own format; numbers are Python's again; the object's attributes beside them."""
-    expected, module, other = net(), net(), net()
-    plain, opt, second = (own.Counted(m.parameters()) for m in (expected, module, other))
-    wanted = by_torch(expected, plain, batches(6))
-    step = step_of(module, opt)
-    with dt.launch(step.model.mesh):
-        losses = [float(step(x)) for x in batches(2)]
-        assert opt.state[module.up.weight]["step"] == 2
-        assert type(opt.state[module.up.weight]["seen"]) is float
-        losses += [float(step(x)) for x in batches(3)[2:]]
-        state = dt.gather_state_dict(step.model, opt)
+    both = Both(own.Counted)
+    with dt.launch(both.mesh):
+        both.take(*batches(2))
+        entries = both.opt.state[both.module.up.weight]
+        assert entries["step"] == 2 and type(entries["seen"]) is float
+        both.take(batches(3)[2])
+        state = dt.gather_state_dict(both.step.model, both.opt)
     assert state["attributes"] == {"num_steps": 3}
     assert state["optimizer"]["state"][0]["step"] == 3
-    step = step_of(other, second, "zero3")
-    dt.load_state_dict(step.model, second, state)
-    with dt.launch(step.model.mesh):
-        losses += [float(step(x)) for x in batches(6)[3:]]
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    check_same(plain, second)
+    both.resume("zero3")
+    dt.load_state_dict(both.step.model, both.opt, state)
+    with dt.launch(both.mesh):
+        both.take(*batches(6)[3:])
+    both.check_same()
 
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_it_is_saved_and_resumed(tmp_path: Path, inside: bool) -> None:
-    expected, module = net(), net()
-    plain, opt = (own.Counted(m.parameters()) for m in (expected, module))
-    wanted = by_torch(expected, plain, batches(5))
-    step = step_of(module, opt)
-    with dt.launch(step.model.mesh):
-        losses = [float(step(x)) for x in batches(3)]
-        dt.save(tmp_path / "3", step.model, opt).get()
-    other = net()
-    second = own.Counted(other.parameters())
-    step = step_of(other, second, "zero1")
+    both = Both(own.Counted)
+    with dt.launch(both.mesh):
+        both.take(*batches(3))
+        dt.save(tmp_path / "3", both.step.model, both.opt).get()
+    both.resume("zero1")
     if not inside:
-        dt.load(tmp_path / "3", step.model, second)
-        assert type(second.state[other.up.weight]["step"]) is int
-    with dt.launch(step.model.mesh):
+        dt.load(tmp_path / "3", both.step.model, both.opt)
+        assert type(both.opt.state[both.module.up.weight]["step"]) is int
+    with dt.launch(both.mesh):
         if inside:
-            dt.load(tmp_path / "3", step.model, second)
-        assert second.num_steps == 3 and second.param_groups[0]["k"] == 3
-        losses += [float(step(x)) for x in batches(5)[3:]]
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    check_same(plain, second)
+            dt.load(tmp_path / "3", both.step.model, both.opt)
+        assert both.opt.num_steps == both.opt.param_groups[0]["k"] == 3  # type: ignore[attr-defined]
+        both.take(*batches(5)[3:])
+    both.check_same()
 
 
 def test_it_is_switched() -> None:
-    expected, module = net(), net()
-    plain, opt = (own.Counted(m.parameters()) for m in (expected, module))
-    wanted = by_torch(expected, plain, batches(4))
-    step = step_of(module, opt)
-    with dt.launch(step.model.mesh) as run:
-        losses = [float(step(x)) for x in batches(2)]
-        run.switch(step.model, opt, dt.Mesh(other=2), {"up.weight": dict(other=dt.Column())})
-        losses += [float(step(x)) for x in batches(4)[2:]]
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    check_same(plain, opt)
+    both = Both(own.Counted)
+    with dt.launch(both.mesh) as run:
+        both.take(*batches(2))
+        placements = {"up.weight": dict(other=dt.Column())}
+        run.switch(both.step.model, both.opt, dt.Mesh(other=2), placements)
+        both.take(*batches(4)[2:])
+    both.check_same()
 
 
 # -- groups that change ----------------------------------------------------------------------------
 
 
 def test_a_group_that_is_added() -> None:
-    expected, module = net(), net()
-    plain, opt = (own.Counted(m.up.parameters()) for m in (expected, module))
-    step = step_of(module, opt)
-    losses, wanted = [], []
-    with dt.launch(step.model.mesh):
-        for number, x in enumerate(batches(4)):
-            if number == 2:
-                plain.add_param_group({"params": [*expected.down.parameters()], "lr": 0.01})
-                opt.add_param_group({"params": [*module.down.parameters()], "lr": 0.01})
-            wanted += by_torch(expected, plain, [x])
-            losses.append(float(step(x)))
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    assert [group["k"] for group in opt.param_groups] == [4, 2]
-    check_same(plain, opt)
+    both = Both(lambda parameters: own.Counted([*parameters][:2]))
+    with dt.launch(both.mesh):
+        both.take(*batches(2))
+        for module, opt in ((both.expected, both.plain), (both.module, both.opt)):
+            opt.add_param_group({"params": [*module.down.parameters()], "lr": 0.01})
+        both.take(*batches(4)[2:])
+    assert [group["k"] for group in both.opt.param_groups] == [4, 2]
+    both.check_same()
 
 
 def test_an_option_that_is_switched_on() -> None:
     """It brings a state along."""
-    expected, module = net(), net()
-    plain, opt = (own.Amsgrad(m.parameters()) for m in (expected, module))
-    step = step_of(module, opt)
-    losses, wanted = [], []
-    with dt.launch(step.model.mesh):
-        for number, x in enumerate(batches(5)):
-            if number == 2:
-                plain.param_groups[0]["amsgrad"] = opt.param_groups[0]["amsgrad"] = True
-            wanted += by_torch(expected, plain, [x])
-            losses.append(float(step(x)))
-    assert losses == pytest.approx(wanted, rel=1e-5)
-    check_same(plain, opt)
+    both = Both(own.Amsgrad)
+    with dt.launch(both.mesh):
+        both.take(*batches(2))
+        for opt in (both.plain, both.opt):
+            opt.param_groups[0]["amsgrad"] = True
+        both.take(*batches(5)[2:])
+    both.check_same()
 
 
 # -- precision, wrappers, Ray ----------------------------------------------------------------------
@@ -329,36 +294,34 @@ def test_an_option_that_is_switched_on() -> None:
 @pytest.mark.parametrize("kind", ["lion", "counted", "wide"])
 def test_bf16_with_masters_and_without(kind: str) -> None:
     """With masters as torch's own optimizer over a float32 copy."""
-    module, copied = net(torch.bfloat16), net(torch.bfloat16)
+    module, copied = Net(torch.bfloat16), Net(torch.bfloat16)
     opt = KINDS[kind](module.parameters())
     masters = [nn.Parameter(p.detach().float()) for p in copied.parameters()]
     plain = KINDS[kind](masters)
     step = step_of(module, opt, "zero1", master_weights=True)
-    losses, wanted = [], []
+    wanted: list[float] = []
+    for x in batches(3):
+        loss = loss_fn(copied, x)
+        copied.zero_grad()
+        loss.backward()
+        for master, p in zip(masters, copied.parameters(), strict=True):
+            master.grad = p.grad.float()  # type: ignore[union-attr]
+        plain.step()
+        for master, p in zip(masters, copied.parameters(), strict=True):
+            p.data.copy_(master)
+        wanted.append(loss.item())
     with dt.launch(step.model.mesh):
-        for x in batches(3):
-            loss = loss_fn(copied, x)
-            copied.zero_grad()
-            loss.backward()
-            for master, p in zip(masters, copied.parameters(), strict=True):
-                master.grad = p.grad.float()
-            plain.step()
-            with torch.no_grad():
-                for master, p in zip(masters, copied.parameters(), strict=True):
-                    p.copy_(master)
-            wanted.append(loss.item())
-            losses.append(float(step(x)))
+        assert [float(step(x)) for x in batches(3)] == pytest.approx(wanted, rel=0.02)
         state = dt.gather_state_dict(step.model, opt)["optimizer"]["state"]
-    assert losses == pytest.approx(wanted, rel=0.02)
     assert state[0]["master_param"].dtype == torch.float32
-    other = net(torch.bfloat16)
+    other = Net(torch.bfloat16)
     step = step_of(other, KINDS[kind](other.parameters()))
     assert [float(step(x)) for x in batches(3)] == pytest.approx(wanted, rel=0.05)
 
 
 def test_accelerates_wrapper_is_taken_off(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate", reason=missing("accelerate"))
-    module = net()
+    module = Net()
     accelerator = accelerate.Accelerator(cpu=True)
     wrapped = accelerator.prepare(torch.optim.AdamW(module.parameters(), lr=0.01))
     assert type(wrapped) is accelerate.optimizer.AcceleratedOptimizer
@@ -372,16 +335,18 @@ def test_accelerates_wrapper_is_taken_off(tmp_path: Path) -> None:
         dt.load(tmp_path / "2", model, wrapped)
         run.switch(model, wrapped, dt.Mesh(other=2), {})
         losses += [float(step(x)) for x in batches(4)[2:]]
-    expected = net()
+    expected = Net()
     plain = torch.optim.AdamW(expected.parameters(), lr=0.01)
-    assert losses == pytest.approx(by_torch(expected, plain, batches(4)), rel=1e-5)
-    check_same(plain, wrapped.optimizer)
+    wanted = train_torch(expected, plain, [(x,) for x in batches(4)], loss=loss_fn)
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    for p, q in zip(expected.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(wrapped.optimizer.state[q], plain.state[p])
 
 
 def test_accelerates_accumulation_is_refused() -> None:
     """Its wrapper would not step; ours would, at each micro-step."""
     accelerate = pytest.importorskip("accelerate", reason=missing("accelerate"))
-    module = net()
+    module = Net()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     try:
         wrapped = accelerator.prepare(torch.optim.AdamW(module.parameters(), lr=0.01))
@@ -410,18 +375,16 @@ def test_on_ray_the_class_goes_along() -> None:
         def step(self, closure: Any = None) -> None:
             super().step()
 
-    expected, module = net(), net()
-    plain, opt = (Local(m.parameters()) for m in (expected, module))
-    wanted = by_torch(expected, plain, batches(4))
-    step = step_of(module, opt)
-    with dt.launch(step.model.mesh, backend="ray", snapshot_every=1) as run:
-        losses = [step(x) for x in batches(2)]
-        assert opt.param_groups[0]["k"] == 2 and float(losses[1]) > 0
+    both = Both(Local)
+    wanted = both.wanted(*batches(4))
+    with dt.launch(both.mesh, backend="ray", snapshot_every=1) as run:
+        losses = [both.step(x) for x in batches(2)]
+        assert both.opt.param_groups[0]["k"] == 2 and float(losses[1]) > 0
         lose(run, 1)
         with pytest.warns(RuntimeWarning, match="recovered"):
-            losses += [step(x) for x in batches(4)[2:]]
+            losses += [both.step(x) for x in batches(4)[2:]]
             found = [float(loss) for loss in losses]
         assert found == pytest.approx(wanted, rel=1e-5)
-        state = copy.deepcopy(dt.gather_state_dict(step.model, opt))
+        state = copy.deepcopy(dt.gather_state_dict(both.step.model, both.opt))
     assert state["optimizer"]["state"][0]["step"] == 4
-    check_same(plain, opt)
+    both.check_same()
