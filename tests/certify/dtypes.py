@@ -10,23 +10,20 @@
     python -m tests.certify.dtypes                   # all ops, into dtypes.md
     python -m tests.certify.dtypes aten.mm.default   # one, each trial
 
-Torch's meta and fake kernels accept more than the kernels that ranks run, and sometimes name other
-result dtypes: what capture lets through is then refused, or has another dtype, on the rank. So each
-sample of an op is run with its float64 operands in other dtypes, all of one, and some of one and
-the others of another, unless the op takes neither alone; on real tensors and on fake ones.
-Operands that are integers or bools in the sample (indices, masks) stay; indices are also tried as
-int32.
+Torch's meta and fake kernels accept more than the kernels that ranks run: what capture lets through
+is then refused on the rank. So each sample of an op is run with its float64 operands in other
+dtypes, all of one, and some of one and the others of another, unless the op takes neither alone.
+Operands that are integers or bools in the sample (indices, masks) stay.
 
 Invariants: small shapes, no randomness: the same torch on the same kind of CPU gives the same
-facts. A class holds for all floating dtypes that are mixed; integers among them that break it are
-told apart (``odd``). Not here: values, GPUs, operands that are complex.
+facts. A class holds for all floating dtypes that are mixed. Not here: values, GPUs, operands that
+are complex.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import logging
 import sys
 import time
 import warnings
@@ -36,7 +33,6 @@ from functools import cache, reduce
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtensor.api.rule import op_overloads
 from dtensor.numerics import dtype_name
@@ -58,14 +54,11 @@ Results = tuple[torch.dtype | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """The dtypes of the operands that vary, and those of the results, None where it is refused.
-
-    ``why``: what the real kernel says of it; ``meta``: the results of the fake one.
-    """
+    """The dtypes of the operands that vary, and those of the results, None where it is refused for
+    the reason ``why``."""
 
     dtypes: Dtypes
     results: Results | None
-    meta: Results | None
     why: str = ""
 
     @property
@@ -78,17 +71,16 @@ class Trial:
 
     def __str__(self) -> str:
         given = " ".join(map(dtype_name, self.dtypes))
-        return f"{given} -> {self.why if self.results is None else _names(self.results)}"
+        found = " ".join("-" if r is None else dtype_name(r) for r in self.results or ())
+        return f"{given} -> {self.why if self.results is None else found}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleFacts:
-    """Of one sample: ``dims`` of the operands that vary; ``apart``: dtypes of those that do not."""
+    """Of one sample: ``dims`` of the operands that vary."""
 
     dims: tuple[int, ...]
-    apart: Dtypes
     trials: tuple[Trial, ...]
-    indices: tuple[Trial, ...]  # at most one: all int64 operands as int32
 
     @property
     def mixed(self) -> list[Trial]:
@@ -135,40 +127,6 @@ class DtypeFacts:
         kinds = {s.kind() for s in self.samples} - {""}
         return kinds.pop() if len(kinds) == 1 else "neither" if kinds else ""
 
-    @property
-    def together(self) -> list[Trial]:
-        """Of a class that does not say it all, the mixes of floats that are taken."""
-        trials = [t for s in self.samples for t in s.mixed if t.floats and t.results is not None]
-        known = not self.kind.startswith(("half", "neither"))
-        return [] if known else list(dict.fromkeys(trials))
-
-    @property
-    def odd(self) -> list[Trial]:
-        """Mixes with integers that the class does not describe."""
-        if not self.kind or self.kind.startswith(("half", "neither")):
-            return []
-        several = [s for s in self.samples if s.kind()]
-        return list(dict.fromkeys(t for s in several for t in s.against(self.kind)))
-
-    @property
-    def refused(self) -> list[Trial]:
-        """Mixes of floats that meta takes and the kernel does not."""
-        trials = [t for s in self.samples for t in s.mixed if t.floats]
-        return [t for t in trials if t.results is None and t.meta is not None]
-
-    @property
-    def narrow(self) -> list[Trial]:
-        """Int32 indices that meta takes and the kernel does not."""
-        trials = [t for s in self.samples for t in s.indices]
-        return list(dict.fromkeys(t for t in trials if t.results is None and t.meta is not None))
-
-    @property
-    def misnamed(self) -> list[Trial]:
-        """Floats, one or mixed, whose result dtypes meta gets wrong."""
-        trials = [t for s in self.samples for t in s.trials if t.floats]
-        both = [t for t in trials if t.results is not None and t.meta is not None]
-        return list(dict.fromkeys(t for t in both if t.results != t.meta))
-
 
 def expected_dtypes(op: str) -> str:
     """ "same", "promote", "like 0", "half 0 1" or "neither"; "" for an op with one operand."""
@@ -191,24 +149,26 @@ def sample_facts(
     call: OpCall, operands: Sequence[torch.Tensor], *, integers: bool = True
 ) -> SampleFacts:
     varied = [i for i, x in enumerate(operands) if x.dtype == torch.float64]
-    indices = [i for i, x in enumerate(operands) if x.dtype == torch.int64]
     every = (*FLOATS, *(INTEGERS if integers else ()))
 
-    def tried(dtypes: Dtypes, places: Sequence[int]) -> Trial:
+    def tried(dtypes: Dtypes) -> Trial:
         given = list(operands)
-        for place, dtype in zip(places, dtypes, strict=True):
+        for place, dtype in zip(varied, dtypes, strict=True):
             given[place] = _converted(given[place], dtype)
-        return _trial(_with_dtype(call, dtypes[0]), given, dtypes)
+        # An op may raise anything at dtypes that it does not take, which is what is asked here.
+        try:
+            found = run(_with_dtype(call, dtypes[0]), given)
+        except Exception as error:
+            return Trial(dtypes=dtypes, results=None, why=str(error).partition("\n")[0])
+        results = tuple(None if r is None else r.dtype for r in found)
+        return Trial(dtypes=dtypes, results=results)
 
-    alone = [tried((d,) * len(varied), varied) for d in every] if varied else []
+    alone = [tried((d,) * len(varied)) for d in every] if varied else []
     taken = {t.dtypes[0] for t in alone if t.results is not None}
     mixes = [mix for mix in _mixes(len(varied), every) if taken & set(mix)]
-    narrow = [tried((torch.int32,) * len(indices), indices)] if indices else []
     return SampleFacts(
         dims=tuple(operands[i].dim() for i in varied),
-        apart=tuple(x.dtype for x in operands if x.dtype != torch.float64),
-        trials=(*alone, *(tried(mix, varied) for mix in mixes)),
-        indices=tuple(narrow),
+        trials=(*alone, *(tried(mix) for mix in mixes)),
     )
 
 
@@ -239,22 +199,6 @@ def _with_dtype(call: OpCall, dtype: torch.dtype) -> OpCall:
     return call
 
 
-def _trial(call: OpCall, operands: Sequence[torch.Tensor], dtypes: Dtypes) -> Trial:
-    results, why = _attempt(call, operands)
-    with FakeTensorMode() as mode:
-        meta, _ = _attempt(call, [mode.from_tensor(x) for x in operands])
-    return Trial(dtypes=dtypes, results=results, meta=meta, why=why)
-
-
-def _attempt(call: OpCall, operands: Sequence[torch.Tensor]) -> tuple[Results | None, str]:
-    # An op may raise anything at dtypes that it does not take, which is what is asked here.
-    try:
-        found = run(call, operands)
-    except Exception as error:
-        return None, str(error).partition("\n")[0]
-    return tuple(None if r is None else r.dtype for r in found), ""
-
-
 def _as_one(kind: str, dims: Sequence[int]) -> Callable[[Dtypes], torch.dtype]:
     """The one dtype that operands of these dtypes are as good as."""
     if kind != "promote":
@@ -281,13 +225,10 @@ CPU kernels with its operands in float64, float32, bfloat16, float16, int64, int
 one, and some of one with the others of another. *Class*: "same", mixes are refused; "promote", as
 if all had the promoted dtype; "like k", as if all had operand k's; "half k", as "same", and these
 operands may be in a half dtype while the others are float32; "neither". Operands that are indices
-or masks in the samples are not counted (*beside*); indices may be int32 where it says so. *Meta
-takes*: mixes of floats that torch's fake kernels accept and the real ones refuse. Ops with one
-operand have no row. Below, "(meta: ...)" is what the fake kernel says where it differs.
+or masks in the samples are not counted. Ops with one operand have no row.
 
 """
 _MADE_WITH = f"torch {torch.__version__.rpartition('.')[0]}"
-_SHOWN = 4
 
 
 def table(found: Sequence[DtypeFacts]) -> str:
@@ -295,25 +236,7 @@ def table(found: Sequence[DtypeFacts]) -> str:
     counts = {kind: sum(f.kind == kind for f in rows) for kind in sorted({f.kind for f in rows})}
     lines = [f"{_HEAD}Made with {_MADE_WITH}.", ""]
     lines += [*(f"- {kind}: {number}" for kind, number in counts.items()), ""]
-    lines += ["| op | class | beside | meta takes |", "|---|---|---|---:|"]
-    lines += [f"| `{f.op}` | {f.kind} | {_beside(f)} | {len(f.refused)} |" for f in rows]
-    sections = (
-        ("Half and neither: the mixes of floats that are taken", lambda f: f.together),
-        ("Integers that are treated otherwise", lambda f: f.odd),
-        (
-            "Int32 indices that torch's fake kernels alone take",
-            lambda f: f.narrow,
-        ),
-        ("Results that have another dtype than torch's fake kernels say", lambda f: f.misnamed),
-    )
-    for title, of in sections:
-        lines += ["", f"## {title}", ""]
-        for facts in found:
-            trials: list[Trial] = of(facts)
-            if trials:
-                shown = "; ".join(map(_line, trials[:_SHOWN]))
-                more = f"; and {len(trials) - _SHOWN} more" if len(trials) > _SHOWN else ""
-                lines.append(f"- `{facts.op}`: {shown}{more}")
+    lines += ["| op | class |", "|---|---|", *(f"| `{f.op}` | {f.kind} |" for f in rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -324,25 +247,8 @@ def is_of_this_torch(text: str) -> bool:
 
 def recorded(text: str) -> dict[str, str]:
     """The class of each op that a table has a row for."""
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    return {row[0].removeprefix("| ").strip("`"): row[1] for row in rows}
-
-
-def _beside(facts: DtypeFacts) -> str:
-    names = sorted({dtype_name(d) for s in facts.samples for d in s.apart})
-    narrow = [t for s in facts.samples for t in s.indices]
-    if narrow and all(t.results is not None for t in narrow):
-        names = [f"{name} or i32" if name == "i64" else name for name in names]
-    return ", ".join(names)
-
-
-def _line(trial: Trial) -> str:
-    named = "" if trial.meta in (None, trial.results) else f" (meta: {_names(trial.meta)})"
-    return f"{str(trial)[:120]}{named}".replace("|", "/")
-
-
-def _names(results: Results) -> str:
-    return " ".join("-" if r is None else dtype_name(r) for r in results)
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:3] == "| `"]
+    return {op.strip("`"): kind for op, kind in rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -350,19 +256,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("ops", nargs="*", metavar="op", help="names; none: all, into dtypes.md")
     given = parser.parse_args(arguments)
     warnings.simplefilter("ignore")  # the ops' own: deprecations, empty statistics
-    logging.getLogger("torch").setLevel(logging.CRITICAL)  # of fake kernels that refuse
     torch.set_num_threads(1)
     start = time.perf_counter()
     found = [dtype_facts(op) for op in given.ops or sorted(SAMPLES)]
     for facts in found if given.ops else ():
-        print(f"{facts.op}: {facts.kind or 'one operand'}; beside: {_beside(facts) or 'none'}")
+        print(f"{facts.op}: {facts.kind or 'one operand'}")
         for sample in facts.samples:
-            for trial in (*sample.trials, *sample.indices):
-                print(f"  {trial}" + ("" if trial.meta == trial.results else "  (not so in meta)"))
+            print("\n".join(f"  {trial}" for trial in sample.trials))
     if not given.ops:
         TABLE.write_text(table(found))
-        kinds = [f.kind for f in found if f.kind]
-        print(", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds))))
     print(f"{time.perf_counter() - start:.0f} s")
     return 0
 

@@ -227,6 +227,12 @@ PLANTED: dict[str, tuple[Any, tuple[Any, ...], Callable[[OpCall], Rule], str]] =
         _planted("m k!, k! n -> m n", linear=((0, 1),)),
         "other values",
     ),
+    "a bias that each rank adds": (
+        aten.addmm.default,
+        (_randn(4), _randn(8, 6), _randn(6, 4)),
+        _planted("n, m k, k n -> m n"),
+        "Shard(1), Shard(0)] -> [Partial",
+    ),
     "mm on a split k with the result whole": (
         aten.mm.default,
         (_randn(4, 6), _randn(6, 6)),

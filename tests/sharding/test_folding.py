@@ -21,6 +21,7 @@ import dtensor as dt
 from tests.extras import missing
 from tests.models import GPT, batch, loss_fn
 from tests.plans import MEGATRON, mean_square, plan_model
+from tests.training import Placed, Run
 
 MANY = 200
 TITLE = re.compile(r"  (\S.*)    x(\d+), (\d+) steps? each; of ([^,]+)")
@@ -204,69 +205,77 @@ def sent(text: str) -> dict[tuple[str, ...], int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_what_zero_gathers_and_scatters(level: int) -> None:
-    model = dt.parallelize(Blocks(*[32] * 6), dt.Mesh(dp=2), {}, zero={"dp": level})
-    step = dt.train_step(
-        model, mean_square, torch.optim.AdamW(model.parameters()), inputs=dict(dp=dt.Row())
-    )
-    plan = step.plan(torch.empty(8, 16, device="meta"))
+    rows = Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row()))
+    run = Run.of(rows, module=Blocks(*[32] * 6), loss=mean_square, zero={"dp": level}, clip=None)
+    plan = run.step.plan(torch.empty(8, 16, device="meta"))
     assert expanded(plan)
     assert sent(str(plan)) == sent(plan.text(full=True))
 
 
 @pytest.mark.slow
 def test_recompute() -> None:
-    model = dt.parallelize(Blocks(*[32] * 4), dt.Mesh(tp=2), PINS)
-    step = dt.train_step(
-        model, mean_square, torch.optim.SGD(model.parameters()), recompute=["blocks.*"]
-    )
-    assert expanded(step.plan(torch.empty(8, 16, device="meta")))
-
-
-def test_random_numbers_of_layers_count_on() -> None:
-    class Dropped(Blocks):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = nn.functional.dropout(x + block(x), 0.1)
-            return x
-
-    plan = blocks_plan(Dropped(32, 32, 32))
-    assert "dt.dropout(add, 0.1, op=0)" in str(plan)
-    assert forward_runs(plan) == ["blocks.{0..2}"]
+    tp2 = Placed(axes=dict(tp=2), pins=PINS)
+    given = dict(loss=mean_square, recompute=["blocks.*"], clip=None)
+    run = Run.of(tp2, module=Blocks(*[32] * 4), **given)
+    assert expanded(run.step.plan(torch.empty(8, 16, device="meta")))
 
 
 # -- what is not -----------------------------------------------------------------------------------
 
 
-def test_a_layer_of_another_width() -> None:
-    assert forward_runs(blocks_plan(Blocks(32, 32, 64, 32, 32))) == [
-        "blocks.{0..1}",
-        "blocks.{3..4}",
-    ]
+class Dropped(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(x + block(x), 0.1)
+        return x
 
 
-def test_a_layer_that_is_placed_otherwise() -> None:
-    whole = {"blocks.2.*": dict(tp=dt.Replicate()), **PINS}
-    found = forward_runs(blocks_plan(Blocks(*[32] * 5), whole))
-    assert found == ["blocks.{0..1}", "blocks.{3..4}"]
+class Cast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.double()).float()
 
 
-def test_a_layer_of_another_dtype() -> None:
-    class Cast(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.double()).float()
+class OneCast(Blocks):
+    def __init__(self) -> None:
+        super().__init__(*[32] * 5)
+        self.blocks[2] = Cast().double()
 
-    model = Blocks(*[32] * 5)
-    model.blocks[2] = Cast().double()
-    assert forward_runs(blocks_plan(model)) == ["blocks.{0..1}", "blocks.{3..4}"]
+
+class Gaps(Blocks):
+    """0, 1, 3, 4: the labels are of one pattern, and no run of numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in (0, 1, 3, 4):
+            x = x + self.blocks[number](x)
+        return x
+
+
+WHOLE = {"blocks.2.*": dict(tp=dt.Replicate()), **PINS}
+APART = ["blocks.{0..1}", "blocks.{3..4}"]
+CASES: dict[str, tuple[nn.Module, Mapping[str, Any], list[str]]] = {
+    "random numbers that count on": (Dropped(32, 32, 32), PINS, ["blocks.{0..2}"]),
+    "all read the first": (
+        Blocks(*[32] * 6, wire=lambda number, x, first: first),
+        PINS,
+        ["blocks.{0..5}"],
+    ),
+    "a layer of another width": (Blocks(32, 32, 64, 32, 32), PINS, APART),
+    "a layer that is placed otherwise": (Blocks(*[32] * 5), WHOLE, APART),
+    "a layer of another dtype": (OneCast(), PINS, APART),
+    "numbers that do not go up alike": (Gaps(*[32] * 5), PINS, APART),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layers_are_folded_as_far_as_they_are_alike(case: str) -> None:
+    model, pins, runs = CASES[case]
+    assert forward_runs(blocks_plan(model, pins)) == runs
 
 
 def test_a_layer_that_reads_something_else() -> None:
     """All its steps look alike; what it reads comes from further back."""
     odd = Blocks(*[32] * 6, wire=lambda number, x, first: first if number == 3 else x)
-    plan = blocks_plan(odd)
-    assert not any("{0..5}" in layers for layers in forward_runs(plan))
-    same = Blocks(*[32] * 6, wire=lambda number, x, first: first)
-    assert forward_runs(blocks_plan(same)) == ["blocks.{0..5}"]
+    assert not any("{0..5}" in layers for layers in forward_runs(blocks_plan(odd)))
 
 
 def test_layers_that_read_two_back() -> None:
@@ -277,8 +286,7 @@ def test_layers_that_read_two_back() -> None:
                 before, x = x, before + block(x)
             return x
 
-    plan = blocks_plan(Skips(*[32] * 6))
-    assert expanded(plan)
+    assert expanded(blocks_plan(Skips(*[32] * 6)))
 
 
 def test_a_loop_without_numbers_is_not_folded() -> None:
@@ -288,26 +296,7 @@ def test_a_loop_without_numbers_is_not_folded() -> None:
         return x
 
     plan = dt.compile(fn, dt.Mesh(tp=2)).plan(torch.empty(4))
-    assert str(plan) == plan.text(full=True)
-
-
-def test_a_plan_without_layers_is_printed_whole() -> None:
-    plan = plan_model(Block(), mean_square, (torch.randn(8, 16),), dt.Mesh(tp=2), PINS)
     assert str(plan) == plan.text() == plan.text(full=True)
-
-
-def test_numbers_that_do_not_go_up_alike() -> None:
-    """0, 1, 3: the labels are of one pattern, and no run of numbers."""
-
-    class Gaps(Blocks):
-        def forward(self, x: Tensor) -> Tensor:
-            for number in (0, 1, 3, 4):
-                x = x + self.blocks[number](x)
-            return x
-
-    model = Gaps(*[32] * 5)
-    del model.blocks[2].up, model.blocks[2].down
-    assert forward_runs(blocks_plan(model)) == ["blocks.{0..1}", "blocks.{3..4}"]
 
 
 # -- sizes -----------------------------------------------------------------------------------------
@@ -323,13 +312,9 @@ def test_a_llama_of_32_layers() -> None:
     with torch.device("meta"):
         model = hf.LlamaForCausalLM(config)
         ids = torch.zeros(4, 16, dtype=torch.long)
-    placed = {
-        "*.[qkv]_proj.weight": dict(tp=dt.Row()),
-        "*.gate_proj.weight": dict(tp=dt.Row()),
-        "*.up_proj.weight": dict(tp=dt.Row()),
-        "*.o_proj.weight": dict(tp=dt.Column()),
-        "*.down_proj.weight": dict(tp=dt.Column()),
-    }
+    row, column = dict(tp=dt.Row()), dict(tp=dt.Column())
+    placed = {f"*.{name}_proj.weight": row for name in ("[qkv]", "gate", "up")}
+    placed |= {f"*.{name}_proj.weight": column for name in ("o", "down")}
 
     def loss(model: nn.Module, ids: Tensor) -> Tensor:
         return model(input_ids=ids, labels=ids).loss

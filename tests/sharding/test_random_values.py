@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import random
-import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor.sharding.ops.philox as philox_file
 from dtensor.sharding.ops.distributions import integers, keep, normal, normal_of, uniform
 from dtensor.sharding.ops.philox import Key, Place, philox
 from dtensor.sharding.spec.shards import block
+from tests.runtime.test_memory import Meter
 
 CPU = torch.device("cpu")
 ONES = 0xFFFFFFFF
@@ -108,27 +105,18 @@ def test_chi_square(seed: int) -> None:
     u = uniform(Place.whole((256, 1024)), Key(seed, 0, 0), torch.float32, CPU)
     singles = (u * 256).long().flatten()
     pairs = ((u[:, ::2] * 16).long() * 16 + (u[:, 1::2] * 16).long()).flatten()
-    for cells in (singles, pairs):
+    drawn = integers(Place.whole((256, 1024)), Key(seed, 0, 0), -3, 253, torch.int64, CPU)
+    for cells in (singles, pairs, (drawn + 3).flatten()):
         expected = cells.numel() / 256
         chi = float(((torch.bincount(cells, minlength=256) - expected) ** 2 / expected).sum())
         assert abs(chi - 255) < 5 * math.sqrt(2 * 255)
 
 
-def test_integers() -> None:
-    drawn = integers(Place.whole((100, 1000)), Key(1, 0, 0), -3, 7, torch.int64, CPU)
-    counts = torch.bincount((drawn + 3).flatten(), minlength=10)
-    assert counts.numel() == 10
-    assert float(((counts - 1e4) ** 2 / 1e4).sum()) < 9 + 5 * math.sqrt(18)
-
-
 def test_the_inverse_of_the_normal_distribution() -> None:
-    u = torch.cat([torch.linspace(1e-6, 1 - 1e-6, 20_001, dtype=torch.float64), _tails()])
-    torch.testing.assert_close(normal_of(u), torch.special.ndtri(u), rtol=1e-13, atol=1e-13)
-
-
-def _tails() -> Tensor:
     small = 2.0 ** -torch.arange(2.0, 53.0, dtype=torch.float64)
-    return torch.cat([small, 1 - small])
+    middle = torch.linspace(1e-6, 1 - 1e-6, 20_001, dtype=torch.float64)
+    u = torch.cat([middle, small, 1 - small])
+    torch.testing.assert_close(normal_of(u), torch.special.ndtri(u), rtol=1e-13, atol=1e-13)
 
 
 def test_uniform_never_rounds_up_to_one() -> None:
@@ -138,36 +126,15 @@ def test_uniform_never_rounds_up_to_one() -> None:
         assert float(drawn.max()) < 1
 
 
-class Memory(TorchDispatchMode):
-    """Bytes of the tensors that are made and alive, and their peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for x in pytree.tree_leaves(made):
-            storage = x.untyped_storage()
-            if storage._cdata not in self.alive:
-                self.alive[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.drop, storage._cdata)
-        return made
-
-    def drop(self, key: int) -> None:
-        self.now -= self.alive.pop(key)
-
-
 @pytest.mark.parametrize("kind", ["keep", "uniform", "integers", "normal"])
 def test_numbers_on_a_gpu_need_little_memory_beside_themselves(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chunks are those of a GPU: there 8192 x 8192 of them had 768 MiB of temporaries."""
     place, key, meta = Place.whole((8192, 8192)), Key(1, 2, 3), torch.device("meta")
-    with Memory() as memory:
+    memory = Meter(1)
+    memory.rank = 0
+    with memory:
         match kind:
             case "keep":
                 made = keep(place, key, 0.1, meta)
@@ -179,5 +146,5 @@ def test_numbers_on_a_gpu_need_little_memory_beside_themselves(
                 monkeypatch.setattr(philox_file, "_CPU_CHUNK", philox_file._DEVICE_CHUNK)
                 few = Place.whole((8, 1 << 20))
                 made = normal(few, key, torch.float32, torch.device("cpu"))
-    beside = memory.peak - made.nbytes
+    beside = memory.peak[0] - made.nbytes
     assert 1 << 20 < beside < 160 << 20, beside / 2**20

@@ -16,13 +16,10 @@ import dtensor as dt
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute, Redistribute
 from tests.models import GPT, MLP, DropoutGPT, batch, loss_fn
-from tests.plans import MEGATRON
+from tests.plans import MEGATRON, mean_square
+from tests.training import TWO_STAGES
 
 Globs = Sequence[str]
-
-
-def mean_square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def plan_of(
@@ -135,9 +132,8 @@ def test_each_repeated_step_stands_just_before_its_first_use() -> None:
 
 @pytest.mark.slow
 def test_microbatches_and_stages_keep_the_schedule() -> None:
-    stages = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]}
     given: dict[str, Any] = dict(
-        schedule=dt.OneFOneB(4), stages=stages, loss=loss_fn, given=batch(0, 16, 16)
+        schedule=dt.OneFOneB(4), stages=TWO_STAGES, loss=loss_fn, given=batch(0, 16, 16)
     )
     plan, plain = (plan_of(GPT(), g, dt.Mesh(pp=2), **given) for g in (["blocks.*"], None))
     assert (plan.schedule, plan.in_flight) == (plain.schedule, plain.in_flight)
@@ -156,12 +152,8 @@ def test_zero_gathers_for_both_at_once() -> None:
     plan, plain = gpt(["blocks.*"], dt.Mesh(dp=2), **options), gpt(None, dt.Mesh(dp=2), **options)
 
     def gathers(one: Plan, phase: str) -> list[set[str]]:
-        found = [
-            s
-            for s in one.steps
-            if isinstance(s, Redistribute) and s.bucket and s.kind == "all_gather"
-        ]
-        return [set(s.of) for s in found if s.phase == phase]
+        found = [s for s in one.steps if isinstance(s, Redistribute) and s.bucket]
+        return [set(s.of) for s in found if s.kind == "all_gather" and s.phase == phase]
 
     assert gathers(plan, "forward") == gathers(plain, "forward")
     more, few = gathers(plan, "backward"), gathers(plain, "backward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,9 +29,16 @@ aten, dt = torch.ops.aten, torch.ops.dt
 F32 = torch.float32
 
 
-def _rule(text: str, operands: list[tuple[int, ...]], results: list[tuple[int, ...]]) -> Rule:
+Shapes = list[tuple[int, ...]]
+
+
+def _rule(text: str, operands: Shapes, results: Shapes, **options: Any) -> Rule:
     metas = [Meta(shape, F32) for shape in operands]
-    return parse_rule(text, metas, [Meta(shape, F32) for shape in results])
+    return parse_rule(text, metas, [Meta(shape, F32) for shape in results], **options)
+
+
+def _texts(rule: Rule) -> list[str]:
+    return [f"{list(s.operands)} -> {list(s.results)}" for s in rule.strategies(2)]
 
 
 def _call(target: object, args: tuple[object, ...], *shapes: tuple[int, ...]) -> OpCall:
@@ -47,8 +55,7 @@ MM = _call(aten.mm.default, (Operand(0), Operand(1)), (8, 6), (6, 4), (8, 4))
 
 
 def test_strategies_of_mm() -> None:
-    texts = [f"{list(s.operands)} -> {list(s.results)}" for s in rule_for(MM).strategies(2)]
-    assert texts == [
+    assert _texts(rule_for(MM)) == [
         "[Replicate(), Replicate()] -> [Replicate()]",
         '[Partial("sum"), Replicate()] -> [Partial("sum")]',
         '[Replicate(), Partial("sum")] -> [Partial("sum")]',
@@ -74,29 +81,14 @@ def test_text_round_trip(text: str, operands: list, results: list) -> None:
 
 
 def test_addend_is_pending_where_a_contraction_is_split() -> None:
-    bias, x, w = (Meta(shape, F32) for shape in ((4,), (8, 6), (6, 4)))
-    out = Meta((8, 4), F32)
-    rule = parse_rule("n, m k, k n -> m n", [bias, x, w], [out], addends=(0,))
-    texts = [f"{list(s.operands)} -> {list(s.results)}" for s in rule.strategies(2)]
-    assert texts == [
+    shapes = [(4,), (8, 6), (6, 4)], [(8, 4)]
+    rule = _rule("n, m k, k n -> m n", *shapes, addends=(0,))
+    assert _texts(rule) == [
         "[Replicate(), Replicate(), Replicate()] -> [Replicate()]",
         "[Shard(0), Replicate(), Shard(1)] -> [Shard(1)]",
         "[Replicate(), Shard(0), Replicate()] -> [Shard(0)]",
         '[Partial("sum"), Shard(1), Shard(0)] -> [Partial("sum")]',
     ]
-
-
-def test_addend_that_is_not_pending_is_added_on_each_rank() -> None:
-    """Without `addends` the bias is added once per rank, which the oracle finds."""
-    f64 = torch.float64
-    args = (torch.ones(4, dtype=f64), torch.ones(8, 6, dtype=f64), torch.ones(6, 4, dtype=f64))
-    planted = certify_call(
-        aten.addmm.default,
-        args,
-        rule=lambda call: parse_rule("n, m k, k n -> m n", call.operands, call.results),
-    )
-    assert any("Shard(1), Shard(0)] -> [Partial" in text for text in planted.wrong)
-    assert certify_call(aten.addmm.default, args).wrong == ()
 
 
 def test_whole_says_why() -> None:
@@ -115,6 +107,8 @@ def test_broadcast_dims_have_no_factor() -> None:
     assert split is not None
     assert split.operands == (REPLICATE, Shard(0))
     assert split.results == (Shard(1),)
+    whole = _rule("b k! -> b k!", [(4, 6)], [(4, 6)])
+    assert whole.apply({"k": FactorSharding((6,))}, 2) is None and whole.factors() == ("b",)
 
 
 def test_major_and_minor_factors_of_a_product() -> None:
@@ -139,12 +133,6 @@ def test_a_sum_splits_all_parts_together() -> None:
         "v": FactorSharding((3,)),
     }
     assert rule.match(rule.operands[0], Shard(1), 2) is None  # a cut across the parts
-
-
-def test_whole_factors_are_not_split() -> None:
-    rule = _rule("b k! -> b k!", [(4, 6)], [(4, 6)])
-    assert rule.apply({"k": FactorSharding((6,))}, 2) is None
-    assert rule.factors() == ("b",)
 
 
 @pytest.mark.slow
@@ -176,21 +164,18 @@ def test_match_inverts_apply(sizes: list[int], blocks: int, unit: int, num: int,
     assert again is not None and again.operands[0] == shard
 
 
-def _shapes_with_the_same_size() -> st.SearchStrategy[tuple[tuple[int, ...], tuple[int, ...]]]:
-    found: list[tuple[int, ...]] = [
-        shape
-        for rank in range(1, 4)
-        for shape in itertools.product([1, 2, 3, 4, 6, 12], repeat=rank)
-        if math.prod(shape) == 12
-    ]
-    return st.tuples(st.sampled_from(found), st.sampled_from(found))
+TWELVE = [
+    shape
+    for rank in range(1, 4)
+    for shape in itertools.product([1, 2, 3, 4, 6, 12], repeat=rank)
+    if math.prod(shape) == 12
+]
 
 
 @pytest.mark.slow
-@given(_shapes_with_the_same_size())
+@given(st.sampled_from(TWELVE), st.sampled_from(TWELVE))
 @settings(max_examples=60, deadline=None)
-def test_any_view_is_certified(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    before, after = shapes
+def test_any_view_is_certified(before: tuple[int, ...], after: tuple[int, ...]) -> None:
     x = torch.arange(12, dtype=torch.float64).view(before)
     assert certify_call(aten.view.default, (x, list(after))).wrong == ()
 
@@ -257,24 +242,9 @@ def test_a_mask_is_split_where_the_scores_are(mask: tuple[int, ...], text: str) 
     assert str(rule) == f"b (g r) t e!, b g s! e!, b g s! e!, {text} -> b (g r) t e!, b (g r) t"
 
 
-def test_attention_counts_flops() -> None:
-    q, k = (2, 6, 5, 4), (2, 3, 5, 4)
-    call = OpCall(
-        target=dt.attention.default,
-        args=(Operand(0), Operand(1), Operand(2), True, 0.5),
-        operands=(Meta(q, F32), Meta(k, F32), Meta(k, F32)),
-        results=(Meta(q, F32), Meta(q[:3], F32)),
-        multiple=True,
-    )
-    assert rule_for(call).flops == 2 * (4 + 4) * 2 * 6 * 5 * 5
-
-
 def test_a_literal_makes_add_affine() -> None:
-    by_literal = {
-        value: rule_for(_call(aten.add.Tensor, (Operand(0), value), (4,), (4,))).linear
-        for value in (0, 1.0)
-    }
-    assert by_literal == {0: (frozenset({0}),), 1.0: ()}
+    for value, linear in ((0, (frozenset({0}),)), (1.0, ())):
+        assert rule_for(_call(aten.add.Tensor, (Operand(0), value), (4,), (4,))).linear == linear
 
 
 @torch.library.custom_op("test_rule::mix", mutates_args=())

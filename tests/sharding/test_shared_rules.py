@@ -53,17 +53,7 @@ def _full(value: object) -> OpCall:
 
 def test_equal_calls_share_a_rule_and_others_do_not() -> None:
     assert rule_for(_full(2.0)) is rule_for(_full(2.0))
-    numbers = (
-        0.0,
-        -0.0,
-        0,
-        False,
-        1.0,
-        1,
-        True,
-        float("nan"),
-        RunNumber.of(0.0, "a"),
-        RunNumber.of(0.0, "b"),
-    )
+    zeros = RunNumber.of(0.0, "a"), RunNumber.of(0.0, "b")
+    numbers = 0.0, -0.0, 0, False, 1.0, 1, True, float("nan"), *zeros
     rules = [rule_for(_full(number)) for number in numbers]
     assert len({id(rule) for rule in rules}) == len(numbers)
