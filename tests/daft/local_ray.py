@@ -3,6 +3,7 @@ CASE` prints what it found as JSON."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import torch
 
 from dtensor import daft
 from dtensor.daft.ray.channel import local_ray
+from tests.chaos.watch import held, left, processes_of, running
 
 RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "SPT_NOENV", "__RAYLET", "TPU_")
 """What of the environment Ray sets for each worker."""
@@ -50,7 +52,7 @@ class Host:
                 torch.is_grad_enabled(),
                 hasattr(torch, "spoilt"),
             ],
-            "collector": [gc_enabled(), sys.getrecursionlimit(), sys.getswitchinterval()],
+            "collector": [gc.isenabled(), sys.getrecursionlimit(), sys.getswitchinterval()],
         }
 
     def draws(self) -> list[float]:
@@ -91,12 +93,6 @@ def handler(number: int) -> str:
     return getattr(found, "__qualname__", str(found))
 
 
-def gc_enabled() -> bool:
-    import gc
-
-    return gc.isenabled()
-
-
 @contextmanager
 def hosts(**stated: Any) -> Iterator[tuple[Any, Any]]:
     with daft.launch("ray", deadline_s=300.0, **stated):
@@ -124,12 +120,6 @@ def until(done: Callable[[], bool]) -> bool:
     while not done() and time.monotonic() < end:
         time.sleep(0.02)
     return done()
-
-
-def gone(process: int) -> bool:
-    from tests.chaos.watch import running
-
-    return not running(process)
 
 
 # -- cases ----------------------------------------------------------------------------------------
@@ -193,14 +183,10 @@ def replaced() -> dict[str, Any]:
     local_ray.IDLE_S = 0.5
     fourth = launch()
     assert fourth is not None
-    found["idle"] = until(lambda: gone_or_zombie(fourth))
+    found["idle"] = until(lambda: not running(fourth))
     local_ray.IDLE_S = 60.0
     found["after it"] = launch() is not None
     return found
-
-
-def gone_or_zombie(process: int) -> bool:
-    return gone(process)
 
 
 def forked() -> dict[str, Any]:
@@ -241,7 +227,6 @@ def interrupted() -> dict[str, Any]:
     """Ctrl-C while Ray starts."""
     import dtensor as dt
     from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
-    from tests.chaos.watch import held, left
 
     SignedStore.open("127.0.0.1", bytes(32))  # a process's first leaves a pipe
     before = held()
@@ -263,7 +248,6 @@ def interrupted() -> dict[str, Any]:
 
 def at_exit() -> dict[str, Any]:
     """What is there when the process has ended, `test_local_ray.py` looks for."""
-    from tests.chaos.watch import processes_of
 
     with hosts() as (a, b):
         a.process().get()
@@ -274,7 +258,6 @@ def at_exit() -> dict[str, Any]:
 
 def killed() -> dict[str, Any]:
     """This process is killed within a launch."""
-    from tests.chaos.watch import processes_of
 
     with hosts() as (a, b):
         a.process().get()
@@ -287,7 +270,6 @@ def killed() -> dict[str, Any]:
 
 def killed_while_it_starts() -> dict[str, Any]:
     """The same, where Ray does not come up."""
-    from tests.chaos.watch import processes_of
 
     os.environ["RAY_worker_register_timeout_seconds"] = "1"  # noqa: SIM112 - then init hangs
     with hosts():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy
@@ -108,6 +108,26 @@ def on(*promises: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("backend", able(*promises), indirect=True, scope="module")
 
 
+def at_rank(
+    rank: int,
+    items: Sequence[Instruction],
+    *functions: Function,
+    size: int = 2,
+    inputs: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+    state: Sequence[str] = (),
+) -> Program:
+    """What this rank does, while the others do nothing."""
+    names = [(inputs, outputs, state) if r == rank else ((),) * 3 for r in range(size)]
+    return program(
+        *(items if r == rank else () for r in range(size)),
+        functions=functions,
+        inputs=[tuple(own[0]) for own in names],
+        outputs=[tuple(own[1]) for own in names],
+        state=[tuple(own[2]) for own in names],
+    )
+
+
 # -- results ---------------------------------------------------------------------------------------
 
 
@@ -173,13 +193,7 @@ def test_what_is_kept_comes_back_too(four: Cluster) -> None:
 def test_any_object_is_a_value_and_execution_is_one_thread_without_autograd(two: Cluster) -> None:
     source = "def forward(x, n):\n    return ((n, torch.get_num_threads(), (x * 2).requires_grad),)"
     look = function("look", source, torch=torch)
-    made = program(
-        [Call("look", ("x", "n"), ("y",))],
-        [],
-        functions=[look],
-        inputs=[("x", "n"), ()],
-        outputs=[("y",), ()],
-    )
+    made = at_rank(0, [Call("look", ("x", "n"), ("y",))], look, inputs="xn", outputs="y")
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -197,18 +211,8 @@ def test_what_comes_in_and_out_is_nobody_elses(
 ) -> None:
     same = function("same", "def forward(x):\n    return (x,)")
     up = function("up", "def forward(x):\n    x.add_(1)\n    return ()")
-    made = program(
-        [
-            Call("same", ("x",), ("y",)),
-            Call("up", ("v",), (), ("v",)),
-            Call("same", ("w",), ("z",)),
-        ],
-        [],
-        functions=[same, up],
-        inputs=[("x", "v"), ()],
-        outputs=[("y", "v", "z"), ()],
-        state=[("w",), ()],
-    )
+    calls = [Call("same", (n,), (m,)) for n, m in ("xy", "wz")] + [Call("up", ("v",), (), ("v",))]
+    made = at_rank(0, calls, same, up, inputs="xv", outputs="yvz", state="w")
     handle = two.load(made)
     for mode in MODES:
         x, v = (of(torch.arange(4.0).reshape(2, 2)) for _ in range(2))
@@ -238,15 +242,14 @@ def test_kernels_obey_the_controllers_settings(four: Cluster) -> None:
             torch.set_float32_matmul_precision(before)
         assert found == [[0.0] * 4, [1.0] * 4, [1.0] * 4, [0.0] * 4]
     square = function("square", "def forward(x):\n    return (mm(x, x),)", mm=torch.mm)
-    made = program(
-        *[[Call("square", ("x",), ("y",)), Free(("x",))]] * 4,
-        functions=[square],
-        inputs=[("x",)] * 4,
-        outputs=[("y",)] * 4,
+    made = at_rank(
+        3, [Call("square", ("x",), ("y",)), Free(("x",))], square, size=4, inputs="x", outputs="y"
     )
     with torch.autocast("cpu", dtype=torch.bfloat16):  # it is no program's
         for mode in MODES:
-            found_there = four.run(four.load(made), [{"x": torch.eye(2)}] * 4, mode=mode).get()
+            found_there = four.run(
+                four.load(made), [{}, {}, {}, {"x": torch.eye(2)}], mode=mode
+            ).get()
             assert found_there[3]["y"].dtype == F32
         assert torch.is_autocast_enabled("cpu")
 
@@ -273,23 +276,11 @@ def test_ranks_that_share_an_actor(backend: Backend) -> None:
         assert [own["s"].item() for own in found] == [101, 1010, 101, 1010]
         if not backend.immediate:
             with pytest.raises(ProgramError, match="share an actor"):
-                cluster.load(_told(3, size=4, kind="broadcast"))
+                cluster.load(among((0, 1, 2)))
 
 
 def _sum(group: Sequence[int], channel: str = "c") -> Collective:
     return Collective("all_reduce", tuple(group), ("y",), ("s",), (SUM,), (SUM,), "sum", channel)
-
-
-def _told(ranks: int, size: int, kind: Any) -> Program:
-    """Rank 0 tells the first ones of its input."""
-    group = tuple(range(ranks))
-    lists: list[list[Instruction]] = [[] for _ in range(size)]
-    for rank in group:
-        given = (("x",), (SUM,)) if rank == 0 else ((), ())
-        told = Collective(kind, group, given[0], ("y",), given[1], (SUM,), None, "c")
-        lists[rank] = [told, Wait(("y",))]
-    inputs = [("x",) if rank == 0 else () for rank in range(size)]
-    return program(*lists, inputs=inputs, outputs=[("y",) if own else () for own in lists])
 
 
 # -- the order of runs -----------------------------------------------------------------------------
@@ -602,33 +593,11 @@ def test_plain_data_of_a_run_that_was_undone(two: Cluster) -> None:
 
 
 @on("send")
-def test_large_values_go_through_shared_memory(two: Cluster) -> None:
-    """Its pages are there: a rank's own slot, and its partner's."""
-    count = function("count", "def forward(x):\n    return (count(),)", count=_shared_pages)
-    large = Buffer((1 << 18,), F32)
-    sums = Collective("all_reduce", (0, 1), ("x",), ("y",), (large,), (large,), "sum", "large")
-    made = program(
-        *[[sums, Wait(("y",)), Call("count", ("x",), ("n",))]] * 2,
-        functions=[count],
-        inputs=[("x",)] * 2,
-        outputs=[("y", "n")] * 2,
-    )
-    handle = two.load(made)
-    found = two.run(handle, [{"x": torch.full((1 << 18,), 10.0**r)} for r in (0, 1)]).get()
-    assert all(torch.equal(own["y"], torch.full((1 << 18,), 11.0)) for own in found)
-    assert all(own["n"] >= 2 << 20 for own in found), [own["n"] for own in found]
-    two.unload(handle)
-
-
-def _shared_pages() -> int:
-    """Bytes of memory shared with other processes that this one has touched."""
-    found, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if "-" in line.split()[0]:
-            counts = "memfd:dtensor" in line
-        elif counts and line.startswith("Rss:"):
-            found += 1024 * int(line.split()[1])
-    return found
+def test_actors_of_one_host_share_memory(two: Cluster) -> None:
+    run(two, two.load(among((0, 1), size=2))).get()
+    for pid in pids_of(two):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        assert maps.count("memfd:dtensor") >= 2  # its own and its partner's
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -639,7 +608,7 @@ RAISES = function("act", "def forward(kind):\n    act(kind)\n    return (1,)", a
 def test_a_call_that_raises_anything(two: Cluster) -> None:
     """It is named with its cause, and acts neither on its host nor on the controller."""
     call = Call("act", ("kind",), ("y",), label=Label("F0"), source="net.py:2: act(kind)")
-    made = program([], [call], functions=[RAISES], inputs=[(), ("kind",)], outputs=[(), ("y",)])
+    made = at_rank(1, [call], RAISES, inputs=["kind"], outputs="y")
     handle = two.load(made)
     for mode in MODES[:2]:
         for kind in raisers.NAMES:
@@ -671,7 +640,7 @@ def test_lines_and_values_that_are_not_as_declared(two: Cluster) -> None:
         ([Call("fails", ("x",), ("y",), source="net.py:0")], "RuntimeError: shape", "net.py:2: r"),
         ([Call("bad", ("x",), ("y",), source="net.py:9")], "returned 2 values for 1", "net.py:9"),
     ):
-        made = program(items, [], functions=[fails, bad], inputs=[("x",), ()], outputs=[("y",), ()])
+        made = at_rank(0, items, fails, bad, inputs="x", outputs="y")
         with pytest.raises(TaskError, match=message) as caught:
             two.run(two.load(made), [{"x": torch.ones(3)}, {}]).get()
         line_of_failure = caught.value.failure.line
@@ -783,7 +752,7 @@ def test_what_a_failed_run_was_to_keep(two: Cluster) -> None:
 def test_a_run_that_was_undone_for_no_known_reason(two: Cluster) -> None:
     """Hosts that have only heard of it are not all that there are; one may have forgotten."""
     assert isinstance(two, HostedCluster)
-    made = program([], [Call("act", ("kind",), ())], functions=[RAISES], inputs=[(), ("kind",)])
+    made = at_rank(1, [Call("act", ("kind",), ())], RAISES, inputs=["kind"])
     with pytest.raises(TaskError, match="MemoryError"):
         two.run(two.load(made), [{}, {"kind": "MemoryError"}]).get()
     with pytest.raises(TaskError, match="rank 1 .*MemoryError: no room"):
@@ -854,8 +823,7 @@ def test_a_failure_that_cannot_be_undone_loses_the_state(backend: Backend, how: 
             case "no commit point":
                 add = Call("add", ("w", "x"), (), ("w",))
                 items = [add, Call("checked", ("x",), ("y",)), Free(("y",))]
-                names = [("x",), ()], [("w",), ()]
-                made = program(items, [], functions=[CHECKED, ADD], inputs=names[0], state=names[1])
+                made = at_rank(0, items, CHECKED, ADD, inputs="x", state="w")
                 cluster.put([{"w": torch.zeros(())}, {}])
             case _:
                 sends = [Call("checked", ("x",), ("y",)), Send("y", 1, "c", WORD), Wait(("y",))]
@@ -1646,31 +1614,6 @@ def test_a_half_submitted_step(session: daft.Session, monkeypatch: pytest.Monkey
     with pytest.raises(daft.ActorLost, match="actor 'a'.*a step was half submitted"):
         step(X)
     assert same(b.execute(X).get(), X @ WEIGHTS[2])
-
-
-@on("be interrupted")
-def test_an_interrupt_loses_no_value(session: daft.Session) -> None:
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    gc.disable()  # a collection calls what an exception is lost in, and warned of
-    try:
-        a = daft.spawn(Keeper)
-        for i in range(150):
-            future = a.ones(10_000)
-            daft.wait([future])
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 2e-5 + i * 5e-6)
-                future.get()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
-                pass
-            assert future.get(timeout=600.0).numel() == 10_000
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        gc.enable()
-        signal.signal(signal.SIGALRM, before)
 
 
 # -- what is kept of values that nobody has --------------------------------------------------------

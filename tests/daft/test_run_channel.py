@@ -134,16 +134,6 @@ def test_calls_keep_their_order(tmp_path: Path, address: str | None) -> None:
         assert channel.came([first, second])
 
 
-def test_a_call_that_has_not_come_back(tmp_path: Path) -> None:
-    with channel_of(tmp_path) as (channel, (echo,)):
-        waiting, behind = ask(channel, Echo.wait), ask(channel, Echo.give, 3)
-        with pytest.raises(NotYet):
-            channel.get([waiting, behind], 0.05)
-        assert not channel.came([waiting])
-        echo.go.set()
-        assert channel.get([behind, waiting], PATIENCE_S) == [3, None]
-
-
 SOME = [
     torch.arange(6.0).reshape(2, 3).t(),
     torch.tensor(float("nan")),
@@ -153,6 +143,7 @@ SOME = [
     torch.tensor([1 + 2j]),
     torch.randn(70_000),
     torch.randn(100, 2000)[:, ::2],
+    *(torch.full((5_000,), float(i)) for i in range(600)),
 ]
 
 
@@ -204,16 +195,6 @@ def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
         assert channel._writer is None  # which would have read, too
 
 
-def test_what_was_sent_may_be_changed(tmp_path: Path) -> None:
-    with channel_of(tmp_path) as (channel, (echo,)):
-        channel.send(0, REQUEST, (Echo.wait,), ())
-        given = torch.ones(LARGE // 4)
-        reply = ask(channel, Echo.give, given)
-        given.fill_(2.0)
-        echo.go.set()
-        assert channel.get([reply], PATIENCE_S)[0].eq(1.0).all()
-
-
 def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
     """Unless it is to be changed while some of it is unwritten."""
     with channel_of(tmp_path) as (channel, (echo,)):
@@ -240,32 +221,6 @@ def test_a_value_for_several_hosts(tmp_path: Path) -> None:
             channel.get([ask(channel, Echo.give, None, host=host)], PATIENCE_S)
         for echo in echoes:
             assert torch.equal(echo.kept[0].value()["w"], torch.arange(50_000))
-
-
-@pytest.mark.slow
-def test_many_buffers(tmp_path: Path) -> None:
-    values = [torch.full((5_000,), float(i)) for i in range(600)]
-    with channel_of(tmp_path) as (channel, _):
-        (found,) = channel.get([ask(channel, Echo.give, values)], PATIENCE_S)
-        assert all(came.eq(i).all() for i, came in enumerate(found))
-
-
-def test_threads_get_their_own_answers(tmp_path: Path) -> None:
-    wrong: list[tuple[int, int]] = []
-    with channel_of(tmp_path, 2) as (channel, _):
-
-        def run(me: int) -> None:
-            for i in range(200):
-                (found,) = channel.get([ask(channel, Echo.give, (me, i), host=i % 2)], PATIENCE_S)
-                if found != (me, i):
-                    wrong.append(found)
-
-        threads = [threading.Thread(target=run, args=(me,)) for me in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(PATIENCE_S)
-        assert not any(thread.is_alive() for thread in threads) and not wrong
 
 
 def test_what_a_call_raises(tmp_path: Path) -> None:
@@ -374,23 +329,10 @@ def _answer_falsely(server: socket.socket) -> None:
         sock.sendall(os.urandom(32))
 
 
-def test_an_interrupt_while_a_message_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing that comes later is taken for what was lost; one while it waits changes nothing."""
-    with channel_of(tmp_path) as (channel, (echo,)):
+def test_an_interrupt_while_a_message_is_read(tmp_path: Path) -> None:
+    """Nothing that comes later is taken for what was lost."""
+    with channel_of(tmp_path) as (channel, _):
         joined(channel)
-        reply = ask(channel, Echo.wait)
-
-        def pressed(seconds: float) -> None:
-            raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(channel, "_read_once", pressed)
-            channel.get([reply], PATIENCE_S)
-        assert not channel.interrupted
-        echo.go.set()
-        assert channel.get([reply, ask(channel, Echo.give, 4)], PATIENCE_S) == [None, 4]
         line = channel._lines[0]
         real = line.messages
 
