@@ -3,8 +3,7 @@
     python -m tests.chaos                       # 200 cycles in-process, 20 on Ray, and their table
     python -m tests.chaos --inprocess 0 --ray 13
     python -m tests.chaos --recover 200 --seed 0          # ranks that are replaced (`recover.py`)
-    python -m tests.chaos --named 30 --disk 40            # errors (`named.py`), disks (`disk.py`)
-    python -m tests.chaos --tasks 100                     # spawned actors (`tasks.py`)
+    python -m tests.chaos --disk 40                       # checkpoints (`disk.py`)
 
 Kinds of cycles (`kinds.py`) take turns. After each, nothing may be left over (`watch.py`) relative
 to the state before it; a first cycle of each kind in-process, and two in each place on Ray, warm
@@ -32,11 +31,9 @@ from tests.chaos.disk import disk
 from tests.chaos.inside import KINDS as FAULTS
 from tests.chaos.inside import LATE
 from tests.chaos.kinds import KINDS, RAY_KINDS, Place
-from tests.chaos.named import named
 from tests.chaos.recover import Row as FaultRow
 from tests.chaos.recover import recover
 from tests.chaos.recover import table as fault_table
-from tests.chaos.tasks import tasks
 from tests.chaos.watch import alive, held, left
 
 PATIENCE_S = 120.0  # for what has been told to end
@@ -57,14 +54,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ray", type=int, default=20, help="cycles on Ray")
     parser.add_argument("--kinds", default="", help="only kinds whose name has this")
     parser.add_argument("--recover", type=int, default=0, help="faults that are recovered from")
-    parser.add_argument("--named", type=int, default=0, help="faults that end launches")
     parser.add_argument("--disk", type=int, default=0, help="faults of checkpoints")
-    parser.add_argument("--tasks", type=int, default=0, help="faults of spawned actors")
     parser.add_argument("--programs", default="", help="of these, in programs whose name has this")
     parser.add_argument("--seed", type=int, default=0, help="that faults are drawn from")
     parser.add_argument("--spares", type=int, default=1, help="of each launch with them")
     options = parser.parse_args(argv)
-    if options.recover or options.named or options.disk or options.tasks:
+    if options.recover or options.disk:
         return faults(options)
     warnings.simplefilter("ignore")
     rows: dict[tuple[str, str], Row] = defaultdict(Row)
@@ -104,12 +99,8 @@ def faults(options: argparse.Namespace) -> int:
         kinds = [kind for kind in (*FAULTS, LATE) if options.kinds in kind]
         spares, count = options.spares, options.recover
         wrong += recover(count, options.seed, done, spares=spares, only=only, kinds=kinds)
-    if options.named:
-        wrong += named(options.named, options.seed, done, only=only, kinds=options.kinds)
     if options.disk:
         wrong += disk(options.disk, options.seed, done, only=only, kinds=options.kinds)
-    if options.tasks:
-        wrong += tasks(options.tasks, options.seed, done)
     count = sum(row.count for row in done.values())
     print(fault_table(done))
     print(f"{count} faults as they should be, {wrong} not, {time.monotonic() - begun:.0f} s")
