@@ -201,12 +201,6 @@ def test_forward_and_backward(name: str) -> None:
     assert found.checked > 0
 
 
-def test_cross_entropy_chain_matches_torch() -> None:
-    x, target = _randn(4, 6), torch.tensor([0, -100, 3, 5])
-    loss = dt.ce_loss(dt.ce_stats(x, target, -100), target, -100)
-    torch.testing.assert_close(loss, F.cross_entropy(x, target, reduction="none"))
-
-
 # -- the oracle can fail ---------------------------------------------------------------------------
 
 
@@ -381,12 +375,6 @@ def test_wrong_only_on_two_axes() -> None:
 
     found = certify_call(aten.view.default, (_randn(12), [12]), rule=rule, nums=(2,))
     assert any("on 2x2 ranks" in text for text in found.wrong)
-
-
-def test_missing_whole_is_found() -> None:
-    rule = _planted("a b -> a b")
-    found = certify(aten._softmax.default, _randn(4, 6), 1, False, rule=rule)
-    assert any("other values" in text for text in found.wrong)
 
 
 def test_wrong_at_another_size_than_the_sample() -> None:

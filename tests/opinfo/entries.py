@@ -19,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy
 import torch
@@ -65,23 +67,15 @@ class Sample:
 def sizes(wanted: dict[str, int]) -> Iterator[None]:
     """Within: OpInfo's samples have these sizes, in each of the modules that copied the names."""
     modules = [
-        m
-        for name, m in sorted(sys.modules.items())
+        module
+        for name, module in sorted(sys.modules.items())
         if name == DATABASE or name.startswith("torch.testing._internal.opinfo.")
     ]
-    saved = [
-        (m, key, vars(m)[key])
-        for m in modules
-        for key in wanted
-        if isinstance(vars(m).get(key), int)
-    ]
-    for module, key, _ in saved:
-        setattr(module, key, wanted[key])
-    try:
+    with contextlib.ExitStack() as stack:
+        for module, key in itertools.product(modules, wanted):
+            if isinstance(vars(module).get(key), int):
+                stack.enter_context(mock.patch.object(module, key, wanted[key]))
         yield
-    finally:
-        for module, key, value in saved:
-            setattr(module, key, value)
 
 
 def entries() -> list[OpInfo]:
@@ -119,18 +113,10 @@ def leaves_of(sample: SampleInput) -> list[torch.Tensor]:
 
 def supported(tensor: torch.Tensor) -> bool:
     """What DTensorConverter takes: plain strided tensors."""
-    special = (
-        tensor.is_sparse,
-        tensor.is_sparse_csr,
-        tensor.layout != torch.strided,
-        tensor.is_mkldnn,
-        tensor.is_quantized,
-        tensor.is_nested,
-        tensor.is_neg(),
-        tensor.is_conj(),
-        tensor.device.type != "cpu",
-    )
-    return not any(special)
+    x = tensor
+    special = (x.is_sparse, x.is_sparse_csr, x.is_mkldnn, x.is_quantized, x.is_nested, x.is_neg())
+    plain = x.layout == torch.strided and x.device.type == "cpu"
+    return plain and not any((*special, x.is_conj()))
 
 
 def samples(found: Sequence[SampleInput], entry: OpInfo, limit: int) -> list[Sample]:
@@ -188,9 +174,7 @@ def placements(
     """At most ``limit`` placements of the leaves on 4 ranks, the all-whole one left out unless it
     is the only one."""
     choices = [_choices(x, even) for x in leaves]
-    count = 1
-    for options in choices:
-        count *= len(options)
+    count = math.prod(map(len, choices))
     whole = (REPLICATE,) * len(leaves)
     if count == 1:
         return [whole]
@@ -230,11 +214,8 @@ def _product(
     choices: Sequence[tuple[Placement, ...]], count: int, most: int = 4000
 ) -> list[tuple[Placement, ...]]:
     """The product of the choices; of a very long one, evenly spaced elements."""
-    step = max(1, count // most)
-    if step == 1:
-        return list(itertools.product(*choices))
     found: list[tuple[Placement, ...]] = []
-    for number in range(0, count, step):
+    for number in range(0, count, max(1, count // most)):
         placed: list[Placement] = []
         rest = number
         for options in reversed(choices):

@@ -29,7 +29,6 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute
 from dtensor.sharding.rules.tables import reasons
 from dtensor.sharding.spec.placements import Placement, Shard
-from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.testing import execute
 from dtensor.testing.execute import Evaluation, RanksDisagree, Traced
 from tests.opinfo.entries import (
@@ -45,8 +44,14 @@ from tests.opinfo.entries import (
     seed,
     supported,
 )
-from tests.opinfo.record import Record
-from tests.opinfo.words import OutOfTime, add_once, first_line, limited, placements_text
+from tests.opinfo.record import (
+    OutOfTime,
+    Record,
+    add_once,
+    first_line,
+    limited,
+    placements_text,
+)
 
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo
@@ -312,18 +317,15 @@ def _differences(found: Evaluation, expected: Evaluation, grads: bool) -> dict[s
     """Phase -> what differs first."""
     result: dict[str, str] = {}
     for number, (a, b) in enumerate(zip(found.tensors, expected.tensors, strict=True)):
-        problem = difference(a, b)
-        if problem:
+        if problem := difference(a, b):
             result.setdefault("forward", f"result {number}: {problem}")
     for number, (a, b) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
-        if not grads or (a is None and b is None):
+        shape = a if b is None else b
+        if not grads or shape is None:
             continue
-        shape = b if b is not None else a
-        assert shape is not None
         # no gradient and a gradient of zeros are the same
         zero = torch.zeros_like(shape)
-        problem = difference(zero if a is None else a, zero if b is None else b)
-        if problem:
+        if problem := difference(zero if a is None else a, zero if b is None else b):
             result.setdefault("gradient", f"gradient {number}: {problem}")
     return result
 
@@ -341,12 +343,12 @@ def ran_split(plan: Plan) -> bool:
     """Whether this plan's forward ran split; see the module docstring."""
     forward = [s for s in plan.steps if isinstance(s, Compute) and s.phase == "forward"]
     steps = [s for s in forward if not s.is_view] or forward
-    specs: list[TensorSpec | None] = [
-        spec for s in steps for spec in (*s.operand_specs, *s.result_specs)
+    specs = [
+        spec for s in steps for spec in (*s.operand_specs, *s.result_specs) if spec is not None
     ]
     if not steps:
         specs = [o.spec for o in plan.outputs if o.kind == "result"]
-    return any(isinstance(p, Shard) for spec in specs if spec is not None for p in spec.placements)
+    return any(isinstance(p, Shard) for spec in specs for p in spec.placements)
 
 
 @contextlib.contextmanager

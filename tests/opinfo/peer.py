@@ -32,14 +32,12 @@ from tests.opinfo.judge import (
     PER_SAMPLE,
     SECONDS,
     NotCounted,
-    OutOfTime,
     chosen_samples,
     difference,
     differentiable,
-    limited,
     shares,
 )
-from tests.opinfo.record import Record
+from tests.opinfo.record import OutOfTime, Record, first_line, limited
 
 if TYPE_CHECKING:
     from torch.testing._internal.opinfo.core import OpInfo
@@ -75,15 +73,11 @@ def judge(entry: OpInfo) -> Record:
     return record
 
 
-def _one(
-    sample: Sample,
-    option: Sequence[ours.Placement],
-    grads: bool,
-    mesh: DeviceMesh,
-) -> Record:
+def _one(sample: Sample, option: Sequence[ours.Placement], grads: bool, mesh: DeviceMesh) -> Record:
     record = Record(name="")
     expected = _plain(sample, grads)
-    try:
+    counts = record.forward
+    try:  # what DTensor makes of an op is this entry's outcome
         with _recorded() as seen:
             leaves = [
                 distribute_tensor(x.detach(), mesh, [_theirs(p)]).requires_grad_(
@@ -93,28 +87,24 @@ def _one(
             ]
             outputs = execute.tensors_of(sample.fn(*leaves))
         results = [_whole(x) for x in outputs]
-    except Exception as error:  # what DTensor makes of an op is this entry's outcome
-        record.forward["refused"] += 1
-        record.errors.append(_line(error))
-        return record
-    pairs = zip(results, expected[0], strict=True)
-    record.wrong = [problem for a, b in pairs if (problem := difference(a, b))]
-    record.forward["wrong" if record.wrong else "right"] += 1
-    record.split += _is_split(seen)
-    if not grads or record.wrong:
-        return record
-    try:
-        found = _gradients(outputs, leaves)
+        pairs = zip(results, expected[0], strict=True)
+        record.wrong = [problem for a, b in pairs if (problem := difference(a, b))]
+        counts["wrong" if record.wrong else "right"] += 1
+        record.split += _is_split(seen)
+        if not grads or record.wrong:
+            return record
+        counts = record.gradient
+        found = [None if g is None else _whole(g) for g in _gradients(outputs, leaves)]
     except Exception as error:
-        record.gradient["refused"] += 1
-        record.errors.append(_line(error))
+        counts["refused"] += 1
+        record.errors.append(first_line(error))
         return record
     record.wrong = [
         problem
         for a, b in zip(found, expected[1], strict=True)
         if b is not None and (problem := difference(torch.zeros_like(b) if a is None else a, b))
     ]
-    record.gradient["wrong" if record.wrong else "right"] += 1
+    counts["wrong" if record.wrong else "right"] += 1
     return record
 
 
@@ -126,45 +116,28 @@ def _add(record: Record, trial: Record) -> None:
     record.errors = list(dict.fromkeys([*record.errors, *trial.errors]))[:3]
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
-def _cotangents(results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(r.shape, dtype=r.dtype, generator=generator) for r in results]
-
-
 def _plain(sample: Sample, grads: bool) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     with local.maybe_disable_local_tensor_mode():
         leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in sample.leaves]
         outputs = execute.tensors_of(sample.fn(*leaves))
-        found: list[torch.Tensor | None] = [None] * len(leaves)
-        if grads:
-            outs = [o for o in outputs if o.requires_grad]
-            asked = [i for i, x in enumerate(leaves) if x.requires_grad]
-            values = torch.autograd.grad(
-                outs, [leaves[i] for i in asked], _cotangents(outs), allow_unused=True
-            )
-            for i, value in zip(asked, values, strict=True):
-                found[i] = value
+        found = _gradients(outputs, leaves) if grads else [None] * len(leaves)
         return [o.detach() for o in outputs], found
 
 
 def _gradients(
     outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
+    """By leaf, for random cotangents: the same numbers each time."""
+    generator = torch.Generator().manual_seed(0)
     outs = [o for o in outputs if o.requires_grad]
-    asked = [i for i, x in enumerate(leaves) if x.requires_grad]
-    tangents = [
-        distribute_tensor(t, o.device_mesh, [Replicate()]) if isinstance(o, DTensor) else t
-        for o, t in zip(outs, _cotangents(outs), strict=True)
-    ]
-    values = torch.autograd.grad(outs, [leaves[i] for i in asked], tangents, allow_unused=True)
-    found: list[torch.Tensor | None] = [None] * len(leaves)
-    for i, value in zip(asked, values, strict=True):
-        found[i] = None if value is None else _whole(value)
-    return found
+    tangents: list[torch.Tensor] = []
+    for o in outs:
+        t = torch.randn(o.shape, dtype=o.dtype, generator=generator)
+        is_dtensor = isinstance(o, DTensor)
+        tangents.append(distribute_tensor(t, o.device_mesh, [Replicate()]) if is_dtensor else t)
+    asked = [x for x in leaves if x.requires_grad]
+    values = iter(torch.autograd.grad(outs, asked, tangents, allow_unused=True))
+    return [next(values) if x.requires_grad else None for x in leaves]
 
 
 def _whole(x: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,19 @@
-"""What became of one entry, as a line of JSON; the table is made of these."""
+"""What became of one entry, as a line of JSON; a time limit for it, and how its placements and
+errors are written in a line. The table is made of these."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from dtensor.errors import PlanningError
+from dtensor.sharding.rules.registry import NoRule
+from dtensor.sharding.spec.placements import Placement, Shard
 
 Verdict = Literal["split", "whole", "refused", "wrong", "not counted"]
 
@@ -55,3 +63,36 @@ class Record:
     def from_json(data: dict[str, Any]) -> Record:
         known = {**data, "forward": Counter(data["forward"]), "gradient": Counter(data["gradient"])}
         return Record(**known)
+
+
+class OutOfTime(BaseException):  # not an Exception: no handler on the way takes it for a failure
+    pass
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    def out(*_: object) -> None:
+        raise OutOfTime
+
+    before = signal.signal(signal.SIGALRM, out)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def placements_text(option: Sequence[Placement]) -> str:
+    return f"({', '.join(f'S{p.dim}' if isinstance(p, Shard) else str(p)[0] for p in option)})"
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    name = "" if isinstance(error, (NoRule, PlanningError)) else f"{type(error).__name__}: "
+    return f"{name}{text[0][:400] if text else ''}"
+
+
+def add_once(lines: list[str], line: str, most: int = 12) -> None:
+    if line not in lines and len(lines) < most:
+        lines.append(line)

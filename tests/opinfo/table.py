@@ -16,14 +16,9 @@ Found = Mapping[str, Sequence[Record]]
 
 def load(out: Path, kind: str) -> list[Record]:
     """The records of one kind of sizes, by name."""
-    found: dict[str, Record] = {}
-    for path in sorted(out.glob(f"{kind}-*.jsonl")):
-        for line in path.read_text().splitlines():
-            data = json.loads(line)
-            if "verdict" in data:
-                data.pop("seconds", None)
-                found[data["name"]] = Record.from_json(data)
-    return [found[name] for name in sorted(found)]
+    path = out / f"{kind}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sorted((Record.from_json(json.loads(line)) for line in lines), key=lambda r: r.name)
 
 
 def crashed(name: str) -> Record:

@@ -60,6 +60,17 @@ SAMPLED = (
     ("even", "sort"),
     ("uneven", "linalg.cholesky"),
     ("even", "fft.rfft"),
+    # PyTorch's own DTensor divides their gradients by the number of local elements, or writes at
+    # local places
+    ("even", "nn.functional.mse_loss"),
+    ("uneven", "nn.functional.huber_loss"),
+    ("even", "nn.functional.smooth_l1_loss"),
+    ("uneven", "nn.functional.soft_margin_loss"),
+    ("even", "nn.functional.binary_cross_entropy"),
+    ("uneven", "nn.functional.binary_cross_entropy_with_logits"),
+    ("uneven", "scatter"),
+    ("even", "scatter_add"),
+    ("uneven", "index_add"),
 )
 
 

@@ -7,38 +7,13 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from tests.certify.samples.draw import Call, Draw, Sample, call, each, of, words
+from tests.certify.samples.draw import Call, Draw, Sample, call, each, of
 
 aten = torch.ops.aten
 
 
-def _reductions() -> dict[str, list[Sample]]:
-    over_dims: list[Sample] = [of("a b c", [1]), of("a b c", [0, -1], True)]
-    over_dim: list[Sample] = [of("a b c", 1), of("a b c", -1, True)]
-    over_all: list[Sample] = [of("a b"), of("")]
-    found = {
-        f"aten.{n}": over_dims
-        for n in words("sum.dim_IntList mean.dim amax.default amin.default logsumexp.default")
-    }
-    found |= {
-        f"aten.{n}": over_dim
-        for n in words("argmax.default argmin.default max.dim min.dim prod.dim_int")
-    }
-    found |= {f"aten.{n}.default": over_all for n in ("sum", "mean", "max", "min")}
-    found["aten.sum.dim_IntList"] = [*over_dims, of("a b:5", [0]), of("?a b", [0]), of("a b", None)]
-    found["aten.amax.default"] = [*over_dims, of("a b:-9:9", [0])]
-    found |= {
-        "aten.any.default": [lambda d: call(_one_true(d, "a b"))],
-        "aten.any.dim": [of("?a b", 0), lambda d: call(d.ints("a b", 2).double(), -1, True)],
-        "aten.any.dims": [lambda d: call(_one_true(d, "a b c"), [0, 1])],
-        "aten.all.default": [lambda d: call(~_one_true(d, "a b"))],
-        "aten.all.dim": [of("?a b", 0), lambda d: call(d.ints("a b", 2).double(), -1, True)],
-        "aten.all.dims": [lambda d: call(~_one_true(d, "a b c"), [0, 1])],
-    }
-    for name in ("var", "var_mean", "std"):
-        found[f"aten.{name}.correction"] = [of("a b", [1], correction=0, keepdim=True)]
-    found["aten.argmax.default"] = [*over_dim, of("a b")]
-    return found
+_OVER_DIMS = of("a b c", [1]), of("a b c", [0, -1], True)
+_OVER_DIM = of("a b c", 1), of("a b c", -1, True)
 
 
 def _one_true(d: Draw, dims: str) -> torch.Tensor:
@@ -48,34 +23,42 @@ def _one_true(d: Draw, dims: str) -> torch.Tensor:
     return found
 
 
-def _along() -> dict[str, list[Sample]]:
-    found: dict[str, list[Sample]] = {
-        f"aten.{n}": [of("a b c", -1), of("a b", 0)]
-        for n in words(
-            "softmax.int log_softmax.int cumsum.default cumprod.default _safe_softmax.default"
-        )
-    }
-    found |= {f"aten.{n}.default": [of("a b c", -1, False)] for n in ("_softmax", "_log_softmax")}
-    found |= {
-        "aten._softmax_backward_data.default": [
-            lambda d: call(d("a b"), d("a b").softmax(1), 1, torch.float64)
-        ],
-        "aten._log_softmax_backward_data.default": [
-            lambda d: call(d("a b"), d("a b").log_softmax(1), 1, torch.float64)
-        ],
-        "aten.flip.default": [of("a b c", [0, 2])],
-        "aten.sort.default": [of("a b")],
-        "aten.sort.stable": [of("a b", stable=True, dim=0)],
-        "aten.argsort.default": [of("a b", 0)],
-        "aten.topk.default": [of("a b", 2), of("a b", 1, 0)],
-        "aten.mse_loss.default": [of("a b", "a b"), of("a b", "a b", 2), of("a b", "a b", 0)],
-        "aten.mse_loss_backward.default": [
-            of("", "a b", "a b", 1),
-            of("", "a b", "a b", 2),
-            of("a b", "a b", "a b", 0),
-        ],
-    }
-    return found
+def _halves(d: Draw) -> Call:
+    return call(d.ints("a b", 2).double(), -1, True)
+
+
+REDUCTIONS: dict[str, list[Sample]] = {
+    **each("mean.dim amin.default logsumexp.default", *_OVER_DIMS),
+    "aten.sum.dim_IntList": [*_OVER_DIMS, of("a b:5", [0]), of("?a b", [0]), of("a b", None)],
+    "aten.amax.default": [*_OVER_DIMS, of("a b:-9:9", [0])],
+    **each("argmin.default max.dim min.dim prod.dim_int", *_OVER_DIM),
+    "aten.argmax.default": [*_OVER_DIM, of("a b")],
+    **each("sum mean max min", of("a b"), of(""), overload="default"),
+    "aten.any.default": [lambda d: call(_one_true(d, "a b"))],
+    **each("any.dim all.dim", of("?a b", 0), _halves),
+    "aten.any.dims": [lambda d: call(_one_true(d, "a b c"), [0, 1])],
+    "aten.all.default": [lambda d: call(~_one_true(d, "a b"))],
+    "aten.all.dims": [lambda d: call(~_one_true(d, "a b c"), [0, 1])],
+    **each("var var_mean std", of("a b", [1], correction=0, keepdim=True), overload="correction"),
+    **each("softmax.int log_softmax.int", of("a b c", -1), of("a b", 0)),
+    **each("cumsum.default cumprod.default _safe_softmax.default", of("a b c", -1), of("a b", 0)),
+    **each("_softmax.default _log_softmax.default", of("a b c", -1, False)),
+    "aten._softmax_backward_data.default": [
+        lambda d: call(d("a b"), d("a b").softmax(1), 1, torch.float64)
+    ],
+    "aten._log_softmax_backward_data.default": [
+        lambda d: call(d("a b"), d("a b").log_softmax(1), 1, torch.float64)
+    ],
+    "aten.flip.default": [of("a b c", [0, 2])],
+    "aten.sort.default": [of("a b")],
+    "aten.sort.stable": [of("a b", stable=True, dim=0)],
+    "aten.argsort.default": [of("a b", 0)],
+    "aten.topk.default": [of("a b", 2), of("a b", 1, 0)],
+    "aten.mse_loss.default": [of("a b", "a b"), of("a b", "a b", 2), of("a b", "a b", 0)],
+    "aten.mse_loss_backward.default": [
+        *(of("", "a b", "a b", 1), of("", "a b", "a b", 2), of("a b", "a b", "a b", 0)),
+    ],
+}
 
 
 def _layer_norm_backward(d: Draw) -> Call:
@@ -106,37 +89,27 @@ def _rms_norm_backward(d: Draw) -> Call:
     return call(d("b t d"), x, [d.size("d")], rstd, weight, [True, True])
 
 
-def _attention(d: Draw, heads: int, groups: int, causal: bool) -> tuple[torch.Tensor, ...]:
-    return d(f"b {heads} t e"), d(f"b {groups} t e"), d(f"b {groups} t e")
-
-
 def _attention_backward(d: Draw, heads: int, groups: int, causal: bool) -> Call:
-    q, k, v = _attention(d, heads, groups, causal)
+    q, k, v = (d(f"b {n} t e") for n in (heads, groups, groups))
     out, lse = torch.ops.dt.attention(q, k, v, causal, 0.5)
     return call(d(f"b {heads} t e"), q, k, v, out, lse, causal, 0.5)
 
 
-def _attention_masked(d: Draw, heads: int, groups: int, mask: str) -> tuple[torch.Tensor, ...]:
-    """``mask``: its dims; a float, or a bool of which some rows may hide every key."""
-    q, k, v = d(f"b {heads} t 4"), d(f"b {groups} s 4"), d(f"b {groups} s 4")
-    is_bool = mask.startswith("?")
-    return q, k, v, d.bools(mask[1:]) if is_bool else d(mask)
-
-
 def _attention_masked_backward(d: Draw, heads: int, groups: int, mask: str) -> Call:
-    q, k, v, seen = _attention_masked(d, heads, groups, mask)
-    out, lse = torch.ops.dt.attention_masked(q, k, v, seen, 0.5)
-    return call(d(f"b {heads} t 4"), q, k, v, seen, out, lse, 0.5)
+    (q, k, v, seen, scale), _ = _attention_masked(heads, groups, mask)(d)
+    out, lse = torch.ops.dt.attention_masked(q, k, v, seen, scale)
+    return call(d(f"b {heads} t 4"), q, k, v, seen, out, lse, scale)
+
+
+def _attention_masked(heads: int, groups: int, mask: str) -> Sample:
+    """``mask``: its dims; a float, or a bool of which some rows may hide every key."""
+    return of(f"b {heads} t 4", f"b {groups} s 4", f"b {groups} s 4", mask, 0.5)
 
 
 _MASKS = (
     (4, 4, "?b 1 1 s"), (6, 3, "?b 1 1 s"), (6, 2, "?b 1 t s"), (4, 2, "b 4 t s"), (4, 4, "t s"),
     (6, 1, "1 6 1 s"), (2, 2, "?b 1 t 1"),
 )  # fmt: skip
-
-
-def _rms(d: Draw, offset: float) -> Call:
-    return call(d("b t d"), d("d"), 1e-5, offset, torch.float32, torch.float32)
 
 
 def _rms_backward(d: Draw, offset: float) -> Call:
@@ -158,18 +131,14 @@ MATMUL: dict[str, list[Sample]] = {
     "aten.baddbmm.default": [of("b 4 3", "b 4 k", "b k 3")],
     "aten.linear.default": [of("b t k", "n k"), of("b k", "n k", "n")],
     "dt.attention.default": [
-        lambda d: call(*_attention(d, 4, 4, True), True, 0.5),
-        lambda d: call(*_attention(d, 6, 2, False), False, 0.5),
-        lambda d: call(*_attention(d, 6, 3, True), True, 0.5),
+        of(f"b {heads} t e", f"b {groups} t e", f"b {groups} t e", causal, 0.5)
+        for heads, groups, causal in ((4, 4, True), (6, 2, False), (6, 3, True))
     ],
     "dt.attention_backward.default": [
-        lambda d: _attention_backward(d, 4, 4, True),
-        lambda d: _attention_backward(d, 6, 2, False),
-        lambda d: _attention_backward(d, 3, 3, True),
+        lambda d, how=how: _attention_backward(d, *how)
+        for how in ((4, 4, True), (6, 2, False), (3, 3, True))
     ],
-    "dt.attention_masked.default": [
-        lambda d, m=m: call(*_attention_masked(d, *m), 0.5) for m in _MASKS
-    ],
+    "dt.attention_masked.default": [_attention_masked(*m) for m in _MASKS],
     "dt.attention_masked_backward.default": [
         lambda d, m=m: _attention_masked_backward(d, *m) for m in _MASKS
     ],
@@ -180,11 +149,10 @@ MATMUL: dict[str, list[Sample]] = {
     "aten.native_layer_norm_backward.default": [_layer_norm_backward, _layer_norm_backward_plain],
     "aten._fused_rms_norm.default": [of("b t d", ["d"], "d", 1e-5), of("b t d", ["d"], None, 1e-5)],
     "aten._fused_rms_norm_backward.default": [_rms_norm_backward],
-    "dt.rms_norm.default": [lambda d: _rms(d, 0.0), lambda d: _rms(d, 1.0)],
-    "dt.rms_norm_backward.default": [
-        lambda d: _rms_backward(d, 0.0),
-        lambda d: _rms_backward(d, 1.0),
+    "dt.rms_norm.default": [
+        of("b t d", "d", 1e-5, offset, torch.float32, torch.float32) for offset in (0.0, 1.0)
     ],
+    "dt.rms_norm_backward.default": [lambda d, o=o: _rms_backward(d, o) for o in (0.0, 1.0)],
     "dt.add_rms_norm.default": [of("b t d", "b t d", "d", 1e-5, 1.0, torch.float32, torch.float32)],
     "dt.add_layer_norm.default": [
         of("b t d", "b t d", "d", "d", 1e-5),
@@ -326,8 +294,7 @@ TOKENS: dict[str, list[Sample]] = {
 }
 
 TENSORS: dict[str, list[Sample]] = {
-    **_reductions(),
-    **_along(),
+    **REDUCTIONS,
     **MATMUL,
     **TOKENS,
 }
