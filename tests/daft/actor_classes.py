@@ -91,9 +91,6 @@ class Model:
         """Where `mark` and `await_mark` of several actors have their files."""
         self.folder = Path(folder)
 
-    def mark_in(self, path: str) -> None:
-        Path(path).touch()
-
     def mark(self, number: float) -> float:
         (self.folder / f"{number:g}").touch()
         return number + 1

@@ -25,12 +25,12 @@ CANNOT: dict[str, dict[str, str]] = {
         "lose a host": "the ranks and actors are in the controller's process",
         "send": "values stay in the controller's process",
         "be interrupted": "a Ctrl-C comes while the controller computes",
+        "know resources": "one process is all that there is",
     },
     "processes": {"know resources": "only Ray knows what the machines have"},
     "ray": {},
 }
 """By backend, what it cannot promise, and why."""
-CANNOT["inprocess"]["know resources"] = "one process is all that there is"
 
 
 def able(*promises: str) -> list[Any]:

@@ -188,29 +188,20 @@ def report(number: int, seed: int) -> int:
     for title, family in families.items():
         began, count = time.monotonic(), Counter[str]()
         for runs in family:
-            count["all"] += 1
+            count["sequences"] += 1
             everyone = frozenset(range(len(runs[0].lists)))
-            count["partial"] += any(members(run) != everyone for run in runs)
-            count["apart"] += any(len(causal_past(runs, n)) <= n for n in range(len(runs)))
+            count["with a run on some ranks"] += any(members(run) != everyone for run in runs)
+            apart = any(len(causal_past(runs, n)) <= n for n in range(len(runs)))
+            count["with a run that another before it does not hold up"] += apart
             # of random ones every tenth: it takes as long as the rest
-            tried = not title.startswith("random") or count["all"] % 10 == 0
+            tried = not title.startswith("random") or count["sequences"] % 10 == 0
             if tried and (found := spoilt(runs, draw)) is not None:
-                count["spoilt"] += 1
-                count[f"order: {found[0]}"] += 1
-                count[f"lost: {found[1]}"] += 1
-            problem = wrong(runs)
-            if problem:
+                count[f"with two runs in the other order on one rank: {found[0]}"] += 1
+                count[f"with a run that misses one of its ranks: {found[1]}"] += 1
+            if problem := wrong(runs):
                 total += 1
                 print(problem, *runs, sep="\n  ")
-        print(
-            f"{title}: {count['all']} sequences, {count['partial']} with a run on some ranks, "
-            f"{count['apart']} with a run that another before it does not hold up; {total} "
-            f"disagreements so far. Of {count['spoilt']}, where one rank has two runs in the other "
-            f"order than another: {count['order: ' + HANGS]} can hang, "
-            f"{count['order: other values']} give other values, {count['order: the same']} the "
-            f"same; where a run does not get to one of its ranks: {count['lost: ' + HANGS]} can "
-            f"hang, {count['lost: other values']} give other values, {count['lost: the same']} the "
-            f"same ({time.monotonic() - began:.0f} s)",
-            flush=True,
-        )
+        seconds = time.monotonic() - began
+        print(f"{title}: {total} disagreements so far ({seconds:.0f} s)", flush=True)
+        print(*(f"  {number} {what}" for what, number in count.items()), sep="\n", flush=True)
     return int(bool(total))

@@ -23,7 +23,6 @@ import numpy
 import pytest
 import torch
 
-import dtensor as dt
 from dtensor import daft
 from dtensor.daft import (
     ActorLost,
@@ -142,7 +141,6 @@ def test_every_collective_gives_the_bits_of_a_left_fold(four: Cluster) -> None:
             assert mode == "timed" or results[rank].keys() == case.expected[rank].keys()
             for name, value in case.expected[rank].items():
                 assert same_bits(results[rank][name], value), (mode, rank, name)
-    four.unload(handle)
 
 
 def test_state_lives_from_run_to_run(four: Cluster) -> None:
@@ -167,7 +165,6 @@ def test_state_lives_from_run_to_run(four: Cluster) -> None:
         four.delete([("w", "n")] * 4)
         with pytest.raises(LookupError, match="Rank 1 has no value 'w'"):
             four.get([(), ("w",), (), ()]).get()
-    four.unload(handle)
 
 
 def test_what_is_kept_comes_back_too(four: Cluster) -> None:
@@ -187,7 +184,6 @@ def test_what_is_kept_comes_back_too(four: Cluster) -> None:
         assert four.calls - before == 1 + 4
         with pytest.raises(LookupError, match="Rank 3 has no value 'last'"):
             four.get([(), (), (), ("last",)]).get()
-    four.unload(handle)
 
 
 def test_any_object_is_a_value_and_execution_is_one_thread_without_autograd(two: Cluster) -> None:
@@ -224,7 +220,6 @@ def test_what_comes_in_and_out_is_nobody_elses(
         found["z"].zero_()  # nor the state of what came back
         kept, w = two.get([("kept", "w"), ()]).get()[0]
         assert torch.equal(kept, wanted) and w.tolist() == [1, 1]
-    two.unload(handle)
 
 
 def test_kernels_obey_the_controllers_settings(four: Cluster) -> None:
@@ -310,9 +305,6 @@ def test_several_programs_run_ahead_on_the_same_channels(four: Cluster) -> None:
     for future, total, scaled, k in futures:
         assert all(same_bits(own["s"], total) for own in future.get())
         assert scaled.get()[1]["y"].tolist() == [k * (k + 1.0)] * 2  # 2 (1 + 2 + ... + k)
-    for handle in (*handles, read):
-        four.unload(handle)
-    four.delete([(), tuple(state), (), ()])
 
 
 def test_threads_submit_in_one_order(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +346,6 @@ def test_a_time_out_does_not_consume_a_future(four: Cluster, tmp_path: Path) -> 
     assert not future.done()
     (tmp_path / "go").touch()
     assert future.get()[3]["s"].item() == future.get()[3]["s"].item() == 8
-    four.unload(handle)
 
 
 def test_pairs_that_overlap_give_what_one_after_the_other_gives(four: Cluster) -> None:
@@ -373,8 +364,6 @@ def test_pairs_that_overlap_give_what_one_after_the_other_gives(four: Cluster) -
         for r in pair:
             expected[r] = made[r] if kept == "y" else sum(made.values())
     assert [x.item() for (x,) in four.get([("x",)] * 4).get()] == expected
-    for handle in handles.values():
-        four.unload(handle)
 
 
 def among(ranks: Sequence[int], by: str = "next", size: int = 4) -> Program:
@@ -488,28 +477,6 @@ def test_a_pair_goes_on_while_another_is_busy(four: Cluster, tmp_path: Path) -> 
     with pytest.raises(HostError, match="rank 0: SystemExit: 3"):
         four.get([("w",), (), (), ()]).get()
     assert held.get()[1]["s"].item() == 4
-    four.unload(busy)
-
-
-@on("run ahead")
-def test_compiled_functions_on_disjoint_ranks(backend: Backend, tmp_path: Path) -> None:
-    """While one rank is in a call, a function on the other is captured, loaded, run and read."""
-    one, other = dt.Mesh(tp=1, name="one"), dt.Mesh(tp=1, name="other")
-    x = torch.randn(4, 4)
-    with dt.launch(one, other, backend="ray") as session:
-        cluster = session.launch.cluster
-        slow = dt.distribute(x, one)
-        held = run(cluster, cluster.load(among((0,), "waits", size=2)), tmp_path / "go")
-        late = dt.compile(lambda x: x @ x, one)(slow)
-        fast = dt.compile(lambda x: (x @ x).relu(), other)
-        for _ in range(3):
-            y = fast(dt.distribute(x, other))
-            torch.testing.assert_close(y.full_tensor(), (x @ x).relu())
-            torch.testing.assert_close((y + 1).sum().item(), (x @ x).relu().add(1).sum().item())
-        assert not held.done()
-        (tmp_path / "go").touch()
-        torch.testing.assert_close(late.full_tensor(), x @ x)
-        torch.testing.assert_close(dt.transfer(late, other).full_tensor(), x @ x)
 
 
 # -- what is sent ----------------------------------------------------------------------------------
@@ -563,7 +530,6 @@ def test_plain_data_is_sent_when_it_has_changed(
     monkeypatch.setattr(RunChannel, "send", noted)
     assert was_sent([5])  # it was not sent before
     monkeypatch.undo()
-    two.unload(other)
 
 
 def given_back(size: int) -> Program:
@@ -589,7 +555,6 @@ def test_plain_data_of_a_run_that_was_undone(two: Cluster) -> None:
             with pytest.raises(TaskError, match="ZeroDivisionError"):
                 future.get()
     assert two.run(handle, [{"x": [1]}] * 2).get() == [{"y": [1]}] * 2
-    two.unload(handle)
 
 
 @on("send")
@@ -624,8 +589,6 @@ def test_a_call_that_raises_anything(two: Cluster) -> None:
     with pytest.raises(TaskError, match="SystemExit: 3") as caught:
         two.get([(), ("kept",)]).get()
     raisers.check(caught.value, "SystemExit")
-    two.delete([(), ("kept",)])
-    two.unload(handle)
 
 
 def test_lines_and_values_that_are_not_as_declared(two: Cluster) -> None:
@@ -671,7 +634,6 @@ def test_a_value_that_raises_as_a_host_takes_it(two: Cluster) -> None:
         raisers.check(caught.value, "SystemExit")
         assert immediate or str(caught.value).startswith("rank 0: ")
         assert two.failure is None and two.get([(), ()]).get() == [(), ()]
-    two.unload(handle)
 
 
 def test_faults_of_the_caller(two: Cluster) -> None:
@@ -684,7 +646,6 @@ def test_faults_of_the_caller(two: Cluster) -> None:
         two.load(pipeline(3))
     with pytest.raises(ProgramError):
         two.load(program([Wait(("x",))], []))
-    two.unload(handle)
 
 
 # -- undone runs -----------------------------------------------------------------------------------
@@ -724,7 +685,6 @@ def test_no_rank_writes_in_a_run_that_fails(two: Cluster) -> None:
         assert two.failure is None
         two.run(handle, feed(torch.tensor(2.0)), mode=mode).get()
         assert [w.item() for (w,) in two.get([("w",)] * 2).get()] == [8, 8]
-    two.unload(handle)
 
 
 def test_what_a_failed_run_was_to_keep(two: Cluster) -> None:
@@ -746,7 +706,6 @@ def test_what_a_failed_run_was_to_keep(two: Cluster) -> None:
     two.check_undone()
     two.delete([("new", "newer")] * 2)
     assert two.failure is None
-    two.unload(handle)
 
 
 def test_a_run_that_was_undone_for_no_known_reason(two: Cluster) -> None:
@@ -789,8 +748,6 @@ def test_the_numbers_of_runs_that_were_not_undone(four: Cluster) -> None:
     step((0, 1), 1.0, takes=False)
     with pytest.raises(TaskError, match="ZeroDivisionError"):
         four.check_undone()
-    for handle in handles.values():
-        four.unload(handle)
 
 
 def numbered(ranks: Sequence[int], size: int) -> Program:
@@ -933,15 +890,17 @@ def clock_of(cluster: Any, host: int) -> Iterator[None]:
         yield
 
 
-def warned_of(future: Future) -> str:
-    """The warning that comes while a future is waited for, which does not come back."""
+def warned_of(future: Future, rank: int) -> str:
+    """The warning of a rank that comes while a future is waited for, which does not come back. On
+    a busy machine others may seem to compute, too: they wait for a core."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        while not caught:
+        while True:
             with pytest.raises(TimeoutError):
                 future.get(timeout=0.3)
-    (warning,) = caught
-    return str(warning.message)
+            for warning in caught:
+                if (text := str(warning.message)).startswith(f"rank {rank} "):
+                    return text
 
 
 @on("lose a host")
@@ -955,14 +914,14 @@ def test_a_rank_that_computes_is_left_to_it(backend: Backend, tmp_path: Path) ->
         busy = run(cluster, cluster.load(among((0, 1), "spins")), go)
         await_places(cluster, {0: 2, 1: 0, 2: 2, 3: 0})
         cluster.watch.deadline_s = 1.0
-        where, line = warned_of(busy).splitlines()
+        where, line = warned_of(busy, 1).splitlines()
         assert where.startswith("rank 1 (stage 1), instruction 0 'y = call spins(x, path)' [F1]")
         assert where.endswith(
             ": it has computed for more than 1 s, and may take up to 3600 s (call_deadline_s)."
         )
         assert line == "  at net.py:8: spins(path)"
         with pytest.raises(TimeoutError):
-            busy.get(timeout=2.0)
+            busy.get(timeout=1.0)
         cluster.watch.deadline_s = 3600.0
         go.touch()
         assert busy.get()[0]["s"].item() == 4
@@ -970,10 +929,10 @@ def test_a_rank_that_computes_is_left_to_it(backend: Backend, tmp_path: Path) ->
         assert stands.get()[2]["s"].item() == 4
         never = run(cluster, cluster.load(among((0, 1), "spins")), tmp_path / "never")
         await_places(cluster, {0: 2, 1: 0})
-        cluster.watch.deadline_s, cluster.watch.call_deadline_s = 1.0, 3.0
+        cluster.watch.deadline_s, cluster.watch.call_deadline_s = 1.0, 2.0
         with (
-            pytest.warns(RuntimeWarning, match="may take up to 3 s"),
-            pytest.raises(ActorLost, match="in one call for more than 3 s") as lost,
+            pytest.warns(RuntimeWarning, match="may take up to 2 s"),
+            pytest.raises(ActorLost, match="in one call for more than 2 s") as lost,
         ):
             never.get()
         assert (lost.value.failure.rank, lost.value.failure.line) == (1, "net.py:8: spins(path)")
@@ -1108,7 +1067,6 @@ def test_an_interrupt_while_the_controller_waits(
         assert future.get()[1]["s"].item() == 4 and two.failure is None
         found = two.get([("w",), ("w",)]).get()
         assert torch.equal(found[0][0], large) and torch.equal(found[1][0], large + 1)
-    two.unload(handle)
 
 
 @on("be interrupted")
@@ -1179,7 +1137,7 @@ def run_everything(backend: Backend, compiled: bool) -> list[Any]:
         def fn(x: torch.Tensor, more: dict[str, Any], verbose: bool = False) -> dict[str, Any]:
             y = a.execute(x)
             batch = b.grow(y, more["times"])
-            loss = b.train(b.execute(y))
+            loss = b.train(x=b.execute(x=y))
             ys = group.execute(daft.Scatter([x, y, y]))
             return {
                 "total": a.total(batch),
@@ -1220,20 +1178,6 @@ def _values(made: dict[str, Any]) -> dict[str, Any]:
 def test_random_programs_of_tasks_are_alike(backend: Backend) -> None:
     count, wrong = compared(range(1000, 1024))
     assert not wrong and len(count) == 2
-
-
-def test_futures_are_arguments_anywhere(session: daft.Session) -> None:
-    a, b = daft.spawn(Model, 1), daft.spawn(Model, seed=2)
-    _, wa, wb = WEIGHTS[:3]
-    y = a.execute(X)
-    assert same(b.execute(x=y).get(), (X @ wa) @ wb)
-    assert same(b.add([y, X, y]).get(), torch.stack([X @ wa, X, X @ wa]).sum(0) + wb[0])
-    assert b.total(a.grow(10 * X, times=3)).get() == (84.0, 6, "3 times")
-    assert same(b.execute(a.pair(X)[1]).get(), (X + 2) @ wb)
-    assert a.train(X).get() > a.train(X).get()  # it can use autograd
-    assert b.load(a.weights()).get() is True
-    assert same(b.weights().get()["weight"], a.weights().get()["weight"])
-    assert y.done() and y.get() is not y.get()
 
 
 def test_actors_share_no_memory(session: daft.Session) -> None:
@@ -1373,10 +1317,10 @@ def test_some_are_waited_for(session: daft.Session, backend: Backend, tmp_path: 
 def test_tasks_run_ahead(session: daft.Session, tmp_path: Path) -> None:
     """b in step i waits until a has come to step i + 1: they would wait for ever in turns."""
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
-    a.mark_in(str(tmp_path / "begun"))
-    wait_for_file(str(tmp_path / "begun"))  # a task begins though nobody waits for it
     for actor in (a, b):
-        actor.meet_in(str(tmp_path)).get()
+        actor.meet_in(str(tmp_path))
+    a.mark(0.5)
+    wait_for_file(str(tmp_path / "0.5"))  # a task begins though nobody waits for it
     step = daft.compile(lambda x, n: (b.add([a.execute(x), x]), b.await_mark(a.mark(n))))
     futures = [step(X + i, float(i)) for i in range(3)]
     assert futures[1][1].get() == 2.0

@@ -10,7 +10,7 @@ import torch
 from dtensor.daft import Buffer, Call, Commit, Recv, Send, TaskError, Wait
 from dtensor.daft.ir.host_program import HostProgram, host_programs
 from dtensor.daft.ir.instructions import Instruction
-from dtensor.daft.ray.ranks.ranks import packed, unpacked
+from dtensor.daft.ray.ranks.ranks import packed
 from dtensor.daft.remote_exceptions import reason_of
 from dtensor.daft.run.engine import Engine
 from dtensor.daft.run.transport import LocalTransport
@@ -18,7 +18,7 @@ from dtensor.daft.run.worker import Counted, HostRun, Stored
 from dtensor.daft.undo.failed_run import UndoneRun
 from dtensor.daft.undo.rollback import TableChange
 from dtensor.daft.verification.pairing import merge_sites
-from tests.daft.programs import Collectives, function, parts_of, pipeline, program
+from tests.daft.programs import function, parts_of, program
 
 NOOP = function("noop", "def forward(x):\n    return (x + 1,)")
 WRITE = function("write", "def forward(x):\n    x += 1\n    return ()")
@@ -138,13 +138,6 @@ def test_no_run_is_undone_where_the_gpu_is_lost(
         said = f"This process can use cuda:1 no more: {reason_of(answer)}" if answer else ""
         assert said in str(caught.value)
     assert asked == ([there] if there.type == "cuda" else [])
-
-
-def test_it_comes_out_as_it_went_in() -> None:
-    for made in (pipeline(4), Collectives(3, large=300_000).program()):
-        parts = parts_of(made, [(rank,) for rank in range(made.size)])
-        for own, sent in zip(parts, packed(parts), strict=True):
-            assert unpacked(*sent) == own
 
 
 def test_bytes_for_all_hosts_grow_with_the_ranks() -> None:

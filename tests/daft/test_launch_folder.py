@@ -6,8 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -16,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +32,7 @@ from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder, own_directory, sweep
 from dtensor.daft.ray.diagnosis.stragglers import StragglerWarnings
 from dtensor.daft.verification.verifier import verify
+from tests.daft.backends import context
 from tests.daft.programs import function
 from tests.daft.test_status import ALL
 
@@ -119,36 +119,26 @@ def test_a_launch_is_found_and_gone(scratch: Path, clock: SimpleNamespace) -> No
     folder.close()
 
 
-@pytest.mark.slow
 def test_what_a_dead_process_has_left_is_removed(scratch: Path) -> None:
-    code = """
-import sys, tempfile, time
-tempfile.tempdir = sys.argv[1]
-from dtensor.daft.ray.bootstrap.launch_folder import LaunchFolder
-folder = LaunchFolder.make()
-folder.say("ranks", {"host0": (0,)})
-print(folder.path, flush=True)
-time.sleep(600)
-"""
-    path = os.pathsep.join(os.path.abspath(entry or ".") for entry in sys.path)
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, str(scratch)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert child.stdout is not None
-    try:
-        left = Path(child.stdout.readline().strip())
-        assert left.parent == own_directory() and left.exists()
-        assert [each.pid for each in launches()] == [child.pid]
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        child.stdout.close()
+    pipe, its = context.Pipe()
+    child = context.Process(target=_launches, args=(str(scratch), its), daemon=True)
+    child.start()
+    left = Path(pipe.recv())
+    assert left.parent == own_directory() and left.exists()
+    assert [each.pid for each in launches()] == [child.pid]
+    child.kill()
+    child.join()
     mine = LaunchFolder.make()
     assert not left.exists() and mine.path.exists()
     mine.close()
+
+
+def _launches(scratch: str, pipe: Connection) -> None:
+    tempfile.tempdir = scratch
+    folder = LaunchFolder.make()
+    folder.say("ranks", {"host0": (0,)})
+    pipe.send(str(folder.path))
+    pipe.recv()
 
 
 def test_a_folder_without_a_lock_is_nobodys(scratch: Path) -> None:

@@ -391,30 +391,29 @@ def _in_order(small: Small) -> bool:
 
 def report(number_drawn: int, seed: int) -> int:
     wrong = 0
-    for name, (transfers, more) in FAMILIES.items():
-        began, number, found = time.monotonic(), 0, 0
-        for small in exhaustive(transfers, more):
-            number += 1
-            problem = disagreement(small)
-            found += accepted(small)
-            wrong += _say(problem, small)
-        seconds = time.monotonic() - began
-        print(
-            f"{name}: {number} programs, {found} accepted, {wrong} disagreements so far "
-            f"({seconds:.0f} s)",
-            flush=True,
-        )
+
+    def check(problem: str | None, small: Small) -> bool:
+        nonlocal wrong
+        wrong += problem is not None
+        if problem is not None:
+            print(problem, small, sep="\n  ")
+        return problem is None
+
+    for name, family in FAMILIES.items():
+        began, count = time.monotonic(), Counter[bool]()
+        for small in exhaustive(*family):
+            check(disagreement(small), small)
+            count[accepted(small)] += 1
+        text = f"{name}: {count.total()} programs, {count[True]} accepted, {wrong} disagreements"
+        print(f"{text} so far ({time.monotonic() - began:.0f} s)", flush=True)
     draw = random.Random(seed)
     sound: dict[int, list[Small]] = {2: [], 3: []}
     for _ in range(number_drawn):
         small = random_program(draw)
-        problem = disagreement(small)
-        wrong += _say(problem, small)
-        if problem is None and accepted(small):
+        if check(disagreement(small), small) and accepted(small):
             known = sound[len(small.lists)]
             known.append(small)
-            problem = played_wrong(draw.choices(known, k=2), draw)
-            wrong += _say(problem, small)
+            check(played_wrong(draw.choices(known, k=2), draw), small)
     num_sound = sum(map(len, sound.values()))
     print(
         f"{number_drawn} random programs, seed {seed}: {num_sound} accepted, and as many pairs "
@@ -434,9 +433,3 @@ def played_wrong(smalls: Sequence[Small], draw: random.Random) -> str | None:
     expected = (sum(not failing for _, failing in runs),) * len(smalls[0].lists)
     wrote = played(runs, draw.randrange(2**31))
     return None if wrote == expected else f"{wrote} was written by {runs}"
-
-
-def _say(problem: str | None, small: Small) -> int:
-    if problem:
-        print(problem, small, sep="\n  ")
-    return int(problem is not None)
