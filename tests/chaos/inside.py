@@ -7,7 +7,7 @@ From the next call on rank 1 has the fault before it. In run 12, or the first af
 process takes part in, at 0.4 of the instructions of that run, the process says so in the file, and
 then does it: once. A process that takes its place knows nothing of it.
 
-Not here: who draws faults, and what must come of them (`recover.py`, `named.py`).
+Not here: who draws faults, and what must come of them (`recover.py`).
 """
 
 from __future__ import annotations

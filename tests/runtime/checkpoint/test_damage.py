@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 import io
-import itertools
 import os
 import random
 import shutil
@@ -176,39 +175,6 @@ def test_a_part_that_a_killed_process_began_is_written_by_another(tmp_path: Path
             piece.file for record in found.tensors.values() for piece in record.pieces
         }
         shutil.rmtree(tmp_path / "3")
-
-
-@pytest.mark.slow
-def test_killed_at_random_times(tmp_path: Path):
-    first = torch.randn(2_000, 1_000)
-
-    def save_one(step: int, keep: int | None = None) -> None:
-        writing = Writing.begin(tmp_path / str(step), step=step)
-        own = [block(("model", "w"), first + step)]
-        writing.finish([write_part(writing.folder, 0, own, writing.previous)], keep=keep)
-
-    def work(start: int) -> None:
-        for step in itertools.count(start):  # however long it is before it is killed
-            save_one(step, keep=2)
-
-    def begun(start: int) -> bool:  # the first may have been removed for a third
-        return any(name.isdigit() and int(name) >= start for name in os.listdir(tmp_path))
-
-    drawn = random.Random(0)
-    start = 0
-    for _ in range(5):
-        pid = in_child(lambda start=start: work(start))
-        while not begun(start):
-            time.sleep(0.01)
-        time.sleep(0.2 * drawn.random())
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-        newest = latest(tmp_path)
-        assert newest is not None
-        saved = Checkpoint.open(newest)
-        assert saved.step is not None and saved.step >= start
-        assert saved.read("model.w").equal(first + saved.step)
-        start = saved.step + 1
 
 
 def test_everything_is_on_the_disk_before_it_is_published(
