@@ -93,18 +93,6 @@ def every_cut(names: Sequence[str], pp: int) -> list[list[list[str]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.sweep
-def test_no_cut_of_a_gpt_is_better() -> None:
-    plan, _ = gpt_plan(2, "auto")
-    block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.up", "mlp.down")
-    names = ["embed", "positions", *(f"blocks.{n}.{part}" for n in (0, 1) for part in block)]
-    names = [f"{name}.*" for name in (*names, "norm", "head")]
-    # the ends are far from the best
-    found = [gpt_plan(2, {"pp": cut})[0] for cut in every_cut(names, 2)[5:]]
-    assert slowest(plan) == pytest.approx(min(map(slowest, found)), rel=1e-9)
-
-
-@pytest.mark.slow
 def test_no_cut_of_skips_is_better() -> None:
     """Values are sent past stages."""
     module, given = Skips(), vectors()
@@ -162,15 +150,6 @@ def test_trains_evaluates_and_saves() -> None:
     plain = large_vocabulary()
     plain.load_state_dict(state["model"])
     assert loss_fn(plain, *data())[0].item() == pytest.approx(losses[0][3], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_an_evaluation_may_come_first() -> None:
-    mesh = dt.Mesh(pp=2)
-    model = dt.parallelize(large_vocabulary(), mesh, {}, stages="auto")
-    evaluate = dt.compile(lambda m, x: m(x), mesh, topology=TOPOLOGY)
-    evaluate(model, data()[0])
-    assert evaluate.plan(model, data()[0]).stages == chosen(model)
 
 
 def test_compare_takes_it() -> None:

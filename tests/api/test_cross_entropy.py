@@ -16,7 +16,6 @@ from dtensor.errors import PlanningError
 from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.rules import registry
 from tests.api.eager import same
-from tests.daft.programs import same_bits
 
 Reduction = Literal["mean", "sum", "none"]
 SPLIT = {"w": dict(tp=dt.Column())}
@@ -134,28 +133,6 @@ def test_a_target_out_of_range(wrong: int, tp: int) -> None:
         dt.compile(loss, mesh)(*given).full_tensor()
     text = f"Target {wrong} is out of bounds for 10 classes (ignore_index=-100)."
     assert text in str(error.value)
-
-
-@pytest.mark.ray
-@pytest.mark.usefixtures("allowed", "ray_session")
-def test_ray_is_in_process() -> None:
-    """Of 6000 rows there are 72 KB of statistics, which 3 ranks exchange in pieces."""
-    mesh = dt.Mesh(tp=3)
-
-    def run() -> list[Tensor]:
-        found: list[Tensor] = []
-        for rows in (9, 6000):
-            x, w, y = values(rows=rows)
-            given = dt.distribute(x, mesh), dt.distribute(w, mesh, tp=dt.Column())
-            target = dt.distribute(y, mesh)
-            found += [*gradients(*given, target), dt.compile(loss, mesh)(*given, target)]
-        return [full(value) for value in found]
-
-    expected = run()
-    with dt.launch(mesh, backend="ray"):
-        found = run()
-    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
-    assert torch.equal(expected[0], expected[3]) and torch.equal(expected[4], expected[7])
 
 
 # -- the placement ---------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import dtensor as dt
 from dtensor.api.step import plan_call
-from dtensor.api.step.plan_call import MOST_PLANS
 from dtensor.daft import Backend, TaskError
 from tests.api.test_recovery import lose
 
@@ -67,10 +66,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     return 3
 
 
-def test_sixteen_stay() -> None:
-    assert MOST_PLANS == 16
-
-
 @pytest.mark.parametrize("backend", PLACES)
 def test_a_step_over_twenty_lengths(backend: Backend, few: int, request: Any) -> None:
     """The bits are those of a launch in which nothing is evicted."""
@@ -110,18 +105,6 @@ def test_those_used_last_stay(few: int) -> None:
         assert handles(run) == before
         f(rows(3))
         assert handles(run) != before and len(handles(run)) == few
-
-
-def test_each_function_has_its_own(few: int) -> None:
-    functions = [dt.compile(lambda x, k=k: x * k, MESH) for k in range(few + 2)]
-    with dt.launch(MESH) as run:
-        for f in functions:
-            f(rows(2))
-        before = handles(run)
-        assert len(before) == few + 2
-        for f in functions:
-            f(rows(2))
-        assert handles(run) == before
 
 
 def test_programs_of_a_function_that_is_gone_are_unloaded() -> None:
@@ -188,16 +171,6 @@ def test_a_failure_that_is_read_when_its_program_is_gone(few: int) -> None:
         with pytest.raises(TaskError, match="rank 0.*x\\[at\\]|index 7"):
             failed.full_tensor()
         cluster.immediate = True
-
-
-def test_models_on_the_meta_device_leave_no_program() -> None:
-    with torch.device("meta"):
-        net = torch.nn.Linear(3, 2)
-    model = dt.parallelize(net, MESH, init="reset")
-    f = dt.compile(lambda m, x: m(x), MESH)
-    with dt.launch(MESH, bring_home=False) as run:
-        f(model, rows(2))
-        assert len(handles(run)) == 1
 
 
 def test_transfers_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor.api.model import initial_values
-from tests.models import DropoutGPT, batch, loss_fn
+from tests.models import DropoutGPT, batch
 
 MEGATRON: dict[str, Any] = {
     "*.qkv.*": dict(tp=dt.Row(blocks=3)),
@@ -268,16 +268,3 @@ def test_loaded_values_replace_those_that_would_be_made() -> None:
     dt.load_state_dict(model, None, {"model": real.state_dict()})
     got = dt.compile(lambda m, x: m(x), mesh)(model, batch()[0]).full_tensor()
     torch.testing.assert_close(got, real(batch()[0]).detach())
-
-
-@pytest.mark.slow
-def test_training_from_meta_is_the_same_under_placements() -> None:
-    def losses(mesh: dt.Mesh, pins: dict[str, Any]) -> list[float]:
-        dt.manual_seed(2)
-        model = dt.parallelize(on_meta(DropoutGPT), mesh, pins, init=small_normal)
-        opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = dt.train_step(model, loss_fn, opt)
-        return [float(step(*batch(i))) for i in range(4)]
-
-    one = losses(dt.Mesh(), {})
-    assert one == pytest.approx(losses(*MESHES["tp2"]), abs=2e-6)

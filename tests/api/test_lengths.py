@@ -453,23 +453,3 @@ def test_an_export_that_gives_another_graph_is_not_used(
         assert torch.equal(found, torch.full((length, 2), float(length)))
     assert (counted.captures, counted.written) == (3, 0)
     assert counted.refused == "it gives another graph for the first lengths: a line"
-
-
-def test_graphs_differ() -> None:
-    def graph(f: Callable[..., Any], x: Tensor) -> Any:
-        return capture(f, (x,), grads="none")
-
-    def plus(x: Tensor) -> Tensor:
-        return x + torch.tensor([1.0, 2.0])
-
-    def minus(x: Tensor) -> Tensor:
-        return x + torch.tensor([1.0, -2.0])
-
-    def named(x: Tensor) -> Any:
-        return {"a": x + 1}
-
-    x = torch.ones(3, 2)
-    assert lengths.difference(graph(plus, x), graph(plus, x)) is None
-    assert lengths.difference(graph(plus, x), graph(minus, x)) is not None
-    assert lengths.difference(graph(plus, x), graph(plus, torch.ones(4, 2))) is not None
-    assert lengths.difference(graph(named, x), graph(lambda x: (x + 1,), x)) is not None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.spec import make_spec
-from tests.models import MLP, batch, loss_fn
+from tests.models import MLP, loss_fn
 from tests.training import (
     MEGATRON,
     TWO_STAGES,
@@ -224,11 +224,7 @@ def test_the_bits_are_those_of_a_replicated_parameter(microbatches: int) -> None
 
 SHARDS = dict(tp=dt.Shard(0, blocks=(100, 252), unit=2))
 TRAINED = {
-    "microbatches": (dt.Mesh(tp=3), SHARDS, dict(schedule=dt.OneFOneB(microbatches=3))),
-    "dp": (dt.Mesh(dp=2, tp=2), SHARDS, dict(inputs=dict(dp=dt.Row()))),
     "dp first": (dt.Mesh(dp=2, tp=2), dict(dp=dt.Row(), tp=dt.Row()), {}),
-    "zero 1": (dt.Mesh(tp=2, dp=2), SHARDS, dict(inputs=dict(dp=dt.Row()), zero={"dp": 1})),
-    "zero 2": (dt.Mesh(tp=2, dp=2), SHARDS, dict(inputs=dict(dp=dt.Row()), zero={"dp": 2})),
     "zero 3": (
         dt.Mesh(dp=2, tp=2),
         SHARDS,
@@ -236,7 +232,6 @@ TRAINED = {
     ),
     "zero 3 on its axis": (dt.Mesh(tp=4), SHARDS, dict(zero={"tp": 3})),
     "recompute": (dt.Mesh(tp=4), SHARDS, dict(recompute=["q"])),
-    "free": (dt.Mesh(tp=4), SHARDS, dict(search="free")),
 }
 
 
@@ -249,33 +244,6 @@ def test_with_other_options(name: str) -> None:
     found = trained(mesh, {"q.weight": shards}, clip_grad_norm=0.1, **given)
     torch.testing.assert_close(found["losses"], losses, rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(found["model"], expected.state_dict(), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_master_weights_of_16_bits_lie_as_the_parameter_is_stored() -> None:
-    def run(shard: dt.Placement, misaligned: str) -> dict[str, Any]:
-        given: dict[str, Any] = dict(
-            module=Heads().bfloat16(), master_weights=True, make=torch_adamw
-        )
-        return trained(TP4, {"q.weight": dict(tp=shard)}, misaligned, loss=in_float, **given)
-
-    def in_float(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x.bfloat16()).float().square().mean()
-
-    assert_same_bits(run(dt.Row(), "gather"), run(dt.Replicate(), "error"))
-
-
-@pytest.mark.slow
-def test_a_cast_comes_before_the_gather() -> None:
-    def narrow(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return model(x).float().square().mean()
-
-    plan = step_of(TP4, loss=narrow)[2].plan(X)
-    assert [(c.kind, c.dtype) for c in plan.collectives] == [("all_gather", "bfloat16")]
-    expected = Heads()
-    losses = train_torch(expected, sgd(expected), [(X,)] * 3, loss=narrow)
-    assert trained(TP4, PINS, loss=narrow)["losses"] == pytest.approx(losses, rel=1e-2)
 
 
 @pytest.mark.slow
@@ -307,14 +275,6 @@ def test_a_tied_parameter_on_two_stages(stages: Any) -> None:
     torch.testing.assert_close(state, expected.state_dict(), rtol=1e-4, atol=1e-5)
     stored = {i.label: str(i.held) for i in step.plan(*data[0]).inputs}
     assert stored["blocks.1.attn.qkv.weight"] == "f32[(10+38)@tp,16]"
-
-
-@pytest.mark.slow
-def test_ties_of_stages_that_are_cut_alike_by_other_words() -> None:
-    pins = {"embed.weight": dict(tp=dt.Row(blocks=(12, 20), unit=2))}  # its sums have no unit
-    module = make_model()
-    model = dt.parallelize(module, dt.Mesh(pp=2, tp=2), pins, stages=TWO_STAGES)
-    dt.train_step(model, loss_fn, sgd(module)).plan(*batch(0))
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from tests.training import (
     TWO_STAGES,
     assert_gradients_close,
     assert_same_bits,
-    gradients_of,
 )
 
 DROPOUT_PINS: dict[str, Any] = {
@@ -145,18 +144,6 @@ def test_hugging_face_models_that_checkpoint_themselves(name: str, reentrant: bo
     with dt.launch(dt.Mesh(tp=2)):
         found = step.gradients(*huggingface.batch())
     assert_gradients_close(found, huggingface.reference(name)[1])
-
-
-def test_beside_plain_torch() -> None:
-    torch.manual_seed(0)
-    module = GPT()
-    model = dt.parallelize(module, dt.Mesh(dp=2, tp=2), MEGATRON, recompute=["blocks.*"])
-    step = dt.train_step(
-        model, loss_fn, torch.optim.AdamW(module.parameters()), inputs=dict(dp=dt.Row())
-    )
-    with dt.launch(dt.Mesh(dp=2, tp=2)):
-        found = step.gradients(*batch())
-    assert_gradients_close(found, gradients_of(module, batch()))
 
 
 # -- what is refused -------------------------------------------------------------------------------

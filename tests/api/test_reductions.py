@@ -12,8 +12,6 @@ from torch import Tensor, nn
 import dtensor as dt
 from tests.api.reductions import BF16, CASES, DTYPES, F16, PLACED, errors
 
-F32 = torch.float32
-
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_reduction_is_as_exact_as_torchs(name: str) -> None:
@@ -151,10 +149,3 @@ def test_what_is_linear_in_parts_is_in_float32_but_products_read_16_bits() -> No
     assert linear and {text.partition("[")[0] for text in linear} == {"f32"}
     product = parts(lambda x, w: x.sum(0, keepdim=True) @ w, x, w)
     assert product == ["bf16[1,4096]{sum@a}", "bf16[1,2]{sum@a}"]
-
-
-def test_float32_is_as_it_was() -> None:
-    mesh = dt.Mesh(a=2)
-    x = dt.distribute(torch.randn(12, 8), mesh, a=dt.Row())
-    plan = dt.compile(lambda x: x.mean(0) * 3, mesh).plan(x)
-    assert {spec.dtype for spec in plan.value_specs().values()} == {F32}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import weakref
 from collections import deque
 from typing import Any
@@ -121,23 +120,6 @@ def test_what_came_back_is_dropped_with_the_tensor() -> None:
         f(x)
         table = session.cluster._worker._table  # type: ignore[attr-defined]
         assert not [held for _, held in table if held == name]
-
-
-def test_after_the_launch_a_result_is_gone() -> None:
-    f = dt.compile(lambda x: x + 1, TP2)
-    with dt.launch(TP2):
-        y = f(dt.distribute(torch.zeros(3), TP2))
-        y.full_tensor()
-    with pytest.raises(RuntimeError, match="the launch that this value belongs to has ended"):
-        y.full_tensor()
-
-
-@pytest.mark.parametrize("mode", ["compiled", "interpreted"])
-def test_in_both_modes(mode: Any) -> None:
-    f = dt.compile(lambda x: (x.sum(), x * 2), TP2, out=[{}, dict(tp=dt.Row())])
-    with dt.launch(TP2, mode=mode):
-        total, double = f(dt.distribute(torch.arange(5.0), TP2, tp=dt.Row()))
-        assert float(total) == 10 and double.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0]
 
 
 def test_on_a_part_of_a_launch() -> None:
@@ -322,37 +304,6 @@ def test_without_a_model_it_is_read_where_it_lies() -> None:
     first, last = (dt.spec(f"f32[4@tp] on pp={i}", PP2TP2) for i in (0, 1))
     assert transfers(both.plan(first, last)) == [("x", 0, 1)]
     assert transfers(both.plan(last, first)) == [("y", 0, 1)]
-
-
-class Rounds(nn.Module):
-    """Four stages on two ranks, that need the second argument here and there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
-        a = self.layers[0](x)
-        b = self.layers[1](a + y)
-        c = self.layers[2](b * y)
-        return self.layers[3](c), c, y + 1, y
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["compiled", "interpreted"])
-def test_from_any_stage_to_any(mode: Any) -> None:
-    plain = Rounds()
-    stages = {"pp": [[f"layers.{i}.*"] for i in range(4)]}
-    model = dt.parallelize(copy.deepcopy(plain), PP2, stages=stages)
-    f = dt.compile(lambda model, x, y: model(x, y), PP2)
-    given = torch.randn(2, 4), torch.randn(2, 4)
-    with dt.launch(PP2, mode=mode), torch.no_grad():
-        made, values = f(model, *given), plain(*given)
-        assert {str(x.spec) for x in made} == {"f32[2,4] on pp=0", "f32[2,4] on pp=1"}
-        for i, j in itertools.product(range(4), repeat=2):
-            expected = plain(values[i], values[j])
-            for found, value in zip(f(model, made[i], made[j]), expected, strict=True):
-                torch.testing.assert_close(found.full_tensor(), value, msg=f"{i}, {j}")
 
 
 @pytest.mark.parametrize(

@@ -160,18 +160,6 @@ def test_costs_of_stages_are_those_of_the_plan() -> None:
     assert found.time <= max(end for _, end in known.values())
 
 
-@pytest.mark.ray
-def test_ray_gives_the_bits_of_one_process(ray_session: None) -> None:
-    mesh = dt.Mesh(pp=2)
-    found: list[list[float]] = []
-    for backend in ("inprocess", "ray"):
-        step = step_of(4, mesh, dt.ZBV(4), clip_grad_norm=1.0)
-        with dt.launch(mesh, backend=backend):
-            found.append([float(step(*data())) for _ in range(3)])
-            dt.gather_state_dict(step.model, step.optimizer)
-    assert found[0] == found[1]
-
-
 if __name__ == "__main__":  # all of them: python -m tests.api.test_schedules
     number = 0
     for schedule, v in SCHEDULES:
