@@ -8,7 +8,7 @@ import io
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,41 +228,14 @@ READS: dict[str, Way] = {
 }
 
 
-def halve(net: nn.Module, _: Optimizer) -> None:
-    with torch.no_grad():
-        for p in net.parameters():
-            p.mul_(0.5)
+def in_place(change: Callable[[Any], object]) -> Way:
+    """Without gradients, and with no result."""
 
+    def way(net: Any, _: Optimizer) -> None:
+        with torch.no_grad():
+            change(net)
 
-def write_row(net: Any, _: Optimizer) -> None:
-    with torch.no_grad():
-        net.up.weight[0].mul_(2)
-
-
-def write_by_numpy(net: Any, _: Optimizer) -> None:
-    net.up.weight.detach().numpy()[1] = 0.25
-
-
-def give_data(net: Any, _: Optimizer) -> None:
-    net.up.weight.data = net.up.weight.data * 0.9
-
-
-def foreach_write(net: nn.Module, _: Optimizer) -> None:
-    torch._foreach_mul_([p.data for p in net.parameters()], 0.9)
-
-
-def load(net: nn.Module, _: Optimizer) -> None:
-    net.load_state_dict({name: value * 1.1 for name, value in net.state_dict().items()})
-
-
-def load_some(net: Any, _: Optimizer) -> None:
-    net.load_state_dict({"up.bias": torch.arange(5.0) / 9}, strict=False)
-
-
-def reset(net: Any, _: Optimizer) -> None:
-    torch.manual_seed(3)
-    net.down.reset_parameters()
-    nn.init.normal_(net.up.weight, std=0.3)
+    return way
 
 
 def step_of_torch(net: nn.Module, _: Optimizer) -> None:
@@ -283,21 +256,19 @@ def swap_and_back(net: nn.Module, _: Optimizer) -> Any:
     return found
 
 
-def write_buffers(net: Any, _: Optimizer) -> None:
+def reset(net: Any) -> None:
+    torch.manual_seed(3)
+    net.down.reset_parameters()
+    nn.init.normal_(net.up.weight, std=0.3)
+
+
+def prune(net: Any) -> None:
+    net.down.weight.data[net.down.weight.data.abs() < 0.1] = 0
+
+
+def write_buffers(net: Any) -> None:
     net.count.fill_(40.0)
     net.mean[0] = 3.0
-
-
-def give_buffer(net: Any, _: Optimizer) -> None:
-    net.count.data = torch.tensor(7.0)
-
-
-def round_to_half(net: nn.Module, _: Optimizer) -> None:
-    net.half().float()
-
-
-def write_state(net: Any, opt: Optimizer) -> None:
-    opt.state[net.up.weight]["exp_avg"].zero_()
 
 
 def reload_state(_: nn.Module, opt: Optimizer) -> None:
@@ -307,46 +278,38 @@ def reload_state(_: nn.Module, opt: Optimizer) -> None:
     opt.load_state_dict(state)
 
 
-def drop_state(_: nn.Module, opt: Optimizer) -> None:
-    opt.state.clear()
-
-
 def cool(_: nn.Module, opt: Optimizer) -> None:
     opt.param_groups[0]["lr"] *= 0.9
 
 
-def constrain(net: Any, _: Optimizer) -> None:
-    net.up.weight.data.renorm_(2, 0, 0.5)
-
-
-def prune(net: Any, _: Optimizer) -> None:
-    net.down.weight.data[net.down.weight.data.abs() < 0.1] = 0
-
-
 WRITES: dict[str, Way] = {
-    "no_grad mul_": halve,
-    "a row": write_row,
+    "no_grad mul_": in_place(lambda net: [p.mul_(0.5) for p in net.parameters()]),
+    "a row": in_place(lambda net: net.up.weight[0].mul_(2)),
     "data.mul_": lambda net, _: net.up.weight.data.mul_(0.5),
     "data.copy_": lambda net, _: net.up.weight.data.copy_(torch.ones(5, 4) / 3),
-    "data =": give_data,
-    "data[...] =": prune,
-    "renorm_": constrain,
-    "numpy": write_by_numpy,
-    "foreach": foreach_write,
+    "data =": in_place(lambda net: setattr(net.up.weight, "data", net.up.weight.data * 0.9)),
+    "data[...] =": in_place(prune),
+    "renorm_": in_place(lambda net: net.up.weight.data.renorm_(2, 0, 0.5)),
+    "numpy": in_place(lambda net: net.up.weight.detach().numpy()[1].fill(0.25)),
+    "foreach": in_place(lambda net: torch._foreach_mul_([p.data for p in net.parameters()], 0.9)),
     "vector_to_parameters": lambda net, _: vector_to_parameters(
         parameters_to_vector(net.up.parameters()) * 0.9, net.up.parameters()
     ),
-    "load_state_dict": load,
-    "load_state_dict of a part": load_some,
-    "init": reset,
+    "load_state_dict": in_place(
+        lambda net: net.load_state_dict({n: value * 1.1 for n, value in net.state_dict().items()})
+    ),
+    "load_state_dict of a part": in_place(
+        lambda net: net.load_state_dict({"up.bias": torch.arange(5.0) / 9}, strict=False)
+    ),
+    "init": in_place(reset),
     "a fused step of torch": step_of_torch,
     "an average and back": swap_and_back,
-    "buffers": write_buffers,
-    "data = of a buffer": give_buffer,
-    "half and float": round_to_half,
-    "opt.state": write_state,
+    "buffers": in_place(write_buffers),
+    "data = of a buffer": in_place(lambda net: setattr(net.count, "data", torch.tensor(7.0))),
+    "half and float": in_place(lambda net: net.half().float()),
+    "opt.state": lambda net, opt: opt.state[net.up.weight]["exp_avg"].zero_(),
     "opt.load_state_dict": reload_state,
-    "opt.state.clear": drop_state,
+    "opt.state.clear": lambda net, opt: opt.state.clear(),
     "lr": cool,
 }
 WAYS = {**READS, **WRITES}
@@ -355,10 +318,28 @@ WAYS = {**READS, **WRITES}
 # -- when ------------------------------------------------------------------------------------------
 
 
+STAGES = {"pp": [["up*", "turned", "mean", "count"], ["down*", "scale", "first*"]]}
+PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], str]] = {
+    "tp2": (dt.Mesh(tp=2), {}, "inprocess"),
+    "zero3": (dt.Mesh(dp=2), dict(zero={"dp": 3}), "inprocess"),
+    "zero1_tp2": (dt.Mesh(dp=2, tp=2), dict(zero={"dp": 1}), "inprocess"),
+    "pp2": (dt.Mesh(pp=2), dict(stages=STAGES), "inprocess"),
+    "tp2 on Ray": (dt.Mesh(tp=2), {}, "ray"),
+    "zero3 on Ray": (dt.Mesh(dp=2), dict(zero={"dp": 3}), "ray"),
+}
+
+
 @pytest.mark.slow
-def test_between_steps_inside_a_launch() -> None:
-    twins = Twins.of()
-    with dt.launch(twins.mesh):
+@pytest.mark.parametrize(
+    "placed",
+    [pytest.param(name, marks=[pytest.mark.ray] * name.endswith("Ray")) for name in PLACED],
+)
+def test_between_steps_inside_a_launch(placed: str, request: pytest.FixtureRequest) -> None:
+    mesh, options, backend = PLACED[placed]
+    if backend == "ray":
+        request.getfixturevalue("ray_session")
+    twins = Twins.of(mesh, **options)
+    with dt.launch(mesh, backend=backend):  # type: ignore[arg-type]
         for name, way in WAYS.items():
             twins.train(1)
             twins.do(way, name)
@@ -366,6 +347,8 @@ def test_between_steps_inside_a_launch() -> None:
         twins.check("inside")
         twins.train(1)
     twins.check("after")
+    twins.train(1)
+    twins.check("outside")
 
 
 @pytest.mark.slow
@@ -414,29 +397,6 @@ def test_after_a_launch_and_in_a_second(second: str) -> None:
             twins.do(way, name)
     twins.train(1)
     twins.check("at the end")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "options"),
-    [
-        (dt.Mesh(dp=2), dict(zero={"dp": 3})),
-        (dt.Mesh(dp=2, tp=2), dict(zero={"dp": 1})),
-        (
-            dt.Mesh(pp=2),
-            dict(stages={"pp": [["up*", "turned", "mean", "count"], ["down*", "scale", "first*"]]}),
-        ),
-    ],
-    ids=["zero3", "zero1_tp2", "pp2"],
-)
-def test_under_other_placements(mesh: dt.Mesh, options: dict[str, Any]) -> None:
-    twins = Twins.of(mesh, **options)
-    with dt.launch(twins.mesh):
-        for name, way in WAYS.items():
-            twins.train(1)
-            twins.do(way, name)
-        twins.train(1)
-    twins.check("after")
 
 
 # -- what is kept ----------------------------------------------------------------------------------
@@ -877,21 +837,3 @@ def test_a_model_of_transformers_saves_and_generates(tmp_path: Path) -> None:
     with dt.launch(mesh):
         train()
         check(tmp_path / "in a second")
-
-
-# -- on Ray ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [dt.Mesh(tp=2), dt.Mesh(dp=2)], ids=str)
-def test_on_ray(ray_session: Iterator[None], mesh: dt.Mesh) -> None:
-    twins = Twins.of(mesh, zero={"dp": 3} if "dp" in mesh.axes else None)
-    with dt.launch(mesh, backend="ray"):
-        for name, way in WAYS.items():
-            twins.train(1)
-            twins.do(way, name)
-        twins.train(1)
-    twins.check("after")
-    twins.train(1)
-    twins.check("outside")
