@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -32,12 +34,6 @@ class Normed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.norm(self.up(x))) + self.table[0]
-
-
-def stated(module: nn.Module, mesh: Mesh, placements: dict) -> dict[str, dict[str, Placement]]:
-    """What `resolve` found, without the parameters of which nothing was stated."""
-    found = resolve(module, mesh, placements)
-    return {p.name: dict(p.placements) for p in found if p.pattern is not None}
 
 
 # -- patterns ------------------------------------------------------------------------------------
@@ -83,18 +79,46 @@ def test_names_of_a_tied_parameter_stand_together() -> None:
 # -- parameters ----------------------------------------------------------------------------------
 
 
-def test_the_first_match_wins() -> None:
-    found = stated(MLP(), TP, {"up.*": dict(tp=Row()), "*.weight": dict(tp=Column())})
-    assert found == {
-        "up.weight": {"tp": Shard(0)},
-        "up.bias": {"tp": Shard(0)},
-        "down.weight": {"tp": Shard(-1)},
+ROWS, COLUMNS = dict(tp=Row()), dict(tp=Column())
+FOUND: dict[str, tuple[type[nn.Module], dict[str, dict[str, Placement]], dict[str, Placement]]] = {
+    "the first match wins": (
+        MLP,
+        {"up.*": ROWS, "*.weight": COLUMNS},
+        {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(-1)},
+    ),
+    "a pattern whose parameters are taken does nothing": (
+        MLP,
+        {"*.weight": ROWS, "up.weight": COLUMNS},
+        {"up.weight": Shard(0), "down.weight": Shard(0)},
+    ),
+    "a tied parameter is found under each name": (
+        GPT,
+        {"head.weight": ROWS},
+        {"embed.weight": Shard(0)},
+    ),
+    "a pattern that matches parameters is not about buffers": (
+        Normed,
+        {"norm.*": ROWS},
+        {"norm.weight": Shard(0), "norm.bias": Shard(0)},
+    ),
+    "a pattern that matches no parameter is about buffers": (
+        Normed,
+        {"norm.running_*": ROWS},
+        {"norm.running_mean": Shard(0), "norm.running_var": Shard(0)},
+    ),
+} | {
+    f"{placement} fits": (MLP, {"up.weight": dict(tp=placement)}, {"up.weight": placement})
+    for placement in (Row(blocks=4), Row(blocks=(32, 16, 16)), Row(unit=16), Column(unit=4))
+}
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_what_patterns_place(case: str) -> None:
+    kind, placements, expected = FOUND[case]
+    found = resolve(kind(), TP, placements)
+    assert {p.name: p.placements for p in found if p.pattern is not None} == {
+        name: {"tp": placement} for name, placement in expected.items()
     }
-
-
-def test_a_pattern_whose_parameters_are_taken_does_nothing() -> None:
-    found = stated(MLP(), TP, {"*.weight": dict(tp=Row()), "up.weight": dict(tp=Column())})
-    assert found["up.weight"] == {"tp": Shard(0)}
 
 
 def test_each_parameter_and_buffer_has_an_entry_with_its_pattern() -> None:
@@ -107,33 +131,11 @@ def test_each_parameter_and_buffer_has_an_entry_with_its_pattern() -> None:
     assert [(p.name, p.placements) for p in found if p.name == "table"] == [("table", {})]
 
 
-def test_a_tied_parameter_is_found_under_each_name() -> None:
-    found = stated(GPT(tied=True), TP, {"head.weight": dict(tp=Row())})
-    assert found == {"embed.weight": {"tp": Shard(0)}}
-
-
-def test_the_order_of_axes_is_kept() -> None:
-    mesh = Mesh(dp=2, tp=2)
-    found = stated(MLP(), mesh, {"up.weight": dict(tp=Row(), dp=Row())})
-    assert list(found["up.weight"]) == ["tp", "dp"]
-
-
-def test_a_pattern_is_about_buffers_only_if_it_matches_no_parameter() -> None:
-    assert set(stated(Normed(), TP, {"norm.*": dict(tp=Row())})) == {"norm.weight", "norm.bias"}
-    found = stated(Normed(), TP, {"norm.running_*": dict(tp=Row())})
-    assert set(found) == {"norm.running_mean", "norm.running_var"}
-
-
-def test_an_axis_of_size_one_is_checked_like_any_other() -> None:
+def test_axes_keep_their_order_and_are_checked_at_size_one() -> None:
+    found = resolve(MLP(), Mesh(dp=2, tp=2), {"up.weight": dict(tp=Row(), dp=Row())})
+    assert list(found[0].placements) == ["tp", "dp"]
     with pytest.raises(PlanningError, match="dim 2 is not there"):
         resolve(MLP(), Mesh(tp=1), {"up.weight": dict(tp=Shard(2))})
-
-
-def test_blocks_and_units_that_fit() -> None:
-    for placement in (Row(blocks=4), Row(blocks=(32, 16, 16)), Row(unit=16), Column(unit=4)):
-        assert stated(MLP(), TP, {"up.weight": dict(tp=placement)}) == {
-            "up.weight": {"tp": placement}
-        }
 
 
 # -- stages ---------------------------------------------------------------------------------------
@@ -142,35 +144,21 @@ PP = Mesh(pp=2, tp=2)
 
 
 def test_stages_hold_parameters_and_ties_are_held_by_both() -> None:
-    plan = stage_of(
-        GPT(tied=True),
-        PP,
-        {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]},
-    )
+    first, last = ["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*"]
+    plan = stage_of(GPT(tied=True), PP, {"pp": [first, [*last, "head*"]]})
     assert (plan.axis, plan.num_stages) == ("pp", 2)
     assert plan.held["embed.weight"] == (0, 1)
     assert plan.held["blocks.0.mlp.up.weight"] == (0,)
     assert plan.held["norm.bias"] == (1,)
     assert set(plan.held) == {name for name, _ in GPT(tied=True).named_parameters()}
+    one_name = stage_of(GPT(tied=True), PP, {"pp": [first, last]})  # of two is enough
+    assert one_name.held["embed.weight"] == (0,)
 
 
-def test_a_tied_parameter_needs_only_one_of_its_names() -> None:
-    plan = stage_of(
-        GPT(tied=True),
-        PP,
-        {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*"]]},
-    )
-    assert plan.held["embed.weight"] == (0,)
-
-
-def test_a_buffer_goes_with_the_parameters_of_its_module() -> None:
+def test_a_buffer_goes_with_the_parameters_of_its_module_or_as_stated() -> None:
     plan = stage_of(Normed(), PP, {"pp": [["up*"], ["norm.weight", "norm.bias", "down*"]]})
-    assert plan.held["norm.running_mean"] == (1,)
-    assert plan.held["norm.num_batches_tracked"] == (1,)
+    assert plan.held["norm.running_mean"] == plan.held["norm.num_batches_tracked"] == (1,)
     assert "table" not in plan.held  # its module's parameters are on both stages
-
-
-def test_a_buffer_can_be_stated() -> None:
     plan = stage_of(Normed(), PP, {"pp": [["up*"], ["norm*", "down*", "table"]]})
     assert plan.held["table"] == (1,)
 
@@ -197,29 +185,33 @@ ARGUMENTS = {
 DP = Mesh(dp=2)
 
 
-def test_inputs_are_for_each_argument_with_the_batch_dim() -> None:
-    pins = input_pins(ARGUMENTS, dict(dp=Row()), DP)
-    assert pins.batch == ("tokens", "batch.ids")
-    assert pins.pins == {"tokens": {"dp": Shard(0)}, "batch.ids": {"dp": Shard(0)}}
+ALL = ("tokens", "batch.ids")
 
 
-def test_inputs_by_argument() -> None:
-    pins = input_pins(ARGUMENTS, {"mask": dict(dp=Column()), "batch": dict(dp=Row())}, DP)
-    assert pins.pins == {"mask": {"dp": Shard(-1)}, "batch.ids": {"dp": Shard(0)}}
-    assert pins.batch == ("tokens", "batch.ids")  # as long as what is split along dim 0
-
-
-def test_an_argument_that_is_named_and_left_whole_carries_no_batch() -> None:
-    pins = input_pins(ARGUMENTS, {"tokens": dict(dp=Row()), "batch.ids": {}}, DP)
-    assert pins.batch == ("tokens",)
-
-
-def test_without_a_pin_along_dim_0_the_first_argument_says_how_long_the_batch_is() -> None:
-    assert input_pins(ARGUMENTS, None, DP) == InputPins(
-        pins={"tokens": {}, "batch.ids": {}}, batch=("tokens", "batch.ids")
-    )
-    pins = input_pins(ARGUMENTS, {"tokens": dict(dp=Column())}, DP)
-    assert pins.batch == ("tokens", "batch.ids")
+@pytest.mark.parametrize(
+    ("inputs", "pins", "batch"),
+    [
+        # for each argument with the batch dim
+        (dict(dp=Row()), {"tokens": {"dp": Shard(0)}, "batch.ids": {"dp": Shard(0)}}, ALL),
+        # by argument; the batch is what is as long as what is split along dim 0
+        (
+            {"mask": dict(dp=Column()), "batch": dict(dp=Row())},
+            {"mask": {"dp": Shard(-1)}, "batch.ids": {"dp": Shard(0)}},
+            ALL,
+        ),
+        # an argument that is named and left whole carries no batch
+        (
+            {"tokens": dict(dp=Row()), "batch.ids": {}},
+            {"tokens": {"dp": Shard(0)}, "batch.ids": {}},
+            ("tokens",),
+        ),
+        # without a pin along dim 0 the first argument says how long the batch is
+        (None, {"tokens": {}, "batch.ids": {}}, ALL),
+        ({"tokens": dict(dp=Column())}, {"tokens": {"dp": Shard(-1)}}, ALL),
+    ],
+)
+def test_inputs(inputs: Any, pins: Any, batch: tuple[str, ...]) -> None:
+    assert input_pins(ARGUMENTS, inputs, DP) == InputPins(pins=pins, batch=batch)
 
 
 def test_pins_under_the_names_of_the_flow() -> None:
