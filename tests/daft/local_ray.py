@@ -81,9 +81,6 @@ class Host:
     def raises(self) -> None:
         raise ValueError("spoilt")
 
-    def forever(self) -> None:
-        threading.Event().wait()
-
     def dies(self) -> None:
         os._exit(3)
 
