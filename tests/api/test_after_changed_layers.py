@@ -1,21 +1,23 @@
-"""What follows the change of a layer: a `Case` is a way at a placement, with plain torch beside it.
-
-    case = Case("a layer replaced", "tp2", "dt.compile", folder)
-    for act in case.run():                        # inside a launch, which is lost, left or entered
-        ...                                       # where the case asks for it
-    case.wrong                                    # what was not as in torch
+"""What follows the change of a layer is as in torch: a `Case` is a way of `changing.py` at a
+placement, with plain torch beside it.
 
 What follows is a generator: it yields CHANGE where the change is to be made, after a first step and
-what it does before that; and LOSE, LEAVE and ENTER, for what a launch does to all cases in it.
+what it does before that; and LOSE, LEAVE and ENTER, for what is done to the launch.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import dtensor as dt
 from dtensor.daft import TaskError
@@ -218,3 +220,43 @@ FOLLOWS: Mapping[str, Follow] = {
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     """Without the types of mappings."""
     return {"model": dict(state["model"]), "optimizer": dict(state["optimizer"])}
+
+
+def cases() -> Iterator[Any]:
+    """All but what is refused; a rank can be lost on Ray alone. By default one of each follow."""
+    for turn, follow in enumerate(FOLLOWS):
+        for number, name in enumerate(WAYS):
+            for at, place in enumerate(PLACES):
+                if follow == "a rank lost":
+                    if (number + turn) % len(PLACES) != at:
+                        continue
+                    marks = [pytest.mark.ray]
+                else:
+                    marks = []
+                if number != 7 * turn % len(WAYS) or at != turn % len(PLACES):
+                    marks.append(pytest.mark.sweep)
+                if place not in WAYS[name].refused:
+                    yield pytest.param(name, place, follow, marks=marks)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:recovered")
+@pytest.mark.parametrize(("name", "place", "follow"), list(cases()))
+def test_what_follows_is_as_in_torch(
+    name: str, place: str, follow: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    mesh, options = PLACES[place].mesh, dict[str, Any]()
+    if follow == "a rank lost":
+        request.getfixturevalue("ray_session")
+        options = dict(backend="ray", spares=1, snapshot_every=1)
+    case = Case(name, place, follow, tmp_path)
+    with ExitStack() as launches:
+        for act in itertools.chain([ENTER], case.run()):
+            if act is ENTER:
+                running: Any = launches.enter_context(dt.launch(mesh, **options))
+            elif act is LEAVE:
+                launches.pop_all().close()
+            elif act is LOSE:
+                pid = running.launch.cluster.membership.host(1).counter.pid
+                os.kill(pid, signal.SIGKILL)
+    assert case.wrong == []
