@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from dtensor import daft
-from dtensor.daft import ActorLost, Call, Function, Program, RankProgram, TaskError
+from dtensor.daft import ActorLost, TaskError
 from dtensor.runtime.checkpoint import CheckpointError
 from tests.api import raising
 from tests.chaos.actors import wait_for_file
@@ -204,30 +204,6 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def pids_of(session: object) -> list[int]:
-    getpid = Function(
-        name="getpid",
-        source="def forward():\n    return (getpid(),)",
-        bindings=(("getpid", os.getpid),),
-        lines=(None, None),
-    )
-    rank = RankProgram(
-        instructions=(Call("getpid", (), ("pid",)),),
-        inputs=(),
-        outputs=("pid",),
-        state=(),
-        nbytes=(),
-    )
-    cluster = session.cluster  # type: ignore[attr-defined]
-    program = Program(
-        name="pids",
-        ranks=(rank,) * cluster.size,
-        functions=(("getpid", getpid),),
-        stage_of=(0,) * cluster.size,
-    )
-    return [found["pid"] for found in cluster.run(cluster.load(program), [{}] * cluster.size).get()]
-
-
 @pytest.mark.ray
 def test_a_killed_actor_is_named(ray_session: None, tmp_path: Path) -> None:
     """While it runs its part of a step's forward: it says so, and stays there."""
@@ -242,7 +218,8 @@ def test_a_killed_actor_is_named(ray_session: None, tmp_path: Path) -> None:
         obeying(orders),
         dt.launch(run.mesh, backend="ray", deadline_s=NEVER_S) as session,
     ):
-        pids = pids_of(session)
+        hosts = session.launch.cluster.membership  # type: ignore[attr-defined]
+        pids = [hosts.host(rank).counter.pid for rank in range(2)]
         assert all(map(running, pids))
         float(run.step(x))
         (orders / str(pids[1])).write_text("sleep 0")  # in its next call
