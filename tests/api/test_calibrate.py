@@ -34,10 +34,6 @@ def check_figures(found: dt.Topology, axes: set[str]) -> None:
     numbers += [found.attention_flops, found.update_bandwidth]
     numbers += [*found.latency.values(), *found.bandwidth.values()]
     assert all(0 < number < math.inf for number in numbers)
-    # no machine that runs this is a thousand times faster or slower
-    assert 1e8 < found.flops < 1e15
-    assert 1e7 < found.memory_bandwidth < 1e14
-    assert 1e-7 < found.op_latency < 1e-2
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import dtensor as dt
 from dtensor import daft
 from dtensor.api.store.meshes import ranks_of_meshes
 from dtensor.api.store.session import launched, session_for
+from tests.training import assert_same_bits
 
 TRAIN, PLAY = dt.Mesh(dp=2), dt.Mesh(tp=2, name="play")
 
@@ -66,16 +67,6 @@ class Side:
 
 def read(turns: list[list[Any]]) -> list[Tensor]:
     return [t for loss, y in turns for t in (loss.tensor(), y.full_tensor())]
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
 
 
 def alone(mesh: dt.Mesh, seed: int) -> tuple[list[Tensor], dict[str, Any]]:
@@ -160,14 +151,14 @@ def test_two_models_in_turns_are_as_in_launches_of_their_own(ranks: Any, mode: A
     for (found, state), (expected, own) in zip(
         both, (alone(TRAIN, 1), alone(PLAY, 2)), strict=True
     ):
-        assert same(found, expected)
-        assert same(state, own)  # which came home
+        assert_same_bits(found, expected)
+        assert_same_bits(state, own)  # which came home
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_on_ray_too(ray_session: None) -> None:
-    assert same(together(None, backend="ray"), together(None))
+    assert_same_bits(together(None, backend="ray"), together(None))
 
 
 @pytest.mark.slow
@@ -252,7 +243,7 @@ def test_a_failing_call_leaves_the_other_mesh_going(mode: Any) -> None:
             failing(table, torch.tensor([7])).full_tensor()
         assert failing(table, torch.tensor([1])).full_tensor().tolist() == [[1.0, 1.0]]
         found = read([first, side.turn(1), side.turn(2)])
-    assert same(found, alone_again(side))
+    assert_same_bits(found, alone_again(side))
 
 
 def alone_again(side: Side) -> list[Tensor]:

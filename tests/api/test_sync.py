@@ -60,7 +60,6 @@ PAIRS: dict[str, tuple[dt.Mesh, dict[str, Any], dt.Mesh, dict[str, Any]]] = {
         dt.Mesh(tp=2),
         {"placements": TP},
     ),
-    "dp2 to dp2": (dt.Mesh(dp=2), {}, dt.Mesh(dp=2, name="play"), {}),
     "pp2 to tp2": (dt.Mesh(pp=2), {"stages": STAGES}, dt.Mesh(tp=2), {"placements": TP}),
     "tp2pp2 to dp2": (
         dt.Mesh(pp=2, tp=2),
