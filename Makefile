@@ -1,15 +1,17 @@
 # setup: a virtual environment with everything;  demo: train a small GPT on four actors;
-# test: the tests;  quick: those of them that are fast, to run before each commit; with ARGS=--cpu
-#   they print the seconds of a core that each test, fixture and file took;
-# plain: the tests without the three replacements that make them cheap (CONTRIBUTING.md): hours;
+# test: the default set of tests, which CI runs; with ARGS=--cpu it prints the seconds of a core that
+#   each test, fixture and file took;  quick: the default set without Ray, before each commit;
+# test-all: every test, also the slow ones: before a release and every night;
+# plain: test-all without the three replacements that make tests cheap (CONTRIBUTING.md): hours;
 # sweep: the cases that the tests only sample;
+# mutants: mutations of the package, and which set of tests finds each;
 # docs: the pages as a site, docs/_build/html/index.html, where any warning is an error;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
 # versions: capture, rules and Ray with each torch and each Python that is supported, and their table;
 # hf: every family of models of transformers over two ranks, and its table;
 # chaos: hundreds of launches that end in every way, none of which may leave anything behind; with
-#   ARGS="--recover 200 --named 30 --disk 40 --seed 0" faults on purpose: ranks killed, stopped, cut
+#   ARGS="--recover 200 --disk 40 --seed 0" faults on purpose: ranks killed, stopped, cut
 #   off, delayed, raising; full disks, torn checkpoints, killed controllers; and their table;
 # integrations: loops of Trainer, SFTTrainer, accelerate, Lightning and lm-eval, in an environment of
 #   their own with pinned versions, and their table; pip takes torch from where `make setup` does;
@@ -18,7 +20,7 @@
 # gpu: all that is to run where there is a GPU, right first, in parts of at most eight minutes, and a
 #   table for each in build/gpu; it installs nothing (ARGS="--list": the parts; ARGS="--part 3 ray":
 #   some of them; ARGS="--simulated 2": on simulated GPUs);
-# kernels: all cases of the kernels in Triton's interpreter, at large offsets too, the bytes that they
+# kernels: all cases of the kernels in Triton's interpreter, the bytes that they
 #   move, the widths of their whole numbers, and their machine code.
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,12 +29,14 @@ INTEGRATIONS ?= build/integrations_env
 # Worker processes for the tests; 0 runs them one after the other in this process.
 JOBS ?= 2
 DEMO ?= --placements tp2pp2 --backend ray --compare
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+ALL := not gpu and not sweep
 # More than one OpenMP thread per process collapses as soon as processes share the cores.
 export OMP_NUM_THREADS := 1
 # Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test quick plain sweep lint docs check certify opinfo versions hf integrations chaos gpus gpu kernels format
+.PHONY: setup demo test test-all quick plain sweep mutants lint docs check certify opinfo versions hf integrations chaos gpus gpu kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -46,16 +50,23 @@ demo: setup
 	$(BIN)/python examples/train_gpt.py $(DEMO)
 
 test: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+test-all: setup
+	$(PYTEST) -m "$(ALL)" $(ARGS)
 
 quick: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not ray and not gpu and not sweep" $(ARGS)
+	$(PYTEST) -m "not slow and not ray and not gpu and not sweep" $(ARGS)
 
 plain: setup
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --plain $(ARGS)
+	$(PYTEST) -m "$(ALL)" --plain $(ARGS)
 
 sweep: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist load -m sweep $(ARGS)
+
+mutants: setup
+	$(BIN)/python -m tests.mutants --record all
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -104,7 +115,6 @@ gpu:
 
 kernels: setup
 	$(BIN)/python -m tests.kernels.sweep
-	$(BIN)/python -m tests.kernels.large
 	$(BIN)/python -W ignore -m tests.kernels.moved
 	$(BIN)/python -m tests.kernels.widths
 	$(BIN)/python -m benchmarks.kernels --aot --write

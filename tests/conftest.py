@@ -38,6 +38,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu", action="store_true", help="print the seconds of a core of each test")
+    parser.addoption("--cpu-table", type=Path, help="write them to this page, too")
     parser.addoption(
         "--plain",
         action="store_true",
@@ -53,8 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("cpu"):
-        config.pluginmanager.register(Seconds())
+    table = config.getoption("cpu_table")
+    if config.getoption("cpu") or table:
+        config.pluginmanager.register(Seconds(table))
 
 
 @pytest.fixture(autouse=True)
@@ -81,14 +83,14 @@ LONG_S = {"test_copies.py": 45.0, "test_two_hosts.py": 35.0, "test_placing.py": 
 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The cases that a `sample` does not name are those of `make sweep` alone. Where workers share
-    the files, they take the longest first, so that none is left with one at the end."""
+    """Of a test with a `sample`, the other cases run in `make sweep` alone; with a `default`, in
+    `make test-all`. Where workers share the files, they take the longest first, so that none is
+    left with one at the end."""
     for item in items:
-        sample = item.get_closest_marker("sample")
-        if sample is not None and isinstance(item, pytest.Function):
-            case = item.callspec.id
-            if case not in sample.args:
-                item.add_marker("sweep")
+        for mark, others in (("sample", "sweep"), ("default", "slow")):
+            named = item.get_closest_marker(mark)
+            if named is not None and item.callspec.id not in named.args:  # type: ignore
+                item.add_marker(others)
     if hasattr(config, "workerinput"):
         seconds: dict[Path, float] = defaultdict(float)
         for item in items:

@@ -1,4 +1,4 @@
-"""Seconds of a core that tests take, by test, fixture and file: `make quick ARGS=--cpu`.
+"""Seconds of a core that tests take, by test, fixture and file: `make test ARGS=--cpu`.
 
      42.1 in all: 11.0 to import files, 5.2 to set up, 24.9 to call, 1.0 to tear down
       3.17 call    tests/api/test_train.py::test_adam
@@ -35,7 +35,8 @@ Row = tuple[str, str]  # kind, and test, fixture or file
 class Seconds:
     """A plugin of each process that runs tests, and of the one that prints."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: Path | None = None) -> None:
+        self.table = table
         self.rows: Counter[Row] = Counter()
         self.fixtures: Counter[Row] = Counter()
 
@@ -103,6 +104,22 @@ class Seconds:
         for rows in (self.rows, self.fixtures, files):
             for (kind, name), s in rows.most_common(LONGEST):
                 terminalreporter.line(f"{s:10.2f} {kind:8} {name}")
+        if self.table:
+            num = sum(kind == "call" for kind, _ in self.rows)
+            command = f"make test ARGS=--cpu-table={self.table}"
+            parts = (
+                "# Seconds of a core of the default set",
+                f"`{command}`: {num} tests, {sums.total():.1f} s: {parts}.",
+                _table(self.rows.most_common(LONGEST)),
+                "By file, the twenty longest:",
+                _table(files.most_common(20)),
+            )
+            self.table.write_text("\n\n".join(parts) + "\n")
+
+
+def _table(rows: list[tuple[Row, float]]) -> str:
+    lines = [f"| {s:.2f} | {kind} | `{name}` |" for (kind, name), s in rows]
+    return "\n".join(["| s | what | of |", "|---|---|---|", *lines])
 
 
 def seconds() -> float:

@@ -194,8 +194,8 @@ class Llama(nn.Module):
         speed = 10000.0 ** (-torch.arange(half, device=tokens.device, dtype=torch.float32) / half)
         angle = at[:, None] * speed[None, :]
         angle = torch.cat((angle, angle), dim=-1)
-        cos, sin = angle.cos(), angle.sin()
         x = self.embed(tokens)
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))

@@ -14,6 +14,7 @@ Every model starts from the same numbers, with a loss near ln 32.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,17 +95,27 @@ def train_torch(
     loss: Callable[..., Any] = loss_fn,
     clip: float | None = None,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    masters: nn.Module | None = None,
 ) -> list[float]:
-    """Losses of plain torch; the model and the optimizer move on."""
+    """Losses of plain torch; the model and the optimizer move on.
+
+    ``masters``: a float32 copy of the model, which the optimizer updates and ``model`` follows.
+    """
     losses: list[float] = []
+    updated = model if masters is None else masters
     for one in data:
         value = loss(model, *one)
         value = value[0] if isinstance(value, tuple) else value
         optimizer.zero_grad()
         value.backward()
+        for p, q in zip(model.parameters(), updated.parameters(), strict=True):
+            if masters is not None and p.grad is not None:
+                q.grad, p.grad = p.grad.float(), None
         if clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            torch.nn.utils.clip_grad_norm_(updated.parameters(), clip)
         optimizer.step()
+        if masters is not None:
+            model.load_state_dict(masters.state_dict())
         if scheduler is not None:
             scheduler.step()
         losses.append(value.item())
@@ -176,14 +187,15 @@ def assert_trains_as_torch(
     clip: float | None = 1.0,
     limit: float = 2e-6,
     atol: float = 5e-5,
+    part: float | None = None,
     backend: Any = "inprocess",
     **stated: Any,
 ) -> Run:
     """Train on ``data`` in parallel and in plain torch, and compare losses, weights and state.
 
     ``build`` makes the module, twice from the same numbers; ``limit`` holds for losses, ``atol``
-    for weights and optimizer state. ``stated``: ``schedule``, ``zero``, other arguments of
-    `dt.train_step`.
+    for weights and optimizer state, or ``part`` (`assert_states_close`). ``stated``: ``schedule``,
+    ``zero``, other arguments of `dt.train_step`.
     """
     data = batches(3) if data is None else data
     run = Run.of(placed, module=build(), make=make, loss=loss, clip=clip, **stated)
@@ -191,15 +203,19 @@ def assert_trains_as_torch(
         losses = run.losses(data)
         state = run.state()
     plain = build()
-    optimizer = make(plain)
-    assert_losses_close(losses, train_torch(plain, optimizer, data, loss=loss, clip=clip), limit)
-    assert_states_close(state["model"], plain.state_dict(), atol)
-    names = {p: n for n, p in plain.named_parameters()}
+    masters = deepcopy(plain).float() if stated.get("master_weights") else None
+    updated = plain if masters is None else masters
+    optimizer = make(updated)
+    expected = train_torch(plain, optimizer, data, loss=loss, clip=clip, masters=masters)
+    assert_losses_close(losses, expected, limit)
+    start = build().state_dict()
+    assert_states_close(state["model"], plain.state_dict(), atol, start=start, part=part)
+    names = {p: n for n, p in updated.named_parameters()}
     order = [names[p] for group in optimizer.param_groups for p in group["params"]]
     found, wanted = state["optimizer"]["state"], optimizer.state_dict()["state"]
     assert set(found) == set(wanted), "optimizer state"
     by_name = ({order[i]: entry for i, entry in entries.items()} for entries in (found, wanted))
-    assert_states_close(*by_name, atol, "optimizer")
+    assert_states_close(*by_name, atol, "optimizer", part=part)
     return run
 
 
@@ -227,9 +243,16 @@ def assert_losses_close(
 
 
 def assert_states_close(
-    found: Any, expected: Any, atol: float = 5e-5, where: str = "state"
+    found: Any,
+    expected: Any,
+    atol: float = 5e-5,
+    where: str = "state",
+    *,
+    start: Any = None,
+    part: float | None = None,
 ) -> None:
-    """Nested dicts of tensors and numbers, each within ``atol``.
+    """Nested dicts of tensors and numbers: each element within ``atol``, or, with ``part``, the
+    norm of each tensor's error within that part of the norm of its change since ``start``.
 
     A key's bias has no gradient but rounding errors, which AdamW scales up: it is left out.
     """
@@ -237,13 +260,21 @@ def assert_states_close(
         assert set(found) >= set(expected), f"{where}: {set(found) ^ set(expected)}"
         for key in expected:
             if not str(key).endswith("qkv.bias"):
-                assert_states_close(found[key], expected[key], atol, f"{where}.{key}")
-    elif isinstance(expected, Tensor):
+                below = start[key] if start else None
+                assert_states_close(
+                    found[key], expected[key], atol, f"{where}.{key}", start=below, part=part
+                )
+    elif not isinstance(expected, Tensor):
+        assert found == expected, f"{where}: {found!r} for {expected!r}"
+    elif part is None:
         torch.testing.assert_close(
             found, expected, rtol=0, atol=atol, msg=lambda text: f"{where}: {text}"
         )
     else:
-        assert found == expected, f"{where}: {found!r} for {expected!r}"
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), where
+        change = expected.double() - (0 if start is None else start.double())
+        error, whole = (found.double() - expected.double()).norm(), change.norm()
+        assert error <= part * whole, f"{where}: {error:.3e} of {whole:.3e}"
 
 
 def assert_same_bits(found: Any, expected: Any, where: str = "state") -> None:

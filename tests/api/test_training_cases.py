@@ -1,0 +1,40 @@
+"""Training gives the losses, weights and optimizer state of plain torch, in each row of the table
+`tests/golden/training_cases.txt` (tests/api/training_cases.py says what its values mean)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from tests.api.training_cases import LIMITS, case_of, covered, rows, wanted
+from tests.training import assert_trains_as_torch
+
+ROWS = rows()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=name, marks=[pytest.mark.ray] if row["backend"] == "ray" else [])
+        for name, row in ROWS.items()
+    ],
+)
+def test_trains_as_torch(row: Mapping[str, str], request: pytest.FixtureRequest) -> None:
+    if row["backend"] == "ray":
+        request.getfixturevalue("ray_session")
+    case = case_of(row)
+    assert_trains_as_torch(
+        case.placed,
+        case.data,
+        build=case.build,
+        make=case.make,
+        loss=case.loss,
+        **LIMITS[row["dtype"]],
+        **case.stated,
+    )
+
+
+def test_the_rows_cover_each_pair_of_values() -> None:
+    """If not: `python -m tests.api.training_cases --write`."""
+    assert wanted() <= covered([*ROWS.values()])

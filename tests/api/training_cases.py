@@ -1,0 +1,339 @@
+"""The table of training cases: each row is one way to train, with one value for each column.
+
+    python -m tests.api.training_cases        # prints how many rows and pairs there are
+    python -m tests.api.training_cases --write
+
+`COLUMNS` has the features and their values. The rows in `tests/golden/training_cases.txt` are a
+pairwise covering array: each two values that `conflict` allows together stand in some row. To add a
+feature, add a value or a column here, say in `build` what it means, and write the rows again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dtensor as dt
+from tests.models import GPT, Llama, batch, loss_fn
+from tests.plans import LLAMA, VOCABULARY
+from tests.training import MEGATRON, MakeOptimizer, Placed, Stated
+
+ROWS = Path(__file__).parents[1] / "golden" / "training_cases.txt"
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "model": ("gpt", "untied", "llama", "odd", "conv"),
+    "placement": (
+        "single", "dp2", "tp2", "pp2", "dp4", "tp3", "tp2_pp2", "dp2_tp2", "pp2_dp2",
+        "vocabulary", "sequence", "free",
+    ),
+    "schedule": (
+        "whole", "gpipe2", "1f1b4", "looped4", "interleaved4", "zbh1_4", "zbh2_4", "zbv4",
+        "dualpipev4", "searched4",
+    ),
+    "zero": ("0", "1", "2", "3"),
+    "dtype": ("f32", "f64", "bf16", "masters", "autocast"),
+    "optimizer": ("adamw", "sgd", "adagrad", "nadam", "groups"),
+    "recompute": ("none", "all"),
+    "data": ("full", "ignored", "short"),
+    "clip": ("none", "small"),
+    "backend": ("inprocess", "ray"),
+}  # fmt: skip
+PIPELINES = {"pp2", "tp2_pp2", "pp2_dp2"}
+TWO_STAGES_A_RANK = {"looped4", "interleaved4", "zbv4", "dualpipev4", "searched4"}
+SCHEDULES: dict[str, dt.Schedule] = {
+    "whole": dt.GPipe(1),
+    "gpipe2": dt.GPipe(2),
+    "1f1b4": dt.OneFOneB(4),
+    "looped4": dt.LoopedBFS(4),
+    "interleaved4": dt.Interleaved1F1B(4),
+    "zbh1_4": dt.ZBH1(4),
+    "zbh2_4": dt.ZBH2(4),
+    "zbv4": dt.ZBV(4),
+    "dualpipev4": dt.DualPipeV(4),
+    "searched4": dt.Searched(microbatches=4, most_held=3),
+}
+AXES: dict[str, dict[str, int]] = {
+    "single": {},
+    "tp3": dict(tp=3),
+    "dp4": dict(dp=4),
+    "tp2_pp2": dict(pp=2, tp=2),
+    "dp2_tp2": dict(dp=2, tp=2),
+    "pp2_dp2": dict(pp=2, dp=2),
+    "vocabulary": dict(tp=3),
+    "sequence": dict(tp=2),
+    "free": dict(tp=2),
+}
+LIMITS: dict[str, dict[str, float]] = {
+    "f32": dict(limit=2e-6, atol=1e-4),
+    "f64": dict(limit=1e-13, atol=1e-9),
+    "bf16": dict(limit=2e-2, part=0.7),
+    "masters": dict(limit=2e-2, part=0.7),
+    "autocast": dict(limit=2e-2, part=0.4),
+}
+"""By dtype: how far losses, weights and optimizer state may be from torch's. Where 16 bits round,
+the largest errors measured are 0.63 and 0.26 of a tensor's change; a doubled gradient is 1.0."""
+
+Row = Mapping[str, str]
+Pair = tuple[tuple[str, str], tuple[str, str]]
+
+
+def conflict(row: Row) -> bool:
+    """Whether two values of ``row``, which may lack columns, exclude each other."""
+    get = row.get
+    placement, schedule, model = get("placement"), get("schedule"), get("model")
+    tokens = model in ("gpt", "untied", "llama", None)
+    return (
+        # Schedules of stages need stages; others accumulate gradients on any mesh.
+        (
+            placement is not None
+            and placement not in PIPELINES
+            and schedule not in ("whole", "gpipe2", "1f1b4", None)
+        )
+        or (get("zero", "0") != "0" and placement is not None and "dp" not in placement)
+        # A vocabulary, a sequence and ignored targets are those of a model of tokens.
+        or (not tokens and (placement in ("vocabulary", "sequence") or get("data") == "ignored"))
+    )
+
+
+def covered(rows: Sequence[Row]) -> set[Pair]:
+    return {pair for row in rows for pair in combinations(row.items(), 2)}
+
+
+def wanted() -> set[Pair]:
+    """Each two values that do not exclude each other."""
+    found: set[Pair] = set()
+    for one, other in combinations(COLUMNS, 2):
+        for a in COLUMNS[one]:
+            for b in COLUMNS[other]:
+                if not conflict({one: a, other: b}):
+                    found.add(((one, a), (other, b)))
+    return found
+
+
+def generated() -> Iterator[Row]:
+    """Rows that cover each wanted pair: a greedy choice of values, of equal ones the rarest.
+
+    Ray is the last resort: it is chosen where only it covers another pair.
+    """
+    missing, uses = sorted(wanted()), Counter[tuple[str, str]]()
+    uses["backend", "ray"] = 10**6
+    while missing:
+        row = dict(missing[0])
+        while len(row) < len(COLUMNS):
+            gains = [
+                (
+                    sum(set(pair) <= {*row.items(), (column, value)} for pair in missing),
+                    -uses[column, value],
+                    column,
+                    value,
+                )
+                for column, values in COLUMNS.items()
+                if column not in row
+                for value in values
+                if not conflict({**row, column: value})
+            ]
+            *_, column, value = max(gains)
+            row[column] = value
+            uses[column, value] += 1
+        yield {column: row[column] for column in COLUMNS}
+        missing = [pair for pair in missing if not set(pair) <= row.items()]
+
+
+def rows() -> dict[str, Row]:
+    """The committed rows by name."""
+    lines = [line.split() for line in ROWS.read_text().splitlines()[1:]]
+    return {"-".join(line): dict(zip(COLUMNS, line, strict=True)) for line in lines}
+
+
+# -- what the values mean --------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Sizes that do not divide, a scalar, a frozen and an unused parameter, four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in [(6, 7), (7, 5), (5, 7), (7, 6)])
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x * self.scale * self.frozen
+
+
+class Conv(nn.Module):
+    """images [b 3 6 6] -> [b 6]: four layers with a GroupNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [
+                nn.Conv2d(3, 8, 3, padding=1),
+                nn.Sequential(nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2)),
+                nn.Sequential(nn.GroupNorm(4, 8), nn.ReLU(), nn.Conv2d(8, 8, 2)),
+                nn.Sequential(nn.Flatten(), nn.Linear(8, 6)),
+            ]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def square_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+PINS: dict[str, dict[str, Stated]] = {
+    "gpt": MEGATRON,
+    "untied": MEGATRON,
+    "llama": LLAMA,
+    "odd": {"layers.[02].weight": dict(tp=dt.Row()), "layers.[13].weight": dict(tp=dt.Column())},
+    "conv": {"layers.0.weight": dict(tp=dt.Row()), "layers.1.1.weight": dict(tp=dt.Shard(1))},
+}
+
+
+MLPS = {"*.up.weight", "*.down.weight", "*mlp.gate.weight", "*mlp.up.weight", "*mlp.down.weight"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A row as arguments of `assert_trains_as_torch`."""
+
+    placed: Placed
+    data: list[tuple[Tensor, ...]]
+    build: Callable[[], nn.Module]
+    make: MakeOptimizer
+    loss: Callable[..., Any]
+    stated: dict[str, Any]
+
+
+def case_of(row: Row) -> Case:
+    model, placement, dtype = row["model"], row["placement"], row["dtype"]
+    layers = 4 if row["schedule"] in TWO_STAGES_A_RANK else 2
+    tokens = model in ("gpt", "untied", "llama")
+    axes = AXES.get(placement, {placement[:2]: 2})
+    stages = stages_of(model, layers) if placement in PIPELINES else None
+    in_16_bits = dtype in ("bf16", "masters")
+    parameters = {"f64": torch.float64}.get(dtype, torch.bfloat16 if in_16_bits else torch.float32)
+    pins = {} if placement in ("free", "single", "dp2", "dp4", "pp2", "pp2_dp2") else PINS[model]
+    if placement == "vocabulary":
+        pins = VOCABULARY
+    elif placement == "tp3" and tokens:  # 4 heads are whole; 64 hidden units are 22, 22, 20
+        pins = {name: pin for name, pin in pins.items() if name in MLPS}
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        if model == "llama":
+            module: nn.Module = Llama(layers=layers)
+        elif tokens:
+            module = GPT(layers=layers, tied=model == "gpt")
+        else:
+            module = Odd() if model == "odd" else Conv()
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if "embed" in name or "positions" in name:
+                    parameter.mul_(0.1)  # so that the loss starts near ln 32
+        for name, norm in module.named_modules():
+            if placement == "sequence" and name.endswith((".norm1", ".norm2")):
+                norm.register_forward_pre_hook(lambda _, args: dt.annotate(args[0], "b t@tp d"))
+                norm.register_forward_hook(lambda _, args, y: dt.annotate(y, "b t@tp d"))
+        return module.to(parameters)
+
+    plain_loss = loss_fn if tokens else square_error
+
+    def loss(module: nn.Module, *data: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "autocast"):
+            return plain_loss(module, *data)
+
+    return Case(
+        placed=Placed(
+            axes=axes, pins=pins, stages=stages, inputs=dict(dp=dt.Row()) if "dp" in axes else None
+        ),
+        data=[data_of(row, seed, parameters) for seed in range(3)],
+        build=build,
+        make=OPTIMIZERS[row["optimizer"]],
+        loss=loss,
+        stated=dict(
+            schedule=SCHEDULES[row["schedule"]],
+            zero={"dp": int(row["zero"])} if row["zero"] != "0" else None,
+            recompute=["*"] if row["recompute"] == "all" else None,
+            master_weights=dtype == "masters",
+            clip=0.3 if row["clip"] == "small" else None,
+            search="free" if placement == "free" else "predictable",
+            backend=row["backend"],
+        ),
+    )
+
+
+def stages_of(model: str, layers: int) -> dict[str, list[list[str]]]:
+    """One layer a stage: two stages, or four."""
+    if model in ("odd", "conv"):
+        rest = ["scale", "frozen", "unused"] if model == "odd" else []
+        cuts = [[f"layers.{i}.*"] for i in range(4)]
+        cuts = cuts if layers == 4 else [cuts[0] + cuts[1], cuts[2] + cuts[3]]
+        return {"pp": [*cuts[:-1], [*cuts[-1], *rest]]}
+    first = ["embed*"] if model == "llama" else ["embed*", "positions*"]
+    cuts = [[f"blocks.{i}.*"] for i in range(layers)]
+    return {"pp": [[*first, *cuts[0]], *cuts[1:-1], [*cuts[-1], "norm*", "head*"]]}
+
+
+def data_of(row: Row, seed: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """8 rows, in a short last batch 5, which neither ranks nor microbatches divide."""
+    rows = 5 if row["data"] == "short" and seed == 2 else 8
+    if row["model"] in ("gpt", "untied", "llama"):
+        return batch(seed, size=rows, ignored=row["data"] == "ignored")
+    generator = torch.Generator().manual_seed(seed)
+    shape = (6,) if row["model"] == "odd" else (3, 6, 6)
+    x = torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randn(rows, 6, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def groups(module: nn.Module) -> torch.optim.Optimizer:
+    """Weight decay on matrices alone, another learning rate for vectors."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    matrices = dict(params=[p for p in parameters if p.dim() > 1], weight_decay=0.1)
+    vectors = dict(params=[p for p in parameters if p.dim() <= 1], lr=3e-2, betas=(0.8, 0.9))
+    return torch.optim.AdamW([matrices, vectors], lr=1e-2, weight_decay=0.0)
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": lambda module: torch.optim.AdamW(trained(module), lr=1e-2),
+    "sgd": lambda module: torch.optim.SGD(trained(module), lr=0.05, momentum=0.9),
+    "adagrad": lambda module: torch.optim.Adagrad(trained(module), lr=1e-2),
+    "nadam": lambda module: torch.optim.NAdam(trained(module), lr=1e-2),
+    "groups": groups,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    if parser.parse_args().write:
+        table = [list(COLUMNS), *(list(row.values()) for row in generated())]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in table]
+        ROWS.write_text("\n".join(lines) + "\n")
+
+    missing = wanted() - covered([*rows().values()])
+    print(f"{len(rows())} rows, {len(wanted())} pairs, {len(missing)} missing")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Mutations of the package, one at a time, and which set of tests finds each.
+
+    python -m tests.mutants --record default     # runs `make test`: which lines a test executes
+    python -m tests.mutants --record all         # the same of `make test-all`
+    python -m tests.mutants --num 40 --seed 0    # draws mutations, runs tests, writes a table
+
+A mutation negates a condition, drops a collective, swaps two operands, removes a wait, an undo or
+a check, or shifts an index by one. Draws are spread over `ROOMS` and `KINDS`, on lines that the
+default set executes. Only tests that execute the line run, those that execute the fewest lines
+first, in a copy of the checkout; a set finds a mutation if one of its tests fails or does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import concurrent.futures
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "build" / "mutants"
+TABLE = ROOT / "benchmarks" / "results" / "mutants.md"
+ROOMS = ("sharding", "frontend", "runtime", "daft", "api")
+MARKS = {"default": "not slow and not gpu and not sweep", "all": "not gpu and not sweep"}
+COLLECTIVES = re.compile(r"all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|redistribute")
+REMOVED = {
+    "remove a wait": re.compile(r"(^|_)(wait|join|synchronize|acquire|flush)"),
+    "remove an undo": re.compile(r"undo|restore|rollback|revert|reset|release|discard|free"),
+    "remove a check": re.compile(r"check|verify|validate|require|assert|refuse|raise_"),
+}
+KINDS = ("negate a condition", "drop a collective", "swap two operands", *REMOVED, "shift an index")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutation:
+    """``old`` at ``line`` of ``file``, a path in the checkout, becomes ``new``."""
+
+    file: str
+    line: int
+    kind: str
+    start: int
+    end: int
+    new: str
+
+    def applied(self, source: str) -> str:
+        """``start`` and ``end`` are offsets in the source's bytes."""
+        text = source.encode()
+        return (text[: self.start] + self.new.encode() + text[self.end :]).decode()
+
+
+# -- the mutations of a file -----------------------------------------------------------------------
+
+
+def mutations(file: str, source: str) -> Iterator[Mutation]:
+    """All mutations of ``source`` whose old text is on one line."""
+    starts = list(
+        itertools.accumulate((len(x.encode()) for x in source.splitlines(True)), initial=0)
+    )
+    for node in ast.walk(ast.parse(source)):
+        for kind, old, new in _changes(node):
+            if old.lineno == old.end_lineno:
+                first, last = (
+                    starts[old.lineno - 1] + offset
+                    for offset in (old.col_offset, old.end_col_offset)
+                )
+                yield Mutation(
+                    file=file, line=old.lineno, kind=kind, start=first, end=last, new=new
+                )
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
+    """(kind, what is replaced, by what) of one node."""
+    match node:
+        case ast.If(test=test, body=[ast.Raise()], orelse=[]):
+            yield "remove a check", test, "False"
+            yield "negate a condition", test, f"(not ({ast.unparse(test)}))"
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield "negate a condition", test, f"(not ({ast.unparse(test)}))"
+        case ast.comprehension(ifs=[test, *_]):
+            yield "negate a condition", test, f"(not ({ast.unparse(test)}))"
+        case ast.Expr(value=ast.Call(func=func)):
+            name = ast.unparse(func).rpartition(".")[2]
+            for kind, pattern in REMOVED.items():
+                if pattern.search(name):
+                    yield kind, node, "pass"
+            if COLLECTIVES.search(name):
+                yield "drop a collective", node, "pass"
+        case ast.Call(func=func, args=[first, *_]) if COLLECTIVES.search(_name(func)):
+            yield "drop a collective", node, ast.unparse(first)
+        case ast.Call(func=func, args=[ast.Name() as a, ast.Name() as b], keywords=[]):
+            if _name(func) not in ("isinstance", "issubclass", "max", "min", "zip"):
+                yield "swap two operands", node, f"{ast.unparse(func)}({b.id}, {a.id})"
+        case ast.BinOp(
+            left=a, op=ast.Sub() | ast.Div() | ast.FloorDiv() | ast.Mod() as op, right=b
+        ):
+            if not isinstance(a, ast.Constant):  # "..." % x is no sum
+                yield "swap two operands", node, ast.unparse(ast.BinOp(b, op, a)).join("()")
+        case ast.Compare(ops=[ast.Lt() | ast.LtE() | ast.Gt() | ast.GtE()], comparators=[b]):
+            swapped = ast.Compare(b, node.ops, [node.left])
+            yield "swap two operands", node, ast.unparse(swapped).join("()")
+        case ast.Subscript(slice=ast.Constant(value=int(i)) as index, ctx=ast.Load()):
+            yield "shift an index", index, str(i + 1)
+        case ast.Slice(lower=ast.expr() as bound) | ast.Slice(upper=ast.expr() as bound):
+            yield "shift an index", bound, f"({ast.unparse(bound)}) + 1"
+        case ast.Call(func=ast.Name(id="range"), args=[*_, bound]):
+            yield "shift an index", bound, f"({ast.unparse(bound)}) + 1"
+        case _:
+            pass
+
+
+def _name(func: ast.expr) -> str:
+    return ast.unparse(func).rpartition(".")[2]
+
+
+def drawn(num: int, seed: int, lines: Mapping[str, Mapping[int, Sequence[str]]]) -> list[Mutation]:
+    """``num`` mutations on ``lines``, of each room and kind in turn as far as there are any."""
+    choice = random.Random(seed)
+    pools: dict[tuple[str, str], list[Mutation]] = defaultdict(list)
+    for file, executed in sorted(lines.items()):
+        for mutation in mutations(file, (ROOT / file).read_text()):
+            if executed.get(mutation.line):
+                pools[file.split("/")[1], mutation.kind].append(mutation)
+    found: list[Mutation] = []
+    turns = itertools.cycle((room, i) for i in range(len(KINDS)) for room in ROOMS)
+    for room, i in itertools.islice(turns, num * len(KINDS)):
+        # A diagonal: in 7 rounds a room has each kind once, and in 5 a kind each room.
+        pool = pools[room, KINDS[(i + ROOMS.index(room)) % len(KINDS)]]
+        if pool and len(found) < num:
+            found.append(pool.pop(choice.randrange(len(pool))))
+    return found
+
+
+# -- which tests execute a line --------------------------------------------------------------------
+
+
+def record(which: str) -> None:
+    """Run a set of tests, and keep which lines of the package each executes in this process."""
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+    command += ["--no-loadscope-reorder", "-m", MARKS[which], "--cov=dtensor", "--cov-context=test"]
+    environment = {**os.environ, "COVERAGE_FILE": str(RECORDS / which), "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, "--cov-report="], cwd=ROOT, env=environment, check=False)
+    print(f"{percent(which):.2f} % of the lines of dtensor/ under {which}")
+
+
+def percent(which: str) -> float:
+    import coverage
+
+    found = coverage.Coverage(data_file=str(RECORDS / which), source=[str(ROOT / "dtensor")])
+    found.load()
+    with open(os.devnull, "w") as nowhere:
+        return found.report(file=nowhere)
+
+
+@cache
+def executed(which: str) -> dict[str, dict[int, list[str]]]:
+    """By file and line, the tests of a recorded set that execute it."""
+    import coverage
+
+    data = coverage.CoverageData(basename=str(RECORDS / which))
+    data.read()
+    found: dict[str, dict[int, list[str]]] = {}
+    for file in data.measured_files():
+        by_line = data.contexts_by_lineno(file)
+        found[str(Path(file).relative_to(ROOT))] = {
+            line: sorted({test.partition("|")[0] for test in tests if test.endswith("|run")})
+            for line, tests in by_line.items()
+        }
+    return found
+
+
+@cache
+def breadth(which: str) -> dict[str, int]:
+    """How many lines each test executes."""
+    found: dict[str, int] = defaultdict(int)
+    for tests in itertools.chain.from_iterable(x.values() for x in executed(which).values()):
+        for test in tests:
+            found[test] += 1
+    return found
+
+
+# -- one mutation ----------------------------------------------------------------------------------
+
+
+def found_by(mutation: Mutation, which: str, most: int, skip: frozenset[str]) -> str | None:
+    """The first test of a set that fails under a mutation, or None."""
+    tests = [
+        t for t in executed(which).get(mutation.file, {}).get(mutation.line, ()) if t not in skip
+    ]
+    tests = sorted(tests, key=lambda test: (breadth(which)[test], test))[:most]
+    if not tests:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        kept = shutil.ignore_patterns(".*", "build", "_build", "__pycache__", "*.egg-info")
+        shutil.copytree(ROOT, copy, ignore=kept)
+        file = copy / mutation.file
+        file.write_text(mutation.applied(file.read_text()))
+        (Path(folder) / "tests").write_text("\n".join(tests))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", MARKS[which], "--timeout=300"]
+        command += ["--tb=no", "-p", "no:cacheprovider", f"@{Path(folder) / 'tests'}"]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+        try:
+            ran = subprocess.run(
+                command, cwd=copy, env=environment, capture_output=True, text=True, timeout=3600
+            )
+        except subprocess.TimeoutExpired:
+            return "it does not end"
+    if ran.returncode == 0:
+        return None
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    return failed[1] if failed else f"exit status {ran.returncode}"
+
+
+def judged(mutation: Mutation, most: int) -> dict[str, str | None]:
+    """By set, the test that finds a mutation; what the default set finds the other does, too."""
+    first = found_by(mutation, "default", most, frozenset())
+    if first is not None or not (RECORDS / "all").exists():
+        return {"default": first, "all": first}
+    return {"default": None, "all": found_by(mutation, "all", most, frozenset(breadth("default")))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--record", choices=list(MARKS))
+    parser.add_argument("--num", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--most", type=int, default=400, help="tests of a set for one mutation")
+    args = parser.parse_args()
+    if args.record:
+        return record(args.record)
+    chosen = drawn(args.num, args.seed, executed("default"))
+    executed("all") if (RECORDS / "all").exists() else None
+    lines = [
+        "# Mutations and the tests that find them",
+        "",
+        f"`python -m tests.mutants --num {args.num} --seed {args.seed}`: at most {args.most} tests"
+        " of a set for each, those that execute the fewest lines first.",
+        "",
+        "| line | mutation | found by the default set | found by all |",
+        "|---|---|---|---|",
+    ]
+    counts = {"default": 0, "all": 0}
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+        for mutation, found in zip(chosen, pool.map(lambda m: judged(m, args.most), chosen)):
+            source = (ROOT / mutation.file).read_bytes()
+            old = source[mutation.start : mutation.end].decode()
+            for which, test in found.items():
+                counts[which] += test is not None
+            words = f"{mutation.kind}: `{old}` to `{mutation.new}`".replace("|", "\\|")
+            tests = (f"`{test}`" if test else "-" for test in found.values())
+            lines.append(f"| `{mutation.file}:{mutation.line}` | {words} | {' | '.join(tests)} |")
+            print(json.dumps([mutation.file, mutation.line, words, found]), flush=True)
+    share = f"{counts['default']} of the {counts['all']} that all tests find, of {len(chosen)}"
+    lines[3] += f" The default set finds {share}."
+    TABLE.write_text("\n".join(lines) + "\n")
+    print(share)
+
+
+if __name__ == "__main__":
+    main()
