@@ -5,8 +5,6 @@ The whole is `make hf`.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,9 @@ from tests.extras import missing
 
 pytest.importorskip("transformers", reason=missing("transformers"))
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dtensor.sharding.rules import pattern, registry
 from tests.huggingface_sweep.judge import families, judge
-from tests.huggingface_sweep.record import Record
-from tests.huggingface_sweep.shrink import small
-from tests.huggingface_sweep.table import load, numbers, write
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -62,40 +56,10 @@ def test_a_missing_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no rule says how dt.gated.default" in record.reason
 
 
-def test_configurations_are_small() -> None:
-    mixtral = small(CONFIG_MAPPING["mixtral"], "declared")
-    found = (mixtral.hidden_size, mixtral.num_hidden_layers, mixtral.num_local_experts)
-    assert found == (64, 2, 4)
-    assert (mixtral.num_attention_heads, mixtral.num_key_value_heads) == (4, 2)
-    bert = small(CONFIG_MAPPING["bert"], "declared")
-    assert bert.hidden_dropout_prob == bert.attention_probs_dropout_prob == 0
-    llava = small(CONFIG_MAPPING["llava"], "declared")
-    assert (llava.text_config.hidden_size, llava.vision_config.image_size) == (64, 64)
-    assert 0 < llava.image_token_index < llava.text_config.vocab_size
-
-
 def test_every_family_is_listed_once() -> None:
     names = families()
     assert len(names) == len(set(names)) >= 150
     assert {"llama", "mixtral", "whisper", "vit"} <= set(names)
-
-
-def test_records_and_their_table(tmp_path: Path) -> None:
-    records = [
-        Record(family="a", verdict="right", model="A", split=2, captures=1),
-        Record(family="b", verdict="refused", reason="no rule says how x.y(f32[2]) may be split"),
-        Record(family="c", reason="needs a picture of 3 | 4"),
-    ]
-    out = tmp_path / "found.jsonl"
-    older = dataclasses.replace(records[0], verdict="wrong")
-    lines = [json.dumps(r.as_json()) for r in (older, *records)]
-    out.write_text("\n".join(lines) + "\n")
-    assert load(out) == records
-    assert numbers(records)["right %"] == 50
-    write(tmp_path / "table.md", records)
-    text = (tmp_path / "table.md").read_text()
-    assert "| a | A | 2 |" in text
-    assert "no rule says how x.y(...) may be split | 1 | b |" in text
 
 
 def test_the_committed_table_has_no_wrong_numbers() -> None:
