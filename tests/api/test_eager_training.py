@@ -1,9 +1,14 @@
-"""A training loop written for one device, with torch's own optimizer, on DTensor parameters."""
+"""A training loop written for one device, with torch's own optimizer, on DTensor parameters; on Ray
+the same numbers, asynchronously, with failures that name the line."""
 
 from __future__ import annotations
 
+import copy
+import fnmatch
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +16,90 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtensor as dt
+from dtensor.daft import Call
 from tests.api.eager import same
-from tests.api.eager_training import MEGATRON, Transformer, equal, spread, train
+from tests.chaos.actors import wait_for_file
+from tests.daft.programs import function, program
+from tests.models import Block
+
+Stated = Mapping[str, Mapping[str, dt.Placement]]
+
+MEGATRON: Stated = {
+    "*qkv.*": dict(tp=dt.Row(blocks=3)),
+    "*proj.weight": dict(tp=dt.Column()),
+    "*up.*": dict(tp=dt.Row()),
+    "*down.weight": dict(tp=dt.Column()),
+    "embed.weight": dict(tp=dt.Row()),
+    "head.weight": dict(tp=dt.Row()),
+}
+
+
+class Transformer(nn.Module):
+    def __init__(self, vocabulary: int = 12, width: int = 8, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.block = Block(width, heads, bias=True)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(ids)))
+
+
+def spread(model: nn.Module, mesh: dt.Mesh, stated: Stated) -> nn.Module:
+    """A copy whose parameters are DTensors; the first glob that matches a name places it."""
+    model = copy.deepcopy(model)
+    for name, parameter in list(model.named_parameters()):
+        placed = next((p for glob, p in stated.items() if fnmatch.fnmatch(name, glob)), {})
+        owner, _, leaf = name.rpartition(".")
+        new = nn.Parameter(dt.distribute(parameter.detach(), mesh, **placed))
+        setattr(model.get_submodule(owner), leaf, new)
+    return model
+
+
+def train(
+    model: nn.Module,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    given: Callable[[torch.Tensor], torch.Tensor],
+    clip: float | None = None,
+) -> list[Any]:
+    """The loop; it knows nothing of DTensors but that inputs go through ``given``."""
+    opt = optimizer(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.9)
+    numbers = torch.Generator().manual_seed(3)
+    losses: list[Any] = []
+    for _ in range(3):
+        ids = torch.randint(0, 12, (4, 6), generator=numbers)
+        logits = model(given(ids[:, :-1].contiguous()))
+        loss = F.cross_entropy(logits.flatten(0, 1), given(ids[:, 1:].reshape(-1)))
+        opt.zero_grad()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        opt.step()
+        scheduler.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def equal(got: nn.Module, wanted: nn.Module, atol: float) -> None:
+    for (name, p), q in zip(got.named_parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(
+            p.detach().full_tensor(),
+            q.detach(),
+            rtol=atol,
+            atol=atol,
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-2),
     "AdamW foreach": functools.partial(torch.optim.AdamW, lr=1e-2, foreach=True),
     "Adam amsgrad": functools.partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-    "SGD": functools.partial(torch.optim.SGD, lr=0.1),
     "SGD momentum": functools.partial(
         torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
     ),
     "SGD foreach": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
     "RMSprop": functools.partial(torch.optim.RMSprop, lr=1e-2),
-    "Adagrad": functools.partial(torch.optim.Adagrad, lr=1e-2),
 }
 
 
@@ -41,48 +116,13 @@ def test_a_transformer_is_trained_as_on_one_device(optimizer: str) -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     model = Transformer().double()
     parallel = spread(model, mesh, MEGATRON)
-    wanted = train(model, OPTIMIZERS[optimizer], lambda x: x)
-    got = train(parallel, OPTIMIZERS[optimizer], lambda x: dt.distribute(x, mesh, dp=dt.Row()))
+    clip, make = 0.1 if optimizer == "SGD foreach" else None, OPTIMIZERS[optimizer]
+    wanted = train(model, make, lambda x: x, clip)
+    got = train(parallel, make, lambda x: dt.distribute(x, mesh, dp=dt.Row()), clip)
     same(got, wanted, atol=1e-5)
     equal(parallel, model, 1e-5)
-    assert str(parallel.block.qkv.weight.spec) == "f64[3*8@tp,8]"  # type: ignore[union-attr]
+    assert str(parallel.block.attn.qkv.weight.spec) == "f64[3*8@tp,8]"  # type: ignore[union-attr]
     assert all(isinstance(p, nn.Parameter) and p.grad is not None for p in parallel.parameters())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [dt.Mesh(tp=2), dt.Mesh(tp=3)], ids=str)
-def test_an_mlp_in_float32(mesh: dt.Mesh) -> None:
-    class MLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.up, self.down = (
-                nn.Embedding(12, 7),
-                nn.Linear(7, 10),
-                nn.Linear(10, 12),
-            )
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return self.down(F.relu(self.up(self.embed(ids))))
-
-    model = MLP()
-    parallel = spread(model, mesh, MEGATRON)
-    for name in ("AdamW", "SGD momentum"):
-        wanted = train(model, OPTIMIZERS[name], lambda x: x)
-        got = train(parallel, OPTIMIZERS[name], lambda x: dt.distribute(x, mesh))
-        same(got, wanted, atol=1e-5)
-    equal(parallel, model, 1e-5)
-
-
-@pytest.mark.slow
-def test_clipping() -> None:
-    mesh = dt.Mesh(dp=2, tp=2)
-    model = Transformer().double()
-    parallel = spread(model, mesh, MEGATRON)
-    adamw = OPTIMIZERS["AdamW"]
-    wanted = train(model, adamw, lambda x: x, clip=0.1)
-    got = train(parallel, adamw, lambda x: dt.distribute(x, mesh, dp=dt.Row()), clip=0.1)
-    same(got, wanted, atol=1e-5)
-    equal(parallel, model, 1e-5)
 
 
 def test_gradients_accumulate_and_the_state_is_placed_like_its_parameter() -> None:
@@ -165,3 +205,68 @@ def test_a_layer_of_torchs_own(masked: bool) -> None:
     wanted.sin().sum().backward()
     got.sin().sum().backward()
     same([p.grad for p in layer.parameters()], [p.grad for p in plain.parameters()])
+
+
+# -- on Ray ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_training_views_and_waiting(tmp_path: Path) -> None:
+    """One launch for all that needs no failure: starting actors takes seconds."""
+    model = Transformer().double()
+    x = torch.randn(6, 4)
+    here = _written(x)
+    with dt.launch(dt.Mesh(tp=2), backend="ray") as session:
+        parallel = spread(model, dt.Mesh(tp=2), MEGATRON)
+        wanted = train(model, OPTIMIZERS["AdamW foreach"], lambda x: x)
+        got = train(
+            parallel, OPTIMIZERS["AdamW foreach"], lambda x: dt.distribute(x, dt.Mesh(tp=2))
+        )
+        same(got, wanted, atol=1e-5)
+        equal(parallel, model, 1e-5)
+
+        assert torch.equal(_written(x), here)
+
+        _an_op_returns_before_it_has_run(session, tmp_path / "go")
+
+
+def _written(x: torch.Tensor) -> torch.Tensor:
+    d = dt.distribute(x, dt.Mesh(tp=2), tp=dt.Row())
+    d[1:].t()[0].mul_(2)
+    d[0] = d.sum(0) * 0.3
+    return (d @ d.t()).softmax(0).full_tensor()
+
+
+def _an_op_returns_before_it_has_run(session: Any, go: Path) -> None:
+    """The actors wait for a file while 40 ops are issued; ops that waited would wait for ever."""
+    x = torch.randn(4, 4)
+    big, y = (dt.distribute(x, dt.Mesh(tp=2)) for _ in range(2))
+    source = "def forward():\n    wait_for_file(go)\n    return ()"
+    wait = function("wait", source, wait_for_file=wait_for_file, go=str(go))
+    handle = session.cluster.load(program(*[[Call("wait", (), ())]] * 2, functions=[wait]))
+    held = session.cluster.run(handle, [{}, {}])
+    for _ in range(40):
+        y = (big @ y).mul_(1e-2).add_(1)
+    assert not held.done()
+    go.touch()
+    expected = x
+    for _ in range(40):
+        expected = (x @ expected).mul_(1e-2).add_(1)
+    torch.testing.assert_close(y.full_tensor(), expected)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_session")
+def test_a_failure_names_the_line_that_issued_the_op() -> None:
+    with pytest.raises(dt.daft.DaftError) as error, dt.launch(dt.Mesh(tp=2), backend="ray"):
+        table = dt.distribute(torch.randn(4, 3), dt.Mesh(tp=2))
+        good = dt.distribute(torch.tensor([0, 1]), dt.Mesh(tp=2))
+        bad = dt.distribute(torch.tensor([0, 7]), dt.Mesh(tp=2))
+        F.embedding(good, table)
+        rows = F.embedding(bad, table)
+        later = rows * 2
+        later.full_tensor()
+    text = str(error.value)
+    assert "embedding" in text and "index out of range" in text and "rank" in text
+    assert "test_eager_training.py" in text and "rows = F.embedding(bad, table)" in text
