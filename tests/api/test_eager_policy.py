@@ -167,8 +167,6 @@ def test_two_meshes_and_two_launches_do_not_mix() -> None:
 @pytest.mark.parametrize(
     ("op", "words"),
     [
-        (lambda x: torch.multinomial(x.abs(), 2), "no form by counter"),
-        (lambda x: x.normal_(generator=torch.Generator()), "no form by counter"),
         (lambda x: x[x > 0], "depends on values"),
         (lambda x: x.nonzero(), "depends on values"),
         (lambda x: x.t_(), "shape or storage in place"),

@@ -25,16 +25,12 @@ def allowed() -> Iterator[None]:
         yield
 
 
-def slice_written(x: torch.Tensor) -> Any:
-    v = x[1:]
-    v.mul_(2)
-    return x, v
-
-
 def views_of_views(x: torch.Tensor) -> Any:
     v = x[1:5].t()[1:, ::2]
     v.add_(10)
-    return x, v
+    w = x[:, :1].squeeze(1).unsqueeze(0)
+    w.mul_(2)
+    return x, v, w
 
 
 def base_written(x: torch.Tensor) -> Any:
@@ -48,15 +44,11 @@ def base_written(x: torch.Tensor) -> Any:
 def transposes(x: torch.Tensor) -> Any:
     v = x.t()
     w = v.reshape(-1)  # a copy: v is not contiguous
+    u = x.reshape(-1)  # a view: x is contiguous
     v.zero_()
+    u[3] = 9
     w.fill_(7)
-    return x, v, w
-
-
-def reshape_that_views(x: torch.Tensor) -> Any:
-    w = x.reshape(-1)  # a view: x is contiguous
-    w[3] = 9
-    return x, w
+    return x, v, w, u
 
 
 def copies(x: torch.Tensor) -> Any:
@@ -105,12 +97,6 @@ def diagonals(x: torch.Tensor) -> Any:
     return x, d
 
 
-def squeezed(x: torch.Tensor) -> Any:
-    v = x[:, :1].squeeze(1).unsqueeze(0)
-    v.add_(1)
-    return x, v
-
-
 def expanded(x: torch.Tensor) -> Any:
     v = x[0].expand(3, -1)
     x.add_(1)
@@ -145,13 +131,6 @@ def by_index(x: torch.Tensor) -> Any:
     return x, v
 
 
-def nothing_shared(x: torch.Tensor) -> Any:
-    y = x * 1
-    z = x + 0
-    y.zero_()
-    return x, y, z
-
-
 def wide_into_narrow(x: torch.Tensor) -> Any:
     y = x.float()
     y.add_(x)  # computed wide, stored narrow
@@ -162,24 +141,20 @@ def wide_into_narrow(x: torch.Tensor) -> Any:
 
 
 PROGRAMS: list[Program] = [
-    slice_written,
     views_of_views,
     base_written,
     transposes,
-    reshape_that_views,
     copies,
     transposed_copies,
     set_items,
     chained_in_place,
     splits,
     diagonals,
-    squeezed,
     expanded,
     detached,
     swapped,
     overlapping,
     by_index,
-    nothing_shared,
     wide_into_narrow,
 ]
 

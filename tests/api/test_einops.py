@@ -125,18 +125,6 @@ def test_heads_are_split_and_gradients_are_torchs(kind: type[nn.Module], mesh: d
     assert_gradients_close(found, wanted)
 
 
-@pytest.mark.slow
-def test_what_is_derived_are_blocks_and_units() -> None:
-    x = an_input(2, 5, 24)
-    assert dict(dt.placements.for_model(Fused(), (x,), size=2)) == {
-        "qkv.weight": dict(tp=dt.Row(blocks=3)),
-        "proj.weight": dict(tp=dt.Shard(1)),
-    }
-    found = dt.placements.for_model(Grouped(), (x,))
-    assert found["q.weight"] == dict(tp=dt.Row(unit=8))
-    assert found["k.weight"] == found["v.weight"] == dict(tp=dt.Row(unit=4))
-
-
 # -- pins that do not line up ----------------------------------------------------------------------
 
 
@@ -160,28 +148,11 @@ fix: tp=Shard(0, blocks=3), which lines up
     )
 
 
-def test_a_pin_that_cuts_heads_proposes_the_unit() -> None:
-    pins = {"k.weight": dict(tp=dt.Row())}
-    assert_expected_inline(
-        refused(Grouped(), TP2, pins),
-        """\
-the pin tp=Shard(0) on k.weight does not line up with the program's use of that dim.
-  k.weight: f32[12,24], dim 0: 2 ranks hold 6, 6 of 12
-  aten.reshape.default sees it as 3 x 4 in mm_1: f32[10,12]
-  test_einops.py:N: k, v = (rearrange(f(x), "b t (g d) -> b g t d", d=4) for f in (self.k, self.v))
-fix: tp=Shard(0, unit=4), which lines up
-  or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
-    )
-
-
 # -- eager -----------------------------------------------------------------------------------------
 
 OPS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "heads": (lambda x: rearrange(x, "b t (h d) -> b h t d", h=2), (3, 4, 6)),
-    "fused": (lambda x: [*rearrange(x, "t (three h d) -> three h t d", three=3, h=2)], (3, 12)),
-    "together": (lambda x: rearrange(x, "b h t d -> b t (h d)").contiguous(), (2, 2, 3, 4)),
     "repeat": (lambda x: repeat(x, "t d -> t r d", r=2), (3, 4)),
-    "reduce": (lambda x: reduce(x, "b (t two) d -> b t", "sum", two=2), (2, 4, 3)),
     "einsum": (lambda x: einsum(x, x, "b t d, b s d -> b t s"), (2, 3, 4)),
     "pack": (lambda x: unpack(*pack([x, x[..., 0]], "t *"), "t *")[0], (3, 4, 2)),
 }
@@ -212,13 +183,3 @@ def test_eager_attention_and_its_gradients() -> None:
     assert str(out.spec) == "f64[2,3,6@tp]"
     with dt.implicit_redistribution("allow"):
         same(gradients(attention, (dt.distribute(x, TP2), rows)), gradients(attention, (x, w)))
-
-
-def test_a_module_of_layers_on_dtensors() -> None:
-    model, x = Patches(), an_input(2, 3, 4, 6)
-    wanted = model(x)
-    for name, parameter in list(model.named_parameters()):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        setattr(owner, name.rpartition(".")[2], nn.Parameter(dt.distribute(parameter.data, TP2)))
-    with dt.implicit_redistribution("error"):
-        same(model(dt.distribute(x, TP2, tp=dt.Row())), wanted, atol=1e-6)

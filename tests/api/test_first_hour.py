@@ -20,7 +20,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import dtensor as dt
 from dtensor.__main__ import main
-from tests.extras import missing
 
 TP2 = dt.Mesh(tp=2)
 PAIR = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
@@ -142,16 +141,6 @@ def test_mappings() -> None:
     assert float(step(UserDict({"x": X, "y": Y.numpy()}))) == float(train()(X, Y))
     step(UserDict({"x": X.clone(), "y": Y}))
     assert len(step.plans) == 1
-
-
-@pytest.mark.slow  # importing transformers takes seconds
-def test_a_batch_encoding() -> None:
-    made = pytest.importorskip(
-        "transformers.tokenization_utils_base", reason=missing("transformers")
-    ).BatchEncoding
-    step = train(_of_batch)
-    expected = float(step(made({"x": X, "y": Y})))
-    assert expected == float(train()(**made({"x": X, "y": Y})))
 
 
 def test_a_mapping_that_cannot_be_made_of_a_dict() -> None:

@@ -26,22 +26,11 @@ def step(loss: Callable[..., Any] = loss_fn, make: Any = adamw, **options: Any) 
     return dt.train_step(dt.parallelize(model, TP2, MEGATRON), loss, make(model), **options)
 
 
-@pytest.mark.slow
-def test_arguments_by_name_and_a_lambda() -> None:
-    expected = step().gradients(TOKENS, TARGETS)
-    by_name = step().gradients(tokens=TOKENS, targets=TARGETS)
-    plain = step(lambda m, x, y: loss_fn(m, x, y)[0]).gradients(TOKENS, TARGETS)
-    for name, value in expected.items():
-        assert torch.equal(by_name[name], value) and torch.equal(plain[name], value)
-
-
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda m, x, y: m(x).sum(-1), r"A loss is one number(.|\n)*it returned f32\[4,8\]"),
         (lambda m, x, y: 3.0, "A loss is one number"),
         (lambda m, x, y: None, "A loss is one number"),
-        (lambda m, x, y: (m(x).mean(), {"a": m(x)}), "a dict of scalar tensors by name"),
         (lambda m, x, y: m(x).mean().detach(), "does not depend on any parameter"),
     ],
 )
@@ -51,48 +40,33 @@ def test_losses_that_are_none(loss: Callable[..., Any], message: str) -> None:
     assert "test_mistakes.py:" in str(caught.value) and "fix: " in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS is not known to be elementwise"),
-        (lambda m: OwnAdam(m.parameters()), "OwnAdam is not known to be elementwise"),
-        (
-            lambda m: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]),
-            r"a parameter of shape \[2\] that is not one of the model's",
-        ),
-        (lambda m: 3, "the optimizer is 3, not a torch.optim optimizer"),
-    ],
-)
-def test_optimizers_that_do_not_do(make: Any, message: str) -> None:
-    with pytest.raises(dt.PlanningError, match=message):
-        step(make=make)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: step(schedule=3), "schedule=3 is not a schedule"),
-        (lambda: step(clip_grad_norm=0.0), "clip_grad_norm=0.0"),
-        (lambda: dt.parallelize(dt.parallelize(make_model(), TP2), TP2), "parallelized already"),
-        (
-            lambda: dt.train_step(make_model(), loss_fn, adamw(make_model())),  # type: ignore[arg-type]
-            "takes a parallelized module, not GPT",
-        ),
-        (lambda: dt.launch(TP2, backend="x").__enter__(), "backend='x'"),  # type: ignore[arg-type]
-        (lambda: dt.launch(TP2, mode="x").__enter__(), "mode='x'"),  # type: ignore[arg-type]
-        (
-            lambda: step(inputs=dict(dp=dt.Row())).plan(TOKENS, TARGETS),
-            'names the axis "dp", which is not in the mesh',
-        ),
-    ],
-)
-def test_refused_while_planning(call: Callable[[], Any], message: str) -> None:
-    with pytest.raises(dt.PlanningError, match=message):
-        call()
-
-
 X = torch.ones(4, 4)
 WRONG: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: step(make=lambda m: torch.optim.LBFGS(m.parameters())),
+        "LBFGS is not known to be elem",
+    ),
+    (
+        lambda: step(make=lambda m: OwnAdam(m.parameters())),
+        "OwnAdam is not known to be elementwise",
+    ),
+    (
+        lambda: step(make=lambda _: torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])),
+        r"a parameter of shape \[2\] that is not one of the model's",
+    ),
+    (lambda: step(make=lambda _: 3), "the optimizer is 3, not a torch.optim optimizer"),
+    (lambda: step(clip_grad_norm=0.0), "clip_grad_norm=0.0"),
+    (lambda: dt.parallelize(dt.parallelize(make_model(), TP2), TP2), "parallelized already"),
+    (
+        lambda: dt.train_step(make_model(), loss_fn, adamw(make_model())),  # type: ignore[arg-type]
+        "takes a parallelized module, not GPT",
+    ),
+    (lambda: launched(backend="x"), "backend='x'"),
+    (lambda: launched(mode="x"), "mode='x'"),
+    (
+        lambda: step(inputs=dict(dp=dt.Row())).plan(TOKENS, TARGETS),
+        'names the axis "dp", which is not in the mesh',
+    ),
     (lambda: dt.Mesh(tp="2"), "axis 'tp' has size '2'"),
     (lambda: dt.Topology(bandwidth="fast"), "Topology: bandwidth='fast' is not a number above 0"),
     (lambda: dt.Topology(bandwidth={"tp": 0}), "Topology: bandwidth=0 is not a number above 0"),
@@ -192,11 +166,6 @@ def test_the_wrong_mesh() -> None:
         step()(TOKENS, TARGETS)
 
 
-def test_a_parallelized_module_is_not_called() -> None:
-    with pytest.raises(TypeError, match=r"dt.compile\(lambda model, x: model\(x\), mesh\)"):
-        dt.parallelize(make_model(), TP2)(TOKENS)
-
-
 @pytest.mark.slow
 def test_an_output_of_the_last_stage_as_an_argument() -> None:
     """A compiled function takes it (test_results.py), a step with a backward does not."""
@@ -208,24 +177,6 @@ def test_an_output_of_the_last_stage_as_an_argument() -> None:
     with pytest.raises(dt.PlanningError, match=r"on pp=1: only a part of the mesh holds it, and w"):
         train(TOKENS, logits)
     train(TOKENS, logits.full_tensor())
-
-
-@pytest.mark.slow
-def test_evaluation_beside_training_uses_the_trained_values() -> None:
-    model = make_model()
-    parallel = dt.parallelize(model, TP2, MEGATRON)
-    optimizer = adamw(model)
-    train = dt.train_step(parallel, loss_fn, optimizer)
-    evaluate = dt.compile(lambda m, x, y: loss_fn(m, x, y)[0], TP2)
-    with dt.launch(TP2):
-        before = evaluate(parallel, TOKENS, TARGETS).item()
-        first, second = float(train(TOKENS, TARGETS)), float(train(TOKENS, TARGETS))
-        after = evaluate(parallel.eval(), TOKENS, TARGETS).item()
-        parallel.train()
-        third = float(train(TOKENS, TARGETS))
-        dt.gather_state_dict(parallel, optimizer)
-    assert before == pytest.approx(first, rel=1e-6) and after == pytest.approx(third, rel=1e-6)
-    assert third < second < first
 
 
 def test_in_process_ranks_run_on_the_current_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

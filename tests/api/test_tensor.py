@@ -53,27 +53,6 @@ def test_all_pairs_of_placements(shape: tuple[int, int]) -> None:
                 assert torch.equal(got, wanted), f"{src} to {dst}"
 
 
-@pytest.mark.slow
-def test_two_axes_on_one_dim() -> None:
-    mesh = dt.Mesh(dp=2, tp=2)
-    x = ints(10, 3)
-    states: list[dict[str, dt.Placement]] = [
-        dict(dp=dt.Row(), tp=dt.Row()),
-        dict(tp=dt.Row(), dp=dt.Row()),
-        dict(dp=dt.Row()),
-        dict(tp=dt.Column()),
-        dict(),
-    ]
-    assert str(dt.distribute(x, mesh, **states[0]).spec) == "f32[10@(dp,tp),3]"
-    assert str(dt.distribute(x, mesh, **states[1]).spec) == "f32[10@(tp,dp),3]"
-    for src, dst in itertools.product(states, states):
-        full: dict[str, dt.Placement] = {"dp": dt.Replicate(), "tp": dt.Replicate()}
-        order = [*dst, *(axis for axis in full if axis not in dst)]
-        moved = dt.distribute(x, mesh, **src).redistribute(**{a: {**full, **dst}[a] for a in order})
-        assert torch.equal(moved.full_tensor(), x), f"{src} to {dst}"
-        assert str(moved.spec) == str(dt.distribute(x, mesh, **dst).spec)
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
