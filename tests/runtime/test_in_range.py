@@ -50,23 +50,14 @@ def calls(a: int, b: int) -> dict[Any, tuple[Any, ...]]:
         aten.index_select.default: (X, 0, at),
         aten.max_unpool2d.default: (X[:1, None, :2, None], at[None, None, :, None], [1, 3]),
         aten.max_unpool3d.default: (
-            X[:1, None, :2, None, None],
-            at[None, None, :, None, None],
-            [1, 1, 3],
-            [1, 1, 1],
-            [0, 0, 0],
+            *(X[:1, None, :2, None, None], at[None, None, :, None, None]),
+            *([1, 1, 3], [1, 1, 1], [0, 0, 0]),
         ),
         aten.multi_margin_loss.default: (Y, at),
         aten.multi_margin_loss_backward.default: (one, Y, at, 1, 1),
         aten.multilabel_margin_loss_forward.default: (Y[:, :2], row[:, :2], 1),
         aten.nll_loss2d_backward.default: (
-            one,
-            Y[..., None, None],
-            at[:, None, None],
-            None,
-            1,
-            -1,
-            one,
+            *(one, Y[..., None, None], at[:, None, None], None, 1, -1, one),
         ),
         aten.nll_loss2d_forward.default: (Y[..., None, None], at[:, None, None], None, 1, -1),
         aten.nll_loss_forward.default: (Y, at, None, 1, -1),
@@ -86,19 +77,16 @@ def test_each_check_is_tested_here() -> None:
 
 
 @pytest.mark.parametrize("op", list(calls(0, 1)), ids=str)
-@pytest.mark.parametrize("index", [-9, -4, -3, -1, 0, 2, 3, 4, 40])
-def test_a_check_finds_what_the_op_finds(op: Any, index: int) -> None:
-    args = calls(1, index)[op]
-    try:
-        op(*args)
-        wrong = False
-    except (IndexError, RuntimeError):
-        wrong = True
-    if wrong:
-        with pytest.raises(IndexError, match=f"index {index} is out of range"):
+def test_a_check_finds_what_the_op_finds(op: Any) -> None:
+    for index in (-9, -4, -3, -1, 0, 2, 3, 4, 40):
+        args = calls(1, index)[op]
+        try:
+            op(*args)
+        except (IndexError, RuntimeError):
+            with pytest.raises(IndexError, match=f"index {index} is out of range"):
+                CHECKS[op](*args)
+        else:
             CHECKS[op](*args)
-    else:
-        CHECKS[op](*args)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -136,20 +124,16 @@ OTHER_CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "op, args, options", [(op, *each) for op, calls in OTHER_CALLS.items() for each in calls]
-)
-def test_a_check_finds_what_the_op_finds_in_other_operands(
-    op: Any, args: tuple[Any, ...], options: dict[str, Any]
-) -> None:
-    check = CHECKS[op]
-    try:
-        op(*args, **options)
-    except (IndexError, RuntimeError):
-        with pytest.raises((IndexError, RuntimeError)):
-            check(*args, **options)
-    else:
-        check(*args, **options)
+@pytest.mark.parametrize("op", OTHER_CALLS, ids=str)
+def test_a_check_finds_what_the_op_finds_in_other_operands(op: Any) -> None:
+    for args, options in OTHER_CALLS[op]:
+        try:
+            op(*args, **options)
+        except (IndexError, RuntimeError):
+            with pytest.raises((IndexError, RuntimeError)):
+                CHECKS[op](*args, **options)
+        else:
+            CHECKS[op](*args, **options)
 
 
 def test_what_kernels_do_not_look_at() -> None:
@@ -221,16 +205,19 @@ def test_masks_and_gaps_among_indices() -> None:
         check(X, [None, i64(4)])
 
 
+def step_of(module: nn.Module, pins: Any, loss: Any, **stated: Any) -> dt.TrainStep:
+    model = dt.parallelize(module, dt.Mesh(tp=2), pins)
+    return dt.train_step(model, loss, torch.optim.SGD(module.parameters(), lr=0.1), **stated)
+
+
 def test_code_for_a_gpu_checks_and_other_code_does_not() -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 5))
-    mesh = dt.Mesh(tp=2)
-    step = dt.train_step(
-        dt.parallelize(module, mesh, {"1.weight": dict(tp=dt.Row())}),
+    step = step_of(
+        nn.Sequential(nn.Embedding(6, 8), nn.Linear(8, 5)),
+        {"1.weight": dict(tp=dt.Row())},
         lambda model, ids, y: F.nll_loss(F.log_softmax(model(ids), -1), y),
-        torch.optim.SGD(module.parameters(), lr=0.1),
     )
-    plan = step.plan(torch.tensor([1, 5]), torch.tensor([1, 4]))
+    plan = step.plan(i64(1, 5), i64(1, 4))
     code: dict[str, str] = {}
     for device in ("cpu", "cuda"):
         functions = lower(plan, None, device=torch.device(device)).functions
@@ -252,20 +239,18 @@ def checked_calls(step: Any, *batch: Tensor, grid: Any = None) -> list[tuple[str
 
 def test_code_for_a_gpu_checks_what_local_forms_call() -> None:
     """A shard of a table is made contiguous first; the mean of a part of the batch is a sum."""
-    words = nn.EmbeddingBag(6, 8)
-    step = dt.train_step(
-        dt.parallelize(words, dt.Mesh(dp=2), {"weight": dict(dp=dt.Column())}),
+    step = step_of(
+        nn.EmbeddingBag(6, 8),
+        {"weight": dict(tp=dt.Column())},
         lambda model, ids, offsets: model(ids, offsets).sum(),
-        torch.optim.SGD(words.parameters(), lr=0.1),
     )
     ((checked, called, given),) = checked_calls(step, i64(1, 5, 2), i64(0, 1))
     assert called == "contiguously" and given == f"constant, {checked}"
     assert checked.startswith("weight, ids, offsets")
-    linear = nn.Linear(4, 3)
-    step = dt.train_step(
-        dt.parallelize(linear, dt.Mesh(dp=2), {}),
+    step = step_of(
+        nn.Linear(4, 3),
+        {},
         lambda model, x, y: F.multi_margin_loss(model(x), y),
-        torch.optim.SGD(linear.parameters(), lr=0.1),
         schedule=dt.GPipe(microbatches=2),
     )
     found = checked_calls(step, X[:2], i64(0, 2), grid=dt.GPipe(2).grid(1, 1))

@@ -15,11 +15,9 @@ from dtensor.daft import Call, Label
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.runtime.optimizer import shard_optimizer
 from dtensor.runtime.optimizer.shard_optimizer import ShardOptimizer
-from tests.api.precision import build
 from tests.models import GPT, batch
-from tests.training import MEGATRON, Run, sgd
-
-BF16 = torch.bfloat16
+from tests.plans import mean_square
+from tests.training import Run, sgd
 
 
 def said(program: HostProgram) -> list[int]:
@@ -42,21 +40,18 @@ def counted(run: Run, one: Any) -> tuple[list[int], list[int], list[int]]:
     copied: list[int] = []
     whole: list[int] = []
     plain_step, plain_update = ShardOptimizer.step, shard_optimizer._update
-    now: dict[str, Any] = {}
+    now: list[tuple[ShardOptimizer, Mapping[str, Tensor]]] = []
 
     def step(self: ShardOptimizer, what: Any, shards: Any, options: Any, *more: Any) -> None:
-        now.update(own=self, gradients=more[0])
+        now[:] = [(self, more[0])]
         plain_step(self, what, shards, options, *more)
 
     def update(optimizer: Any, given: Any, clip: Tensor | None) -> None:
-        gradients: Mapping[str, Tensor] = now["gradients"]
-        total = 0
-        flat = {id(parameter): gradient for parameter, gradient in given}
-        for name, gradient in gradients.items():
-            read = flat[id(now["own"].run_of[name].parameter)]
-            if read.untyped_storage().data_ptr() != gradient.untyped_storage().data_ptr():
-                total += gradient.nbytes
-        copied.append(total)
+        [(own, gradients)] = now
+        flat = {id(parameter): gradient.untyped_storage() for parameter, gradient in given}
+        read = {n: flat[id(own.run_of[n].parameter)].data_ptr() for n in gradients}
+        moved = [g for n, g in gradients.items() if g.untyped_storage().data_ptr() != read[n]]
+        copied.append(sum(g.nbytes for g in moved))
         whole.append(sum(g.nbytes for g in gradients.values()))
         plain_update(optimizer, given, clip)
 
@@ -69,14 +64,8 @@ def counted(run: Run, one: Any) -> tuple[list[int], list[int], list[int]]:
             float(run.step(*one))
         worker = session.cluster._worker  # type: ignore[attr-defined]
         (engine,) = worker.engines.values()
-        stated = said(engine.program)
         run.state()
-    return stated, copied, whole
-
-
-def gpt() -> GPT:
-    torch.manual_seed(0)
-    return GPT(vocab=128, width=128, layers=1, tied=False)
+    return said(engine.program), copied, whole
 
 
 def rmsprop(module: nn.Module) -> torch.optim.Optimizer:
@@ -89,28 +78,32 @@ def two_groups(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([dict(params=bare, weight_decay=0.0), dict(params=decayed)])
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "one": dict(mesh=dt.Mesh()),
-    "one_clip": dict(mesh=dt.Mesh(), clip_grad_norm=1.0),
-    "kept": dict(mesh=dt.Mesh(), clip_grad_norm=1.0, keep_gradients=True),
-    "microbatches": dict(mesh=dt.Mesh(), clip_grad_norm=1.0, schedule=dt.GPipe(2)),
-    "tp2": dict(mesh=dt.Mesh(tp=2), pins=MEGATRON, clip_grad_norm=1.0),
-    "groups": dict(mesh=dt.Mesh(dp=2), make=two_groups),
-    "rmsprop": dict(mesh=dt.Mesh(dp=2), make=rmsprop),
-    "rmsprop_clip": dict(mesh=dt.Mesh(dp=2), make=rmsprop, clip_grad_norm=1.0),
-    **{f"zero{n}": dict(mesh=dt.Mesh(dp=2), zero=n, clip_grad_norm=1.0) for n in range(4)},
-    "masters": dict(mesh=dt.Mesh(dp=2), zero=1, master_weights=True, clip_grad_norm=1.0),
-    "narrow_sgd": dict(mesh=dt.Mesh(dp=2), make=sgd, clip_grad_norm=1.0),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one": ("single", dict(clip=None)),
+    "one_clip": ("single", {}),
+    "kept": ("single", dict(keep_gradients=True)),
+    "microbatches": ("single", dict(schedule=dt.GPipe(2))),
+    "tp2": ("tp2", {}),
+    "groups": ("dp2", dict(make=two_groups, clip=None)),
+    "rmsprop": ("dp2", dict(make=rmsprop, clip=None)),
+    "rmsprop_clip": ("dp2", dict(make=rmsprop)),
+    **{f"zero{n}": ("dp2", dict(zero={"dp": n})) for n in range(4)},
+    "masters": ("dp2", dict(zero={"dp": 1}, master_weights=True)),
+    "narrow_sgd": ("dp2", dict(make=sgd)),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_copies_are_counted(case: str) -> None:
-    narrow = case in ("masters", "narrow_sgd")
-    run = build(**CASES[case], module=gpt().to(BF16) if narrow else gpt())
-    stated, copied, whole = counted(run, batch(vocab=128))
-    assert stated == copied
+    name, stated = CASES[case]
+    torch.manual_seed(0)
+    module = GPT(vocab=128, width=128, layers=1, tied=False)
+    if case in ("masters", "narrow_sgd"):
+        module = module.to(torch.bfloat16)
+    run = Run.of(name, module=module, **{"schedule": dt.GPipe(1), **stated})
+    stated_bytes, copied, whole = counted(run, batch(vocab=128))
+    assert stated_bytes == copied
     share = max(c / w for c, w in zip(copied, whole, strict=True))
     if case in ("kept", "rmsprop_clip", "narrow_sgd"):
         assert share == 1  # they are returned, or divided before
@@ -122,11 +115,7 @@ def test_copies_are_counted(case: str) -> None:
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_bucket_is_read_where_it_is(level: int) -> None:
     """Its parts stand as the parameters do: nothing is copied of it."""
-    torch.manual_seed(0)
-
-    def loss(model: nn.Linear, x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    run = build(dt.Mesh(dp=2), module=nn.Linear(32, 64), zero=level, loss=loss, clip_grad_norm=1.0)
+    given = dict(module=nn.Linear(32, 64), loss=mean_square, schedule=dt.GPipe(1))
+    run = Run.of("dp2", zero={"dp": level}, **given)
     stated, copied, whole = counted(run, (torch.randn(8, 32),))
     assert stated == copied == [0, 0] and min(whole) > 0

@@ -70,15 +70,11 @@ def test_what_the_report_says() -> None:
     entries = rule.found.kind.entries
     assert entries["step"] == StateEntry(number=True, python=int)
     assert entries["seen"].python is float and entries["prior"].late
+    wide = stated(over(own.Wide, torch.bfloat16)).found.kind.entries
+    assert wide["m"].dtype(torch.bfloat16) == torch.float32
+    assert (wide["count"].shape, wide["count"].number) == ((1,), True)
     text = str(stated(over(own.Amsgrad)).report)
     assert 'v = torch.maximum(state.setdefault("most"' in text and "lines not run    2" in text
-
-
-def test_a_state_of_other_dtypes() -> None:
-    rule = stated(over(own.Wide, torch.bfloat16))
-    entries = rule.found.kind.entries
-    assert entries["m"].dtype(torch.bfloat16) == torch.float32
-    assert (entries["count"].shape, entries["count"].number) == ((1,), True)
 
 
 def test_it_is_probed_once_and_again_for_options_of_another_kind(
@@ -177,15 +173,10 @@ def test_what_is_certified_needs_no_statement(monkeypatch: pytest.MonkeyPatch) -
         if taken:
             assert rule_of(optimizer).report is not None
         else:
-            with pytest.raises(dt.PlanningError, match="Lion is not known"):
+            with pytest.raises(dt.PlanningError) as raised:
                 rule_of(optimizer)
-
-
-def test_what_an_error_names_without_the_statement() -> None:
-    with pytest.raises(dt.PlanningError) as raised:
-        check_optimizer(over(own.Lion))
-    assert str(raised.value).startswith("Lion is not known to be elementwise")
-    assert str(raised.value).endswith(
-        "fix: train_step(..., elementwise=True), if each element of a parameter is updated from "
-        "its own gradient and state alone"
-    )
+            assert str(raised.value).startswith("Lion is not known to be elementwise")
+            assert str(raised.value).endswith(
+                "fix: train_step(..., elementwise=True), if each element of a parameter is updated "
+                "from its own gradient and state alone"
+            )
