@@ -187,3 +187,26 @@ def test_what_is_no_search(options: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = dict(model=nn.Linear(2, 2), loss_fn=loss_fn, num_ranks=2) | options
     with pytest.raises(dt.PlanningError, match=said.replace("(", ".")):
         dt.search(given.pop("model"), given.pop("loss_fn"), given.pop("num_ranks"), **given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks, limit", [(4, 12e6), (3, None)])
+def test_nothing_of_the_space_is_better(num_ranks: int, limit: float | None) -> None:
+    """All points of a small model are planned; `python -m tests.api.search_brute` has five."""
+    from tests.api.search_brute import NETWORKS, Case, judge, residual, square  # needs transformers
+
+    x = torch.empty(12, 256, device="meta")
+    model, placements = residual(width=256, layers=3, x=x)
+    case = Case(
+        model=model,
+        loss_fn=square,
+        batch=(x, x),
+        num_ranks=num_ranks,
+        layers=("0", "1", "2"),
+        tp=(1, 2, 4) if num_ranks == 4 else (1, 3),
+        placements=placements,
+        memory=12e6,
+    )
+    judged = judge(case, NETWORKS["slow"], limit, "time")
+    assert judged.brute and judged.right and judged.alike == len(judged.brute)
+    assert judged.num_planned < judged.num_points / 3

@@ -1,4 +1,5 @@
-"""The simulator: closed forms of schedules, the plan's bytes, meshes that do not exist."""
+"""The simulator: closed forms of schedules, the plan's bytes, meshes that do not exist; and what
+`dt.trace` measures: a step, and the runs of several programs of a launch."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch import nn
 
 import dtensor as dt
 from dtensor.daft import Label
@@ -284,21 +286,6 @@ def test_a_picture_of_a_pipeline() -> None:
     assert ">backward</text>" not in drawing  # it stands in halves
 
 
-def test_a_picture_of_little_work_and_long_messages() -> None:
-    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(2))
-    trace = dt.simulate(step, *data(), topology=MESSAGES)
-    assert trace.idle > 0.999
-    check_picture(trace)
-
-
-def test_a_picture_of_a_measured_step() -> None:
-    step = step_of(2, dt.Mesh(pp=2), dt.OneFOneB(4))
-    with dt.launch(dt.Mesh(pp=2)):
-        trace = dt.trace(step, *data())
-        dt.gather_state_dict(step.model, step.optimizer)
-    assert ">once a step</text>" in check_picture(trace)
-
-
 @pytest.mark.slow
 def test_a_picture_of_very_many_spans() -> None:
     trace = made(num_ranks=16, num_spans=2500)
@@ -329,17 +316,6 @@ def test_an_action_of_narrow_spans_has_a_title() -> None:
     unseen = re.findall(r'<g fill="none" pointer-events="all">(.*?)</g>', drawing, re.DOTALL)
     assert any("<title>F0 stage 3\nwaits " in each for each in unseen)
     assert ", computes " in unseen[0] and "test_schedules.py:" in unseen[0]
-
-
-def test_the_height_of_a_picture() -> None:
-    def height(num_ranks: int) -> float:
-        drawing = made(num_ranks, num_spans=3)._repr_svg_()
-        return float(ElementTree.fromstring(drawing).attrib["height"])
-
-    assert height(1) < 120
-    assert 25 < (height(16) - height(8)) / 8 < 45  # each rank of a few has room for its text
-    assert height(64) < 1000
-    assert height(400) / 400 < 7
 
 
 def test_a_picture_is_the_same_in_a_dark_notebook() -> None:
@@ -386,6 +362,7 @@ def check_measured(backend: Literal["inprocess", "ray"]) -> None:
         ]
         assert set(named[0]) <= set(named[1])  # predicted: without those that take no time
     assert 0 < found.seconds < seconds
+    assert ">once a step</text>" in check_picture(found)
     table = str(dt.compare_traces(predicted, found)).splitlines()
     assert table[0].split() == ["predicted", "measured", "ratio"]
     assert any("W stage 1" in line for line in table)
@@ -400,3 +377,79 @@ def test_a_measured_trace_has_the_names_of_the_simulated_one() -> None:
 @pytest.mark.ray
 def test_a_measured_trace_on_ray(ray_session: None) -> None:
     check_measured("ray")
+
+
+# -- recordings of a launch ------------------------------------------------------------------------
+
+
+def double(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x) * 2
+
+
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def test_runs_of_several_programs(tmp_path: Path) -> None:
+    net, mesh, x = nn.Linear(8, 8), dt.Mesh(tp=2), torch.randn(4, 8)
+    model = dt.parallelize(net, mesh, {"weight": dict(tp=dt.Column())})
+    step = dt.train_step(model, square, torch.optim.SGD(net.parameters(), lr=0.1))
+    f = dt.compile(double, mesh)
+    with dt.launch(mesh) as session:
+        f(model, x)
+        with dt.trace() as recording:
+            first = time.monotonic()
+            for _ in range(3):
+                step(x)
+            recording.note("judge", "score", first, time.monotonic())
+            twice = f(model, x).full_tensor()
+            with pytest.raises(RuntimeError, match="before the `with` block has ended"):
+                recording.timeline()
+        assert session.launch.cluster.recording is None
+        step(x)  # is no part of it
+        assert torch.allclose(f(model, x).full_tensor(), twice, atol=1) and twice.shape == (4, 8)
+    timeline = recording.timeline()
+    assert timeline.num_runs == {"square": 3, "double": 1} and timeline.ranks == (0, 1)
+    for rank in timeline.ranks:
+        own = [span for (_, r), spans in timeline.spans.items() if r == rank for span in spans]
+        assert all(0 <= span.begin <= span.end <= timeline.seconds for span in own)
+        assert timeline.spent("double", rank) > 0 and timeline.spent("square", rank) > 0
+        assert 0 < timeline.busy(rank) < 1
+    sent = [s for s in timeline.spans["double", 0] if s.track == "communication"]
+    assert len(sent) == 1  # the all_reduce of the product
+    assert "square" in str(timeline) and "judge" not in str(timeline)
+    picture = timeline._repr_svg_()
+    for words in ("rank 0", "rank 1", "judge", "score", "double", "waits"):
+        assert f">{words}<" in picture
+    timeline.save(tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    places = [e["args"]["name"] for e in events if e["ph"] == "M"]
+    assert places == ["rank 0", "rank 1", "judge"]
+    assert any(e["name"].startswith("double: ") and e["pid"] == 1 for e in events)
+
+
+def test_a_run_that_was_undone_is_left_out() -> None:
+    mesh = dt.Mesh(tp=2)
+    f = dt.compile(lambda table, i: table[i], mesh)
+    table, good, bad = torch.randn(4, 2), torch.tensor([1]), torch.tensor([7])
+    with dt.launch(mesh), dt.trace() as recording:
+        f(table, good)
+        with pytest.raises(dt.daft.TaskError):
+            f(table, bad).full_tensor()
+    assert recording.timeline().num_runs == {"lambda": 1}
+
+
+def test_mistakes_of_recordings() -> None:
+    with pytest.raises(dt.PlanningError, match="in a launch"):
+        dt.trace().__enter__()
+    with (
+        dt.launch(dt.Mesh()),
+        dt.trace(),
+        pytest.raises(dt.PlanningError, match="one recording at a time"),
+    ):
+        dt.trace().__enter__()
+    recording = dt.trace()
+    with pytest.raises(ValueError, match="mine"), dt.launch(dt.Mesh()), recording:
+        raise ValueError("mine")
+    with pytest.raises(RuntimeError, match="has ended well"):
+        recording.timeline()
