@@ -11,6 +11,7 @@ test lives here.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.api.generation.generator import Generator
+from dtensor.api.generation.requests import Generated
 from dtensor.api.model.parallel import ParallelModule
 
 FAMILIES = ("llama", "qwen3", "gpt2", "gemma2")
@@ -157,3 +160,24 @@ def greedy(model: Writer, prompt: Sequence[int], num: int) -> list[int]:
         for _ in range(num):
             text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
     return text[len(prompt) :]
+
+
+def random_requests(num: int, rng: random.Random, vocab: int) -> list[dict[str, Any]]:
+    return [
+        dict(
+            prompt=[rng.randrange(vocab) for _ in range(rng.randint(1, 20))],
+            max_new_tokens=rng.randint(1, 10),
+            temperature=rng.choice([0, 0.7, 1.3]),
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1.0, 0.8]),
+            seed=number,
+        )
+        for number in range(num)
+    ]
+
+
+def alone(gen: Generator, asked: dict[str, Any]) -> Generated:
+    request = gen.submit(**asked)
+    while not request.done:
+        gen.step()
+    return request.generated()

@@ -14,7 +14,7 @@ import torch
 import dtensor as dt
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.generation.generator import Generator
-from dtensor.api.generation.requests import Generated, TextRequest
+from dtensor.api.generation.requests import TextRequest
 from dtensor.api.store.session import session_for
 from dtensor.daft.errors import DaftError, Failure
 from dtensor.errors import PlanningError
@@ -23,10 +23,12 @@ from tests.api.generation import (
     FAMILIES,
     MESHES,
     VOCAB,
+    alone,
     build,
     by_transformers,
     greedy,
     placed,
+    random_requests,
     writer,
 )
 
@@ -42,27 +44,6 @@ def drive(gen: Generator, asked: Sequence[dict[str, Any]], rng: random.Random) -
                 requests.append(gen.submit(**waiting.pop(0)))
         gen.step()
     return requests
-
-
-def random_requests(num: int, rng: random.Random, vocab: int) -> list[dict[str, Any]]:
-    return [
-        dict(
-            prompt=[rng.randrange(vocab) for _ in range(rng.randint(1, 20))],
-            max_new_tokens=rng.randint(1, 10),
-            temperature=rng.choice([0, 0.7, 1.3]),
-            top_k=rng.choice([0, 5]),
-            top_p=rng.choice([1.0, 0.8]),
-            seed=number,
-        )
-        for number in range(num)
-    ]
-
-
-def alone(gen: Generator, asked: dict[str, Any]) -> Generated:
-    request = gen.submit(**asked)
-    while not request.done:
-        gen.step()
-    return request.generated()
 
 
 # -- against transformers --------------------------------------------------------------------------
@@ -168,9 +149,15 @@ def test_ranks_that_are_replaced_while_a_token_is_read(
 @pytest.mark.slow
 def test_a_module_by_the_protocol(single: Generator) -> None:
     model = writer()
-    prompts = [[5, 17, 3], [9], list(range(20))]
-    found = single(prompts, max_new_tokens=12)
-    assert [list(text.tokens) for text in found] == [greedy(model, p, 12) for p in prompts]
+    prompts = [[5, 17, 3], [9], list(range(20)), [1, 2]]
+    by_two = dt.generator(
+        dt.parallelize(writer(), dt.Mesh(), {}), slots=3, length=40, buckets=(24,), prefill_batch=2
+    )
+    for gen in (single, by_two):
+        found = gen(prompts, max_new_tokens=12)
+        assert [list(text.tokens) for text in found] == [greedy(model, p, 12) for p in prompts]
+    (tokens,) = (i.spec for i in by_two.plan("prefill").inputs if i.label == "tokens")
+    assert str(tokens) == "i64[2,32]"
 
 
 @pytest.mark.slow
@@ -207,8 +194,7 @@ def test_the_same_model_trains_and_generates_with_what_it_learned() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("together", [1, 3])
-@pytest.mark.parametrize("where", ["single", "tp2", "dp2"])
+@pytest.mark.parametrize(("where", "together"), [("tp2", 3), ("dp2", 1)])
 def test_a_request_gets_what_it_gets_alone(
     where: str, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +223,7 @@ def test_a_request_gets_what_it_gets_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.sample("llama-pp2", "gpt2-tp2", "gemma2-dp2")
+@pytest.mark.sample("llama-pp2", "gemma2-dp2")
 @pytest.mark.parametrize("where", MESHES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_enter_together(family: str, where: str) -> None:
@@ -253,19 +239,6 @@ def test_prompts_enter_together(family: str, where: str) -> None:
         assert session.cluster.calls - before == (3 + 2 * 5) * gen.model.mesh.size
     assert [list(text.tokens) for text in first] == want
     assert len(gen._prefill.plans) == 2
-
-
-@pytest.mark.slow
-def test_modules_of_ones_own_enter_together() -> None:
-    prompts = [[5, 17, 3], [9], list(range(20)), [1, 2]]
-    gen = dt.generator(
-        dt.parallelize(writer(), dt.Mesh(), {}), slots=3, length=40, buckets=(24,), prefill_batch=2
-    )
-    found = gen(prompts, max_new_tokens=12)
-    assert [list(text.tokens) for text in found] == [greedy(writer(), p, 12) for p in prompts]
-    asked = gen.plan("prefill")
-    (tokens,) = (i.spec for i in asked.inputs if i.label == "tokens")
-    assert str(tokens) == "i64[2,32]"
 
 
 @pytest.mark.slow
