@@ -172,18 +172,16 @@ class Explored:
 
     def problem(self) -> str | None:
         """What goes wrong, if anything can."""
-        places: dict[tuple[int, int, int], int] = {}
-        for lane, slots in enumerate(self.slots):
-            if self.together[lane]:
-                for slot in range(slots):
-                    for i in range(PIECES):
-                        places[lane, slot, i] = len(places)
-        seats: dict[tuple[int, int, int], int] = {}
-        for lane, slots in enumerate(self.slots):
-            if self.together[lane]:
-                for slot in range(slots):
-                    for member in self.members[lane]:
-                        seats[lane, slot, member] = len(seats)
+        shared = [
+            (lane, slot)
+            for lane, slots in enumerate(self.slots)
+            for slot in range(slots)
+            if self.together[lane]
+        ]
+        pieces = [(*each, piece) for each in shared for piece in range(PIECES)]
+        places = {each: n for n, each in enumerate(pieces)}
+        members = [(*each, member) for each in shared for member in self.members[each[0]]]
+        seats = {each: n for n, each in enumerate(members)}
         zeros = (0,) * len(self.ops)
         begin: State = (zeros, zeros, (0,) * len(places), (0,) * len(seats))
         seen, front = {begin}, [begin]
