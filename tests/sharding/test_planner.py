@@ -8,21 +8,31 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import dtensor as dt
 from benchmarks import planner_loss
 from dtensor.errors import PlanningError
 from dtensor.runtime.lower.program import fed_spec
-from dtensor.sharding.plan.choose import choose_axis
+from dtensor.sharding.ops.call import Meta, OpCall, Operand, RunNumber
+from dtensor.sharding.plan.choose import choose_axis, split_through_op
 from dtensor.sharding.plan.choose.solve import Node, Price, Solution, solve
+from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.planner import plan as plan_again
 from dtensor.sharding.plan.steps import Redistribute
+from dtensor.sharding.rules import registry, rule_for
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import PARTIAL, Placement, Shard
 from dtensor.sharding.spec.spec import make_spec
+from dtensor.testing.execute import planned, reference, run, trace
+from tests.models import GPT, batch, loss_fn
+from tests.plans import MEGATRON, plan_model
 from tests.sharding.enumerated import brute_force, evaluate
 from tests.sharding.programs import (
     Program,
@@ -162,3 +172,121 @@ def test_axis_after_axis_is_never_better_than_both_at_once() -> None:
 def test_axis_after_axis_loses_nothing_on_transformer_blocks(name: str) -> None:
     found = planner_loss.loss(planner_loss.blocks()[name])
     assert found.relative == pytest.approx(0.0, abs=1e-9)
+
+
+# -- shared work -----------------------------------------------------------------------------------
+
+
+def _planned() -> str:
+    model = GPT(layers=4, tied=False)
+    inputs = dict(dp=Shard(0))
+    return str(plan_model(model, loss_fn, batch(), Mesh(dp=2, tp=2), MEGATRON, inputs=inputs))
+
+
+@pytest.mark.slow
+def test_each_layer_by_itself_has_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four layers planned together, then with a rule, a walk and a choice for every op alone."""
+    found = _planned()
+    sizes: list[int] = []
+
+    def alone(nodes: Sequence[Node], price: Price) -> Solution:
+        together = solve(nodes, price)
+        apart = solve([replace(node, group=node.name) for node in nodes], price)
+        sizes.append(apart.num_variables - together.num_variables)
+        return apart
+
+    monkeypatch.setattr(registry, "_built", registry._built.__wrapped__)
+    monkeypatch.setattr(split_through_op, "through", split_through_op.through.__wrapped__)
+    monkeypatch.setattr(choose_axis, "solve", alone)
+    assert _planned() == found
+    assert sizes and min(sizes) > 0  # there was something to share
+
+
+def _full(value: object) -> OpCall:
+    made = Meta((2,), torch.float32)
+    x = (Operand(0),)
+    return OpCall(
+        target=torch.ops.aten.mul.Tensor, args=(*x, value), operands=(made,), results=(made,)
+    )
+
+
+def test_equal_calls_share_a_rule_and_others_do_not() -> None:
+    assert rule_for(_full(2.0)) is rule_for(_full(2.0))
+    zeros = RunNumber.of(0.0, "a"), RunNumber.of(0.0, "b")
+    numbers = 0.0, -0.0, 0, False, 1.0, 1, True, float("nan"), *zeros
+    rules = [rule_for(_full(number)) for number in numbers]
+    assert len({id(rule) for rule in rules}) == len(numbers)
+
+
+# -- composite ops ---------------------------------------------------------------------------------
+
+
+Fn = Callable[..., torch.Tensor]
+COLUMN = {"tp": dt.Column()}
+WIDE = (96, 20001)
+SLOW = dt.Topology(bandwidth=20e9)  # between hosts: reducing a number per row costs less than rows
+
+
+def _ops(plan: Plan) -> set[str]:
+    return {step.op.call.name for step in plan.steps if step.op is not None}
+
+
+FUNCTIONS: dict[str, Fn] = {
+    "softmax": lambda x: x.softmax(-1) * x.shape[-1],
+    "log_softmax": lambda x: x.log_softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[1:]),
+    "rms_norm": lambda x: F.rms_norm(x, x.shape[1:]),
+    "var": lambda x: x.var(-1),
+    "std": lambda x: x.std(1, correction=0),
+    "logsumexp": lambda x: x.logsumexp(1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_split_dim_is_not_gathered(name: str, num: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(WIDE, dtype=torch.float64, generator=generator).requires_grad_()
+    traced = trace(FUNCTIONS[name], (x,))
+    found = run(traced, dt.Mesh(tp=num), [COLUMN], topology=SLOW)
+    want = reference(traced)
+    torch.testing.assert_close(found.tensors[0], want.tensors[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found.gradients[0], want.gradients[0], rtol=1e-9, atol=1e-9)
+    assert {c.kind for c in found.plan.collectives} == {"all_reduce"}
+
+
+def test_short_rows_are_gathered_and_stay_fused() -> None:
+    traced = trace(FUNCTIONS["softmax"], (torch.randn(4, 6).requires_grad_(),))
+    plan = planned(traced, dt.Mesh(tp=2), [COLUMN]).plan
+    assert _ops(plan) >= {"aten._softmax.default"}
+    assert any(c.kind == "all_gather" for c in plan.collectives)
+
+
+def test_a_whole_dim_stays_fused() -> None:
+    traced = trace(FUNCTIONS["softmax"], (torch.randn(WIDE).requires_grad_(),))
+    plan = planned(traced, dt.Mesh(tp=2), [{"tp": dt.Row()}]).plan
+    assert _ops(plan) >= {"aten._softmax.default", "aten._softmax_backward_data.default"}
+    assert not plan.collectives
+
+
+def test_only_the_op_whose_dim_is_split_is_written_out() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1).sum(0) + y.log_softmax(-1).sum(0)
+
+    traced = trace(fn, (torch.randn(WIDE), torch.randn(WIDE)), grads=False)
+    plan = planned(traced, dt.Mesh(tp=2), [COLUMN, {"tp": dt.Row()}], topology=SLOW).plan
+    assert "aten._softmax.default" not in _ops(plan)
+    assert "aten._log_softmax.default" in _ops(plan)
+    assert "softmax_amax" in str(plan)
+
+
+@pytest.mark.slow
+def test_it_is_never_dearer() -> None:
+    traced = trace(FUNCTIONS["layer_norm"], (torch.randn(WIDE).requires_grad_(),))
+    found = run(traced, dt.Mesh(tp=2), [COLUMN], topology=SLOW).planned
+    assert found is not None
+    flow = found.request.flow
+    fused = replace(flow, ops=tuple(replace(op, expand=None) for op in flow.ops))
+    dearer = plan_again(replace(found.request, flow=fused))
+    assert found.plan.cost.seconds < 0.8 * dearer.cost.seconds

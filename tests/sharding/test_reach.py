@@ -136,25 +136,6 @@ def test_a_pin_of_one_dim_opens_nothing_and_is_kept() -> None:
     assert specs["up.bias"] == "f32[64@tp]" and specs["up.weight"] == "f32[64,16]"
 
 
-def test_no_value_of_the_residual_stream_is_split() -> None:
-    plan = plan_model(Block(D, 4, True), mean_square, (an_input(),), Mesh(tp=4), MEGATRON)
-    stream = [
-        step
-        for step in plan.steps
-        if isinstance(step, Compute) and ("layer_norm" in step.op.call.name or _adds(step))
-    ]
-    assert len(stream) > 4
-    for step in stream:
-        for spec in step.result_specs:
-            assert spec is None or spec.placement("tp") == REPLICATE, step.op.name
-
-
-def _adds(step: Compute) -> bool:
-    """Whether it is one of the two sums of the residual stream, or of its gradients."""
-    call = step.op.call
-    return call.name == "aten.add.Tensor" and call.operands[0].shape == (B, T, D)
-
-
 # -- annotations ---------------------------------------------------------------------------------
 
 

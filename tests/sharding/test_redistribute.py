@@ -75,7 +75,7 @@ SWEPT = [pytest.param(number, 1000, marks=pytest.mark.sweep) for number in range
 
 
 @pytest.mark.parametrize(
-    ("number", "sources"), [*((number, 4) for number in (0, 2, 3, 7, 11, 12)), *SWEPT]
+    ("number", "sources"), [*((number, 4) for number in (0, 1, 2, 3, 7, 11, 12)), *SWEPT]
 )
 def test_no_path_is_cheaper(number: int, sources: int) -> None:
     specs = FAMILIES[number].specs()
@@ -85,32 +85,6 @@ def test_no_path_is_cheaper(number: int, sources: int) -> None:
             best = search.from_(src)
             for dst in specs:
                 check_price(src, dst, best, topology)
-
-
-@pytest.mark.parametrize("number", [1, 4, 9])
-def test_paths_are_sound_and_never_dearer_than_gather_then_slice(number: int) -> None:
-    family = FAMILIES[number]
-    whole = make_spec(family.shape, family.dtype, family.mesh)
-    for src, dst in pairs(family, 15):
-        if seconds(src, dst, TOPOLOGY) == float("inf"):
-            with pytest.raises(PlanningError, match="cannot be redistributed"):
-                moves(src, dst, TOPOLOGY)
-            continue
-        path = moves(src, dst, TOPOLOGY)
-        ends = [src, *(m.dst for m in path)]
-        assert [m.src for m in path] == ends[:-1]
-        assert ends[-1] == dst
-        for move in path:
-            changed = [
-                a for a in family.mesh.axes if move.src.placement(a) != move.dst.placement(a)
-            ]
-            assert changed == [move.axis]
-        price = sum(m.seconds(TOPOLOGY) for m in path)
-        assert seconds(src, dst, TOPOLOGY) == pytest.approx(price)
-        if all(not isinstance(p, Partial) or p.op == "sum" for p in dst.placements):
-            through = seconds(src, whole, TOPOLOGY, whole=True)
-            through += seconds(whole, dst, TOPOLOGY, whole=True)
-            assert price <= through + 1e-15
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -180,6 +154,17 @@ def test_two_pending_axes_reduce_a_part_each() -> None:
     # where latency is all that counts, two collectives are better than three
     small = [make_spec((8, 4), torch.float32, mesh, s.sharding) for s in (src, dst)]
     assert [m.kind for m in moves(*small, TOPOLOGY)] == ["all_reduce", "all_reduce"]
+
+
+def test_a_path_changes_one_axis_after_another() -> None:
+    src, dst = pairs(FAMILIES[9], 15)[-1]
+    path = moves(src, dst, TOPOLOGY)
+    assert [m.src for m in path] + [dst] == [src, *(m.dst for m in path)]
+    for move in path:
+        axes = [a for a in move.src.mesh.axes if move.src.placement(a) != move.dst.placement(a)]
+        assert axes == [move.axis]
+    price = sum(m.seconds(TOPOLOGY) for m in path)
+    assert seconds(src, dst, TOPOLOGY) == pytest.approx(price)
 
 
 def test_nothing_is_scattered_over_microbatches() -> None:

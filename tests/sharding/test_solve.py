@@ -154,19 +154,12 @@ def test_layers_that_cannot_agree_choose_for_themselves() -> None:
     def price(value: str, src: Placement, dst: Placement) -> float:
         return math.inf
 
-    nodes = [
-        Node("input", (Option((), (("h0", REPLICATE),), 0.0),), "input"),
-        *(
-            Node(
-                f"layer{i}",
-                (
-                    Option(((f"h{i}", REPLICATE),), ((f"h{i + 1}", split),), 1e-6),
-                    Option(((f"h{i}", split),), ((f"h{i + 1}", split),), 1e-6),
-                ),
-                "layer",
-            )
-            for i in range(3)
-        ),
-    ]
+    def layer(i: int) -> Node:
+        reads = (REPLICATE, split)
+        options = (Option(((f"h{i}", p),), ((f"h{i + 1}", split),), 1e-6) for p in reads)
+        return Node(f"layer{i}", tuple(options), "layer")
+
+    first = Node("input", (Option((), (("h0", REPLICATE),), 0.0),), "input")
+    nodes = [first, *map(layer, range(3))]
     found = solve(nodes, price)
     assert [found.chosen[f"layer{i}"] for i in range(3)] == [0, 1, 1]
