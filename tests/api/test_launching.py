@@ -201,24 +201,6 @@ def test_one_that_is_gone_does_not_count(trained: Trained) -> None:
     del run
 
 
-def test_one_whose_start_failed_goes_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its error has said all. Until then steps wait for another start."""
-
-    def fails(*args: object, **kwargs: object) -> None:
-        raise ValueError("no room")
-
-    run = dt.launch(MESH)
-    with monkeypatch.context() as patch, pytest.raises(ValueError, match="no room"):
-        patch.setattr(launching, "launch_cluster", fails)
-        run.start()
-    with pytest.raises(dt.PlanningError, match="never started"):
-        dt.distribute(X, MESH)
-    with warnings.catch_warnings(record=True) as told:
-        del run
-        gc.collect()
-    assert told == []
-
-
 def test_one_waits_while_another_runs(trained: Trained) -> None:
     """Both were made before: what runs in the first is meant for it, what comes after is not."""
     first, second = dt.launch(MESH), dt.launch(MESH)
@@ -291,11 +273,17 @@ def test_a_start_that_fails(trained: Trained, monkeypatch: pytest.MonkeyPatch) -
     run.start()
     trained.step(X)
     run.close()
-    block = dt.launch(MESH)
+    block, given_up = dt.launch(MESH), dt.launch(MESH)
     with monkeypatch.context() as patch:
         patch.setattr(launching, "launch_cluster", too_few)
         with pytest.raises(ValueError, match="too few"), block:
             pass
+        with pytest.raises(ValueError, match="too few"):
+            given_up.start()
+    with warnings.catch_warnings(record=True) as told:
+        del given_up  # its error has said all
+        gc.collect()
+    assert told == []
     trained.step(X)
 
 

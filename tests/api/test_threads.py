@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import dtensor as dt
+from tests.api.generation import placed
 
 WAIT_S = 600.0  # far beyond what anything here takes: only what would wait for ever gets there
 TIMES = 5  # captures in a row: where the other thread acts is the same in each (`meet`)
@@ -424,24 +425,6 @@ def test_a_thread_of_the_program_sees_what_the_program_sees() -> None:
     assert float(step(torch.ones(6, 4))) > 0
 
 
-class Speaker(nn.Module):
-    """One layer of attention that keeps its keys and values, as dt.generator wants it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, 11)
-
-    def forward(self, tokens: torch.Tensor, cache: Any, pos: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        q, k, v = (
-            part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
-        )
-        k, v = cache.update(0, k, v)
-        weights = (q @ k.transpose(-2, -1)).masked_fill(~cache.mask(), -1e9).softmax(-1)
-        return self.head((weights @ v).transpose(1, 2).flatten(2))
-
-
 @pytest.mark.slow
 def test_a_step_a_plan_a_generation_and_a_save_at_once(tmp_path: Any) -> None:
     """And an evaluation of the trained model: as one after the other."""
@@ -449,8 +432,7 @@ def test_a_step_a_plan_a_generation_and_a_save_at_once(tmp_path: Any) -> None:
     mesh = dt.Mesh(dp=2)
     net = Net()
     twin = copy.deepcopy(net)
-    speaker = dt.parallelize(Speaker(), mesh, {})
-    gen = dt.generator(speaker, slots=2, length=16)
+    gen = dt.generator(placed("llama", "dp2"), slots=2, length=16)
     prompts = [[1, 2, 3], [4, 5]]
     x = torch.randn(6, 4)
 

@@ -49,15 +49,6 @@ AGENTS_S = 300.0
 """These of Ray's first try for 60 s to tell its server, which has ended, that their raylet has."""
 
 
-class Wrong(AssertionError):
-    """What must not come of a fault."""
-
-
-def check(holds: bool, what: object) -> None:
-    if not holds:
-        raise Wrong(str(what))
-
-
 # -- in a rank -------------------------------------------------------------------------------------
 
 
@@ -95,7 +86,7 @@ class Training:
 
     def step(self) -> None:
         loss = float(self._step(*batch(self.number)))
-        check(loss == self.want[self.number], f"step {self.number} of {self.name} gives {loss}")
+        assert loss == self.want[self.number], f"step {self.number} of {self.name} gives {loss}"
         self.number += 1
 
     def save(self, path: Path) -> Any:
@@ -135,12 +126,12 @@ def disk_full(name: str, draw: random.Random, count: int, folder: Path) -> None:
             try:
                 saved.get(PATIENCE_S)
             except CheckpointError as error:
-                check("could not be written" in str(error), error)
+                assert "could not be written" in str(error), error
             else:
-                raise Wrong("a file that was not written whole is a checkpoint")
+                raise AssertionError("a file that was not written whole is a checkpoint")
             told(cluster, rank, limit_files, resource.RLIM_INFINITY)
         trains.save(folder / "1").get(PATIENCE_S)
-        check(sorted(os.listdir(folder)) == ["0", "1"], os.listdir(folder))
+        assert sorted(os.listdir(folder)) == ["0", "1"], os.listdir(folder)
     goes_on(name, folder / "0", begun, trains.want)
 
 
@@ -163,13 +154,13 @@ def writer_killed(name: str, draw: random.Random, count: int, folder: Path) -> N
             try:
                 saved.get(PATIENCE_S)
             except (CheckpointError, dt.daft.DaftError) as error:
-                check(f"killed{n}" in str(error) + str(getattr(error, "__notes__", "")), error)
-                check(not (folder / f"killed{n}").exists(), "half a checkpoint is there")
+                assert f"killed{n}" in str(error) + str(getattr(error, "__notes__", "")), error
+                assert not (folder / f"killed{n}").exists(), "half a checkpoint is there"
             trains.step()
-        check(len(cluster.recoveries) >= count, f"{len(cluster.recoveries)} were replaced")
+        assert len(cluster.recoveries) >= count, f"{len(cluster.recoveries)} were replaced"
         trains.save(folder / "1").get(PATIENCE_S)
         left = [each for each in os.listdir(folder) if each.startswith(".tmp")]
-        check(not left, f"{left} are left")
+        assert not left, f"{left} are left"
     goes_on(name, folder / "0", begun, trains.want)
 
 
@@ -193,13 +184,13 @@ def torn_file(name: str, draw: random.Random, count: int, folder: Path) -> None:
                 loaded, trains.number = True, 2 * SAVED_EVERY
                 trains.step()  # the optimizer's state is read when a step says how it is kept
             except (CheckpointError, dt.daft.TaskError) as error:  # here, or on a rank that reads
-                check(what.split()[0] in str(error), f"{what}: {error}")
+                assert what.split()[0] in str(error), f"{what}: {error}"
                 if not loaded:
-                    check(same(trains.state(), before), f"{what}: some of it was loaded")
+                    assert same(trains.state(), before), f"{what}: some of it was loaded"
             if loaded:
                 dt.load(folder / "1", trains.model, trains.optimizer)
                 before = trains.state()
-                check(same(before, states[1]), f"{what}: what was behind it is lost")
+                assert same(before, states[1]), f"{what}: what was behind it is lost"
             shutil.rmtree(torn)
     goes_on(name, folder / "0", states[0], trains.want)
 
@@ -228,7 +219,7 @@ def goes_on(name: str, path: Path, state: Any, want: list[Any]) -> None:
     trains = Training(name, 1)
     with dt.launch(CASES[name].mesh):
         found = dt.load(path, trains.model, trains.optimizer)
-        check(same(trains.state(), state), f"{path.name} loads with other bits")
+        assert same(trains.state(), state), f"{path.name} loads with other bits"
         assert found.step is not None
         trains.want, trains.number = want, found.step
         for _ in range(found.step, min(found.step + 2, len(want))):
@@ -268,17 +259,17 @@ def killed_controller(name: str, draw: random.Random, count: int, folder: Path) 
                 process.wait()
             output.seek(0)
             said = output.read()
-        check(len(_lines(losses)) > had, said[-4000:])
-        check(n < count or process.returncode == 0, said[-4000:])
-        check(not any(path.exists() for path in left), f"{left} outlive the next start")
+        assert len(_lines(losses)) > had, said[-4000:]
+        assert n < count or process.returncode == 0, said[-4000:]
+        assert not any(path.exists() for path in left), f"{left} outlive the next start"
         _wait(lambda: not marked(mark) - AGENTS, ENDED_S, lambda: f"left: {marked(mark)}")
     _wait(lambda: not marked(mark), AGENTS_S, lambda: f"left: {marked(mark)}")
     found = [line.split() for line in _lines(losses)]
     for number, loss in found:
-        check(float.fromhex(loss) == want[int(number)], f"step {number} gives {loss}")
-    check({int(number) for number, _ in found} == set(range(steps)), "steps are missing")
+        assert float.fromhex(loss) == want[int(number)], f"step {number} gives {loss}"
+    assert {int(number) for number, _ in found} == set(range(steps)), "steps are missing"
     begun = [int(a) for (a, _), (b, _) in zip(found[1:], found, strict=False) if int(a) <= int(b)]
-    check(all(number % SAVED_EVERY == 0 for number in begun), f"it went on at {begun}")
+    assert all(number % SAVED_EVERY == 0 for number in begun), f"it went on at {begun}"
 
 
 def marked(mark: str) -> set[str]:
@@ -323,7 +314,7 @@ def _wait(
 ) -> None:
     end = time.monotonic() + seconds
     while not holds():
-        check(time.monotonic() < end, f"{what()}, after {seconds:g} s")
+        assert time.monotonic() < end, f"{what()}, after {seconds:g} s"
         time.sleep(0.05)
 
 
