@@ -19,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 
 import dtensor as dt
 from tests.huggingface import batch, loss_fn
+from tests.training import train_torch
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -132,13 +133,7 @@ ids, labels = batch()
 def test_three_steps_are_those_of_plain_torch(kind: str) -> None:
     plain, model = KINDS[kind](), KINDS[kind]()
     optimizer = torch.optim.AdamW(trained(plain), lr=1e-2)
-    expected: list[float] = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss = loss_fn(plain, ids, labels)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
+    expected = train_torch(plain, optimizer, [(ids, labels)] * 3, loss=loss_fn)
     before = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     mesh = dt.Mesh(tp=2)
     parallel = dt.parallelize(model, mesh, placements(model))

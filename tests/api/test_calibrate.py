@@ -152,15 +152,6 @@ def test_attention_and_updates_have_rates_of_their_own() -> None:
     assert updates(faster) == updates(unknown) < updates(KNOWN)
 
 
-@pytest.mark.parametrize(
-    "figure",
-    [dict(op_latency=-1e-6), dict(step_latency=-1.0), dict(attention_flops=0.0)],
-)
-def test_figures_that_nothing_has(figure: dict[str, float]) -> None:
-    with pytest.raises(dt.PlanningError, match=next(iter(figure))):
-        dt.Topology(**figure)
-
-
 def test_a_call_on_a_gpu_ends_with_its_kernels_and_waits_for_no_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -53,21 +53,17 @@ def transposes(x: torch.Tensor) -> Any:
 
 def copies(x: torch.Tensor) -> Any:
     y, z, w = x.clone(), x.contiguous(), x.to(x.dtype)
+    turned = x.t().contiguous(), x.t().clone()
     x.zero_()
     y.add_(1)
-    return x, y, z, w
-
-
-def transposed_copies(x: torch.Tensor) -> Any:
-    y = x.t().contiguous()
-    z = x.t().clone()
-    x.zero_()
-    return x, y, z, y.stride(), z.stride(), y.is_contiguous(), z.is_contiguous()
+    return x, y, z, w, turned, [(t.stride(), t.is_contiguous()) for t in turned]
 
 
 def set_items(x: torch.Tensor) -> Any:
     x[0] = 5
     x[1:3] = x[3:5]
+    x[1:].copy_(x[:-1].clone())
+    x.add_(x.t().reshape(x.shape))
     x[:, 1] = x[:, 0] * 2
     x[-1, -1] = torch.tensor(3.5, dtype=x.dtype)
     x[..., 2:4] += 1
@@ -117,12 +113,6 @@ def swapped(x: torch.Tensor) -> Any:
     return x, v
 
 
-def overlapping(x: torch.Tensor) -> Any:
-    x[1:].copy_(x[:-1].clone())
-    x.add_(x.t().reshape(x.shape))
-    return x
-
-
 def by_index(x: torch.Tensor) -> Any:
     v = x[2:]
     v.clamp_(max=0.25).neg_().abs_().pow_(2)
@@ -145,7 +135,6 @@ PROGRAMS: list[Program] = [
     base_written,
     transposes,
     copies,
-    transposed_copies,
     set_items,
     chained_in_place,
     splits,
@@ -153,7 +142,6 @@ PROGRAMS: list[Program] = [
     expanded,
     detached,
     swapped,
-    overlapping,
     by_index,
     wide_into_narrow,
 ]

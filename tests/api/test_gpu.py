@@ -240,8 +240,14 @@ def test_attention(device: str, shape: tuple[int, ...], layout: str, is_causal: 
     out, lse = torch.ops.dt.attention(q, k, v, is_causal, 0.3)
     assert out.device.type == device and out.stride() == torch.empty_like(q).stride()
     grads = torch.ops.dt.attention_backward(grad, q, k, v, out, lse, is_causal, 0.3)
-    for a, b in zip((out, lse, *grads), expected, strict=True):
-        _close(a, b)
+    results = [(out, lse, *grads)]
+    if shape[1] == shape[2]:  # what CUDA uses for float64 and for rows its kernel does not take
+        out, lse = _attention_math(q, k, v, is_causal, 0.3)
+        grads = _attention_math_backward(grad, q, k, v, out, lse, is_causal, 0.3)
+        results.append((out, lse, *grads))
+    for found in results:
+        for a, b in zip(found, expected, strict=True):
+            _close(a, b)
 
 
 MASKS = ["lengths", "by query", "some see nothing", "bias", "by head"]
@@ -299,19 +305,6 @@ def test_attention_in_half_precision_against_torch(
     expected = torch.autograd.grad(want, theirs, grad)
     for a, b in zip((out, *found), (want, *expected), strict=True):
         torch.testing.assert_close(a, b, rtol=3e-2, atol=3e-2)
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s[1] == s[2]], ids=str)
-@pytest.mark.parametrize("device", DEVICES)
-def test_the_fallback_of_attention(device: str, shape: tuple[int, ...], is_causal: bool) -> None:
-    """What CUDA uses for float64 and for rows that its kernel does not take."""
-    q, k, v, grad = _inputs(shape, "contiguous", device)
-    out, lse = _attention_math(q, k, v, is_causal, 0.3)
-    grads = _attention_math_backward(grad, q, k, v, out, lse, is_causal, 0.3)
-    expected = _expected(q, k, v, grad, is_causal, 0.3)
-    for a, b in zip((out, lse, *grads), expected, strict=True):
-        _close(a, b)
 
 
 def test_rows_are_copied_only_where_the_kernel_could_not_read_them() -> None:

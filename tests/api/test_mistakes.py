@@ -73,6 +73,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: dt.Topology(flops=float("nan")), "Topology: flops=nan is not a number above 0"),
     (lambda: dt.Topology(memory_bytes={"tp": 1}), "memory_bytes={'tp': 1} is not a number above 0"),
     (lambda: dt.Topology(op_latency=-1), "op_latency=-1 is not a number of at least 0"),
+    (lambda: dt.Topology(step_latency=-1.0), "step_latency=-1.0 is not a number of at least 0"),
+    (lambda: dt.Topology(attention_flops=0.0), "attention_flops=0.0 is not a number above 0"),
     (lambda: dt.Shard("0"), r"Shard\('0'\): a dim is a whole number"),
     (lambda: dt.Row(blocks="qkv"), r"blocks='qkv'\): blocks and unit are whole numbers"),
     (lambda: dt.Column(unit=1.5), r"unit=1.5\): blocks and unit are whole numbers"),

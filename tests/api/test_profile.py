@@ -180,7 +180,7 @@ def test_many_ranks_are_cut_short() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["single", "tp2", "pp2", "dp2_tp2"])
+@pytest.mark.parametrize("name", ["single", "tp2", "pp2"])
 def test_parts_add_up_in_this_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.of(name)
     with dt.launch(run.mesh):
