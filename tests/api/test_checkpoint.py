@@ -22,6 +22,7 @@ from dtensor.sharding.spec.stored import StoredTensor
 from tests.api import tied
 from tests.api.tied import batch, loss_fn
 from tests.extras import missing
+from tests.training import assert_same_bits
 
 pytestmark = pytest.mark.slow
 
@@ -70,18 +71,6 @@ class Run:
         return dt.gather_state_dict(self.model, self.optimizer)
 
 
-def same(one: Any, other: Any) -> bool:
-    """Bit for bit."""
-    match one:
-        case Tensor():
-            return one.dtype == other.dtype and torch.equal(one, other)
-        case dict():
-            return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-        case list() | tuple():
-            return len(one) == len(other) and all(map(same, one, other))
-    return one == other
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict[str, Any], float]]:
     """By placement, a checkpoint after two steps, the state then, and the next loss."""
@@ -115,9 +104,9 @@ def test_a_checkpoint_of_any_placement_is_loaded_under_any_other(
             dt.manual_seed(0)
             loaded = dt.load(path, run.model, run.optimizer)
             assert loaded.step == 2
-            assert same(run.state(), state), source
+            assert_same_bits(run.state(), state, source)
             assert float(run.step(*batch(2))) == expected, source
-            assert same(run.state(), after), source
+            assert_same_bits(run.state(), after, source)
             assert expected == pytest.approx(next_loss, rel=1e-5)
             if source == place:
                 assert expected == next_loss
@@ -159,9 +148,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_ended(place: str, tmp_path
         found = dt.resume(tmp_path, run.model, run.optimizer)
         assert found is not None and (found.step, found.extra) == (3, extra)
         scheduler.load_state_dict(found.extra["scheduler"])
-        assert same(steps(run, scheduler, noise, range(found.extra["next"], 6)), expected)
-    assert same(run.module.state_dict(), state)
-    assert same(run.optimizer.state_dict(), options_then)
+        assert_same_bits(steps(run, scheduler, noise, range(found.extra["next"], 6)), expected)
+    assert_same_bits(run.module.state_dict(), state)
+    assert_same_bits(run.optimizer.state_dict(), options_then)
 
 
 def test_a_save_has_the_state_after_the_steps_before_it_and_nothing_of_those_after(
@@ -178,7 +167,7 @@ def test_a_save_has_the_state_after_the_steps_before_it_and_nothing_of_those_aft
         dt.load(tmp_path / "1", run.model, run.optimizer)
         run.step(*batch(1))
         run.step(*batch(2))
-        assert same(run.state(), after)
+        assert_same_bits(run.state(), after)
 
 
 def test_what_was_written_by_hand_is_saved_and_what_is_loaded_is_read(tmp_path: Path) -> None:
@@ -198,12 +187,12 @@ def test_outside_a_launch_the_controller_writes_and_reads(tmp_path: Path) -> Non
     run, other = Run("tp2"), Run("pp2", seed=1)
     dt.save(tmp_path / "0", run.model, run.optimizer, step=7).get()
     dt.load(tmp_path / "0", other.model, other.optimizer)
-    assert same(other.module.state_dict(), run.module.state_dict())
+    assert_same_bits(other.module.state_dict(), run.module.state_dict())
     run.step(*batch(0))  # in the implicit launch
     dt.save(tmp_path / "1", run.model, run.optimizer).get()
     loaded = dt.resume(tmp_path, other.model, other.optimizer)
     assert loaded == dt.Loaded(1, None, str(tmp_path / "1"))
-    assert same(other.state(), run.state())
+    assert_same_bits(other.state(), run.state())
     assert dt.resume(tmp_path) == loaded
     assert dt.resume(tmp_path / "none") is None
 
@@ -234,7 +223,7 @@ def test_a_model_on_the_meta_device_reads_what_ranks_need(tmp_path: Path) -> Non
         with dt.launch(mesh, bring_home=False):
             step(*batch(1))
             dt.load(tmp_path / f"1 {inside}", model, optimizer)
-            assert same(dt.gather_state_dict(model)["model"], state)
+            assert_same_bits(dt.gather_state_dict(model)["model"], state)
 
 
 # -- what is in the files --------------------------------------------------------------------------
@@ -252,13 +241,13 @@ def test_torchs_own_tools_read_it(tmp_path: Path) -> None:
     plain = run.module.state_dict()
     held = {"model": {name: torch.zeros_like(value) for name, value in plain.items()}}
     dcp.load(held, checkpoint_id=tmp_path / "1", no_dist=True)
-    assert same(dict(held["model"]), dict(plain))
+    assert_same_bits(dict(held["model"]), dict(plain))
     dcp_to_torch_save(tmp_path / "1", tmp_path / "1.pt")
     found = torch.load(tmp_path / "1.pt", weights_only=True)
-    assert same(found["model"], dict(plain))
+    assert_same_bits(found["model"], dict(plain))
     names = {id(p): name for name, p in run.module.named_parameters()}
     state = {names[id(p)]: entries for p, entries in run.optimizer.state.items()}
-    assert same(found["optimizer"]["state"], state)
+    assert_same_bits(found["optimizer"]["state"], state)
     assert found["optimizer"]["param_groups"][0]["lr"] == 3e-2
     assert (found["step"], found["extra"]) == (1, {"a": 1})
 
@@ -287,14 +276,14 @@ def test_what_torchs_tools_wrote_is_read(tmp_path: Path) -> None:
     run = Run("tp3, uneven", seed=4)
     with dt.launch(run.mesh):
         dt.load(tmp_path / "flat", run.model)
-        assert same(dict(run.module.state_dict()), dict(module.state_dict()))
+        assert_same_bits(dict(run.module.state_dict()), dict(module.state_dict()))
         for name in ("theirs", "flattened"):
             run.step(*batch(0))
             loaded = dt.load(tmp_path / name, run.model, run.optimizer)
             assert (loaded.step, loaded.extra) == (None, None)
-            assert same(dict(run.module.state_dict()), dict(module.state_dict()))
+            assert_same_bits(dict(run.module.state_dict()), dict(module.state_dict()))
             held = run.optimizer.state_dict()
-            assert same(held["state"], optimizer.state_dict()["state"])
+            assert_same_bits(held["state"], optimizer.state_dict()["state"])
             assert held["param_groups"][0]["lr"] == 1e-3
 
 
@@ -379,7 +368,7 @@ def test_hugging_face_reads_what_ranks_wrote_and_the_other_way_round(
         expected = logits(model, tokens).full_tensor()
         dt.save(tmp_path / "hf", model, format="hf", extra={"epoch": 2}).get()
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert same(dict(theirs.state_dict()), dict(module.state_dict()))
+    assert_same_bits(dict(theirs.state_dict()), dict(module.state_dict()))
     theirs.save_pretrained(tmp_path / "theirs")
 
     for name, extra in (("theirs", None), ("hf", {"epoch": 2})):
@@ -402,7 +391,7 @@ def test_hugging_face_reads_what_ranks_wrote_and_the_other_way_round(
     before = {key: value.clone() for key, value in bare.module.state_dict().items()}
     with pytest.raises(dt.PlanningError, match=r'begin with "model\."'):
         dt.load(tmp_path / "theirs", bare)
-    assert same(dict(bare.module.state_dict()), before)
+    assert_same_bits(dict(bare.module.state_dict()), before)
 
 
 # -- what fails ------------------------------------------------------------------------------------
@@ -494,10 +483,10 @@ def test_a_damaged_file_loads_nothing(place: str, tmp_path: Path) -> None:
         file.write_bytes(bytes(content))
         with pytest.raises((CheckpointError, dt.daft.DaftError), match="checksum"):
             dt.load(tmp_path / "1", run.model, run.optimizer)
-        assert same(run.state(), before)
+        assert_same_bits(run.state(), before)
     with pytest.raises(CheckpointError, match="checksum"):
         dt.load(tmp_path / "1", run.model, run.optimizer)
-    assert same(run.state(), before)
+    assert_same_bits(run.state(), before)
 
 
 def wrong(run: Run, path: Path) -> dict[str, tuple[Callable[[], Any], str]]:
@@ -562,7 +551,7 @@ def test_mistakes_are_told_at_once_and_lose_nothing(tmp_path: Path) -> None:
         for case, (call, said) in cases.items():
             with pytest.raises(dt.PlanningError, match=f"(?s){said}"):
                 call()
-            assert same(run.state(), before), case
+            assert_same_bits(run.state(), before, case)
     assert sorted(os.listdir(tmp_path)) == ["1", "file", "untied", "wide"]
 
 

@@ -16,7 +16,7 @@ from dtensor.api.store.session import MeshSession
 from dtensor.daft import DaftError
 from dtensor.runtime.optimizer.shard_optimizer import MASTER
 from tests.runtime.test_shard_optimizer import VARIANTS, O
-from tests.training import assert_same_bits
+from tests.training import assert_same_bits, train_torch
 
 MESH = dt.Mesh(tp=2)
 
@@ -55,19 +55,18 @@ class Trained:
         return home
 
     def by_torch(self, number: int) -> float:
-        loss = squares(self.plain, *self.data[number])
-        self.expected.zero_grad()
-        loss.backward()
-        self.expected.step()
-        return loss.item()
+        (loss,) = train_torch(self.plain, self.expected, [self.data[number]], loss=squares)
+        return loss
 
     def state(self) -> dict[str, Any]:
         return dt.gather_state_dict(self.model, self.optimizer)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masters", [False, True])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("variant", "masters"),
+    [(name, False) for name in VARIANTS] + [(name, True) for name in ("sgd", "adamw", "rprop")],
+)
 def test_values_have_names_and_specs_and_may_be_put(variant: str, masters: bool) -> None:
     """What is in the tables is all that there is: another rank's optimizer goes on with it."""
     kind, given = VARIANTS[variant]
@@ -150,11 +149,9 @@ def test_steps_that_share_an_optimizer() -> None:
     steps = (dt.train_step(run.model, of_a, run.optimizer), run.step)
     with dt.launch(MESH):
         for number, which in enumerate((0, 0, 1, 0, 1, 1)):
-            loss = (of_a, squares)[which](run.plain, *run.data[number])
-            run.expected.zero_grad()
-            loss.backward()
-            run.expected.step()
-            assert abs(float(steps[which](*run.data[number])) - loss.item()) < 1e-6
+            data = [run.data[number]]
+            (loss,) = train_torch(run.plain, run.expected, data, loss=(of_a, squares)[which])
+            assert abs(float(steps[which](*run.data[number])) - loss) < 1e-6
             if number == 3:
                 assert run.optimizer.state[run.module.a.weight]["step"] == 4
     torch.testing.assert_close(
