@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -253,18 +253,13 @@ def test_checks_that_ops_make_have_a_row(monkeypatch: pytest.MonkeyPatch) -> Non
     assert kernels["checks"].seconds > 0 and kernels["norm"].seconds > 0
 
 
-def bad_batches() -> Iterator[tuple[Tensor, Tensor]]:
-    good = torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
-    yield good
-    yield torch.full((4, 8), RAISES), good[1]
-
-
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_failing_step_raises_as_a_step_does(backend: dt.daft.Backend) -> None:
     mesh = dt.Mesh(tp=2)
     model = dt.parallelize(BadNet(own_op=True), mesh, {})
     step = dt.train_step(model, bad_loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    good, bad = bad_batches()
+    targets = torch.tensor([0, 1, 2, 3])
+    good, bad = (torch.randn(4, 8), targets), (torch.full((4, 8), RAISES), targets)
     with dt.launch(mesh, backend=backend):
         first = float(step(*good))
         with pytest.raises(TaskError, match="picky does not like this") as raised:
