@@ -1,4 +1,4 @@
-"""What samples are written with: a Draw of random tensors over named sizes, `call`, `words`.
+"""What samples are written with: a Draw of random tensors over named sizes, `call`, `of`, `each`.
 
     "aten.mm.default": [of("m k", "k n")]                       # the same, written out:
     "aten.mm.default": [lambda d: call(d("m k"), d("k n"))]
@@ -56,10 +56,6 @@ class Draw:
 
     def complex(self, dims: str) -> torch.Tensor:
         return torch.complex(self(dims), self(dims))
-
-
-def words(text: str) -> list[str]:
-    return text.split()
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

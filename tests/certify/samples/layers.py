@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.certify.samples.draw import Call, Draw, Sample, call, of, words
+from tests.certify.samples.draw import Call, Draw, Sample, call, of
 
 aten = torch.ops.aten
 
@@ -83,13 +83,11 @@ def _with_gradient(name: str, rank: int, *args: Any) -> dict[str, list[Sample]]:
     """op(x, *args), and its backward(grad, x, *args)."""
     op = getattr(aten, name).default
 
-    def forward(d: Draw) -> Call:
-        return call(_planes(d, rank), *args)
-
     def backward(d: Draw) -> Call:
         x = _planes(d, rank)
         return call(_like(d, op(x, *args)), x, *args)
 
+    forward = of(f"n c {_POINTS[rank]}", *args)
     return {f"aten.{name}.default": [forward], f"aten.{name}_backward.default": [backward]}
 
 
@@ -98,13 +96,11 @@ def _resized(name: str, rank: int, *more: Any) -> dict[str, list[Sample]]:
     op = getattr(aten, name).default
     size = [5, 9, 3][:rank]
 
-    def forward(d: Draw) -> Call:
-        return call(_planes(d, rank), size, *more)
-
     def backward(d: Draw) -> Call:
         x = _planes(d, rank)
         return call(_like(d, op(x, size, *more)), size, list(x.shape), *more)
 
+    forward = of(f"n c {_POINTS[rank]}", size, *more)
     return {f"aten.{name}.default": [forward], f"aten.{name}_backward.default": [backward]}
 
 
@@ -166,15 +162,14 @@ def _averages(rank: int) -> dict[str, list[Sample]]:
 def _sampling(rank: int) -> dict[str, list[Sample]]:
     where = ["3 4", "2 3 2"][rank - 2]
 
-    def forward(d: Draw) -> Call:
-        return call(_planes(d, rank), d(f"n {where} {rank}"), 0, 1, False)
-
     def backward(d: Draw) -> Call:
         x, grid = _planes(d, rank), d(f"n {where} {rank}")
         return call(d(f"n c {where}"), x, grid, 0, 0, False, [True, True])
 
     return {
-        f"aten.grid_sampler_{rank}d.default": [forward],
+        f"aten.grid_sampler_{rank}d.default": [
+            of(f"n c {_POINTS[rank]}", f"n {where} {rank}", 0, 1, False)
+        ],
         f"aten.grid_sampler_{rank}d_backward.default": [backward],
     }
 
@@ -185,7 +180,7 @@ def _resizing() -> dict[str, list[Sample]]:
         found |= _resized(f"upsample_nearest{rank}d", rank)
         found |= _resized(f"_upsample_nearest_exact{rank}d", rank)
     found |= _resized("upsample_linear1d", 1, True)
-    for name in words("upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa"):
+    for name in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa"):
         found |= _resized(name, 2, False)
     found |= _resized("_upsample_bicubic2d_aa", 2, False)
     return found | _resized("upsample_trilinear3d", 3, True)

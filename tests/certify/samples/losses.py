@@ -7,19 +7,11 @@ from typing import Any
 import torch
 import transformers.integrations.moe  # noqa: F401 - registers its products of experts
 
-from tests.certify.samples.draw import Call, Draw, Sample, call, of, words
+from tests.certify.samples.draw import Call, Draw, Sample, call, each, of
 
 aten = torch.ops.aten
 _REDUCTIONS = (0, 1, 2)  # none, mean, sum
 _INF = float("inf")
-
-
-def _pair(d: Draw) -> tuple[torch.Tensor, ...]:
-    return d("a b"), d("a b")
-
-
-def _probabilities(d: Draw) -> tuple[torch.Tensor, ...]:
-    return d("a b").sigmoid(), d("a b").sigmoid()
 
 
 def _elementwise(
@@ -27,27 +19,22 @@ def _elementwise(
 ) -> dict[str, list[Sample]]:
     """loss(x, y, [weight,] reduction, *more), and backward(grad, x, y, ...)."""
 
+    extra = (None,) if weights else ()
+
     def forward(reduction: int) -> Sample:
-        extra = (None,) if weights else ()
         return lambda d: call(*draw(d), *extra, reduction, *more)
 
     def backward(reduction: int) -> Sample:
-        extra = (None,) if weights else ()
-        grad = "" if reduction else "a b"
-        return lambda d: call(*_after(draw(d), d(grad)), *extra, reduction, *more)
+        def drawn(d: Draw) -> Call:
+            tensors = draw(d)
+            return call(d("" if reduction else "a b"), *tensors, *extra, reduction, *more)
+
+        return drawn
 
     return {
         f"aten.{name}.default": [forward(r) for r in _REDUCTIONS],
         f"aten.{name}_backward.default": [backward(r) for r in _REDUCTIONS],
     }
-
-
-def _after(tensors: tuple[torch.Tensor, ...], grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return (grad, *tensors)
-
-
-def _signs(d: Draw) -> tuple[torch.Tensor, ...]:
-    return d("a b"), d("a b").sign()
 
 
 # -- rows of classes -----------------------------------------------------------------------------
@@ -99,10 +86,12 @@ def _each(sample: Any, reductions: tuple[int, ...] = _REDUCTIONS) -> list[Sample
 
 
 LOSSES: dict[str, list[Sample]] = {
-    **_elementwise("smooth_l1_loss", _pair, 0.5),
-    **_elementwise("huber_loss", _pair, 0.7),
-    **_elementwise("soft_margin_loss", _signs),
-    **_elementwise("binary_cross_entropy", _probabilities, weights=True),
+    **_elementwise("smooth_l1_loss", lambda d: (d("a b"), d("a b")), 0.5),
+    **_elementwise("huber_loss", lambda d: (d("a b"), d("a b")), 0.7),
+    **_elementwise("soft_margin_loss", lambda d: (d("a b"), d("a b").sign())),
+    **_elementwise(
+        "binary_cross_entropy", lambda d: (d("a b").sigmoid(), d("a b").sigmoid()), weights=True
+    ),
     "aten.binary_cross_entropy_with_logits.default": [
         *_each(lambda d, r: call(d("a b"), d("a b").sigmoid(), None, None, r)),
         lambda d: call(d("a b"), d("a b").sigmoid(), d("b"), d.positive("b"), 1),
@@ -131,33 +120,26 @@ LOSSES: dict[str, list[Sample]] = {
 # -- activations -----------------------------------------------------------------------------------
 
 
-def _activations() -> dict[str, list[Sample]]:
-    found: dict[str, list[Sample]] = {
-        f"aten.{name}.default": [of("a b")]
-        for name in words("celu selu hardswish hardsigmoid mish softshrink hardshrink")
-    }
-    found |= {
-        f"aten.{name}_backward.default": [of("a b", "a b")]
-        for name in words("hardswish hardsigmoid mish")
-    }
-    found |= {
-        f"aten.{name}_backward.default": [of("a b", "a b", 0.5)]
-        for name in words("softshrink hardshrink")
-    }
-    return found
-
-
 def _log_sigmoid_backward(d: Draw) -> Call:
     x = d("a b")
     return call(d("a b"), x, aten.log_sigmoid_forward(x)[1])
 
 
 ACTIVATIONS: dict[str, list[Sample]] = {
-    **_activations(),
+    **each(
+        "celu selu hardswish hardsigmoid mish softshrink hardshrink log_sigmoid_forward",
+        of("a b"),
+        overload="default",
+    ),
+    **each(
+        "hardswish_backward hardsigmoid_backward mish_backward",
+        of("a b", "a b"),
+        overload="default",
+    ),
+    **each("softshrink_backward hardshrink_backward", of("a b", "a b", 0.5), overload="default"),
     "aten.threshold.default": [of("a b", 0.1, 3.0)],
     "aten._prelu_kernel.default": [of("a b", "1 b"), of("a b c", "1 b 1")],
     "aten._prelu_kernel_backward.default": [of("a b c", "a b c", "1 b 1")],
-    "aten.log_sigmoid_forward.default": [of("a b")],
     "aten.log_sigmoid_backward.default": [_log_sigmoid_backward],
     "aten.native_dropout_backward.default": [of("a b", "?a b", 2.0)],
     "aten.glu.default": [

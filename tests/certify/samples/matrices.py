@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.certify.samples.draw import Call, Draw, Sample, call, of, words
+from tests.certify.samples.draw import Call, Draw, Sample, call, each, of
 
 aten = torch.ops.aten
 
@@ -24,33 +24,6 @@ def _definite(d: Draw, dims: str) -> torch.Tensor:
 
 def _triangle(d: Draw, dims: str) -> torch.Tensor:
     return _definite(d, dims).tril()
-
-
-def _of_squares() -> dict[str, list[Sample]]:
-    names = words("""_linalg_det _linalg_slogdet linalg_eig _linalg_eigvals linalg_inv_ex
-        linalg_lu linalg_lu_factor_ex linalg_matrix_exp linalg_qr""")
-    found: dict[str, list[Sample]] = {
-        f"aten.{n}.default": [
-            lambda d: call(_square(d, "a b 3 3")),
-            lambda d: call(_square(d, "3 3")),
-        ]
-        for n in names
-    }
-    for n in words("cholesky linalg_cholesky_ex _linalg_eigh linalg_ldl_factor_ex"):
-        found[f"aten.{n}.default"] = [lambda d: call(_definite(d, "a b 3 3"))]
-    found["aten.linalg_eigvals.default"] = [lambda d: call(_square(d, "a 3 3"))]
-    found["aten.linalg_pinv.atol_rtol_tensor"] = [
-        lambda d: call(_square(d, "a b 3 3")),
-        lambda d: call(_square(d, "a b 3 3"), rtol=d.positive("b").mul(1e-9)),
-    ]
-    found["aten._linalg_svd.default"] = [
-        lambda d: call(_square(d, "a 3 3")),
-        lambda d: call(_square(d, "a 3 3"), False, False),
-    ]
-    found["aten.linalg_qr.default"].append(lambda d: call(_square(d, "a 3 3"), "r"))
-    found["aten.geqrf.default"] = [lambda d: call(_square(d, "a 3 3"))]
-    found["aten.cholesky_inverse.default"] = [lambda d: call(_triangle(d, "a 3 3"))]
-    return found
 
 
 def _lu_solve(d: Draw, **kwargs: Any) -> Call:
@@ -80,7 +53,33 @@ def _triangular(d: Draw, **kwargs: Any) -> Call:
 
 
 MATRICES: dict[str, list[Sample]] = {
-    **_of_squares(),
+    **each(
+        "_linalg_det _linalg_slogdet linalg_eig _linalg_eigvals linalg_inv_ex linalg_lu "
+        "linalg_lu_factor_ex linalg_matrix_exp",
+        lambda d: call(_square(d, "a b 3 3")),
+        lambda d: call(_square(d, "3 3")),
+        overload="default",
+    ),
+    "aten.linalg_qr.default": [
+        lambda d: call(_square(d, "a b 3 3")),
+        lambda d: call(_square(d, "3 3")),
+        lambda d: call(_square(d, "a 3 3"), "r"),
+    ],
+    **each(
+        "cholesky linalg_cholesky_ex _linalg_eigh linalg_ldl_factor_ex",
+        lambda d: call(_definite(d, "a b 3 3")),
+        overload="default",
+    ),
+    **each("linalg_eigvals.default geqrf.default", lambda d: call(_square(d, "a 3 3"))),
+    "aten.linalg_pinv.atol_rtol_tensor": [
+        lambda d: call(_square(d, "a b 3 3")),
+        lambda d: call(_square(d, "a b 3 3"), rtol=d.positive("b").mul(1e-9)),
+    ],
+    "aten._linalg_svd.default": [
+        lambda d: call(_square(d, "a 3 3")),
+        lambda d: call(_square(d, "a 3 3"), False, False),
+    ],
+    "aten.cholesky_inverse.default": [lambda d: call(_triangle(d, "a 3 3"))],
     "aten.linalg_lu_solve.default": [_lu_solve, lambda d: _lu_solve(d, left=False)],
     "aten.lu_unpack.default": [_lu_unpack, lambda d: _lu_unpack(d, True, False)],
     "aten.linalg_ldl_solve.default": [_ldl_solve],
