@@ -23,6 +23,7 @@ import numpy
 import pytest
 import torch
 
+import dtensor as dt
 from dtensor import daft
 from dtensor.daft import (
     ActorLost,
@@ -51,6 +52,7 @@ from dtensor.daft.cluster.cluster import HostedCluster
 from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.daft.errors import HostError
 from dtensor.daft.ir.instructions import WORD
+from dtensor.daft.ray.actors.object_store import ObjectStore
 from dtensor.daft.run.worker import Counted
 from dtensor.daft.tasks.task import HostedObject
 from dtensor.daft.undo.failed_run import UndoneRun
@@ -477,6 +479,26 @@ def test_a_pair_goes_on_while_another_is_busy(four: Cluster, tmp_path: Path) -> 
     with pytest.raises(HostError, match="rank 0: SystemExit: 3"):
         four.get([("w",), (), (), ()]).get()
     assert held.get()[1]["s"].item() == 4
+
+
+@on("run ahead")
+def test_compiled_functions_on_disjoint_ranks(backend: Backend, tmp_path: Path) -> None:
+    """While one rank is in a call, a function on the other is captured, loaded, run and read."""
+    one, other = dt.Mesh(tp=1, name="one"), dt.Mesh(tp=1, name="other")
+    x = torch.randn(4, 4)
+    with dt.launch(one, other, backend="ray") as session:
+        cluster = session.launch.cluster
+        slow = dt.distribute(x, one)
+        held = run(cluster, cluster.load(among((0,), "waits", size=2)), tmp_path / "go")
+        late = dt.compile(lambda x: x @ x, one)(slow)
+        fast = dt.compile(lambda x: (x @ x).relu(), other)
+        for _ in range(2):
+            y = fast(dt.distribute(x, other))
+            torch.testing.assert_close(y.full_tensor(), (x @ x).relu())
+            torch.testing.assert_close((y + 1).sum().item(), (x @ x).relu().add(1).sum().item())
+        assert not held.done()
+        (tmp_path / "go").touch()
+        torch.testing.assert_close(dt.transfer(late, other).full_tensor(), x @ x)
 
 
 # -- what is sent ----------------------------------------------------------------------------------
@@ -1560,6 +1582,29 @@ def test_a_half_submitted_step(session: daft.Session, monkeypatch: pytest.Monkey
     assert same(b.execute(X).get(), X @ WEIGHTS[2])
 
 
+@on("be interrupted")
+def test_an_interrupt_loses_no_value(session: daft.Session) -> None:
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    gc.disable()  # a collection calls what an exception is lost in, and warned of
+    try:
+        a = daft.spawn(Keeper)
+        for i in range(150):
+            future = a.ones(10_000)
+            daft.wait([future])
+            with suppress(KeyboardInterrupt):
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 + i * 5e-6)
+                future.get()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            assert future.get(timeout=600.0).numel() == 10_000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        gc.enable()
+        signal.signal(signal.SIGALRM, before)
+
+
 # -- what is kept of values that nobody has --------------------------------------------------------
 
 MANY = 1 << 20
@@ -1573,6 +1618,13 @@ class Keeper:
 
     def same(self, x: Any) -> Any:
         return x
+
+    def later(self, x: Any) -> Any:
+        time.sleep(0.2)
+        return x
+
+    def wanted(self) -> int:
+        return sum(len(o._wanted) for o in gc.get_objects() if type(o) is ObjectStore)
 
     def keep(self, x: Any) -> None:
         self.kept = x
@@ -1609,6 +1661,9 @@ class NeverBegun(Keeper):
 @on("send")
 def test_memory_of_values_between_processes(session: daft.Session) -> None:
     a, b, c = (daft.spawn(Keeper, name=name) for name in "abc")
+    step = daft.compile(lambda x: b.same(a.later(x)))
+    assert [step(i).get() for i in range(2)] == [0, 1]
+    assert a.wanted().get() == 0  # the receiver had to wait, and has asked for nothing
     b.keep(a.ones(MANY)).get()
     b.forks().get()
     for i in range(3):
