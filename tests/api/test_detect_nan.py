@@ -47,7 +47,7 @@ def step_of(middle: Middle, **options: Any) -> dt.TrainStep:
     return dt.train_step(model, loss_fn, optimizer, inputs=dict(dp=dt.Row()), **options)
 
 
-def run(step: dt.TrainStep, *data: Tensor) -> list[float]:
+def losses_of(step: dt.TrainStep, *data: Tensor) -> list[float]:
     with dt.launch(step.model.mesh):
         losses = [float(step(x)) for x in data]
         dt.gather_state_dict(step.model)
@@ -56,7 +56,7 @@ def run(step: dt.TrainStep, *data: Tensor) -> list[float]:
 
 def error(step: dt.TrainStep, *data: Tensor) -> str:
     with pytest.raises(TaskError) as caught:
-        run(step, *data)
+        losses_of(step, *data)
     return str(caught.value)
 
 
@@ -111,8 +111,8 @@ MASKS: dict[str, Middle] = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_an_inf_that_masks_is_none(mask: str) -> None:
     schedule = dt.GPipe(microbatches=1)
-    found = run(step_of(MASKS[mask], schedule=schedule), X)
-    assert found == run(step_of(MASKS[mask], schedule=schedule, detect_nan=False), X)
+    found = losses_of(step_of(MASKS[mask], schedule=schedule), X)
+    assert found == losses_of(step_of(MASKS[mask], schedule=schedule, detect_nan=False), X)
 
 
 def test_nan_alone() -> None:
@@ -122,7 +122,9 @@ def test_nan_alone() -> None:
         return (h + torch.log((h > 0).float())).softmax(-1)
 
     assert "aten.log.default gives Inf" in error(step_of(middle), X)
-    assert run(step_of(middle, detect_nan="nan"), X) == run(step_of(middle, detect_nan=False), X)
+    assert losses_of(step_of(middle, detect_nan="nan"), X) == losses_of(
+        step_of(middle, detect_nan=False), X
+    )
     assert "gives NaN" in error(step_of(lambda h: torch.log(h), detect_nan="nan"), X)
 
 
@@ -138,19 +140,10 @@ def test_a_sound_model_runs_as_without(placed: str) -> None:
     data = batches(3)
     found: list[list[float]] = []
     for detect in (False, True):
-        one = Run.of(placed, schedule=dt.OneFOneB(microbatches=2))
-        step = dt.train_step(
-            one.step.model,
-            one.step.loss_fn,
-            one.step.optimizer,
-            inputs=one.step.options.planning.inputs,
-            schedule=one.step.options.schedule,
-            clip_grad_norm=1.0,
-            detect_nan=detect,
-        )
-        with dt.launch(one.mesh):
-            found.append([float(step(*b)) for b in data])
-            one.state()
+        run = Run.of(placed, detect_nan=detect)
+        with dt.launch(run.mesh):
+            found.append(run.losses(data))
+            run.state()
     assert found[0] == found[1]
 
 

@@ -18,15 +18,13 @@ from dtensor.daft import DaftError
 from dtensor.runtime.transfer import between_meshes
 from dtensor.sharding.redistribute.sync_plan import plan_sync
 from dtensor.sharding.spec.stored import StoredTensor
-from tests.api.test_switch import MEGATRON, Place, Trained, batches, named
 from tests.api.test_sync import TP, batch, loss_fn, net
 
 SOURCE = Path(dt.__file__).parent
 STORE = ("api/store/store.py", "api/store/")
-RECORD = "sharding/spec/stored.py"
 
 
-# -- one form, one owner: by the syntax tree -------------------------------------------------------
+# -- one owner: by the syntax tree -------------------------------------------------------
 
 
 def sources() -> Iterator[tuple[str, str]]:
@@ -48,40 +46,8 @@ def assignments(name: str, text: str) -> list[str]:
     ]
 
 
-def records(name: str, text: str) -> list[str]:
-    """Where a file has another form of what a `StoredTensor` says: a class that has a spec and
-    the ranks that hold it, or a tuple of the two."""
-    if name == RECORD or "TensorSpec" not in text:
-        return []
-    found: list[str] = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ClassDef):
-            fields = dict(map(field, (n for n in ast.walk(node) if isinstance(n, ast.AnnAssign))))
-            has = {n for n, kind in fields.items() if "[int" in kind and n in RANKS}
-            if has and any("TensorSpec" in kind for kind in fields.values()):
-                found.append(f"{name}:{node.lineno}: class {node.name}")
-        elif isinstance(node, ast.Subscript):
-            kind = ast.unparse(node)
-            if kind.startswith("tuple[") and kind.endswith("TensorSpec, tuple[int, ...]]"):
-                found.append(f"{name}:{node.lineno}: {kind}")
-    return found
-
-
-RANKS = {"ranks", "at", "holders", "numbers", "sources", "targets"}
-
-
-def field(node: ast.AnnAssign) -> tuple[str, str]:
-    target = node.target
-    name = target.attr if isinstance(target, ast.Attribute) else ast.unparse(target)
-    return name, ast.unparse(node.annotation)
-
-
 def test_nobody_but_the_store_changes_an_entry() -> None:
     assert [one for source in sources() for one in assignments(*source)] == []
-
-
-def test_a_stored_tensor_is_the_one_form() -> None:
-    assert [one for source in sources() for one in records(*source)] == []
 
 
 @pytest.mark.parametrize(
@@ -95,19 +61,6 @@ def test_a_stored_tensor_is_the_one_form() -> None:
 )
 def test_an_assignment_elsewhere_is_found(line: str) -> None:
     assert assignments("api/move/replica.py", line) and not assignments("api/store/store.py", line)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "class Held:\n    name: str\n    spec: TensorSpec\n    ranks: tuple[int, ...]",
-        "class Home:\n    specs: dict[str, TensorSpec]\n    ranks: dict[str, tuple[int, ...]]",
-        "Named = tuple[str, TensorSpec, tuple[int, ...]]",
-        "Keeping = Mapping[str, tuple[TensorSpec, tuple[int, ...]]]",
-    ],
-)
-def test_another_form_is_found(text: str) -> None:
-    assert records("api/store/default_home.py", text)
 
 
 # -- what fails ------------------------------------------------------------------------------------
@@ -170,32 +123,6 @@ def test_a_sync_that_fails(known: str, synced: bool, monkeypatch: pytest.MonkeyP
         state = dt.gather_state_dict(policy)["model"]
         mine = dt.gather_state_dict(actor)["model"]
         assert all(torch.equal(state[name], mine[name]) for name in state)
-
-
-@pytest.mark.parametrize("name", ["other", "mesh"])
-def test_a_switch_that_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On another mesh, and on the same: all entries are as they were, of the optimizer too."""
-    mesh = dt.Mesh(tp=2)
-    trained, data = Trained(Place(axes=dict(tp=2), pins=MEGATRON)), batches(3)
-    to = dt.Mesh(tp=2, name="other") if name == "other" else mesh
-    with dt.launch(mesh) as run:
-        trained.losses(data[:1])
-        model_home = run.launch.sessions[mesh].model_home(trained.model)
-        before: dict[str, StoredTensor] = named(model_home)
-        failing = Failing(monkeypatch)
-        failing.on = True
-        with pytest.raises(DaftError, match="no memory"):
-            run.switch(trained.model, trained.opt, to, {})
-        assert named(model_home) == before and model_home.mesh == mesh
-        failing.on = False
-        trained.losses(data[1:2])
-        run.switch(trained.model, trained.opt, to, {})
-        after = named(model_home)
-        assert after != before and {one.spec.mesh for one in after.values()} == {to}
-        assert {n: one.label for n, one in after.items()} == {
-            n: one.label for n, one in before.items()
-        }
-        trained.losses(data[2:])
 
 
 @pytest.mark.parametrize("backwards", [False, True])

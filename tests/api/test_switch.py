@@ -400,16 +400,21 @@ def test_a_failure_in_the_middle(place: str, monkeypatch: pytest.MonkeyPatch) ->
     with dt.launch(mesh) as run:
         trained.losses(data[:1])
         before, names, places = trained.state(), tables(run), dict(run.launch.places)
+        entries = named(homes(trained.model, run))
         monkeypatch.setattr(between_meshes, "unpacked", fails)
         with pytest.raises(DaftError, match="no memory") as caught:
             run.switch(trained.model, trained.opt, to, {})
         assert "which changed nothing" in str(caught.value.__notes__)
         monkeypatch.setattr(between_meshes, "unpacked", unpacked)
         assert tables(run) == names and run.launch.places == places
+        assert named(homes(trained.model, run)) == entries
         assert trained.model.mesh == mesh and trained.step.plan(*data[1]).mesh == mesh
         assert_same_bits(trained.state(), before)
         losses = trained.losses(data[1:2])
         run.switch(trained.model, trained.opt, to, {})
+        after = named(homes(trained.model, run))
+        assert {n: s.label for n, s in after.items()} == {n: s.label for n, s in entries.items()}
+        assert {stored.spec.mesh for stored in after.values()} == {to}
         trained.losses(data[2:])
     fresh = Trained(at)
     with dt.launch(mesh):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from tests.training import train_torch
 
 TP, DP, PP = dt.Mesh(tp=2), dt.Mesh(dp=2), dt.Mesh(pp=2)
 SPLIT = {"0.weight": dict(tp=dt.Row()), "2.weight": dict(tp=dt.Column())}
@@ -36,20 +37,6 @@ def pull(student: nn.Module, teacher: nn.Module, x: Tensor) -> Tensor:
     return F.mse_loss(student(x), teacher(x))
 
 
-def in_torch(
-    loss_fn: Callable[..., Tensor], student: nn.Module, teacher: nn.Module, steps: int = 3
-) -> list[float]:
-    optimizer = torch.optim.AdamW(student.parameters(), lr=0.05)
-    losses: list[float] = []
-    for i in range(steps):
-        optimizer.zero_grad()
-        loss = loss_fn(student, teacher, rows(i))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
     "tp": (TP, {"placements": SPLIT}, {"placements": SPLIT}),
     "tp, the student alone": (TP, {"placements": SPLIT}, {}),
@@ -67,7 +54,12 @@ def test_a_teacher_and_a_student(placed: str, loss_fn: Callable[..., Tensor]) ->
     mesh, one, other = PLACED[placed]
     plain, plain_teacher = mlp(0), mlp(1, 32)
     student, teacher = copy.deepcopy(plain), copy.deepcopy(plain_teacher)
-    expected = in_torch(loss_fn, plain, plain_teacher)
+    expected = train_torch(
+        plain,
+        torch.optim.AdamW(plain.parameters(), lr=0.05),
+        [(plain_teacher, rows(i)) for i in range(3)],
+        loss=loss_fn,
+    )
     step = dt.train_step(
         dt.parallelize(student, mesh, **one),
         loss_fn,
