@@ -3,6 +3,7 @@ the module holds, and all is as in plain torch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,9 +31,17 @@ from tests.api.changing import (
 pytestmark = pytest.mark.slow
 
 places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
-ALL = [(name, place) for name, way in WAYS.items() for place in PLACES if place not in way.refused]
-IN_TURN = [(name, list(PLACES)[number % len(PLACES)]) for number, name in enumerate(WAYS)]
-IN_TURN = [each for each in IN_TURN if each in ALL]
+EACH_STEP, AT_THE_END = "each step", "at the end"
+
+
+def cases() -> Iterator[Any]:
+    """Each way at two placements, with each way of reading; the others are a sweep."""
+    for number, (name, way) in enumerate(WAYS.items()):
+        for turn, place in enumerate(PLACES):
+            reads = AT_THE_END if (number + turn) % len(PLACES) == 1 else EACH_STEP
+            marks = [pytest.mark.sweep] if (number + turn) % len(PLACES) == 2 else []
+            if place not in way.refused:
+                yield pytest.param(name, place, reads, marks=marks)
 
 
 def both(way: Way, place: Place) -> tuple[Plain, Placed]:
@@ -48,29 +57,23 @@ def still(of: Any) -> Any:
 STILL = Way(change=still)
 
 
-@pytest.mark.parametrize("name, where", ALL)
-def test_as_in_torch(name: str, where: str) -> None:
-    """Losses, norms, model and optimizer after every step; all is read each time."""
+def take(number: int, *all_of: Plain | Placed) -> None:
+    for each in all_of:
+        each.take(number)
+
+
+@pytest.mark.parametrize(("name", "where", "reads"), list(cases()))
+def test_as_in_torch(name: str, where: str, reads: str) -> None:
+    """Losses, norms, model and optimizer; read after every step, or while all are under way."""
     way, place = WAYS[name], PLACES[where]
     plain, placed = both(way, place)
     with dt.launch(place.mesh):
         for number in way.steps(plain, placed):
-            plain.take(number)
-            placed.take(number)
-            assert differences(placed, plain) == []
-    assert differences(placed, plain) == []
-
-
-@pytest.mark.parametrize("name, where", IN_TURN)
-def test_while_steps_are_under_way(name: str, where: str) -> None:
-    """No loss is read before the end, and the change reads no more than it must."""
-    way, place = WAYS[name], PLACES[where]
-    plain, placed = both(way, place)
-    with dt.launch(place.mesh):
-        for number in way.steps(plain, placed):
-            plain.take(number)
-            placed.take(number)
+            take(number, plain, placed)
+            if reads == EACH_STEP:
+                assert differences(placed, plain) == []
         assert differences(placed, plain) == []
+    assert differences(placed, plain) == []
 
 
 @pytest.mark.parametrize(
@@ -103,16 +106,14 @@ def test_between_launches(name: str) -> None:
 def test_tensors_as_attributes_are_refused_and_nothing_is_lost(name: str, place: Place) -> None:
     plain, placed = both(STILL, place)
     with dt.launch(place.mesh):
-        plain.take(0)
-        placed.take(0)
+        take(0, plain, placed)
         undo = REFUSED[name](placed.net)
         with pytest.raises(PlanningError, match=r"blocks\.1\.up.*weight"):
             placed.take(1)
         undo()
         REFUSED[name](plain.net)()
         for number in (1, 2):
-            plain.take(number)
-            placed.take(number)
+            take(number, plain, placed)
             assert differences(placed, plain) == []
 
 
@@ -121,14 +122,12 @@ def test_what_was_never_the_models_is_an_error(place: Place) -> None:
     plain, placed = both(STILL, place)
     stranger = parameter(torch.ones(3, 5))
     with dt.launch(place.mesh):
-        plain.take(0)
-        placed.take(0)
+        take(0, plain, placed)
         placed.optimizer.add_param_group({"params": [stranger]})
         with pytest.raises(PlanningError, match=r"\[3, 5\] that is not one of the model's"):
             placed.take(1)
         placed.optimizer.param_groups.pop()
-        plain.take(1)
-        placed.take(1)
+        take(1, plain, placed)
         assert differences(placed, plain) == []
 
 
@@ -137,14 +136,12 @@ def test_layers_swapped_over_stages_are_refused_and_nothing_is_lost() -> None:
     way = WAYS["... of two stages"]
     plain, placed = both(way, PLACES["pp2"])
     with dt.launch(placed.place.mesh):
-        plain.take(0)
-        placed.take(0)
+        take(0, plain, placed)
         list(way.change(placed))
         with pytest.raises(PlanningError, match=way.refused["pp2"]):
             placed.take(1)
         list(way.change(placed))
-        plain.take(1)
-        placed.take(1)
+        take(1, plain, placed)
         assert differences(placed, plain) == []
 
 
@@ -152,8 +149,7 @@ def test_a_new_parameter_in_no_stage_is_refused() -> None:
     """By its name; training goes on with one that a stage's glob matches."""
     plain, placed = both(STILL, PLACES["pp2"])
     with dt.launch(placed.place.mesh):
-        plain.take(0)
-        placed.take(0)
+        take(0, plain, placed)
         del placed.net.gain
         placed.net.factor = parameter(torch.ones(WIDTH, dtype=torch.float64) / 2)
         with pytest.raises(PlanningError, match="factor"):
@@ -211,8 +207,7 @@ def test_automatic_stages(name: str) -> None:
     plain, placed = both(way, place)
     with dt.launch(place.mesh):
         for number in way.steps(plain, placed):
-            plain.take(number)
-            placed.take(number)
+            take(number, plain, placed)
             stage = {i.label: i.stages for i in placed.step.plan(*batch(0)).inputs}
             if number == 0:
                 before = stage
@@ -229,8 +224,7 @@ def test_gradients_have_the_names_of_now() -> None:
     plain, placed = both(WAYS["a layer moved to a submodule"], PLACES["tp2"])
     with dt.launch(placed.place.mesh):
         for number in WAYS["a layer moved to a submodule"].steps(plain, placed):
-            plain.take(number)
-            placed.take(number)
+            take(number, plain, placed)
         found = placed.step.gradients(*batch(9))
     assert {n for n, p in plain.net.named_parameters()} == set(found)
 
@@ -239,16 +233,14 @@ def test_a_new_step_over_a_changed_model() -> None:
     """The old one and the new one go on in turns, each with its optimizer."""
     plain, placed = both(STILL, PLACES["tp2"])
     with dt.launch(placed.place.mesh):
-        plain.take(0)
-        placed.take(0)
+        take(0, plain, placed)
         old, old_step, old_plain = placed.optimizer, placed.step, plain.optimizer
         for each in (plain, placed):
             torch.manual_seed(5)
             each.net.blocks[1] = Block()
             each.train_with(adamw(each.net))
         for number in range(1, 5):
-            plain.take(number)
-            placed.take(number)
+            take(number, plain, placed)
             plain.optimizer, old_plain = old_plain, plain.optimizer
             placed.optimizer, old = old, placed.optimizer
             placed.step, old_step = old_step, placed.step
