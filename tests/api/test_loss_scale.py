@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.daft import TaskError
 from dtensor.errors import PlanningError
+from tests.training import Placed, Run, Stated, gradients_of
 
 F16 = torch.float16
 
@@ -63,19 +64,20 @@ def in_torch(batches: list[tuple[Tensor, Tensor]], scale: float, clip: float | N
     return model, losses, scales, scaling
 
 
-def step_of(mesh: dt.Mesh, scaling: torch.amp.GradScaler | None, **options: Any) -> Any:
-    module = net()
-    how = {"tp": {"0.weight": dict(tp=dt.Row()), "2.weight": dict(tp=dt.Column())}}
-    stages = {"pp": [["0*"], ["[2-4]*"]]} if "pp" in mesh.shape else None
-    zero = {"dp": options.pop("zero")} if "zero" in options else None
-    pins = how["tp"] if "tp" in mesh.shape else {}
-    model = dt.parallelize(module, mesh, pins, stages=stages, zero=zero)
-    opt = torch.optim.AdamW(module.parameters(), lr=1e-2)
-    inputs = dict(dp=dt.Row()) if "dp" in mesh.shape else None
-    step = dt.train_step(
-        model, options.pop("loss", loss_fn), opt, inputs=inputs, grad_scaler=scaling, **options
+def step_of(
+    mesh: dt.Mesh, scaling: torch.amp.GradScaler | None, zero: int = 0, **options: Any
+) -> tuple[nn.Module, dt.TrainStep]:
+    pins: dict[str, Stated] = {"0.weight": dict(tp=dt.Row()), "2.weight": dict(tp=dt.Column())}
+    placed = Placed(
+        axes=mesh.shape,
+        pins=pins if "tp" in mesh.shape else {},
+        stages={"pp": [["0*"], ["[2-4]*"]]} if "pp" in mesh.shape else None,
+        inputs=dict(dp=dt.Row()) if "dp" in mesh.shape else None,
     )
-    return module, step
+    given = {"schedule": dt.GPipe(1), "clip": options.pop("clip_grad_norm", None), **options}
+    stored = {"dp": zero} if zero else None
+    run = Run.of(placed, module=net(), loss=loss_fn, zero=stored, grad_scaler=scaling, **given)
+    return run.module, run.step
 
 
 CASES: list[tuple[dt.Mesh, float, dict[str, Any]]] = [
@@ -119,8 +121,7 @@ def test_scales_losses_and_weights_are_those_of_torch(
 @pytest.mark.slow
 def test_gradients_are_those_of_the_loss_itself() -> None:
     (x, y), *_ = data(1)
-    plain = net()
-    loss_fn(plain, x, y)[0].backward()
+    exact = gradients_of(net(), (x, y), loss_fn)
     scaling = torch.amp.GradScaler("cpu", init_scale=1024.0)
     _, step = step_of(dt.Mesh(dp=2), scaling, keep_gradients=True)
     with dt.launch(dt.Mesh(dp=2)):
@@ -130,7 +131,6 @@ def test_gradients_are_those_of_the_loss_itself() -> None:
         state = scaling.state_dict()  # another than that of the gradients which are kept
         scaling.load_state_dict({**state, "scale": 4096.0})
         kept = step.gradients()
-    exact = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     for name, gradient in exact.items():
         for ours in (asked[name], kept[name]):
             torch.testing.assert_close(ours, gradient, rtol=0, atol=2e-3)
@@ -208,14 +208,6 @@ def test_the_plan_says_it_and_a_call_reads_the_loss_before_its_scale() -> None:
     text = str(step.plan(x, y))
     assert "norm(6 gradients), unscaled" in text
     assert "clipped" not in text
-
-
-def test_a_step_waits_for_the_one_before_where_there_is_a_scaler() -> None:
-    under_way: Any = object()
-    for scaling, waits_for in ((scaler(), under_way), (None, None)):
-        _, step = step_of(dt.Mesh(), scaling)
-        step._running.append(under_way)
-        assert step._oldest() is waits_for
 
 
 def test_what_is_no_scaler_or_is_switched_off() -> None:

@@ -1,6 +1,6 @@
 """Models made of torch's own layers, trained under placements: the numbers are plain torch's, and
 the collectives are those that one would write by hand. Convolutions with batch norm are in
-test_real_training.py."""
+test_train.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import dtensor as dt
-from tests.training import Stated, assert_losses_close, train_torch
+from tests.training import Placed, assert_trains_as_torch
 
 
 def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -22,26 +22,20 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def trained(
-    module: nn.Module,
-    mesh: dt.Mesh,
-    placements: dict[str, Stated],
-    inputs: Stated | None,
-    batches: list[tuple[Tensor, Tensor]],
+    module: nn.Module, placed: Placed, batches: list[tuple[Tensor, Tensor]]
 ) -> Counter[str]:
-    """Two steps beside plain torch's, of losses and state; the plan's collectives by phase."""
-    plain = copy.deepcopy(module)
-    expected = train_torch(
-        plain, torch.optim.SGD(plain.parameters(), lr=0.1), batches, loss=loss_fn
+    """Train beside plain torch, and return the plan's collectives by phase."""
+    run = assert_trains_as_torch(
+        placed,
+        batches,
+        build=lambda: copy.deepcopy(module),
+        make=lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+        loss=loss_fn,
+        clip=None,
+        schedule=dt.GPipe(1),
+        atol=1e-6,
     )
-    model = dt.parallelize(module, mesh, placements)
-    step = dt.train_step(
-        model, loss_fn, torch.optim.SGD(module.parameters(), lr=0.1), inputs=inputs
-    )
-    with dt.launch(mesh):
-        assert_losses_close([float(step(*one)) for one in batches], expected)
-        state = dt.gather_state_dict(model)["model"]
-    torch.testing.assert_close(state, plain.state_dict(), rtol=1e-5, atol=1e-6)
-    return Counter(f"{c.phase} {c.key}" for c in step.plan(*batches[0]).collectives)
+    return Counter(f"{c.phase} {c.key}" for c in run.step.plan(*batches[0]).collectives)
 
 
 class Encoder(nn.Module):
@@ -67,7 +61,7 @@ def test_torchs_transformer_encoder_has_megatrons_collectives() -> None:
     assert placements["encoder.layers.*.self_attn.in_proj_weight"] == dict(tp=dt.Row(blocks=3))
     assert placements["encoder.layers.*.self_attn.out_proj.weight"] == dict(tp=dt.Shard(1))
     del placements["embed.weight"]
-    found = trained(module, dt.Mesh(tp=2), placements, None, batches)
+    found = trained(module, Placed(axes=dict(tp=2), pins=placements), batches)
     # two a layer forward, two backward
     assert found == {"forward all_reduce@tp": 4, "backward all_reduce@tp": 4}
 
@@ -95,7 +89,7 @@ def test_an_lstm_over_a_split_batch() -> None:
     found = evaluate(dt.parallelize(module, mesh), tokens).full_tensor()
     torch.testing.assert_close(found, expected)
     assert torch.backends.mkldnn.enabled  # capture leaves torch as it was
-    assert trained(module, mesh, {}, rows, batches) == {
+    assert trained(module, Placed(axes=dict(dp=2), inputs=rows), batches) == {
         "forward all_reduce@dp": 1,
         "optimizer all_reduce@dp": 2,
     }
@@ -110,5 +104,5 @@ def test_norms_of_weights() -> None:
         parametrizations.weight_norm(nn.Linear(8, 4)),
     )
     batches = [(torch.randn(4, 6), torch.randint(0, 4, (4,))) for _ in range(2)]
-    found = trained(module, dt.Mesh(dp=2), {}, dict(dp=dt.Row()), batches)
+    found = trained(module, Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row())), batches)
     assert not any("all_gather" in kind for kind in found)

@@ -1,10 +1,13 @@
-"""Stages that are no chain: skip connections, an encoder and a decoder with tied embeddings, two
-branches at once. Loss and gradients are those of plain torch."""
+"""Stages of every kind: skip connections, an encoder and a decoder, branches, stages that are split
+in different ways, arguments and buffers that several stages use. Numbers are those of plain torch.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
+from dtensor.sharding.plan.steps import Transfer
 from tests.models import GPT, batch, loss_fn
-from tests.training import assert_gradients_close, gradients_of
+from tests.training import (
+    Placed,
+    Run,
+    assert_gradients_close,
+    assert_losses_close,
+    assert_trains_as_torch,
+    gradients_of,
+)
 
 D, VOCAB = 8, 11
+
+
+def check_step(run: Run, loss: Callable[..., Any], given: Sequence[Tensor]) -> None:
+    """The loss and the gradients of a step are plain torch's."""
+    plain = copy.deepcopy(run.module)
+    with dt.launch(run.mesh):
+        found = run.step.gradients(*given)
+        value = float(run.step(*given))
+    assert_gradients_close(found, gradients_of(plain, given, loss))
+    expected = loss(plain, *given)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    assert_losses_close([value], [expected.item()])
+
+
+# -- stages that are no chain ----------------------------------------------------------------------
 
 
 class Skips(nn.Module):
@@ -85,65 +111,207 @@ def tokens() -> tuple[Tensor, ...]:
     return torch.randint(0, VOCAB, (8, 6)), torch.randint(0, VOCAB, (8, 5))
 
 
-def gpt_loss(model: nn.Module, given: Tensor, targets: Tensor) -> Tensor:
-    return loss_fn(model, given, targets)[0]
-
-
-def gpt_batch() -> tuple[Tensor, ...]:
-    return batch(size=8)
-
-
-TWO = [["down*", "middle*"], ["up*"]]
 FOUR = [["down1*"], ["down2*", "middle*"], ["up2*"], ["up1*"]]
 THREE = [["down1*", "down2*"], ["middle*", "up2*"], ["up1*"]]
-GPT_TWO = [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm*", "head*"]]
 GPT_THREE = [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*"], ["norm*", "head*"]]
-TWO_CODERS = [["embed*", "encoder*"], ["decoder*", "head*"]]
 CODERS = [["embed*", "encoder.0*"], ["encoder.1*", "decoder.0*"], ["decoder.1*", "head*"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "loss_fn", "data", "stages", "ranks", "schedule"),
+    ("make", "loss", "data", "stages", "ranks", "schedule"),
     [
-        (Skips, square, vectors, TWO, 2, dt.OneFOneB(4)),
         (Skips, square, vectors, FOUR, 2, dt.ZBV(4)),  # a value is sent to two stages
-        (Skips, square, vectors, FOUR, 2, dt.Interleaved1F1B(4)),
-        (EncoderDecoder, next_token, tokens, CODERS, 3, dt.ZBH1(4)),
-        (EncoderDecoder, next_token, tokens, TWO_CODERS, 2, dt.OneFOneB(2)),
         (Skips, square, vectors, THREE, 3, dt.OneFOneB(4)),
-        (GPT, gpt_loss, gpt_batch, GPT_TWO, 2, dt.OneFOneB(2)),  # tied: one parameter, two stages
-        (GPT, gpt_loss, gpt_batch, GPT_THREE, 3, dt.ZBH1(4)),
+        (EncoderDecoder, next_token, tokens, CODERS, 3, dt.ZBH1(4)),
+        (GPT, loss_fn, lambda: batch(size=8), GPT_THREE, 3, dt.ZBH1(4)),  # tied
         (Branches, square, vectors, [["left*"], ["right*"], ["out*"]], 3, dt.GPipe(2)),
     ],
 )
 def test_gradients_are_plain_torchs(
     make: Callable[[], nn.Module],
-    loss_fn: Callable[..., Tensor],
+    loss: Callable[..., Any],
     data: Callable[[], tuple[Tensor, ...]],
     stages: Sequence[Sequence[str]],
     ranks: int,
     schedule: dt.Schedule,
 ) -> None:
-    module, given = make(), data()
-    plain = copy.deepcopy(module)
-    mesh = dt.Mesh(pp=ranks)
-    model = dt.parallelize(module, mesh, {}, stages={"pp": stages})
-    step = dt.train_step(model, loss_fn, torch.optim.SGD(module.parameters()), schedule=schedule)
-    with dt.launch(mesh):
-        found = step.gradients(*given)
-        loss = float(step(*given))
-    assert loss == pytest.approx(loss_fn(plain, *given).item(), rel=1e-5)
-    assert_gradients_close(found, gradients_of(plain, given, loss_fn))
+    placed = Placed(axes=dict(pp=ranks), stages={"pp": stages})
+    check_step(Run.of(placed, module=make(), loss=loss, schedule=schedule), loss, data())
 
 
 def test_a_tied_head_runs_on_the_stage_of_its_own_name() -> None:
     """Though the stage before, where its input is, holds the weight as well."""
-    module = GPT()
     stages = [["embed*", "positions*", "blocks.*", "norm*"], ["head*"]]
-    model = dt.parallelize(module, dt.Mesh(pp=2), {}, stages={"pp": stages})
-    step = dt.train_step(model, gpt_loss, torch.optim.SGD(module.parameters()))
-    plan = step.plan(*gpt_batch())
+    run = Run.of(Placed(axes=dict(pp=2), stages={"pp": stages}), module=GPT(), clip=None)
+    plan = run.step.plan(*batch(size=8))
     assert {op.stage for op in plan.flow.ops if op.module == "head"} == {1}
     assert next(i.stages for i in plan.inputs if i.label == "embed.weight") == (0, 1)
     assert [c.kind for c in plan.collectives if c.phase == "optimizer"] == ["all_reduce"] * 2
+
+
+# -- stages that are split in different ways -------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def two_mlps() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict(first=MLP(), second=MLP(), head=nn.Linear(16, 4)))
+
+
+def square_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return (model(x) - y).square().mean()
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    return torch.randn(8, 16), torch.randn(8, 4)
+
+
+ON_BOTH = dict(dp=dt.Row(), tp=dt.Row())
+TP4 = {"up.*": ON_BOTH, "down.weight": dict(dp=dt.Column(), tp=dt.Column())}
+TP2 = {"up.*": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
+WHOLE: dict[str, Any] = {"*": dict(dp=dt.Replicate(), tp=dt.Replicate())}
+
+
+def split(first: Mapping[str, Any], second: Mapping[str, Any], inputs: Any) -> Placed:
+    pins = {f"first.{name}": at for name, at in first.items()}
+    pins |= {f"second.{name}": at for name, at in second.items()}
+    if second is WHOLE:
+        pins["head.*"] = WHOLE["*"]
+    stages = {"pp": [["first.*"], ["second.*", "head.*"]]}
+    return Placed(axes=dict(pp=2, dp=2, tp=2), pins=pins, inputs=inputs, stages=stages)
+
+
+SPLIT = {
+    "tp4, then dp2 tp2": split(TP4, TP2, dict(x={}, y=dict(dp=dt.Row()))),
+    "dp4, then tp4": split(WHOLE, TP4, dict(x=ON_BOTH, y={})),
+    "tp4, then dp4": split(TP4, WHOLE, dict(x={}, y=ON_BOTH)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SPLIT)
+def test_stages_that_are_split_in_different_ways(case: str) -> None:
+    check_step(Run.of(SPLIT[case], module=two_mlps(), loss=square_error), square_error, rows())
+
+
+def test_what_crosses_is_at_its_smallest() -> None:
+    """The first stage needs the whole batch's gradient on each rank: a half of it crosses, and is
+    gathered where it is needed."""
+    run = Run.of(SPLIT["tp4, then dp2 tp2"], module=two_mlps(), loss=square_error, clip=None)
+    plan = run.step.plan(*rows())
+    half_of_a_microbatch = 2 * 16 * 4  # rows, columns, bytes
+    assert [(c.phase, c.bytes_sent) for c in plan.collectives if c.axis == "pp"] == [
+        ("forward", half_of_a_microbatch),
+        ("backward", half_of_a_microbatch),
+    ]
+    gathers = [c for c in plan.collectives if c.kind == "all_gather"]
+    assert [(c.axis, c.phase, c.stage) for c in gathers] == [("dp", "backward", 0)]
+
+
+def test_with_zero_on_both() -> None:
+    """dp=2 x tp=2 beside tp=4, where the states of what dp does not split are split over it."""
+    where = SPLIT["tp4, then dp2 tp2"]
+    data = [rows() for _ in range(3)]
+    assert_trains_as_torch(
+        where, data, build=two_mlps, loss=square_error, zero={"dp": 2}, clip=None, atol=2e-6
+    )
+
+
+# -- arguments and buffers that late stages use, or several ----------------------------------------
+
+LENGTH = 6
+
+
+class Masked(nn.Module):
+    """A mask for every layer, positions and a feature for the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(VOCAB, D), nn.Embedding(LENGTH, D)
+        self.one, self.two, self.head = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, VOCAB)
+
+    def forward(self, tokens: Tensor, mask: Tensor, positions: Tensor, feature: Tensor) -> Tensor:
+        keep = mask.to(feature.dtype).unsqueeze(-1)
+        x = torch.tanh(self.one(self.embed(tokens))) * keep
+        x = x + torch.tanh(self.two(x)) * keep
+        return self.head(x + self.place(positions) + feature.unsqueeze(1))
+
+
+def weighted(
+    model: nn.Module,
+    tokens: Tensor,
+    mask: Tensor,
+    positions: Tensor,
+    feature: Tensor,
+    targets: Tensor,
+) -> Tensor:
+    """The targets, and the mask once more, count at the end."""
+    logits = model(tokens, mask, positions, feature)
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (each * mask.flatten()).sum() / mask.numel()
+
+
+@pytest.mark.slow
+def test_each_stage_is_fed_the_arguments_that_it_uses() -> None:
+    placed = Placed(
+        axes=dict(pp=3, dp=2),
+        stages={"pp": [["embed*", "one*"], ["two*"], ["place*", "head*"]]},
+        inputs=dict(dp=dt.Row()),
+    )
+    run = Run.of(placed, module=Masked(), loss=weighted)
+    ids, targets = torch.randint(0, VOCAB, (2, 8, LENGTH))
+    positions, feature = torch.randint(0, LENGTH, (8, LENGTH)), torch.randn(8, D)
+    given = (ids, torch.rand(8, LENGTH) < 0.7, positions, feature, targets)
+    plan = run.step.plan(*given)
+    stages = {item.label: item.stages for item in plan.inputs if item.kind == "argument"}
+    assert stages == {
+        "tokens": (0,),
+        "mask": (0, 1, 2),
+        "positions": (2,),
+        "feature": (2,),
+        "targets": (2,),
+    }
+    crossing = [s for s in plan.steps if isinstance(s, Transfer)]
+    # what the layers hand on, [8 6 8] by microbatch and dp, and its gradient: no argument
+    assert [(s.stage, s.to_stage) for s in crossing] == [(0, 1), (1, 2), (2, 1), (1, 0)]
+    assert {s.spec.max_local_nbytes for s in crossing} == {2 * LENGTH * D * 4}
+    check_step(run, weighted, given)
+
+
+class Remembers(nn.Module):
+    """A buffer that both stages read, written from what the last computes, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.one(x) + self.mean + self.count) * (1 + self.count) - self.mean
+        self.count.add_(1.0)
+        self.mean.copy_(y.mean(0))
+        return y
+
+
+def test_a_buffer_that_several_stages_read_is_written_on_each() -> None:
+    plain, x = Remembers(), torch.randn(3, 4)
+    mesh = dt.Mesh(pp=2)
+    stages = {"pp": [["one*"], ["two*"]]}
+    model = dt.parallelize(copy.deepcopy(plain), mesh, {}, stages=stages)
+    run = dt.compile(lambda m, x: m(x), mesh)
+    kept = {i.label: i.stages for i in run.plan(model, x).inputs if i.kind == "buffer"}
+    assert kept == {"mean": (0, 1), "count": (0, 1)}
+    with dt.launch(mesh):
+        for _ in range(3):
+            torch.testing.assert_close(run(model, x).full_tensor(), plain(x).detach())
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
