@@ -208,12 +208,12 @@ def _amd(made: Any) -> Compiled:
 # -- what is compiled ------------------------------------------------------------------------------
 
 
-def _x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _norms(rows: int, k: int) -> dict[str, Callable[[], object]]:
-    x, weight, rstd = _x(rows, k), _x(k), _x(rows, 1, dtype=torch.float32)
+def norm_calls(rows: int, k: int) -> dict[str, Callable[[], object]]:
+    x, weight, rstd = meta(rows, k), meta(k), meta(rows, 1, dtype=torch.float32)
     args = (1e-6, 0.0, torch.bfloat16, torch.bfloat16)
     return {
         "rms_norm": lambda: norms.rms_norm(x, weight, *args),
@@ -224,8 +224,8 @@ def _norms(rows: int, k: int) -> dict[str, Callable[[], object]]:
 
 
 def _gates(rows: int, k: int) -> dict[str, Callable[[], object]]:
-    x, halves = _x(rows, k), _x(rows, 2 * k).chunk(2, -1)
-    wide, bias = _x(rows, k, dtype=torch.float32), _x(k, dtype=torch.float32)
+    x, halves = meta(rows, k), meta(rows, 2 * k).chunk(2, -1)
+    wide, bias = meta(rows, k, dtype=torch.float32), meta(k, dtype=torch.float32)
     return {
         "gated silu": lambda: gates.gated(x, x, "silu"),
         "gated gelu, halves": lambda: gates.gated(*halves, "gelu"),
@@ -237,8 +237,8 @@ def _gates(rows: int, k: int) -> dict[str, Callable[[], object]]:
 
 
 def _ropes(d: int, rows: int = 4) -> dict[str, Callable[[], object]]:
-    x, cos = _x(rows, 2048, 32, d).transpose(1, 2), _x(2048, d)
-    grad = _x(rows, 32, 2048, d)
+    x, cos = meta(rows, 2048, 32, d).transpose(1, 2), meta(2048, d)
+    grad = meta(rows, 32, 2048, d)
     return {
         "rope": lambda: rope.rope(x, cos, cos),
         "rope_backward": lambda: rope.rope_backward(grad, cos, cos, torch.bfloat16),
@@ -246,8 +246,8 @@ def _ropes(d: int, rows: int = 4) -> dict[str, Callable[[], object]]:
 
 
 def _cross_entropies(rows: int, v: int, stride: int) -> dict[str, Callable[[], object]]:
-    x, target = _x(rows, stride)[:, :v], _x(rows, dtype=torch.int64)
-    stats, grad = _x(rows, 3, dtype=torch.float32), _x(rows, dtype=torch.float32)
+    x, target = meta(rows, stride)[:, :v], meta(rows, dtype=torch.int64)
+    stats, grad = meta(rows, 3, dtype=torch.float32), meta(rows, dtype=torch.float32)
     vocab = (v, 2 * v)
     return {
         "ce_stats": lambda: cross_entropy.ce_stats(x, target, -100, vocab),
@@ -256,7 +256,7 @@ def _cross_entropies(rows: int, v: int, stride: int) -> dict[str, Callable[[], o
 
 
 def _dropouts(rows: int, k: int) -> dict[str, Callable[[], object]]:
-    x, kept = _x(rows, k), _x(rows, k, dtype=torch.bool)
+    x, kept = meta(rows, k), meta(rows, k, dtype=torch.bool)
     at = {"at_seed": 2**40 + 1, "at_step": 3, "op": 2}
     return {
         "dropout": lambda: dropout.dropout(x, 0.1, **at),
@@ -265,8 +265,8 @@ def _dropouts(rows: int, k: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def _adamw(n: int) -> dict[str, Callable[[], object]]:
-    p, step = [_x(n, dtype=torch.float32)], [_x(dtype=torch.float32)]
+def adamw_calls(n: int) -> dict[str, Callable[[], object]]:
+    p, step = [meta(n, dtype=torch.float32)], [meta(dtype=torch.float32)]
     scale = step[0]
 
     def update() -> None:
@@ -280,29 +280,29 @@ def _adamw(n: int) -> dict[str, Callable[[], object]]:
 
 CALLS: Mapping[str, Mapping[str, Callable[[], object]]] = {
     "aligned": {
-        **_norms(8192, 4096),
+        **norm_calls(8192, 4096),
         **_gates(8192, 11008),
         **_ropes(128),
         **_cross_entropies(8192, 128256, 128256),
         **_dropouts(8192, 4096),
-        **_adamw(2**24),
+        **adamw_calls(2**24),
     },
-    "wide": _norms(4096, 16384),
+    "wide": norm_calls(4096, 16384),
     "large": {  # more than 2**31 elements
-        **_norms(2**19 + 1, 4096),
+        **norm_calls(2**19 + 1, 4096),
         **_gates(2**18, 11008),
         **_ropes(128, 257),
         **_cross_entropies(2**15, 128256, 128256),
         **_dropouts(2**19 + 1, 4096),
-        **_adamw(2**31 + 64),
+        **adamw_calls(2**31 + 64),
     },
     "odd": {
-        **_norms(8191, 4095),
+        **norm_calls(8191, 4095),
         **_gates(8191, 11007),
         **_ropes(126),
         **_cross_entropies(8191, 25129, 25129),  # GPT-2's vocabulary over two ranks
         **_dropouts(8191, 4095),
-        **_adamw(2**24 - 1),
+        **adamw_calls(2**24 - 1),
     },
 }
 LEAST: Mapping[str, int] = {

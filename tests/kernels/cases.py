@@ -357,6 +357,7 @@ def _cross_entropies(make: _Maker, full: bool) -> Iterator[Case]:
 
 def _dropouts(make: _Maker, full: bool) -> Iterator[Case]:
     key = {"at_seed": 0x9123456789AB, "at_step": 7, "op": 3}
+    far = 2**31 + 1
     places: list[tuple[tuple[int, ...], Any]] = [  # the local shape; global shape, pieces
         ((6, 10), ((20, 37), (((4, 10),), ((3, 13),)))),
         ((3, 4, 8), None),
@@ -364,9 +365,13 @@ def _dropouts(make: _Maker, full: bool) -> Iterator[Case]:
         ((4, 2, 9), ((8, 3, 9), (((0, 2), (6, 8)), ((1, 3),), ((0, 9),)))),
         ((2, 10), ((2, 40), (((0, 2),), ((1, 6), (30, 35))))),
         ((2, 1100), ((2, 2200), (((0, 2),), ((1100, 2200),)))),
+        ((4, 8), ((far + 9, 8), (((far, far + 4),), ((0, 8),)))),
+        ((4, 8), ((far + 9, 8), (((0, 2), (far, far + 2)), ((0, 8),)))),
+        ((4, 8), ((4, 2**33), (((0, 4),), ((2**32 + 3, 2**32 + 11),)))),
+        ((4, 8), ((4, 2**33), (((0, 4),), ((0, 3), (far, far + 5))))),
     ]
     for dtype in ALL if full else (F32,):
-        for shape, where in places if full else (places[0], places[3]):
+        for shape, where in places if full else (places[0], places[3], *places[-4:]):
             x, residual = make(*shape, dtype=dtype), make(*shape, dtype=dtype)
             at = dict(key)
             if where is not None:

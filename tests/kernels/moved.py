@@ -2,8 +2,9 @@
 
     python -m tests.kernels.moved [--full]       # rc 1 where one differs; in every dtype, a minute
 
-Each launch of the cases (cases.py) is watched: the elements that it loads and stores, each once.
-Launches that are given one tensor twice are left out, and counted.
+Each launch of the cases (cases.py) is watched: the elements that it loads and stores, each once. An
+access outside all operands of its launch is an AssertionError, and is not made. Launches that are
+given one tensor twice are left out, and counted.
 """
 
 from __future__ import annotations
@@ -12,26 +13,105 @@ import argparse
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import numpy as np
 import torch
+from torch import Tensor
+from triton.runtime import interpreter
 
 from dtensor.kernels.launches import LAUNCHES
 from tests.kernels.cases import cases
-from tests.kernels.watched import Watched, watched
 
 
-def _shares(launch: Watched) -> bool:
-    """Whether two operands that it reads, or two that it writes, are one."""
-    rule = LAUNCHES[launch.kernel]
-    for operands in (rule.reads, rule.writes):
-        parts = [operand.partition(" if ") for operand in operands]
-        names = [n.partition("[")[0] for n, _, flag in parts if not flag or launch.arguments[flag]]
-        places = [launch.arguments[name].data_ptr() for name in names]
-        if len(set(places)) < len(places):
-            return True
-    return False
+@dataclass(kw_only=True)
+class Watched:
+    """A launch: its kernel, arguments by name, and (addresses, bytes) that it touched."""
+
+    kernel: str
+    arguments: Mapping[str, Any]
+    loaded: list[tuple[Any, int]] = field(default_factory=list)
+    stored: list[tuple[Any, int]] = field(default_factory=list)
+
+    def touch(self, kind: str, ptrs: Any, mask: Any) -> None:
+        addresses = ptrs.data[mask.data]
+        itemsize = ptrs.get_element_ty().primitive_bitwidth // 8 or 1
+        inside = np.zeros(addresses.shape, bool)
+        for x in self.arguments.values():
+            if isinstance(x, Tensor) and x.numel() > 0:
+                last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+                low = x.data_ptr()
+                high = low + last * x.element_size()
+                inside |= (addresses >= np.uint64(low)) & (addresses <= np.uint64(high))
+        assert inside.all(), f"{self.kernel} {kind} outside all of its operands"
+        getattr(self, kind).append((addresses, itemsize))
+
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes read and written."""
+        return _distinct(self.loaded), _distinct(self.stored)
+
+    @property
+    def shares(self) -> bool:
+        """Whether two operands that it reads, or two that it writes, are one."""
+        rule = LAUNCHES[self.kernel]
+        for operands in (rule.reads, rule.writes):
+            parts = [operand.partition(" if ") for operand in operands]
+            names = [
+                n.partition("[")[0] for n, _, flag in parts if not flag or self.arguments[flag]
+            ]
+            places = [self.arguments[name].data_ptr() for name in names]
+            if len(set(places)) < len(places):
+                return True
+        return False
+
+
+def _distinct(touched: Sequence[tuple[Any, int]]) -> int:
+    sizes = {size for _, size in touched}
+    return sum(
+        size * len(np.unique(np.concatenate([a for a, s in touched if s == size])))
+        for size in sizes
+    )
+
+
+@contextmanager
+def watched() -> Iterator[list[Watched]]:
+    """Launches within the block."""
+    found: list[Watched] = []
+    executor: Any = interpreter.GridExecutor
+    builder: Any = interpreter.InterpreterBuilder
+    launch, load, store = (
+        executor.__call__,
+        builder.create_masked_load,
+        builder.create_masked_store,
+    )
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        named = dict(zip(self.arg_names, args))
+        named |= {name: value for name, value in kwargs.items() if name in self.arg_names}
+        found.append(Watched(kernel=self.fn.__name__, arguments=named))
+        launch(self, *args, **kwargs)
+
+    def loads(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
+        found[-1].touch("loaded", ptrs, mask)
+        return load(self, ptrs, mask, *rest)
+
+    def stores(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        found[-1].touch("stored", ptrs, mask)
+        return store(self, ptrs, value, mask, *rest)
+
+    with (
+        patch.object(executor, "__call__", launched),
+        patch.object(builder, "create_masked_load", loads),
+        patch.object(builder, "create_masked_store", stores),
+    ):
+        yield found
 
 
 def main() -> int:
@@ -45,14 +125,13 @@ def main() -> int:
         with watched() as launches:
             case.call()
         for launch in launches:
-            if _shares(launch):
+            if launch.shares:
                 left_out += 1
                 continue
             counted[launch.kernel] += 1
             stated = LAUNCHES[launch.kernel].moved(launch.arguments)
-            if stated != (launch.read, launch.written):
-                found = f"{launch.read} and {launch.written} bytes"
-                print(f"FAILED {launch.kernel}, {case.label}: {found}, and not {stated}")
+            if stated != launch.moved:
+                print(f"FAILED {launch.kernel}, {case.label}: {launch.moved}, and not {stated}")
                 failed += 1
     for kernel, count in sorted(counted.items()):
         print(f"{kernel}: launches {count}")

@@ -16,50 +16,22 @@ import dtensor as dt
 
 
 @pytest.mark.slow
-def test_numbers_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    ("command", "counted"),
+    [(["sweep", "--quick"], ": cases "), (["moved"], ": launches ")],
+    ids=["numbers in the interpreter", "bytes moved are those that are stated"],
+)
+def test_in_the_interpreter(command: list[str], counted: str) -> None:
     """In a process of its own, which an access out of bounds ends."""
+    module, *options = command
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.sweep", "--quick"],
+        [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{module}", *options],
         capture_output=True,
         text=True,
         timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": cases ") == 16, done.stdout
-
-
-@pytest.mark.slow
-def test_offsets_past_32_bits() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.large"], capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": cases ") == 7, done.stdout
-
-
-@pytest.mark.slow
-def test_bytes_moved_are_those_that_are_stated() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.kernels.moved"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(": launches ") == 14, done.stdout
-
-
-@pytest.mark.slow
-def test_an_offset_of_32_bits_is_found() -> None:
-    """Of one file's kernels; those of the others: python -m tests.kernels.large --mutants."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.large", "--mutants", "--module", "blocks"],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "mutants: 1, of no need: 0, not found: 0" in done.stdout, done.stdout
+    assert done.stdout.count(counted) == {"sweep": 16, "moved": 14}[module], done.stdout
 
 
 @pytest.mark.slow

@@ -8,27 +8,30 @@ anything: so each whole number lies in an interval. A sum, difference, product o
 bits whose interval is wider is an overflow, if an address, a mask or the bounds of a loop follow
 from it. Overflows of random words, which are meant, reach none.
 
-`LIMITS` are the largest tensors that launchers take; `--mutants` looks at those of mutants.py. Not
-here: what ptxas makes of it.
+`LIMITS` are the largest tensors that launchers take. `--mutants` computes each 64-bit offset of the
+kernels in 32 bits, one at a time, and lists what is then not found. Not here: what ptxas makes of
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
 
-from dtensor.kernels import adamw, cross_entropy, dropout, gates, norms, rope
+from dtensor.kernels import cross_entropy, dropout, gates, rope
 from dtensor.kernels.launches import MAX_COLUMNS, MAX_PROGRAMS
 from tests.kernels import ahead
-from tests.kernels.mutants import report
 
 Interval = tuple[int, int]
 
@@ -180,33 +183,20 @@ def _hull(*intervals: Interval) -> Interval:
     return min(low for low, _ in intervals), max(high for _, high in intervals)
 
 
-# -- the largest tensors ---------------------------------------------------------------------------
-
-
-def _x(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _norms(k: int) -> Iterator[Callable[[], object]]:
-    x, w, rstd = _x(MAX_PROGRAMS, k), _x(k), _x(MAX_PROGRAMS, 1, dtype=torch.float32)
-    bf16 = torch.bfloat16
-    yield lambda: norms.rms_norm(x, w, 1e-6, 0.0, bf16, bf16)
-    yield lambda: norms.add_rms_norm(x, x, w, 1e-6, 0.0, bf16, bf16)
-    yield lambda: norms.rms_norm_backward(x, x, rstd, w, 0.0)
-    yield lambda: norms.add_layer_norm(x, x, w, w, 1e-5)
+# -- the largest tensors --------------------------------------------------------------------------
 
 
 def _gates() -> Iterator[Callable[[], object]]:
     for less in (0, 1):
-        flat = _x(MAX_PROGRAMS * 2048 - less)
+        flat = ahead.meta(MAX_PROGRAMS * 2048 - less)
         yield lambda flat=flat: gates.gated(flat, flat, "silu")
         yield lambda flat=flat: gates.gated_backward(flat, flat, flat, "gelu")
     for rows, columns in ((MAX_PROGRAMS, 2047), (3, 2**40 + 1)):
-        a, b = _x(rows, 2 * columns).chunk(2, -1)
+        a, b = ahead.meta(rows, 2 * columns).chunk(2, -1)
         yield lambda a=a, b=b: gates.gated(a, b, "silu")
         yield lambda a=a, b=b: gates.gated_backward(a, a, b, "gelu")
     for rows, columns in ((MAX_PROGRAMS // 65_535, MAX_COLUMNS), (MAX_PROGRAMS, 1023)):
-        x, bias = _x(rows, columns), _x(columns)
+        x, bias = ahead.meta(rows, columns), ahead.meta(columns)
         yield lambda x=x, bias=bias: gates.bias_gelu(x, bias, "gelu")
         yield lambda x=x, bias=bias: gates.bias_gelu_backward(x, x, bias, "gelu")
 
@@ -216,16 +206,19 @@ def _ropes() -> Iterator[Callable[[], object]]:
         (MAX_PROGRAMS, 1, 1, 128), (1, MAX_PROGRAMS, 1, 126), (1, 1, MAX_PROGRAMS, 128),
         (1290, 1290, 1290, 256),
     ):  # fmt: skip
-        x, table = _x(*shape), _x(*shape[2:])
+        x, table = ahead.meta(*shape), ahead.meta(*shape[2:])
         yield lambda x=x, table=table: rope.rope(x, table, table)
         yield lambda x=x: rope.rope_backward(x, x, x, torch.bfloat16)
 
 
 def _cross_entropies() -> Iterator[Callable[[], object]]:
     for rows, columns in ((131_071, MAX_COLUMNS - 8), (131_063, MAX_COLUMNS), (MAX_PROGRAMS, 4087)):
-        stats, target = _x(rows, 3, dtype=torch.float32), _x(rows, dtype=torch.int64)
-        grad = _x(rows, 8, dtype=torch.float32)[:, 0]
-        for x in (_x(rows, columns), _x(rows, columns + 8)[:, :columns]):
+        stats, target = (
+            ahead.meta(rows, 3, dtype=torch.float32),
+            ahead.meta(rows, dtype=torch.int64),
+        )
+        grad = ahead.meta(rows, 8, dtype=torch.float32)[:, 0]
+        for x in (ahead.meta(rows, columns), ahead.meta(rows, columns + 8)[:, :columns]):
             yield lambda x=x, t=target: cross_entropy.ce_stats(x, t, -100)
             yield lambda g=grad, x=x, s=stats, t=target: cross_entropy.ce_backward(g, x, s, t, -100)
 
@@ -233,27 +226,19 @@ def _cross_entropies() -> Iterator[Callable[[], object]]:
 def _dropouts() -> Iterator[Callable[[], object]]:
     key = {"at_seed": 2**63 - 1, "at_step": 2**32 - 1, "op": 5}
     for rows, columns in ((MAX_PROGRAMS, 1017), (1, (MAX_PROGRAMS - 1) * 1024)):
-        x, kept = _x(rows, columns), _x(rows, columns, dtype=torch.bool)
+        x, kept = ahead.meta(rows, columns), ahead.meta(rows, columns, dtype=torch.bool)
         yield lambda x=x: dropout.dropout(x, 0.1, **key)  # type: ignore[arg-type]
         yield lambda x=x: dropout.dropout_add(x, x, 0.1, **key)  # type: ignore[arg-type]
         yield lambda x=x, kept=kept: dropout.dropout_backward(x, kept, 0.1)
 
 
-def _adamw() -> Iterator[Callable[[], object]]:
-    p, step = [_x(MAX_PROGRAMS * 1024 - 1, dtype=torch.float32)], [_x(dtype=torch.float32)]
-    yield lambda: adamw.fused_adamw_(
-        p, p, p, p, [], step, lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8,
-        amsgrad=False, maximize=False, grad_scale=step[0],
-    )  # fmt: skip
-
-
 LIMITS: Mapping[str, Callable[[], Iterator[Callable[[], object]]]] = {
-    "norms": lambda: (call for k in (16384, 8191) for call in _norms(k)),
+    "norms": lambda: (c for k in (16384, 8191) for c in ahead.norm_calls(MAX_PROGRAMS, k).values()),
     "gates": _gates,
     "rope": _ropes,
     "cross_entropy": _cross_entropies,
     "dropout": _dropouts,
-    "adamw": _adamw,
+    "adamw": lambda: iter(ahead.adamw_calls(MAX_PROGRAMS * 1024 - 1).values()),
 }
 
 
@@ -267,21 +252,61 @@ def found(target: str) -> Iterator[tuple[str, ahead.Launch, list[str]]]:
                 yield name, launch, overflows(launch, target)
 
 
+# -- mutants ---------------------------------------------------------------------------------------
+
+CASTS = r"\.to\(tl\.int64\)"
+FACTORS = r"\b(row|part|i0|i1|i2)(?= \* )|group\[:, None\](?= \* GROUP)"
+VALUES = ("target = tl.load(TARGET + row).to(tl.int64)", "keep = words.to(tl.int64) >= drop")
+"""Lines whose casts are of values, not of offsets."""
+NO_NEED = {
+    "tl.store(PARTS + part * length + c, dweight, mask=inside)": "at most 512 rows of 16,384",
+    "LOGITS + (group[:, None] * GROUP + e),": "a column of a row, at most launches.MAX_COLUMNS",
+    "at = group[:, None] * GROUP + e": "the same",
+}
+"""Products that 32 bits hold, by the line: mutants there live."""
+
+
+def mutants(module: ModuleType) -> Iterator[tuple[str, str]]:
+    """(where and what was changed, the source): a 32-bit factor for a 64-bit one, or no cast."""
+    path = Path(str(module.__file__))
+    source = path.read_text()
+    for match in re.finditer(f"{CASTS}|{FACTORS}", source):
+        begin = source.rfind("\n", 0, match.start()) + 1
+        line = source[begin : source.find("\n", match.end())].strip()
+        if line in VALUES or "@triton.jit" not in source[: match.start()]:
+            continue
+        made = "" if match[0].startswith(".") else f"{match[0]}.to(tl.int32)"
+        number = source.count("\n", 0, match.start()) + 1
+        what = f"{path.name}:{number} {match.start() - begin}: {line}"
+        yield what, source[: match.start()] + made + source[match.end() :]
+
+
+@contextmanager
+def loaded(name: str, source: str) -> Iterator[None]:
+    """Within, that file of kernels is made of this source; Triton reads it from a file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name}.py"
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location(f"mutated_{name}", path)
+        assert spec is not None and spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        with patch.dict(globals(), {name: made}), patch.object(ahead, name, made):
+            yield
+
+
 def run_mutants() -> int:
-    total = [0, 0, 0]
+    count = kept = lived = 0
     for name, calls in LIMITS.items():
-        module = globals()[name]
-
-        def wrong(made: ModuleType, name: str = name, calls: Any = calls) -> str:
-            globals()[name] = made
-            launches = (launch for call in calls() for launch in ahead.launches(call))
-            return next((line for launch in launches for line in overflows(launch, "sm_90")), "")
-
-        counts = report(module, wrong)
-        globals()[name] = module
-        total = [a + b for a, b in zip(total, counts, strict=True)]
-    print(f"mutants: {total[0]}, of no need: {total[1]}, not found: {total[2]}")
-    return 1 if total[2] else 0
+        for what, source in mutants(importlib.import_module(f"dtensor.kernels.{name}")):
+            with loaded(name, source):
+                launches = (launch for call in calls() for launch in ahead.launches(call))
+                found = next((t for one in launches for t in overflows(one, "sm_90")), "")
+            reason = "" if found else NO_NEED.get(what.partition(": ")[2], "")
+            count, kept, lived = count + 1, kept + bool(reason), lived + (not found and not reason)
+            print(f"{what}\n    {found[:160] or reason or 'NOT FOUND'}", flush=True)
+    print(f"mutants: {count}, of no need: {kept}, not found: {lived}")
+    return 1 if lived else 0
 
 
 def main() -> int:
