@@ -56,6 +56,8 @@ def shared_capture(
 
 def _key(leaf: Any) -> object:
     match leaf:
+        case nn.Module() if any(m._forward_hooks or m._forward_pre_hooks for m in leaf.modules()):
+            return object()  # what a hook does is unknown: not shared
         case nn.Module():
             tensors = [*leaf.named_parameters(remove_duplicate=False), *leaf.named_buffers()]
             first: dict[int, str] = {}

@@ -84,18 +84,26 @@ LONG_S = {"test_copies.py": 45.0, "test_two_hosts.py": 35.0, "test_placing.py": 
 @pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test with a `sample`, the other cases run in `make sweep` alone; with a `default`, in
-    `make test-all`. Where workers share the files, they take the longest first, so that none is
-    left with one at the end."""
+    `make test-all`; so does a test on Ray without a `default`. Where workers share the files, they
+    take the longest first, so that none is left with one at the end."""
     for item in items:
-        for mark, others in (("sample", "sweep"), ("default", "slow")):
-            named = item.get_closest_marker(mark)
-            if named is not None and item.callspec.id not in named.args:  # type: ignore
-                item.add_marker(others)
+        marks = {mark.name for mark in item.iter_markers()}
+        if "sample" in marks and not _named(item, "sample"):
+            item.add_marker("sweep")
+        if not _named(item, "default") if "default" in marks else "ray" in marks:
+            item.add_marker("slow")
     if hasattr(config, "workerinput"):
         seconds: dict[Path, float] = defaultdict(float)
         for item in items:
             seconds[item.path] += _seconds(item)
         items.sort(key=lambda item: (-seconds[item.path], item.path))  # its own order within
+
+
+def _named(item: pytest.Item, mark: str) -> bool:
+    """Whether a mark names the test's case, or no cases."""
+    found = item.get_closest_marker(mark)
+    callspec = getattr(item, "callspec", None)
+    return found is not None and (not found.args or (callspec and callspec.id in found.args))
 
 
 def _seconds(item: pytest.Item) -> float:

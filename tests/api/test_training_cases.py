@@ -11,12 +11,13 @@ from tests.api.training_cases import LIMITS, case_of, covered, rows, wanted
 from tests.training import assert_trains_as_torch
 
 ROWS = rows()
+ON_RAY = [pytest.mark.ray, pytest.mark.default]
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, id=name, marks=[pytest.mark.ray] if row["backend"] == "ray" else [])
+        pytest.param(row, id=name, marks=ON_RAY if row["backend"] == "ray" else [])
         for name, row in ROWS.items()
     ],
 )

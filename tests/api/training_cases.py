@@ -157,14 +157,13 @@ def rows() -> dict[str, Row]:
 
 
 class Odd(nn.Module):
-    """Sizes that do not divide, a scalar, a frozen and an unused parameter, four layers."""
+    """Sizes that do not divide, a scalar and a frozen parameter, four layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in [(6, 7), (7, 5), (5, 7), (7, 6)])
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.frozen = nn.Parameter(torch.randn(6), requires_grad=False)
-        self.unused = nn.Parameter(torch.randn(5))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -281,7 +280,7 @@ def case_of(row: Row) -> Case:
 def stages_of(model: str, layers: int) -> dict[str, list[list[str]]]:
     """One layer a stage: two stages, or four."""
     if model in ("odd", "conv"):
-        rest = ["scale", "frozen", "unused"] if model == "odd" else []
+        rest = ["scale", "frozen"] if model == "odd" else []
         cuts = [[f"layers.{i}.*"] for i in range(4)]
         cuts = cuts if layers == 4 else [cuts[0] + cuts[1], cuts[2] + cuts[3]]
         return {"pp": [*cuts[:-1], [*cuts[-1], *rest]]}

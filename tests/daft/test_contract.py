@@ -132,6 +132,7 @@ def at_rank(
 # -- results ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.default
 def test_every_collective_gives_the_bits_of_a_left_fold(four: Cluster) -> None:
     case = Collectives(4)
     handle = four.load(case.program())
@@ -145,6 +146,7 @@ def test_every_collective_gives_the_bits_of_a_left_fold(four: Cluster) -> None:
                 assert same_bits(results[rank][name], value), (mode, rank, name)
 
 
+@pytest.mark.default
 def test_state_lives_from_run_to_run(four: Cluster) -> None:
     handle = four.load(pipeline(4))
     fed = [{"x": torch.arange(4.0)}, {}, {}, {}]
@@ -169,6 +171,7 @@ def test_state_lives_from_run_to_run(four: Cluster) -> None:
             four.get([(), ("w",), (), ()]).get()
 
 
+@pytest.mark.default
 def test_what_is_kept_comes_back_too(four: Cluster) -> None:
     """As a copy of its own; and what nobody needs goes with the message of a put or a run."""
     handle = four.load(pipeline(4))
@@ -188,6 +191,7 @@ def test_what_is_kept_comes_back_too(four: Cluster) -> None:
             four.get([(), (), (), ("last",)]).get()
 
 
+@pytest.mark.default
 def test_any_object_is_a_value_and_execution_is_one_thread_without_autograd(two: Cluster) -> None:
     source = "def forward(x, n):\n    return ((n, torch.get_num_threads(), (x * 2).requires_grad),)"
     look = function("look", source, torch=torch)
@@ -283,6 +287,7 @@ def _sum(group: Sequence[int], channel: str = "c") -> Collective:
 # -- the order of runs -----------------------------------------------------------------------------
 
 
+@pytest.mark.default
 def test_several_programs_run_ahead_on_the_same_channels(four: Cluster) -> None:
     """Programs of other shapes and dtypes on one channel and group, and between them one on rank 1
     alone, which reads state of another's; nothing is read before all runs are submitted."""
@@ -309,6 +314,7 @@ def test_several_programs_run_ahead_on_the_same_channels(four: Cluster) -> None:
         assert scaled.get()[1]["y"].tolist() == [k * (k + 1.0)] * 2  # 2 (1 + 2 + ... + k)
 
 
+@pytest.mark.default
 def test_threads_submit_in_one_order(four: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Actors that saw two programs in different orders would wait for each other."""
     kind: Any = type(four)
@@ -445,6 +451,7 @@ def test_ranks_outside_give_nothing_and_are_not_called(four: Cluster) -> None:
     assert four.calls - before == 6 + 4
 
 
+@pytest.mark.default
 def test_a_part_of_a_cluster_is_one_with_its_own_state(four: Cluster) -> None:
     gives = [Send("w", 1, "w", SUM), Wait(("w",))]
     takes = [Recv("w", 0, "w", SUM), Wait(("w",))]
@@ -504,6 +511,7 @@ def test_compiled_functions_on_disjoint_ranks(backend: Backend, tmp_path: Path) 
 # -- what is sent ----------------------------------------------------------------------------------
 
 
+@pytest.mark.default
 @on("send")
 def test_plain_data_is_sent_when_it_has_changed(
     two: Cluster, monkeypatch: pytest.MonkeyPatch
@@ -592,6 +600,7 @@ def test_actors_of_one_host_share_memory(two: Cluster) -> None:
 RAISES = function("act", "def forward(kind):\n    act(kind)\n    return (1,)", act=raisers.act)
 
 
+@pytest.mark.default
 def test_a_call_that_raises_anything(two: Cluster) -> None:
     """It is named with its cause, and acts neither on its host nor on the controller."""
     call = Call("act", ("kind",), ("y",), label=Label("F0"), source="net.py:2: act(kind)")
@@ -658,6 +667,7 @@ def test_a_value_that_raises_as_a_host_takes_it(two: Cluster) -> None:
         assert two.failure is None and two.get([(), ()]).get() == [(), ()]
 
 
+@pytest.mark.default
 def test_faults_of_the_caller(two: Cluster) -> None:
     handle = two.load(pipeline(2))
     with pytest.raises(ValueError, match="Rank 0 of program 'test' takes the inputs"):
@@ -693,6 +703,7 @@ def feed(x: object) -> list[dict[str, object]]:
     return [{"x": x}, {}]
 
 
+@pytest.mark.default
 def test_no_rank_writes_in_a_run_that_fails(two: Cluster) -> None:
     handle = two.load(update())
     for mode in MODES:
@@ -709,6 +720,7 @@ def test_no_rank_writes_in_a_run_that_fails(two: Cluster) -> None:
         assert [w.item() for (w,) in two.get([("w",)] * 2).get()] == [8, 8]
 
 
+@pytest.mark.default
 def test_what_a_failed_run_was_to_keep(two: Cluster) -> None:
     """It is poisoned, and so is what is made of it; what was there before stays."""
     two.put([{"w": torch.zeros(()), "old": torch.ones(())}] * 2)
@@ -850,6 +862,7 @@ LOSSES: dict[str, tuple[int, str]] = {
 """By how: the rank that is named, and what is said."""
 
 
+@pytest.mark.default
 @on("lose a host")
 @pytest.mark.parametrize("how", LOSSES)
 def test_a_lost_host_is_named_and_all_ends(
@@ -1056,6 +1069,7 @@ def test_a_host_that_fails_since_another_is_lost_is_not_what_is_raised(
 # -- interrupts and the end ------------------------------------------------------------------------
 
 
+@pytest.mark.default
 @on("be interrupted")
 def test_an_interrupt_while_the_controller_waits(
     two: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1117,6 +1131,7 @@ def test_an_interrupt_between_the_calls_of_a_run(
             cluster.run(handle, fed)
 
 
+@pytest.mark.default
 def test_a_cluster_that_is_closed(backend: Backend) -> None:
     with pytest.raises(ValueError, match="at least 1 rank"):
         backend.cluster(0)
@@ -1143,6 +1158,7 @@ def session(backend: Backend) -> Iterator[daft.Session]:
     made.close(quiet=True)
 
 
+@pytest.mark.default
 def test_tasks_give_the_same_interpreted_and_compiled_on_each_backend(backend: Backend) -> None:
     expected = run_everything(Backend("inprocess"), False)
     assert expected[1]["sent"] is not None and expected[3]["total"][2] == "4 times"
@@ -1202,6 +1218,7 @@ def test_random_programs_of_tasks_are_alike(backend: Backend) -> None:
     assert not wrong and len(count) == 2
 
 
+@pytest.mark.default
 def test_actors_share_no_memory(session: daft.Session) -> None:
     x = X.clone()
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
@@ -1364,6 +1381,7 @@ def test_tasks_run_ahead(session: daft.Session, tmp_path: Path) -> None:
         assert same(y.get(), torch.stack([(X + i) @ wa, X + i]).sum(0) + wb[0])
 
 
+@pytest.mark.default
 @on("send")
 def test_tensors_do_not_pass_the_controller(session: daft.Session) -> None:
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
@@ -1403,6 +1421,7 @@ def test_actors_of_any_class_share_a_process_if_asked(session: daft.Session) -> 
     assert session.calls - calls <= 2 + 2  # load and run; three actors on two processes
 
 
+@pytest.mark.default
 @on("know resources")
 def test_resources_that_ray_has_not(session: daft.Session) -> None:
     message = r"asks for \{'GPU': 1000\}, and Ray has .*\n  at .*test_contract.py:\d+ in test_"
@@ -1413,6 +1432,7 @@ def test_resources_that_ray_has_not(session: daft.Session) -> None:
 # -- actors that fail, or end ----------------------------------------------------------------------
 
 
+@pytest.mark.default
 def test_a_failure_is_a_value_with_both_tracebacks(session: daft.Session) -> None:
     a, b = daft.spawn(Model, name="first"), daft.spawn(Model)
     fn = lambda x: (b.execute(b.add([a.fail(x)])), b.execute(x))  # noqa: E731
@@ -1473,6 +1493,7 @@ def test_other_places_of_an_actor_that_raise(session: daft.Session) -> None:
     assert actor.good(1).get() == 2
 
 
+@pytest.mark.default
 def test_a_failure_that_nobody_reads_is_raised_at_the_end(backend: Backend) -> None:
     with pytest.raises(daft.TaskError, match="no good: int") as caught, backend.session():
         a = daft.spawn(Model)
@@ -1484,6 +1505,7 @@ def test_a_failure_that_nobody_reads_is_raised_at_the_end(backend: Backend) -> N
         raise KeyError("mine")
 
 
+@pytest.mark.default
 def test_an_actor_is_ended(session: daft.Session) -> None:
     a, b, c = (daft.spawn(Model, seed, name=name) for seed, name in enumerate("abc"))
     x = a.execute(X)
@@ -1511,6 +1533,7 @@ def test_an_actor_that_ends_before_it_has_started(session: daft.Session) -> None
             future.get(timeout=600.0)
 
 
+@pytest.mark.default
 @on("lose a host")
 def test_a_dead_actor_is_named_and_the_others_go_on(session: daft.Session) -> None:
     a, b, c = (daft.spawn(Model, i, name=n) for i, n in enumerate("abc"))
