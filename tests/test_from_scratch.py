@@ -48,16 +48,6 @@ def resize(names: dict[str, Any], **sizes: int) -> None:
     names["sizes"].update(sizes)
 
 
-def test_a_wrong_number_is_found(tmp_path: Path) -> None:
-    (right := tmp_path / "right").mkdir()
-    (wrong := tmp_path / "wrong").mkdir()
-    first_three_sections, _, _ = TEXT.partition("\n## 4.")
-    assert "524,288 bytes" in first_three_sections
-    with pytest.raises(AssertionError):
-        run_page("from_scratch", first_three_sections.replace("524,288", "524,289"), wrong)
-    run_page("from_scratch", first_three_sections, right)
-
-
 def test_it_stands_on_torch_alone_until_dtensor_comes_in() -> None:
     for code in re.findall(r"```python\n(.*?)```", FROM_TORCH_ALONE, re.DOTALL):
         for node in ast.walk(ast.parse(code)):

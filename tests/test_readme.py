@@ -8,12 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.slow
 def test_the_example_prints_the_plan_that_the_readme_shows(tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
