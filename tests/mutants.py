@@ -1,7 +1,6 @@
 """Mutations of the package, one at a time, and which set of tests finds each.
 
-    python -m tests.mutants --record default     # runs `make test`: which lines a test executes
-    python -m tests.mutants --record all         # the same of `make test-all`
+    python -m tests.mutants --record all         # runs `make test-all`: which lines a test executes
     python -m tests.mutants --num 40 --seed 0    # draws mutations, runs tests, writes a table
 
 A mutation negates a condition, drops a collective, swaps two operands, removes a wait, an undo or
@@ -30,8 +29,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import coverage
+
 ROOT = Path(__file__).parents[1]
-RECORDS = ROOT / "build" / "mutants"
+RECORD = ROOT / "build" / "mutants" / "coverage"
+PYTEST = (sys.executable, "-m", "pytest", "-q")
 TABLE = ROOT / "benchmarks" / "results" / "mutants.md"
 ROOMS = ("sharding", "frontend", "runtime", "daft", "api")
 MARKS = {"default": "not slow and not gpu and not sweep", "all": "not gpu and not sweep"}
@@ -148,38 +150,57 @@ def drawn(num: int, seed: int, lines: Mapping[str, Mapping[int, Sequence[str]]])
 
 def record(which: str) -> None:
     """Run a set of tests, and keep which lines of the package each executes in this process."""
-    RECORDS.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
-    command += ["--no-loadscope-reorder", "-m", MARKS[which], "--cov=dtensor", "--cov-context=test"]
-    environment = {**os.environ, "COVERAGE_FILE": str(RECORDS / which), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*command, "--cov-report="], cwd=ROOT, env=environment, check=False)
-    print(f"{percent(which):.2f} % of the lines of dtensor/ under {which}")
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    command = [
+        *PYTEST,
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+        "-m",
+        MARKS[which],
+    ]
+    command += ["--cov=dtensor", "--cov-context=test", "--cov-report="]
+    environment = {**os.environ, "COVERAGE_FILE": str(RECORD), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=False)
 
 
-def percent(which: str) -> float:
-    import coverage
-
-    found = coverage.Coverage(data_file=str(RECORDS / which), source=[str(ROOT / "dtensor")])
-    found.load()
-    with open(os.devnull, "w") as nowhere:
-        return found.report(file=nowhere)
+@cache
+def members(which: str) -> frozenset[str]:
+    """The tests of a set."""
+    command = [*PYTEST, "--collect-only", "-m", MARKS[which]]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return frozenset(line for line in ran.stdout.splitlines() if line.startswith("tests/"))
 
 
 @cache
 def executed(which: str) -> dict[str, dict[int, list[str]]]:
-    """By file and line, the tests of a recorded set that execute it."""
-    import coverage
-
-    data = coverage.CoverageData(basename=str(RECORDS / which))
+    """By file and line, the tests of a set that execute it, as recorded."""
+    data = coverage.CoverageData(basename=str(RECORD))
     data.read()
     found: dict[str, dict[int, list[str]]] = {}
     for file in data.measured_files():
         by_line = data.contexts_by_lineno(file)
         found[str(Path(file).relative_to(ROOT))] = {
-            line: sorted({test.partition("|")[0] for test in tests if test.endswith("|run")})
+            line: sorted({test.rpartition("|")[0] for test in tests} & members(which))
             for line, tests in by_line.items()
         }
     return found
+
+
+def percent(which: str) -> float:
+    """The share of the package's lines that a set executes or that an import executes."""
+    lines = all_lines = 0
+    measured = coverage.Coverage(data_file=str(RECORD), source=[str(ROOT / "dtensor")])
+    measured.load()
+    for file, by_line in executed(which).items():
+        statements = set(measured.analysis2(str(ROOT / file))[1])
+        contexts = measured.get_data().contexts_by_lineno(str(ROOT / file))
+        imported = {line for line, tests in contexts.items() if "" in tests}
+        lines += len(statements & ({n for n, tests in by_line.items() if tests} | imported))
+        all_lines += len(statements)
+    return 100 * lines / all_lines
 
 
 @cache
@@ -210,8 +231,8 @@ def found_by(mutation: Mutation, which: str, most: int, skip: frozenset[str]) ->
         file = copy / mutation.file
         file.write_text(mutation.applied(file.read_text()))
         (Path(folder) / "tests").write_text("\n".join(tests))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", MARKS[which], "--timeout=300"]
-        command += ["--tb=no", "-p", "no:cacheprovider", f"@{Path(folder) / 'tests'}"]
+        command = [*PYTEST, "-x", "--tb=no", "-p", "no:cacheprovider", "-m", MARKS[which]]
+        command += ["--timeout=300", f"@{Path(folder) / 'tests'}"]
         environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
         try:
             ran = subprocess.run(
@@ -228,9 +249,9 @@ def found_by(mutation: Mutation, which: str, most: int, skip: frozenset[str]) ->
 def judged(mutation: Mutation, most: int) -> dict[str, str | None]:
     """By set, the test that finds a mutation; what the default set finds the other does, too."""
     first = found_by(mutation, "default", most, frozenset())
-    if first is not None or not (RECORDS / "all").exists():
-        return {"default": first, "all": first}
-    return {"default": None, "all": found_by(mutation, "all", most, frozenset(breadth("default")))}
+    if first is None:
+        return {"default": None, "all": found_by(mutation, "all", most, members("default"))}
+    return {"default": first, "all": first}
 
 
 def main() -> None:
@@ -244,7 +265,9 @@ def main() -> None:
     if args.record:
         return record(args.record)
     chosen = drawn(args.num, args.seed, executed("default"))
-    executed("all") if (RECORDS / "all").exists() else None
+    for which in MARKS:
+        breadth(which)
+        print(f"{percent(which):.2f} % of the lines of dtensor/ under {which}", flush=True)
     lines = [
         "# Mutations and the tests that find them",
         "",
@@ -266,7 +289,8 @@ def main() -> None:
             lines.append(f"| `{mutation.file}:{mutation.line}` | {words} | {' | '.join(tests)} |")
             print(json.dumps([mutation.file, mutation.line, words, found]), flush=True)
     share = f"{counts['default']} of the {counts['all']} that all tests find, of {len(chosen)}"
-    lines[3] += f" The default set finds {share}."
+    shares = (f"{percent(which):.1f} % under {which}" for which in MARKS)
+    lines[3] += f" The default set finds {share}. Lines of dtensor/ executed: {', '.join(shares)}."
     TABLE.write_text("\n".join(lines) + "\n")
     print(share)
 

@@ -63,7 +63,7 @@ def runs(text: str) -> bool:
 
 def marks(page: str, text: str) -> list[pytest.MarkDecorator]:
     ray = [pytest.mark.ray] if starts_ray(text) else []
-    return ray if page in ALWAYS else [*ray, pytest.mark.slow]
+    return [*ray, pytest.mark.default if page in ALWAYS else pytest.mark.slow]
 
 
 # peft still reads an attribute that transformers has renamed
