@@ -1,15 +1,9 @@
-"""Repeated layers print once: what the folded text stands for is the full text, line by line.
-
-`expanded` takes a folded text apart with no help from what made it: each title of a run claims so
-many layers of so many lines of the full text, and every one of them must be the shown layer's but
-for names, which go from layer to layer one to one.
-"""
+"""Repeated layers print once: runs are as long as layers are alike, and what they send adds up."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -29,85 +23,17 @@ SECTION = re.compile(r"(once a step|forward|backward|optimizer) .*per rank")
 HALVES = {"pp": [["embed*", "positions*", "blocks.[0-2].*"], ["blocks.[3-5].*", "norm.*", "head*"]]}
 
 
-@dataclass(frozen=True)
-class Folded:
-    section: str
-    layers: str
-    count: int
-    shown: str
-    marked: int  # lines of the shown layer that communicate
-
-
-def steps(text: str) -> list[str]:
-    """The lines of steps, and titles of runs; columns one space apart."""
-    found: list[str] = []
-    inside = False
-    for line in text.splitlines():
-        if SECTION.match(line):
-            inside = True
-            found.append(line.split()[0])
-        elif not line:
-            inside = False
-        elif inside and not line.startswith("      of ") and not line.startswith("         "):
-            found.append(line)
-    return found
-
-
-def words(line: str) -> list[str]:
-    return re.findall(r"[\w.@*-]+\(?|\S", line)  # an op's name is told from a value's
-
-
-def is_name(word: str) -> bool:
-    """Whether the word may differ from layer to layer: no number, type, axis, op or line."""
-    return re.fullmatch(r"(?!(f|bf|i|u|c)\d+$|bool$)[a-z_]\w*(\.\w+)*", word) is not None
-
-
-def renamed(shown: list[str], other: list[str]) -> bool:
-    """Whether lines differ in names alone, each of which always has the same other one."""
-    there: dict[str, str] = {}
-    for lines in zip(shown, other, strict=True):
-        a, b = (re.sub(r"op=\d+", "op=n", line) for line in lines)
-        a, b = (re.sub(r"(sent|FLOP) x(\d+)", r"\1*\2", line) for line in (a, b))  # no name
-        if len(words(a)) != len(words(b)) or a[:1] != b[:1]:
-            return False
-        for one, two in zip(words(a), words(b), strict=True):
-            if one != two and not (is_name(one) and is_name(two)):
-                return False
-            if is_name(one) and there.setdefault(one, two) != two:
-                return False
-    return True
-
-
-def expanded(plan: dt.Plan) -> list[Folded]:
-    """The runs of the plan's folded text; AssertionError where it does not stand for the full."""
+def titles(plan: dt.Plan, section: str = "") -> list[str]:
+    """The runs of layers in the plan's text, which communicates what the full text does."""
     with mock.patch("dtensor.sharding.plan.text.folded.MANY", 10**9):  # lines are steps
-        folded, full = steps(str(plan)), steps(plan.text(full=True))
-    found: list[Folded] = []
-    section = ""
-    while folded:
-        line = folded.pop(0)
-        title = TITLE.match(line)
-        if title is None:
-            section = section if line[1] == " " else line
-            assert words(line) == words(full.pop(0)), line
-            continue
-        count, period = int(title[2]), int(title[3])
-        shown = [folded.pop(0) for _ in range(period)]
-        assert all(one[2:4] == "  " for one in shown)
-        whole = [re.sub(rf"((?:FLOP|sent)(?: x\d+)?) x{count}\b", r"\1", one) for one in shown]
-        layers = [[full.pop(0) for _ in range(period)] for _ in range(count)]
-        assert sum([words(x) for x in layer] == [words(x) for x in whole] for layer in layers) == 1
-        assert all(renamed(whole, layer) for layer in layers)
-        costly = [one for one in layers[0] if re.search("FLOP|sent", one)]
-        assert len(costly) == sum(f" x{count} " in f"{one} " for one in shown)
-        marked = sum(one.startswith("*") for one in shown)
-        found.append(Folded(section, title[1], count, title[4], marked))
-    assert not full
-    return found
+        text = str(plan)
+    assert sent(text) == sent(plan.text(full=True))
+    lines = text[text.index(f"\n{section}") :].split("\n\n")[0] if section else text
+    return [title[1] for title in map(TITLE.match, lines.splitlines()) if title]
 
 
-def gpt_plan(layers: int, mesh: dt.Mesh, pins: Any = MEGATRON, **options: Any) -> dt.Plan:
-    return plan_model(GPT(layers=layers), loss_fn, batch(), mesh, pins, name="gpt", **options)
+def gpt_plan(layers: int, mesh: dt.Mesh, **options: Any) -> dt.Plan:
+    return plan_model(GPT(layers=layers), loss_fn, batch(), mesh, MEGATRON, name="gpt", **options)
 
 
 class Block(nn.Module):
@@ -142,14 +68,10 @@ def blocks_plan(model: nn.Module, pins: Any = PINS, **options: Any) -> dt.Plan:
     return plan_model(model, mean_square, (torch.randn(8, 16),), dt.Mesh(tp=2), pins, **options)
 
 
-def forward_runs(plan: dt.Plan) -> list[str]:
-    return [run.layers for run in expanded(plan) if run.section == "forward"]
-
-
 # -- what is folded --------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.default("plain")
 @pytest.mark.parametrize(
     "options",
     [
@@ -160,11 +82,8 @@ def forward_runs(plan: dt.Plan) -> list[str]:
     ],
     ids=lambda options: " ".join(options) or "plain",
 )
-def test_a_folded_text_stands_for_the_full_one(options: dict[str, Any]) -> None:
-    found = expanded(gpt_plan(4, dt.Mesh(tp=2), **options))
-    assert {run.layers for run in found} == {"blocks.{0..3}"}
-    assert {(run.count, run.shown) for run in found} == {(4, "blocks.0")}
-    assert sum(run.marked for run in found) == 4  # two forward, two backward
+def test_a_folded_text_sends_what_the_full_one_does(options: dict[str, Any]) -> None:
+    assert set(titles(gpt_plan(4, dt.Mesh(tp=2), **options))) == {"blocks.{0..3}"}
 
 
 @pytest.mark.slow
@@ -174,10 +93,8 @@ def test_stages_buckets_and_the_norm() -> None:
         clip_grad_norm=1.0,
     )  # fmt: skip
     text, full = str(plan), plan.text(full=True)
-    titles = [title[1] for title in map(TITLE.match, text.splitlines()) if title]
-    assert titles == ["blocks.{0..2}"] * 4 + ["blocks.{3..5}"] * 4  # once, there, back, sums
-    assert [run.layers for run in expanded(plan)] == titles
-    assert sent(text) == sent(full)
+    # once, there, back, sums
+    assert titles(plan) == ["blocks.{0..2}"] * 4 + ["blocks.{3..5}"] * 4
     for end in ("schedule", "memory per rank", "communication per rank"):
         assert text.partition(f"\n{end}")[2] == full.partition(f"\n{end}")[2]
 
@@ -202,22 +119,13 @@ def sent(text: str) -> dict[tuple[str, ...], int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.default("3")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_what_zero_gathers_and_scatters(level: int) -> None:
     rows = Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row()))
     run = Run.of(rows, module=Blocks(*[32] * 6), loss=mean_square, zero={"dp": level}, clip=None)
     plan = run.step.plan(torch.empty(8, 16, device="meta"))
-    assert expanded(plan)
-    assert sent(str(plan)) == sent(plan.text(full=True))
-
-
-@pytest.mark.slow
-def test_recompute() -> None:
-    tp2 = Placed(axes=dict(tp=2), pins=PINS)
-    given = dict(loss=mean_square, recompute=["blocks.*"], clip=None)
-    run = Run.of(tp2, module=Blocks(*[32] * 4), **given)
-    assert expanded(run.step.plan(torch.empty(8, 16, device="meta")))
+    assert titles(plan)
 
 
 # -- what is not -----------------------------------------------------------------------------------
@@ -268,25 +176,14 @@ CASES: dict[str, tuple[nn.Module, Mapping[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_layers_are_folded_as_far_as_they_are_alike(case: str) -> None:
-    model, pins, runs = CASES[case]
-    assert forward_runs(blocks_plan(model, pins)) == runs
+    model, pins, expected = CASES[case]
+    assert titles(blocks_plan(model, pins), "forward") == expected
 
 
 def test_a_layer_that_reads_something_else() -> None:
     """All its steps look alike; what it reads comes from further back."""
     odd = Blocks(*[32] * 6, wire=lambda number, x, first: first if number == 3 else x)
-    assert not any("{0..5}" in layers for layers in forward_runs(blocks_plan(odd)))
-
-
-def test_layers_that_read_two_back() -> None:
-    class Skips(Blocks):
-        def forward(self, x: Tensor) -> Tensor:
-            before = x
-            for block in self.blocks:
-                before, x = x, before + block(x)
-            return x
-
-    assert expanded(blocks_plan(Skips(*[32] * 6)))
+    assert not any("{0..5}" in layers for layers in titles(blocks_plan(odd), "forward"))
 
 
 def test_a_loop_without_numbers_is_not_folded() -> None:
