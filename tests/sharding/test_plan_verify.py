@@ -161,11 +161,6 @@ CORRUPT: dict[str, tuple[Callable[[], Sequence[Step]], str]] = {
 }
 
 
-@pytest.mark.slow
-def test_the_plan_as_it_is() -> None:
-    verify(planned())
-
-
 @pytest.mark.parametrize("name", CORRUPT)
 def test_a_contradiction_is_refused(name: str) -> None:
     steps, said = CORRUPT[name]

@@ -139,7 +139,6 @@ def test_a_sum_splits_all_parts_together() -> None:
     assert rule.match(rule.operands[0], Shard(1), 2) is None  # a cut across the parts
 
 
-@pytest.mark.slow
 @given(
     sizes=st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=2, max_size=3),
     blocks=st.sampled_from([1, 2]),
@@ -176,7 +175,6 @@ TWELVE = [
 ]
 
 
-@pytest.mark.slow
 @given(st.sampled_from(TWELVE), st.sampled_from(TWELVE))
 @settings(max_examples=60, deadline=None)
 def test_any_view_is_certified(before: tuple[int, ...], after: tuple[int, ...]) -> None:
@@ -368,20 +366,6 @@ def test_batch_norm_splits_the_batch_only_where_it_evaluates() -> None:
     assert {s.operands[0] for s in rule.strategies(2)} == {REPLICATE, Shard(0), Shard(1), Shard(2)}
 
 
-def test_convolution_splits_channels_as_a_matmul_does() -> None:
-    x, w, b = _randn(4, 6, 7), _randn(8, 6, 3), _randn(8)
-    rule = _rule_of(aten.convolution.default, x, w, b, [1], [0], [1], False, [0], 1)
-    found = _splits(rule)
-    assert ((Shard(0), REPLICATE, REPLICATE), (Shard(0),)) in found
-    assert ((REPLICATE, Shard(0), Shard(0)), (Shard(1),)) in found
-    # The bias is added once: it is pending where the sum over input channels is.
-    assert ((Shard(1), Shard(1), Partial("sum")), (Partial("sum"),)) in found
-    assert rule.flops == 2 * (4 * 8 * 5) * 6 * 3
-    # a kernel of one point splits the plane
-    point = _rule_of(aten.convolution.default, x, w[..., :1], None, [1], [0], [1], False, [0], 1)
-    assert ((Shard(2), REPLICATE), (Shard(2),)) in _splits(point)
-
-
 def test_gradient_of_a_bias_is_whole_on_ranks_that_split_input_channels() -> None:
     x, w, grad = _randn(4, 6, 7), _randn(8, 6, 3), _randn(4, 8, 5)
     settings = ([8], [1], [0], [1], False, [0], 1, [True, True, True])
@@ -397,7 +381,6 @@ def test_mean_of_nll_is_left_to_its_decomposition() -> None:
         _rule_of(aten.nll_loss_forward.default, x, target, None, 1, -100)
 
 
-@pytest.mark.slow
 def test_group_norm_of_strided_shards() -> None:
     """Its backward kernel reads storage in order: a shard gathered along a dim is not in order."""
     tensors = (_randn(4, 6, 5, 5), _randn(6), _randn(6))

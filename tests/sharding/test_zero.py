@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.daft import Call, Collective, Wait
-from dtensor.runtime.lower.program import lower
-from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.plan.storage import layer_of, stored_spec
@@ -89,12 +86,6 @@ def test_memory_is_the_papers(microbatches: int) -> None:
     ]
 
 
-def test_storage_opens_no_factor() -> None:
-    assert plan_of(3).opened == plan_of(0).opened
-    specs = [{i.label: i.spec for i in plan_of(level).inputs} for level in (0, 3)]
-    assert specs[0] == specs[1]
-
-
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_the_text_says_it(level: int) -> None:
     plan = plan_of(level)
@@ -114,36 +105,6 @@ def gathers(plan: Plan, phase: str) -> list[tuple[str, ...]]:
         s for s in plan.steps if isinstance(s, Redistribute) and s.bucket and s.kind == "all_gather"
     ]
     return [s.of for s in found if s.phase == phase]
-
-
-def test_a_layer_is_one_message_and_the_next_is_on_its_way() -> None:
-    """In the program of a rank: gather 0, gather 1, wait 0, compute, gather 2, wait 1, ..."""
-    plan = plan_of(3)
-    assert gathers(plan, "forward") == [(f"layers.{i}.weight",) for i in range(3)]
-    assert gathers(plan, "backward") == [("layers.2.weight",), ("layers.1.weight",)]
-    state = {i.name: i.label for i in plan.inputs if i.kind == "parameter"}
-    program = lower(plan, None, roles=Roles(state=state, optimizer="opt"))
-    events: list[str] = []
-    for item in program.ranks[0].instructions:
-        if isinstance(item, Collective) and item.kind == "all_gather":
-            events.append(f"start {item.outputs[0].split('.')[0]}")
-        elif isinstance(item, Wait) and item.label and item.label.numbered in ("F0", "B0"):
-            if item.label.verb == "all_gather":
-                events.append(f"wait {item.values[0].split('.')[0]}")
-        elif isinstance(item, Call) and "mm" in dict(program.functions)[item.fn].source:
-            events.append("compute")
-    names = [f"parameters_dp{n}" for n in ("", "_2", "_3")]
-    forward = [e for e in events[: events.index(f"wait {names[2]}") + 1]]
-    assert forward == [
-        f"start {names[0]}",
-        f"start {names[1]}",
-        f"wait {names[0]}",
-        "compute",
-        f"start {names[2]}",
-        f"wait {names[1]}",
-        "compute",
-        f"wait {names[2]}",
-    ]
 
 
 def test_what_was_gathered_does_not_outlive_its_phase() -> None:
