@@ -1,245 +1,113 @@
-"""What GPUs would do over NCCL, on CPU tensors: gloo carries the messages, NCCL's rules are held.
+"""How communicators of NCCL open, close and fail, and how ranks share GPUs.
 
-Each actor is a thread with a `Worker`. `Strict` stands in for a `ProcessGroupNCCL`: no tags, and
-messages only inside a group call, never empty. Real NCCL has not been run here.
+What goes over them is tested on simulated GPUs: tests/testing/gpus/test_nccl.py.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Backend, HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import Backend, HashStore
 
 from dtensor.daft import (
     Buffer,
     Collective,
     CommunicationError,
-    Program,
     Wait,
     launch_cluster,
 )
-from dtensor.daft.cluster.cluster import hosts_of
-from dtensor.daft.ray.transports.connect import check_routes
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
-from dtensor.daft.ray.transports.gloo import Messenger, gloo_group
 from dtensor.daft.ray.transports.nccl import NcclWire, join_nccl
 from dtensor.daft.run.transport import TRANSPORTS, Meeting, Transport
-from dtensor.daft.run.worker import HostRun, Worker
-from tests.daft.programs import Collectives, parts_of, pipeline, program, same_bits
+from tests.daft.programs import Collectives, program, same_bits
 from tests.extras import missing
 
 CPU = torch.device("cpu")
 PATIENCE_S = 600.0
 
 
-@dataclass
-class Strict:
-    """The group of one key, on one actor."""
+class Silent:
+    """Stands in for a `ProcessGroupNCCL`, and sends nothing."""
 
-    gloo: Messenger
-    position: int
-    queued: list[Callable[[], Any]] | None = None
-    posted: int = 0
-    aborted: bool = False
+    def __init__(self) -> None:
+        self.posted = 0
+        self.aborted = False
 
-    def _start_coalescing(self) -> None:
-        assert self.queued is None and not self.aborted
-        self.queued = []
+    def _start_coalescing(self) -> None: ...
+    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> None: ...
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> None: ...
 
-    def _end_coalescing(self) -> All:
-        assert self.queued, "an empty group call"
-        works, self.queued = [post() for post in self.queued], None
+    def _end_coalescing(self) -> Silent:
         self.posted += 1
-        return All(works)
+        return self
 
-    def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> None:
-        self._queue(tensors, rank, lambda: self.gloo.send(tensors, rank, 0))
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> None:
-        self._queue(tensors, rank, lambda: self.gloo.recv(tensors, rank, 0))
+    def wait(self) -> None: ...
 
     def abort(self) -> None:
         self.aborted = True
 
-    def _queue(self, tensors: list[Tensor], rank: int, post: Callable[[], Any]) -> None:
-        assert self.queued is not None, "outside a group call"
-        (data,) = tensors
-        assert data.dtype == torch.uint8 and data.dim() == 1 and data.is_contiguous()
-        assert data.numel() > 0 and rank != self.position
-        self.queued.append(post)
 
-
-@dataclass
-class All:
-    works: list[Any]
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
-
-
-@dataclass
-class Opened:
-    """What one actor opened, in order."""
-
-    store: Store
-    names: list[str] = field(default_factory=list)
-    groups: list[Strict] = field(default_factory=list)
-
-    def make(self, name: str, position: int, size: int) -> Strict:
-        self.names.append(name)
-        gloo = gloo_group(PrefixStore(name, self.store), position, size, "127.0.0.1", PATIENCE_S)
-        self.groups.append(Strict(gloo, position))
-        return self.groups[-1]
-
-
-class Actors:
-    """As the Ray backend does it, with threads for actors."""
-
-    def __init__(self, size: int, ranks_per_actor: int = 1) -> None:
-        self.hosts = hosts_of(size, ranks_per_actor)
-        self.actor_of = tuple(h for h, ranks in enumerate(self.hosts) for _ in ranks)
-        store = HashStore()
-        self.opened = [Opened(store) for _ in self.hosts]
-        self.wires = [NcclWire(r, CPU, o.make) for r, o in zip(self.hosts, self.opened)]
-        self.transports = [ExchangeTransport(wire, self.actor_of) for wire in self.wires]
-        self.workers = [Worker(r, CPU, t) for r, t in zip(self.hosts, self.transports)]
-        self.tags: dict[Any, int] = {}
-        self.loaded = 0
-
-    def run(self, made: Program, fed: Sequence[dict[str, Tensor]]) -> list[dict[str, Any]]:
-        for key in check_routes(made, self.actor_of):
-            self.tags.setdefault(key, len(self.tags))
-        parts = parts_of(made, self.hosts)
-        handle, self.loaded = self.loaded, self.loaded + 1
-        start = threading.Barrier(len(self.hosts))
-
-        def act(host: int) -> dict[int, dict[str, object]]:
-            start.wait(PATIENCE_S)
-            self.transports[host].open(self.tags)
-            self.workers[host].load(handle, parts[host])
-            return self.workers[host].run(
-                HostRun(handle, 0, {r: dict(fed[r]) for r in self.hosts[host]})
-            )
-
-        with ThreadPoolExecutor(len(self.hosts)) as pool:
-            results = list(pool.map(act, range(len(self.hosts)), timeout=PATIENCE_S))
-        merged = {rank: named for part in results for rank, named in part.items()}
-        return [merged[rank] for rank in range(len(self.actor_of))]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """Workers set it for the process, and would race."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_collective_gives_the_bits_of_inprocess(size: int) -> None:
-    case = Collectives(size)
-    with launch_cluster(size) as local:
-        expected = local.run(local.load(case.program()), case.fed).get()
-    actors = Actors(size)
-    found = actors.run(case.program(), case.fed)
-    for rank in range(size):
-        assert set(found[rank]) == set(expected[rank]) == set(case.expected[rank])
-        for name, value in expected[rank].items():
-            assert same_bits(found[rank][name], value), (rank, name)
-    assert all(len(opened.groups) == 2 for opened in actors.opened)  # one for each channel
-    assert all(group.posted > 10 for opened in actors.opened for group in opened.groups)
-
-
-def test_a_group_of_one_needs_no_communicator() -> None:
-    case = Collectives(1)
-    actors = Actors(1)
-    found = actors.run(case.program(), case.fed)
-    assert all(same_bits(found[0][name], value) for name, value in case.expected[0].items())
-    assert actors.opened[0].groups == []
-
-
-@pytest.mark.parametrize("ranks_per_actor", [1, 2])
-def test_transfers(ranks_per_actor: int) -> None:
-    actors = Actors(4, ranks_per_actor)
-    for host, worker in enumerate(actors.workers):
-        state = {"w": torch.ones(4), "n": torch.zeros(())}
-        worker.put({rank: state for rank in actors.hosts[host]})
-    for k in (0.0, 1.0):
-        found = actors.run(pipeline(4), [{"x": torch.full((4,), k)}, {}, {}, {}])
-        assert found[3]["y"].tolist() == [4.0 + k] * 4
-    opened = [len(opened.names) for opened in actors.opened]
-    assert opened == ([1, 2, 2, 1] if ranks_per_actor == 1 else [1, 1])
+def wire_of(rank: int, make: Callable[[str], Silent]) -> NcclWire:
+    made: Any = lambda name, position, size: make(name)  # noqa: E731
+    return NcclWire((rank,), CPU, made)
 
 
 def test_all_actors_open_communicators_in_one_order() -> None:
     """Overlapping groups, and a second program whose first key sorts before those of the first."""
-    actors = Actors(3)
-    fed = [{"x": torch.ones(2)} for _ in range(3)]
-    actors.run(_sums(((0, 1), "b"), ((1, 2), "b"), ((0, 2), "c")), fed)
-    found = actors.run(_sums(((0, 1, 2), "a"), ((1, 2), "b"), ((0, 1), "c")), fed)
-    assert [r["y0"].tolist() for r in found] == [[3.0, 3.0]] * 3
     members = [(0, 1), (0, 2), (1, 2), (0, 1), (0, 1, 2)]
-    for rank, opened in enumerate(actors.opened):
-        named = [f"{n}: collective {each}" for n, each in enumerate(members) if rank in each]
-        assert opened.names == named
+    keys = [(each, f"c{n}", "collective") for n, each in enumerate(members)]
+    for rank in range(3):
+        names: list[str] = []
 
+        def make(name: str, names: list[str] = names) -> Silent:
+            names.append(name)
+            return Silent()
 
-def _sums(*groups: tuple[tuple[int, ...], str]) -> Program:
-    buffer = (Buffer((2,), torch.float32),)
-    lists: list[list[Any]] = [[], [], []]
-    outputs: list[tuple[str, ...]] = [(), (), ()]
-    for i, (members, channel) in enumerate(groups):
-        for rank in members:
-            lists[rank] += [
-                Collective(
-                    "all_reduce", members, ("x",), (f"y{i}",), buffer, buffer, "sum", channel
-                ),
-                Wait((f"y{i}",)),
-            ]
-            outputs[rank] += (f"y{i}",)
-    return program(*lists, inputs=[("x",)] * 3, outputs=outputs)
+        wire = wire_of(rank, make)
+        own = {key: n for n, key in enumerate(keys) if rank in key[0]}
+        wire.open({key: n for key, n in reversed(own.items()) if n < 3})
+        wire.open(dict(reversed(own.items())))
+        assert names == [
+            f"{n}: collective {each}" for n, each in enumerate(members) if rank in each
+        ]
 
 
 def test_close_aborts_all_at_once() -> None:
     """One after the other, 24 took 14 s on an H100, and one may wait for another's kernel."""
     others = threading.Barrier(3)
 
-    class Waits:
-        def _start_coalescing(self) -> None: ...
-        def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> None: ...
-        def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> None: ...
-
-        def _end_coalescing(self) -> Waits:
-            return self
-
-        def wait(self) -> None: ...
-
+    class Waits(Silent):
         def abort(self) -> None:
             others.wait(PATIENCE_S)
 
-    made: Any = lambda name, position, size: Waits()  # noqa: E731
-    wire = NcclWire((0,), torch.device("cpu"), made)
+    wire = wire_of(0, lambda name: Waits())
     wire.open({((0, 1), f"c{n}", "transfer"): n for n in range(3)})
     wire.close()
     assert not others.broken
 
 
-class Lost(Strict):
+def test_a_closed_wire_has_aborted_and_says_so() -> None:
+    group, key = Silent(), ((0, 1), "c", "transfer")
+    wire = wire_of(0, lambda name: group)
+    wire.open({key: 0})
+    assert group.posted == 1 and not group.aborted
+    wire.close()
+    assert group.aborted
+    with pytest.raises(RuntimeError, match="closed"):
+        wire.post(key, {1: torch.ones(1, dtype=torch.uint8)}, {}, 0)
+
+
+class Lost(Silent):
     """After the message that connects, none goes, and an abort waits for the device, for ever."""
 
-    def _end_coalescing(self) -> All:
+    def _end_coalescing(self) -> Silent:
         if self.posted:
             raise RuntimeError("NCCL error: unhandled cuda error")
         return super()._end_coalescing()
@@ -253,15 +121,11 @@ class RaisesInAbort(Lost):
         raise RuntimeError("NCCL error: cannot abort")
 
 
-def over_groups(kind: type[Strict], meeting: Meeting) -> Transport:
-    store, meet = meeting.of_hosts()
+def over_groups(kind: type[Silent], meeting: Meeting) -> Transport:
+    _, meet = meeting.of_hosts()
     meet("")
-
-    def make(name: str, position: int, size: int) -> Strict:
-        gloo = gloo_group(PrefixStore(name, store), position, size, "127.0.0.1", PATIENCE_S)
-        return kind(gloo, position)
-
-    return ExchangeTransport(NcclWire(meeting.ranks, CPU, make), meeting.host_of)
+    made: Any = lambda name, position, size: kind()  # noqa: E731
+    return ExchangeTransport(NcclWire(meeting.ranks, CPU, made), meeting.host_of)
 
 
 @pytest.mark.ray
@@ -269,7 +133,7 @@ def over_groups(kind: type[Strict], meeting: Meeting) -> Transport:
     "kind, also", [(Lost, ""), (RaisesInAbort, "failed to close: RuntimeError: NCCL error: cannot")]
 )
 def test_an_error_comes_though_an_abort_does_not_end(
-    kind: type[Strict], also: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[Silent], also: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason=missing("ray"))
     from dtensor.daft.ray.transports import connect  # noqa: F401 - it has the transport of hosts
@@ -287,20 +151,6 @@ def test_an_error_comes_though_an_abort_does_not_end(
         text = str(caught.value)
         assert re.search(r"rank [01] .*instruction 0 'y = all_reduce.*run 0: ", text), text
         assert "unhandled cuda error" in text and line in text and also in text, text
-
-
-def test_close_aborts_and_a_closed_wire_says_so() -> None:
-    actors = Actors(2)
-    case = Collectives(2, large=10)
-    actors.run(case.program(), case.fed)
-    groups = [group for opened in actors.opened for group in opened.groups]
-    assert groups and not any(group.aborted for group in groups)
-    for worker in actors.workers:
-        worker.close()
-    assert all(group.aborted for group in groups)
-    key = next(iter(actors.tags))
-    with pytest.raises(RuntimeError, match="closed"):
-        actors.wires[0].post(key, {1: torch.ones(1, dtype=torch.uint8)}, {}, 0)
 
 
 def test_what_is_used_of_torch_is_there() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import dtensor as dt
+from dtensor.daft import launch_cluster
 from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.testing.gpus.guard import CompilerMissing, install
 from dtensor.testing.gpus.world import Deadlock
+from tests.daft.programs import Collectives, pipeline, same_bits
 from tests.testing.gpus.exchanges import FLAT, all_exchanges, run_ranks, starts
 
 try:
@@ -39,3 +44,29 @@ def test_streams_that_share_a_queue_may_hang() -> None:
     run_ranks(3, 0, body)
     with pytest.raises(Deadlock, match="no host and no stream"):
         run_ranks(3, 0, body, num_queues=1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_collective_gives_the_bits_of_inprocess(size: int) -> None:
+    case = Collectives(size)
+    with launch_cluster(size) as local:
+        expected = local.run(local.load(case.program()), case.fed).get()
+    with dt.testing.simulated_gpus(size) as gpus:
+        with launch_cluster(size, backend="ray", device="cuda") as cluster:
+            found = cluster.run(cluster.load(case.program()), case.fed).get()
+        assert not gpus.report().races and not gpus.report().early_frees
+    for rank in range(size):
+        assert set(found[rank]) == set(expected[rank]) == set(case.expected[rank])
+        for name, value in expected[rank].items():
+            assert same_bits(found[rank][name], value), (rank, name)
+
+
+@pytest.mark.parametrize("ranks_per_actor", [1, 2])
+def test_transfers(ranks_per_actor: int) -> None:
+    given: dict[str, Any] = dict(backend="ray", device="cuda", ranks_per_actor=ranks_per_actor)
+    with dt.testing.simulated_gpus(4), launch_cluster(4, **given) as cluster:
+        cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 4)
+        handle = cluster.load(pipeline(4))
+        for k in (0.0, 1.0):
+            found = cluster.run(handle, [{"x": torch.full((4,), k)}, {}, {}, {}]).get()
+            assert found[3]["y"].tolist() == [4.0 + k] * 4
