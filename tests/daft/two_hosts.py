@@ -1,14 +1,10 @@
 """What runs on the first of two machines, in tests/daft/test_two_hosts.py: a GPT at tp=2 x pp=2.
 
-    python -m tests.daft.two_hosts trains 10.77.0.1:6379          # one JSON line
-    python -m tests.daft.two_hosts loses 10.77.0.1:6379 2         # with so many spares
+    python -m tests.daft.two_hosts 10.77.0.1:6379          # one JSON line
 
-    python -m tests.daft.two_hosts here -                         # its losses in this process
-    python -m tests.daft.two_hosts nodes -                        # as `trains`, on two nodes here
-
-`trains` says its losses in this process and on Ray, who was where, what its ranks here sent in a
-step to those of the other machine and to each other, and what is said of refusals. Both say "lose"
-when a machine shall be lost, and at last what came of it.
+It says the losses in this process and on Ray, who was where, what the ranks of this machine sent in
+a step to those of the other one and to each other, and what is said of refusals. It prints "lose"
+when the other machine shall be lost, and then the error.
 """
 
 from __future__ import annotations
@@ -18,8 +14,6 @@ import os
 import re
 import subprocess
 import sys
-import time
-import warnings
 from typing import Any
 
 import torch
@@ -55,15 +49,16 @@ def build() -> Any:
     return mesh, step
 
 
-def trains(address: str, alone: bool = False) -> None:
-    """`alone`: there is one network, without tokens and cables."""
-    found: dict[str, Any] = here()
-    if not alone:
-        given = os.environ.pop("RAY_AUTH_MODE")
-        found["refused"] = [refused(address)]
-        os.environ |= {"RAY_AUTH_MODE": given, "RAY_AUTH_TOKEN_PATH": "/tmp/no such file"}
-        found["refused"] += [refused(address)]
-        del os.environ["RAY_AUTH_TOKEN_PATH"]
+def trains(address: str) -> None:
+    given = os.environ.pop("RAY_AUTH_MODE")
+    told = [refused(address)]
+    os.environ |= {"RAY_AUTH_MODE": given, "RAY_AUTH_TOKEN_PATH": "/tmp/no such file"}
+    told += [refused(address)]
+    del os.environ["RAY_AUTH_TOKEN_PATH"]
+    mesh, step = build()
+    found: dict[str, Any] = {}
+    with dt.launch(mesh):
+        found["here"] = [float(step(*batch(i))) for i in range(STEPS + LAST)]
     mesh, step = build()
     planned = step.plan(*batch(0)).collectives
     found["planned"] = {
@@ -79,17 +74,15 @@ def trains(address: str, alone: bool = False) -> None:
         for where in ("sent", "sent here"):
             found[where] = (after[where] - before[where]) / LAST
         found["launch"], found["status"] = repr(run), str(dt.status())
-        if not alone:
-            found |= after_a_loss(step)
-    if not alone:
-        found["refused"] += [refused(address.replace(".1:", ".2:"))]
+        print("lose", flush=True)
+        sys.stdin.readline()
+        try:
+            float(step(*batch(STEPS)))
+        except dt.daft.ActorLost as error:
+            found["error"] = str(error)
+    told += [refused(address.replace(".1:", ".2:"))]
+    found["refused"] = told
     print(json.dumps(found), flush=True)
-
-
-def here() -> dict[str, Any]:
-    mesh, step = build()
-    with dt.launch(mesh):
-        return {"here": [float(step(*batch(i))) for i in range(STEPS + LAST)]}
 
 
 def refused(address: str) -> str:
@@ -98,20 +91,6 @@ def refused(address: str) -> str:
             return "it was let in"
     except ConnectionError as error:
         return str(error)
-
-
-def nodes() -> None:
-    import ray
-    from ray.cluster_utils import Cluster
-
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    try:
-        cluster.add_node(num_cpus=2)
-        cluster.wait_for_nodes()
-        trains(cluster.address, alone=True)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 def counted(cluster: Any) -> dict[str, int]:
@@ -140,46 +119,5 @@ def counted(cluster: Any) -> dict[str, int]:
     return found
 
 
-def loses(address: str, spares: int) -> None:
-    warnings.simplefilter("ignore", RuntimeWarning)
-    mesh, step = build()
-    if spares:
-        with dt.launch(dt.Mesh(), "ray"):
-            pass  # on loopback, which the next one does not inherit
-    with dt.launch(mesh, backend="ray", address=address, spares=spares, deadline_s=NEVER_S) as run:
-        losses = [float(step(*batch(i))) for i in range(STEPS)]
-        found = after_a_loss(step)
-        found["there"] = losses + found["then"]
-        found["recovered"] = [[str(each), each.seconds] for each in run.recoveries]
-        found["launch"] = repr(run)
-        began = time.monotonic()
-    found["left in"] = time.monotonic() - began
-    print(json.dumps(found), flush=True)
-
-
-def after_a_loss(step: Any) -> dict[str, Any]:
-    """The next step's loss or error, how long that took, and the losses of those that follow."""
-    print("lose", flush=True)
-    sys.stdin.readline()
-    began = time.monotonic()
-    try:
-        first = float(step(*batch(STEPS)))
-    except dt.daft.DaftError as error:
-        notes = getattr(error, "__notes__", [])
-        seconds = time.monotonic() - began
-        return {"error": [type(error).__name__, str(error), *notes], "seconds": seconds, "then": []}
-    seconds = time.monotonic() - began
-    then = [first, *(float(step(*batch(i))) for i in range(STEPS + 1, STEPS + LAST))]
-    return {"seconds": seconds, "then": then}
-
-
 if __name__ == "__main__":
-    what, address, *rest = sys.argv[1:]
-    if what == "trains":
-        trains(address)
-    elif what == "loses":
-        loses(address, int(rest[0]))
-    elif what == "here":
-        print(json.dumps(here()))
-    else:
-        nodes()
+    trains(sys.argv[1])
