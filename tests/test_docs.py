@@ -137,7 +137,6 @@ def test_links_lead_somewhere() -> None:
     assert lost == []
 
 
-@pytest.mark.slow
 def test_pictures_are_drawn_from_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(DOCS / "pictures")
     spec = importlib.util.spec_from_file_location("draw", DOCS / "pictures" / "draw.py")
@@ -152,7 +151,6 @@ def test_pictures_are_drawn_from_what_there_is(monkeypatch: pytest.MonkeyPatch) 
     assert len(files) == len(set(files)), "the site has one folder for all pictures"
 
 
-@pytest.mark.slow
 def test_a_link_that_leaves_docs_holds_in_the_site_or_is_an_error(tmp_path: Path) -> None:
     (docs := tmp_path / "docs").mkdir()
     shutil.copy(DOCS / "conf.py", docs)

@@ -74,7 +74,6 @@ def test_what_is_private_of_torch_and_ray_is_named_in_its_files_alone():
     assert set(named) == PRIVATE, {k: v for k, v in named.items() if k not in PRIVATE}
 
 
-@pytest.mark.slow
 def test_the_package_needs_no_tests():
     graph = grimp.build_graph("dtensor", include_external_packages=True, cache_dir=None)
     assert "torch" in graph.modules
@@ -100,7 +99,6 @@ def imports() -> nx.DiGraph[str]:
     return found
 
 
-@pytest.mark.slow
 def test_no_import_goes_up():
     """The layers of pyproject.toml, and that each room has one."""
     python("-c", "from importlinter.cli import lint_imports; raise SystemExit(lint_imports())")
@@ -144,7 +142,6 @@ def test_files_that_texts_name_are_there():
     assert lost == {}
 
 
-@pytest.mark.slow
 def test_modules_say_what_they_are_for():
     silent = [f for f in FILES if f.read_text().strip() and not _starts_with_text(f)]
     assert [str(f.relative_to(ROOT)) for f in silent] == []
@@ -157,14 +154,12 @@ def test_every_package_is_packaged():
     assert sorted(missing) == []
 
 
-@pytest.mark.slow
 def test_the_example_starts():
     help_text = python("examples/train_gpt.py", "--help")
     for word in ("tp2pp2", "--backend", "--tied", "--resume", "--compare"):
         assert word in help_text
 
 
-@pytest.mark.slow
 def test_the_example_names_parameters_that_exist():
     code = """
 import sys; sys.path.insert(0, "examples")

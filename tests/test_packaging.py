@@ -33,7 +33,6 @@ def names(requirements: list[str]) -> set[str]:
     return {Requirement(text).name for text in requirements}
 
 
-@pytest.mark.slow
 def test_what_is_imported_is_stated() -> None:
     graph = grimp.build_graph("dtensor", include_external_packages=True)
     found = {module.partition(".")[0] for module in graph.modules}
@@ -131,7 +130,6 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist"
 
 
-@pytest.mark.slow
 def test_the_wheel_has_the_package_alone(packages: Path) -> None:
     (wheel,) = packages.glob("*.whl")
     assert wheel.name == f"dtensor-{dtensor.__version__}-py3-none-any.whl"
@@ -148,7 +146,6 @@ def test_the_wheel_has_the_package_alone(packages: Path) -> None:
     assert "dtensor = dtensor.__main__:main" in scripts
 
 
-@pytest.mark.slow
 def test_the_source_package_has_what_builds_and_what_is_copied(packages: Path) -> None:
     (archive,) = packages.glob("*.tar.gz")
     with tarfile.open(archive) as opened:

@@ -109,7 +109,7 @@ def test_no_entry_sends_its_reader_elsewhere() -> None:
         assert not re.search(r"[Ss]ee the module('s)? docstring", said), name
 
 
-@pytest.mark.slow
+@pytest.mark.default("Mesh")
 @pytest.mark.parametrize(
     "name", [n for n in ENTRIES if ">>> " in (getattr(named(n), "__doc__", None) or "")]
 )

@@ -239,7 +239,7 @@ def cases() -> Iterator[Any]:
                     yield pytest.param(name, place, follow, marks=marks)
 
 
-@pytest.mark.slow
+@pytest.mark.default("a layer replaced-tp2-steps")
 @pytest.mark.filterwarnings("ignore:recovered")
 @pytest.mark.parametrize(("name", "place", "follow"), list(cases()))
 def test_what_follows_is_as_in_torch(

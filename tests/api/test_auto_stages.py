@@ -68,7 +68,6 @@ def chosen(model: dt.ParallelModule) -> dict[str, list[list[str]]]:
     return model.stages
 
 
-@pytest.mark.slow
 @pytest.mark.sample("3")
 @pytest.mark.parametrize("pp", [2, 3])
 def test_a_large_head_gets_fewer_layers(pp: int) -> None:
@@ -92,7 +91,6 @@ def every_cut(names: Sequence[str], pp: int) -> list[list[list[str]]]:
     return [[list(names[i:j]) for i, j in itertools.pairwise(b)] for b in bounds]
 
 
-@pytest.mark.slow
 def test_no_cut_of_skips_is_better() -> None:
     """Values are sent past stages."""
     module, given = Skips(), vectors()
@@ -182,7 +180,6 @@ class Tables(nn.Module):
         return self.layers(self.one(x) + self.two(x))
 
 
-@pytest.mark.slow
 def test_memory_decides_where_time_would_not_fit() -> None:
     module = Tables()
 
@@ -238,7 +235,7 @@ def next_token(model: nn.Module, x: Tensor) -> Tensor:
     return F.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten())
 
 
-@pytest.mark.slow
+@pytest.mark.default("Functional")
 @pytest.mark.parametrize("make", [Functional, Repeated])
 def test_parameters_that_are_used_twice(make: Callable[[], nn.Module]) -> None:
     module, x = make(), torch.randint(0, 11, (8, 6))

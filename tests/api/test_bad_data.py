@@ -210,13 +210,13 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 MATRIX = list(itertools.product(["tp2", "pp2", "dp2_zero3"], FAULTS, [None, 0.1]))
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp2-label-None")
 @pytest.mark.parametrize(("placed", "fault", "clip"), MATRIX)
 def test_each_loss_read(placed: str, fault: str, clip: float | None) -> None:
     check(placed, fault, clip=clip)
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp2-label-None")
 @pytest.mark.parametrize(("placed", "fault", "clip"), MATRIX)
 def test_running_ahead(placed: str, fault: str, clip: float | None, unread: None) -> None:
     check(placed, fault, clip=clip, ahead=True)
@@ -230,19 +230,18 @@ def test_without_a_loss_that_says_it_is_done(unread: None) -> None:
     check("tp2", "label", ahead=True)
 
 
-@pytest.mark.slow
+@pytest.mark.default("pp2")
 @pytest.mark.parametrize("placed", ["tp2", "pp2"])
 def test_interpreted(placed: str) -> None:
     check(placed, "label", launch=dict(mode="interpreted"))
 
 
-@pytest.mark.slow
+@pytest.mark.default("True")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_random_numbers_and_a_buffer(ahead: bool, unread: None) -> None:
     check("tp2", "label", dropout=True, norm=True, ahead=ahead)
 
 
-@pytest.mark.slow
 def test_kept_gradients_are_those_of_the_last_good_step() -> None:
     batches = [good(i) for i in range(3)]
     never = train(PLACED["tp2"], batches[:2], keep_gradients=True)
@@ -329,7 +328,6 @@ def test_calls_and_ops(backend: Any, request: pytest.FixtureRequest) -> None:
     assert same(dict(enumerate(masked(backend, bad=True))), dict(enumerate(expected)))
 
 
-@pytest.mark.slow
 def test_a_failing_update_says_what_is_lost() -> None:
     torch.manual_seed(0)
     module = Net()

@@ -154,20 +154,20 @@ def compare(
     torch.testing.assert_close(state["model"], expected.state_dict(), rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.default("dp2 whole")
 @pytest.mark.parametrize("name", PLACED)
 def test_as_torchs_loop_over_microbatches(name: str) -> None:
     compare(PLACED[name], Net, [data(seed) for seed in range(3)])
 
 
-@pytest.mark.slow
+@pytest.mark.default("pp2 1F1B")
 @pytest.mark.parametrize("name", ["single", "dp2 tp2", "pp2 1F1B"])
 def test_batch_norm_of_images(name: str) -> None:
     batches = [data(seed, conv=True) for seed in range(2)]
     compare(PLACED[name], lambda: Net(conv=True), batches)
 
 
-@pytest.mark.slow
+@pytest.mark.default("momentum 1-dp2")
 @pytest.mark.parametrize("name", ["dp2"])
 @pytest.mark.parametrize(
     "norm",
@@ -178,7 +178,7 @@ def test_other_batch_norms(name: str, norm: dict[str, Any]) -> None:
     compare(PLACED[name], lambda: Net(**norm), [data(seed) for seed in range(3)])
 
 
-@pytest.mark.slow
+@pytest.mark.default("single")
 @pytest.mark.parametrize("name", ["single", "dp2", "dp2 tp2"])
 def test_a_module_that_is_called_twice_moves_in_the_loops_order(name: str) -> None:
     compare(PLACED[name], lambda: Net(twice=True), [data(seed) for seed in range(3)])
@@ -215,7 +215,6 @@ def test_batches_of_other_sizes_and_evaluation_in_between() -> None:
         dt.gather_state_dict(model, ours)
 
 
-@pytest.mark.slow
 def test_a_frozen_batch_norm_is_of_its_running_statistics() -> None:
     """In evaluation within a step no rows are mixed: no option is needed, none changes it."""
 
@@ -231,7 +230,7 @@ def test_a_frozen_batch_norm_is_of_its_running_statistics() -> None:
     assert "batch norm" not in str(plan)
 
 
-@pytest.mark.slow
+@pytest.mark.default("dp2 whole")
 @pytest.mark.parametrize("name", ["single", "dp2", "dp2 whole"])
 def test_under_autocast(name: str) -> None:
     """Statistics of bf16 are float32, and so are running ones."""
@@ -253,7 +252,7 @@ def test_under_autocast(name: str) -> None:
         torch.testing.assert_close(state["model"][f"bn.{norm}"], wanted, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.default("dp2 whole")
 @pytest.mark.parametrize("name", ["single", "dp2", "dp2 whole"])
 def test_running_statistics_of_16_bits(name: str) -> None:
     def narrow() -> nn.Module:
@@ -274,7 +273,6 @@ def test_running_statistics_of_16_bits(name: str) -> None:
 # -- what is said ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_plan_says_so() -> None:
     text = str(PLACED["dp2"].step(Net())[2].plan(*data(0)))
     assert_expected_inline(
@@ -319,7 +317,6 @@ fix: microbatches=2, or a larger batch""",
         PLACED["single"].step(Net(), batch_norm="mean")
 
 
-@pytest.mark.slow
 def test_other_ops_that_mix_rows_are_refused_still() -> None:
     def contrastive(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         z = model(x)
@@ -337,7 +334,6 @@ def test_other_ops_that_mix_rows_are_refused_still() -> None:
     assert "running statistics of a batch norm are read in the forward that moves them" in text
 
 
-@pytest.mark.slow
 def test_a_buffer_that_sums_over_the_batch() -> None:
     """What a microbatch adds is added up: the buffer is that of the whole batch."""
 

@@ -43,13 +43,12 @@ def in_process(placed: str, mode: Mode) -> dict[str, Any]:
         return outcome(run)
 
 
-@pytest.mark.slow
+@pytest.mark.default("dp2")
 @pytest.mark.parametrize("placed", ["dp2", "tp4", "dp4", "tp2_pp2"])
 def test_interpreted_is_compiled(placed: str) -> None:
     assert_same_bits(in_process(placed, "interpreted"), in_process(placed, "compiled"))
 
 
-@pytest.mark.slow
 def test_another_run_gives_the_same_bits() -> None:
     assert_same_bits(in_process("dp2_tp2", "compiled"), in_process("dp2_tp2", "compiled"))
 

@@ -36,7 +36,6 @@ def check_figures(found: dt.Topology, axes: set[str]) -> None:
     assert all(0 < number < math.inf for number in numbers)
 
 
-@pytest.mark.slow
 def test_in_process() -> None:
     found = dt.calibrate(dt.Mesh(tp=2, dp=1))
     check_figures(found, {"tp"})
@@ -46,7 +45,6 @@ def test_in_process() -> None:
         found.latency_of("dp")  # one rank sends nothing: the axis was not measured
 
 
-@pytest.mark.slow
 def test_inside_a_launch_its_cluster_is_measured() -> None:
     with dt.launch(dt.Mesh(tp=2)) as session:
         runs = session.cluster.runs

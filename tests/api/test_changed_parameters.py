@@ -14,8 +14,6 @@ from torch import Tensor, nn
 import dtensor as dt
 from tests.training import train_torch
 
-pytestmark = pytest.mark.slow
-
 
 class Encoder(nn.Module):
     def __init__(self) -> None:
@@ -119,6 +117,7 @@ def check_same(net: nn.Module, plain: nn.Module) -> None:
     torch.testing.assert_close(net.state_dict(), plain.state_dict())
 
 
+@pytest.mark.default("zero3-copy_")
 @pytest.mark.parametrize(
     ("placed", "write"),
     [(placed, "data = ") for placed in PLACED]
@@ -133,6 +132,7 @@ def test_a_key_encoder_follows(placed: str, write: str) -> None:
     check_same(net, plain)
 
 
+@pytest.mark.default("pp2")
 @pytest.mark.parametrize("placed", ["tp2", "zero1", "zero3", "pp2"])
 def test_what_the_optimizer_trains(placed: str) -> None:
     """The gradient is that of the new value, which the update begins at."""
@@ -152,6 +152,7 @@ def test_captured_at_each_call() -> None:
     check_same(net, plain)
 
 
+@pytest.mark.default("tp2")
 @pytest.mark.parametrize("placed", ["tp2", "zero3", "pp2"])
 def test_a_step_that_fails_changes_nothing(placed: str) -> None:
     net = MoCo(by_data)
@@ -182,6 +183,7 @@ def test_a_compiled_function_changes_them_too() -> None:
     check_same(net, plain)
 
 
+@pytest.mark.default("True-zero3")
 @pytest.mark.parametrize("placed", ["tp2", "zero1", "zero3"])
 @pytest.mark.parametrize("masters", [False, True])
 def test_another_program_writes_what_a_step_trains(placed: str, masters: bool) -> None:

@@ -28,8 +28,6 @@ from tests.api.changing import (
     parameter,
 )
 
-pytestmark = pytest.mark.slow
-
 places = pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 EACH_STEP, AT_THE_END = "each step", "at the end"
 
@@ -62,6 +60,7 @@ def take(number: int, *all_of: Plain | Placed) -> None:
         each.take(number)
 
 
+@pytest.mark.default("a layer left out by forward, later back-pp2-at the end")
 @pytest.mark.parametrize(("name", "where", "reads"), list(cases()))
 def test_as_in_torch(name: str, where: str, reads: str) -> None:
     """Losses, norms, model and optimizer; read after every step, or while all are under way."""
@@ -76,6 +75,7 @@ def test_as_in_torch(name: str, where: str, reads: str) -> None:
     assert differences(placed, plain) == []
 
 
+@pytest.mark.default("a parameter exchanged with its state")
 @pytest.mark.parametrize(
     "name",
     [
@@ -101,6 +101,7 @@ def test_between_launches(name: str) -> None:
 # -- what is refused -------------------------------------------------------------------------------
 
 
+@pytest.mark.default("prune-pp2")
 @places
 @pytest.mark.parametrize("name", REFUSED)
 def test_tensors_as_attributes_are_refused_and_nothing_is_lost(name: str, place: Place) -> None:
@@ -117,6 +118,7 @@ def test_tensors_as_attributes_are_refused_and_nothing_is_lost(name: str, place:
             assert differences(placed, plain) == []
 
 
+@pytest.mark.default("tp2")
 @places
 def test_what_was_never_the_models_is_an_error(place: Place) -> None:
     plain, placed = both(STILL, place)
@@ -200,6 +202,7 @@ def test_a_new_layer_is_stored_split_as_the_others() -> None:
         assert specs(placed)["blocks.3.up.weight"] == "f64[16@dp,8]"
 
 
+@pytest.mark.default("a layer appended")
 @pytest.mark.parametrize("name", ["a layer appended", "a layer wrapped, its base frozen"])
 def test_automatic_stages(name: str) -> None:
     """A new parameter is in the stage of its module, and what was there stays."""

@@ -24,7 +24,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-@pytest.mark.slow
 def test_nothing_is_left_in_process(scratch: Path) -> None:
     place = Place("inprocess", scratch)
     for kind in KINDS.values():
@@ -49,7 +48,7 @@ def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
     assert left(objects, PATIENCE_S, alive) == []
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp2")
 @pytest.mark.parametrize("name", ["tp2", "dp2 zero3"])
 def test_torn_files_are_named(name: str, tmp_path: Path) -> None:
     torn_file(name, random.Random(0), 6, tmp_path)
@@ -60,7 +59,6 @@ def test_steps_go_on_where_a_disk_is_full(tmp_path: Path, ray_session: None) -> 
     disk_full("pp2", random.Random(0), 2, tmp_path)
 
 
-@pytest.mark.slow
 def test_what_is_left_is_named(scratch: Path) -> None:
     """The watch itself: a thread, a socket, a file, a process, unnamed memory and a tensor."""
     import mmap

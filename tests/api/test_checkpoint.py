@@ -24,8 +24,6 @@ from tests.api.tied import batch, loss_fn
 from tests.extras import missing
 from tests.training import assert_same_bits
 
-pytestmark = pytest.mark.slow
-
 
 class Net(tied.Net):
     """With dropout, and a buffer that forward changes."""
@@ -88,6 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict
     return found
 
 
+@pytest.mark.default("pp2")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_checkpoint_of_any_placement_is_loaded_under_any_other(
     place: str, saved: dict[str, tuple[str, dict[str, Any], float]]
@@ -115,6 +114,7 @@ def test_a_checkpoint_of_any_placement_is_loaded_under_any_other(
 # -- a run that goes on ----------------------------------------------------------------------------
 
 
+@pytest.mark.default("pp2")
 @pytest.mark.parametrize("place", ["pp2", "dp2, ZeRO-3"])
 def test_a_resumed_run_has_the_bits_of_one_that_never_ended(place: str, tmp_path: Path) -> None:
     options = dict(clip_grad_norm=0.5, schedule=dt.OneFOneB(microbatches=2))
@@ -287,6 +287,7 @@ def test_what_torchs_tools_wrote_is_read(tmp_path: Path) -> None:
             assert held["param_groups"][0]["lr"] == 1e-3
 
 
+@pytest.mark.default("one")
 @pytest.mark.parametrize("place", PLACES)
 def test_each_element_is_written_once_and_each_rank_reads_its_own(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +354,7 @@ def config(**changed: Any) -> Any:
     return transformers.LlamaConfig(**sizes, **heads, **changed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_hugging_face_reads_what_ranks_wrote_and_the_other_way_round(
     tied: bool, tmp_path: Path
@@ -467,6 +469,7 @@ def test_a_save_waits_for_the_one_under_way(
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]
 
 
+@pytest.mark.default("one")
 @pytest.mark.parametrize("place", ["tp2", "one"])
 def test_a_damaged_file_loads_nothing(place: str, tmp_path: Path) -> None:
     run = Run(place)

@@ -25,7 +25,6 @@ def gpt() -> nn.Module:
         return GPT()
 
 
-@pytest.mark.slow
 def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured once; the model's tensors and hooks are what they were."""
     captured: list[object] = []
@@ -91,7 +90,6 @@ def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.num_collectives > one.num_collectives
 
 
-@pytest.mark.slow
 def test_one_without_a_plan_keeps_its_row() -> None:
     small = dt.Topology(memory_bytes=100_000)
     found = dt.compare(

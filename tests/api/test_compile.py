@@ -146,7 +146,7 @@ def test_a_new_shape_is_captured_and_an_old_one_is_not() -> None:
     assert len(f.plans) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp2_pp2")
 @pytest.mark.parametrize("placed", ["single", "tp2_pp2", "dp2_tp2"])
 def test_the_forward_of_a_model(placed: str) -> None:
     where = SIX[placed]
@@ -179,7 +179,6 @@ def test_training_and_evaluation_mode() -> None:
 # -- planning without running ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_plan_launches_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a session was made")
@@ -203,7 +202,6 @@ def test_a_plan_launches_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -
 # -- what is refused -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_what_is_refused() -> None:
     x = torch.randn(4, 4)
     cases: list[tuple[Callable[[], Any], str]] = [

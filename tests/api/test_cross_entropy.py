@@ -69,7 +69,7 @@ def test_one_reduction_of_three_numbers_a_row(reduction: Reduction, dtype: torch
     assert "{softmax@tp}" in str(plan)
 
 
-@pytest.mark.slow
+@pytest.mark.default("-100-10-mean")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("vocab", [10, 5, 2])  # over 4 ranks 5 are 2 + 2 + 1 + 0
 @pytest.mark.parametrize("ignored", [-100, 1])

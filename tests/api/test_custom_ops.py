@@ -256,7 +256,6 @@ scale.register_autograd(lambda ctx, grad: grad * {factor})
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
 def test_an_op_that_is_edited_and_reloaded(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest

@@ -92,7 +92,6 @@ def derived(kind: type[nn.Module], size: int | None) -> dt.placements.Placements
     return dt.placements.for_model(build(kind), DATA[kind][:1], size=size)
 
 
-@pytest.mark.slow
 def test_fused_heads_outside_of_their_projections() -> None:
     assert_expected_inline(
         str(derived(Interleaved, 4)),
@@ -142,7 +141,7 @@ def test_what_is_in_the_way_stays_whole() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.default("Mixer-4")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [Interleaved, Mixer])
 def test_gradients_are_plain_torchs(kind: type[nn.Module], size: int) -> None:
@@ -170,14 +169,12 @@ def test_the_derived_placements_of_the_projects_gpt_are_megatrons() -> None:
     }
 
 
-@pytest.mark.slow
 def test_on_one_rank_the_placements_are_those_of_any_number() -> None:
     ids = torch.zeros(4, 8, dtype=torch.long)
     one, any_number = (dt.placements.for_model(GPT(), (ids,), size=size) for size in (1, None))
     assert one == any_number
 
 
-@pytest.mark.slow
 def test_the_result_is_a_dict_that_can_be_edited() -> None:
     placements = dt.placements.for_model(MLP(), (torch.zeros(4, 16),), axis="x")
     del placements["down.weight"]
@@ -214,7 +211,7 @@ class Inception(nn.Module):
         return self.classes(F.relu(x).mean((2, 3)))
 
 
-@pytest.mark.slow
+@pytest.mark.default("2")
 @pytest.mark.parametrize("size", [None, 2])
 def test_what_is_derived_can_be_trained(size: int | None) -> None:
     model, x = build(Inception), torch.randn(2, 3, 4, 4)
@@ -225,7 +222,6 @@ def test_what_is_derived_can_be_trained(size: int | None) -> None:
     dt.train_step(placed, lambda m, x: m(x).square().mean(), opt).plan(x)
 
 
-@pytest.mark.slow
 def test_a_model_that_has_no_gradient_is_derived_from_its_forward() -> None:
     class Ids(nn.Module):
         def __init__(self) -> None:

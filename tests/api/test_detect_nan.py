@@ -133,7 +133,7 @@ def test_an_option_that_is_none() -> None:
         step_of(F.relu, detect_nan="inf")
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp2_pp2")
 @pytest.mark.parametrize("placed", ["tp2_pp2", "dp2_tp2"])
 def test_a_sound_model_runs_as_without(placed: str) -> None:
     """GPT with attention, pipelines and microbatches: the same bits."""
@@ -147,7 +147,7 @@ def test_a_sound_model_runs_as_without(placed: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.default("llama")
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_masks_of_hugging_face(name: str) -> None:
     """With padding, of which whole rows see nothing."""

@@ -184,7 +184,6 @@ def test_nothing_depends_on_when_a_prefill_ends(
         assert all(len(r.versions) >= len(r.tokens) for r in requests)
 
 
-@pytest.mark.slow
 def test_others_decode_while_a_prompt_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
     gen, meshes = pair_of_writers()
     with dt.launch(*meshes):
@@ -205,7 +204,6 @@ def test_others_decode_while_a_prompt_is_prefilled(monkeypatch: pytest.MonkeyPat
     assert second.tokens == greedy(writer(), [9], 3)
 
 
-@pytest.mark.slow
 def test_who_ends_with_the_first_token_is_not_sent() -> None:
     gen, meshes = pair_of_writers()
     text = greedy(writer(), [5, 17, 3], 6)
@@ -222,7 +220,6 @@ def test_who_ends_with_the_first_token_is_not_sent() -> None:
     assert (list(middle.tokens), middle.reason) == (text[: last + 1], "stop")
 
 
-@pytest.mark.slow
 def test_nothing_of_before_is_left_in_a_row() -> None:
     gen, meshes = pair_of_writers()
     with dt.launch(*meshes):
@@ -258,7 +255,6 @@ def test_versions_of_tokens() -> None:
     assert other.versions == [4, 4]
 
 
-@pytest.mark.slow
 def test_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disaggregated_prefill, "MOST_LOADED", 3)
     gen, meshes = pair_of_writers(slots=3)
@@ -294,7 +290,6 @@ def test_a_prefill_that_fails() -> None:
     assert list(text.tokens) == greedy(writer(), [5, 17, 3], 6)
 
 
-@pytest.mark.slow
 def test_a_transfer_that_fails_gives_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     gen, meshes = pair_of_writers()
 
@@ -313,7 +308,6 @@ def test_a_transfer_that_fails_gives_no_tokens(monkeypatch: pytest.MonkeyPatch) 
     assert list(text.tokens) == greedy(writer(), [5, 17, 3, 1], 6)
 
 
-@pytest.mark.slow
 def test_launches() -> None:
     gen, meshes = pair_of_writers(slots=1)
     with dt.launch(*meshes):
@@ -329,6 +323,7 @@ def test_launches() -> None:
         assert gen([[5, 3]], max_new_tokens=4) == want
 
 
+@pytest.mark.slow
 def test_what_is_refused() -> None:
     module = writer()
     policy = dt.parallelize(module, dt.Mesh(tp=2), {})

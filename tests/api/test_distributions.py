@@ -117,7 +117,7 @@ def trained(name: str, loss: Loss) -> list[float]:
         return [float(step(*data(number))) for number in range(3)]
 
 
-@pytest.mark.slow
+@pytest.mark.default("rrelu in evaluation-tp2")
 @pytest.mark.parametrize("placed", PLACED)
 @pytest.mark.parametrize("name", LOSSES)
 def test_as_torch(name: str, placed: str) -> None:
@@ -133,7 +133,7 @@ def test_as_torch(name: str, placed: str) -> None:
     assert trained(placed, LOSSES[name]) == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.default("rrelu")
 @pytest.mark.parametrize("name", DRAWN)
 def test_no_placement_changes_what_is_drawn(name: str) -> None:
     first = trained("single", DRAWN[name])
@@ -141,7 +141,6 @@ def test_no_placement_changes_what_is_drawn(name: str) -> None:
         assert trained(placed, DRAWN[name]) == pytest.approx(first, rel=1e-5)
 
 
-@pytest.mark.slow
 def test_what_is_drawn() -> None:
     """A third of the median, and of slopes the mean; by the quantiles of torch's distributions."""
 
@@ -178,7 +177,7 @@ BAD: dict[str, tuple[Loss, str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("gaussian-single")
 @pytest.mark.parametrize("placed", ["single", "dp2 microbatches", "tp2"])
 @pytest.mark.parametrize("name", BAD)
 def test_what_torch_refuses_is_refused_in_the_step(name: str, placed: str) -> None:
@@ -229,7 +228,7 @@ ctc.register_autograd(_ctc_backward, setup_context=_ctc_setup)
 dt.rule("distributions::ctc", "t! b c!, b s!, b, b -> b, t! b c!")
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp2")
 @pytest.mark.parametrize("placed", PLACED)
 def test_the_ctc_loss_that_an_error_advises(placed: str) -> None:
     def rows(model: nn.Module, x: Tensor) -> Tensor:

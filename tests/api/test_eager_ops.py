@@ -69,7 +69,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("broadcast-mesh(tp=3)")
 @pytest.mark.sample(*(f"{name}-{mesh}" for name in FUNCTIONS for mesh in MESHES[1:]))
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -82,7 +82,7 @@ def test_values_and_gradients(name: str, mesh: dt.Mesh) -> None:
         same(gradients(fn, spread), gradients(fn, plain))
 
 
-@pytest.mark.slow
+@pytest.mark.default("mesh(tp=3)")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_rows_that_ids_choose(mesh: dt.Mesh) -> None:
     """An embedding, and cross entropy over a split vocabulary: ids have no gradient."""
@@ -206,7 +206,7 @@ def test_out() -> None:
 SINGLE = ("broadcast", "mm", "softmax", "var", "layer_norm", "attention of groups", "cat", "cumsum")
 
 
-@pytest.mark.slow
+@pytest.mark.default("broadcast-mesh(tp=2)")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", SINGLE)
 def test_each_op_is_bitwise(name: str, mesh: dt.Mesh) -> None:
@@ -235,7 +235,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Shapes]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("variance")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_are_bitwise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both run the same ops. A compiled plan looks ahead: it may send less, and later."""
@@ -280,7 +280,6 @@ def _spread(mesh: dt.Mesh, shapes: Shapes, choice: tuple[Any, ...]) -> list[dt.D
     return [dt.distribute(x, mesh, **p) for x, p in zip(plain, choice, strict=True)]
 
 
-@pytest.mark.slow
 def test_each_takes_what_the_other_made() -> None:
     mesh = dt.Mesh(dp=2, tp=2)
     x = dt.distribute(torch.randn(8, 6), mesh, dp=dt.Row(), tp=dt.Column())

@@ -67,7 +67,7 @@ def drawn(fn: Callable[[Tensor], Tensor], mesh: dt.Mesh, stated: Any = None) -> 
     return fn(dt.distribute(X, mesh, **(stated or {}))).full_tensor()  # type: ignore[attr-defined]
 
 
-@pytest.mark.slow
+@pytest.mark.default("rand_like")
 @pytest.mark.parametrize("name", OPS)
 def test_the_numbers_of_one_rank_under_any_placement(name: str) -> None:
     wanted = drawn(OPS[name], ONE)

@@ -109,7 +109,7 @@ def allowed() -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.default("SGD momentum")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_transformer_is_trained_as_on_one_device(optimizer: str) -> None:
     """In float64: Adam divides by the size of gradients, and those of k's bias are rounding."""
@@ -187,7 +187,7 @@ def test_batch_norm_keeps_its_statistics() -> None:
     same(layer(dt.distribute(x, dt.Mesh(tp=2), tp=dt.Row())), plain(x))
 
 
-@pytest.mark.slow
+@pytest.mark.default("False")
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_layer_of_torchs_own(masked: bool) -> None:
     mesh = dt.Mesh(tp=2)

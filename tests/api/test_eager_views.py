@@ -147,7 +147,7 @@ PROGRAMS: list[Program] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.default("detached-mesh(tp=2)", "detached-mesh(tp=3)", "detached-mesh(dp=2, tp=2)")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
 def test_aliasing_is_pytorchs(program: Program, mesh: dt.Mesh) -> None:

@@ -92,7 +92,7 @@ MODELS: dict[type[nn.Module], tuple[int, ...]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("Fused")
 @pytest.mark.parametrize("kind", MODELS)
 def test_forward_and_backward_are_captured(kind: type[nn.Module]) -> None:
     check(squared, (kind(), an_input(*MODELS[kind])), grads="loss")
@@ -168,7 +168,6 @@ def test_on_eager_tensors(name: str, mesh: dt.Mesh) -> None:
             same(fn(dt.distribute(x, mesh, **choice)), fn(x))
 
 
-@pytest.mark.slow
 def test_eager_attention_and_its_gradients() -> None:
     def attention(x: Tensor, w: Tensor) -> Tensor:
         q, k, v = rearrange(F.linear(x, w), FUSED, three=3, h=2)

@@ -99,7 +99,6 @@ fix: tp=Shard(0, unit=16), which lines up
     plan_of(Heads(22), TP4, {"q.weight": dict(tp=Shard(0, unit=16))}, x)  # the fix
 
 
-@pytest.mark.slow
 def test_a_pin_across_fused_qkv_proposes_the_blocks() -> None:
     model, x = CausalSelfAttention(16, 4, bias=False), spec("f32[2,4,16]", TP2)
     assert_expected_inline(
@@ -134,7 +133,6 @@ fix: split the axis, as in Mesh(tp=2, tp_rep=2), and tp=Shard(0), which lines up
     plan_of(model, split, pins, spec("i64[4,8]", split))  # the fix
 
 
-@pytest.mark.slow
 def test_too_few_heads_for_an_axis_that_cannot_be_split() -> None:
     mesh = Mesh(tp=3)
     model, x = CausalSelfAttention(24, 4, bias=False), spec("f32[2,4,24]", mesh)
@@ -323,7 +321,6 @@ def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).pow(2).mean()
 
 
-@pytest.mark.slow
 def test_a_loss_that_mixes_rows() -> None:
     def contrastive(model: nn.Module, x: Tensor) -> Tensor:
         z = F.normalize(model(x), dim=-1)
@@ -343,7 +340,6 @@ fix: use microbatches=1, or write the loss as a mean or sum over rows""",
     train(contrastive, x, microbatches=1)  # the fix
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_no_sum_over_rows() -> None:
     def root(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return (model(x) - y).pow(2).mean().sqrt()

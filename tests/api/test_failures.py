@@ -85,7 +85,6 @@ def test_what_nobody_read_raises_at_the_next_call() -> None:
             run.step(*batch())
 
 
-@pytest.mark.slow
 def test_what_nobody_read_raises_at_the_end_of_the_launch() -> None:
     run = Run.of("tp2")
     with pytest.raises(TaskError, match="index out of range"), dt.launch(run.mesh):
@@ -95,7 +94,6 @@ def test_what_nobody_read_raises_at_the_end_of_the_launch() -> None:
         run.state()
 
 
-@pytest.mark.slow
 def test_outside_a_launch_the_next_call_starts_anew() -> None:
     run = Run.of("tp2")
     with pytest.raises(TaskError, match="index out of range"):
@@ -119,7 +117,6 @@ def test_an_exception_in_a_compiled_function() -> None:
 # -- wherever a host raises ------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_a_host_raises_anything_anywhere(backend: str, tmp_path: Path) -> None:
     """In a forward, a backward, a function, an eager op, a reward, initial values, a save, a load:

@@ -256,7 +256,6 @@ def test_a_slot_keeps_nothing_of_the_request_before() -> None:
     assert gen([prompt], max_new_tokens=8) == clean
 
 
-@pytest.mark.slow
 def test_captures_are_as_many_as_buckets(single: Generator) -> None:
     prompts = [[n % 32] * n for n in range(1, 25)]
     single(prompts, max_new_tokens=1)
@@ -339,7 +338,6 @@ def test_stages_without_a_cache() -> None:
 # -- asking ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_seeds(single: Generator) -> None:
     how: dict[str, Any] = dict(max_new_tokens=10, temperature=1.0)
     same = single([[1, 2]] * 3, seed=7, **how)
@@ -360,7 +358,6 @@ def test_seeds(single: Generator) -> None:
     assert mixed[0] == same[0] and len(mixed[1].tokens) == 3
 
 
-@pytest.mark.slow
 def test_streams(single: Generator) -> None:
     prompts = [[5, 17, 3], [9], [4, 4], [1], [2, 3], [30]]
     whole = single(prompts, max_new_tokens=6)
@@ -383,7 +380,6 @@ def test_streams(single: Generator) -> None:
     assert single(prompts, max_new_tokens=6) == whole
 
 
-@pytest.mark.slow
 def test_requests_come_and_go(single: Generator) -> None:
     (want,) = single([[5, 17, 3]], max_new_tokens=6)
     first = single.submit(torch.tensor([9, 9]), max_new_tokens=20)
@@ -449,7 +445,6 @@ def test_what_is_asked_is_checked(single: Generator) -> None:
     assert single([]) == [] and single.idle
 
 
-@pytest.mark.slow
 def test_launches(single: Generator) -> None:
     """Caches begin anew in each; what was on its way is lost, and says so."""
     want = single([[5, 3]], max_new_tokens=4)

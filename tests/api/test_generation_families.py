@@ -49,7 +49,7 @@ def shrunk(family: str) -> Any:
     pytest.skip(f"not built: {why!r}")
 
 
-@pytest.mark.slow
+@pytest.mark.default("bert")
 @pytest.mark.sample("bert", "opt")
 @pytest.mark.parametrize("family", sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_family(family: str) -> None:

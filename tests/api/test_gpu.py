@@ -50,7 +50,7 @@ PLACES = [
 # -- placements ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.default("inprocess-cpu-tp2")
 @pytest.mark.parametrize("placed", ["tp2", "dp2_tp2", "tp2_pp2"])
 @pytest.mark.parametrize(("backend", "device"), PLACES)
 def test_training(

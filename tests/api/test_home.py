@@ -329,7 +329,7 @@ PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("pp2")
 @pytest.mark.parametrize(
     "placed",
     [pytest.param(name, marks=[pytest.mark.ray] * name.endswith("Ray")) for name in PLACED],
@@ -351,7 +351,6 @@ def test_between_steps_inside_a_launch(placed: str, request: pytest.FixtureReque
     twins.check("outside")
 
 
-@pytest.mark.slow
 def test_torchs_clipping_between_steps_is_refused() -> None:
     """It would find no gradients, and clip nothing without a word."""
     twins = Twins.of()
@@ -369,7 +368,6 @@ def test_torchs_clipping_between_steps_is_refused() -> None:
     twins.check("after")
 
 
-@pytest.mark.slow
 def test_between_steps_outside_a_launch() -> None:
     twins = Twins.of()
     for name, way in WAYS.items():
@@ -455,7 +453,6 @@ def test_what_is_touched_is_fetched_alone() -> None:
         twins.train(1)
 
 
-@pytest.mark.slow
 def test_several_wrappers_of_one_module() -> None:
     twins = Twins.of()
     here, there = (
@@ -486,7 +483,6 @@ def test_the_wrapper_reads_as_the_module_does() -> None:
         same(float(twins.model.scale), float(twins.plain.scale), "an attribute")
 
 
-@pytest.mark.slow
 def test_an_argument_and_an_eager_operand_are_current() -> None:
     twins = Twins.of()
     times = dt.compile(lambda x, w: x @ w, twins.mesh)
@@ -513,7 +509,6 @@ def test_a_scheduler_and_hooks_of_the_optimizer() -> None:
             same(seen[-1], twins.plain.up.weight.detach(), "in the hook")
 
 
-@pytest.mark.slow
 def test_the_controllers_optimizer_is_stepped_for_who_looks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -564,7 +559,6 @@ def test_the_controllers_optimizer_is_stepped_for_who_looks(
     twins.check("with schedulers")
 
 
-@pytest.mark.slow
 def test_another_thread_reads_while_steps_run() -> None:
     twins, stop, seen = Twins.of(), threading.Event(), set[float]()
 
@@ -585,7 +579,6 @@ def test_another_thread_reads_while_steps_run() -> None:
     assert len(seen) > 1
 
 
-@pytest.mark.slow
 def test_an_object_in_a_tensors_place() -> None:
     twins = Twins.of()
     with dt.launch(twins.mesh):
@@ -620,7 +613,6 @@ def test_parameters_that_the_optimizer_does_not_hold_stay_as_they_are(when: str)
 # -- what is not seen, and what is gone ------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_view_that_was_written_is_sent_or_refused() -> None:
     twins = Twins.of()
     view = twins.net.up.weight.detach()
@@ -651,7 +643,6 @@ def test_memory_that_two_parameters_share_is_refused() -> None:
 LEFT = r"up\.weight is not here: its value was on mesh\(tp=2\)(.|\n)*fix: leave bring_home out"
 
 
-@pytest.mark.slow
 def test_values_that_stay_away_are_refused_until_others_are_loaded() -> None:
     twins = Twins.of()
     start = copy.deepcopy(dt.gather_state_dict(twins.model, twins.optimizer))
@@ -737,7 +728,7 @@ def test_bring_home_is_a_truth_value() -> None:
 # -- masters, meta ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.default("zero")
 @pytest.mark.parametrize("placed", ["tp2", "zero"])
 def test_a_written_parameter_sets_its_master(placed: str) -> None:
     """One that is written becomes what was written; the others go on from their masters."""
@@ -768,7 +759,6 @@ def test_a_written_parameter_sets_its_master(placed: str) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.slow
 def test_a_model_on_meta_stays_where_it_is() -> None:
     with torch.device("meta"):
         net = nn.Linear(4, 4)

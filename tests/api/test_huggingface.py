@@ -70,7 +70,7 @@ def is_zero(name: str) -> bool:
     return name.endswith("attention.self.key.bias")
 
 
-@pytest.mark.slow
+@pytest.mark.default("gpt2-dp2")
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_plain_torchs(name: str, mesh: str) -> None:
@@ -87,6 +87,7 @@ def test_loss_and_gradients_are_plain_torchs(name: str, mesh: str) -> None:
         assert error <= 1e-5 * scale, f"{parameter}: {error:.3e} of {scale:.3e}"
 
 
+@pytest.mark.default("gpt2")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_collectives_are_megatrons(name: str) -> None:
     """Forward, each row-parallel product and the embedding; backward, the input of each pair of
@@ -248,7 +249,6 @@ def test_bert() -> None:
     )
 
 
-@pytest.mark.slow
 def test_roles_of_transposed_and_plain_layers_are_stated_alike() -> None:
     """GPT-2's Conv1D weights are (in, out), Llama's Linear weights (out, in)."""
     stated: dict[str, dict[str, Any]] = {

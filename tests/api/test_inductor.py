@@ -75,7 +75,6 @@ def test_all_modes_have_the_same_bits() -> None:
     assert len(texts[0].splitlines()) == len(texts[1].splitlines())  # calls in the same places
 
 
-@pytest.mark.slow
 def test_a_bias_in_the_memory_of_its_product_beside_a_chain() -> None:
     """Its line says what is done in place, and stays as it is."""
     torch.manual_seed(0)
@@ -120,7 +119,6 @@ def test_other_placements_and_models(name: str, more: dict[str, Any]) -> None:
     assert_losses_close(losses, trained(name, "generated", **more)[0])
 
 
-@pytest.mark.slow
 def test_a_profile_names_what_was_fused() -> None:
     mesh = dt.Mesh(tp=2)
     f = dt.compile(lambda x, y: ((x * y).relu() + x).sum(), mesh)

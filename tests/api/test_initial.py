@@ -55,7 +55,7 @@ def values(mesh: dt.Mesh, pins: dict[str, Any], init: Any) -> dict[str, Tensor]:
 INITS: dict[str, Any] = {"reset": "reset", "function": small_normal, "builder": DropoutGPT}
 
 
-@pytest.mark.slow
+@pytest.mark.default("reset")
 @pytest.mark.parametrize("init", INITS)
 def test_the_same_bits_on_every_mesh(init: str) -> None:
     whole = values(dt.Mesh(), {}, INITS[init])
@@ -157,7 +157,6 @@ class Odd(nn.Module):
         return x + (self.blocks @ x.T).sum() + self.turned.sum() + self.cos.sum()  # type: ignore[operator]
 
 
-@pytest.mark.slow
 def test_padding_rows_buffers_and_small_matrices() -> None:
     def run(mesh: dt.Mesh, pins: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         dt.manual_seed(1)
@@ -259,7 +258,6 @@ def test_a_meta_model_without_init() -> None:
         dt.compile(lambda m, x: m(x), dt.Mesh())(model, torch.ones(2, 3))
 
 
-@pytest.mark.slow
 def test_loaded_values_replace_those_that_would_be_made() -> None:
     mesh = dt.Mesh(tp=2)
     torch.manual_seed(0)

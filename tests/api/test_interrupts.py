@@ -180,7 +180,7 @@ def tried(what: str, line: AtLine, after: list[list[torch.Tensor]]) -> None:
             left.close()
 
 
-@pytest.mark.slow
+@pytest.mark.default("first step-10")
 @pytest.mark.parametrize("draws", [10, 400])
 @pytest.mark.parametrize("what", DOES)
 @pytest.mark.sample(*(f"{what}-10" for what in DOES))
@@ -211,7 +211,6 @@ def test_a_handler_that_raises_nothing_changes_nothing(after: list[list[torch.Te
         assert same(training.state(), after[3])
 
 
-@pytest.mark.slow
 def test_a_handler_may_save(tmp_path: Path, after: list[list[torch.Tensor]]) -> None:
     """It runs where all calls work, though the signal comes within a step; the step goes on."""
     training, counted = Training(), AtLine()

@@ -55,7 +55,7 @@ def compare(placed: Placed, schedule: dt.Schedule, batches: Sequence[Sequence[Te
     torch.testing.assert_close(state, expected.state_dict(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.default("pp2-1")
 @pytest.mark.sample(*(f"{name}-{rows}" for name in PLACED for rows in (1, 3, 7)))
 @pytest.mark.parametrize("rows", range(1, 10))
 @pytest.mark.parametrize("name", PLACED)
@@ -125,7 +125,7 @@ def test_random_numbers_do_not_depend_on_how_a_batch_is_cut() -> None:
     assert losses(dt.Mesh(dp=2), 4, ROWS) == pytest.approx(whole, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.default("1-None-1 of 8 microbatches    -1")
 @pytest.mark.parametrize(
     ("rows", "inputs", "stated", "actions"),
     [
@@ -180,7 +180,6 @@ def test_gradients_of_a_short_batch() -> None:
         torch.testing.assert_close(kept[name], asked[name])
 
 
-@pytest.mark.slow
 def test_rows_that_belong_together_are_not_cut_apart() -> None:
     """Pairs of rows: a microbatch of 3 rows would hold half a pair."""
 

@@ -123,7 +123,6 @@ def test_an_equal_loss_is_another_key(losses: list[dt.Loss]) -> None:
     assert len({losses[0], losses[1], losses[0]}) == 2
 
 
-@pytest.mark.slow
 def test_detach_does_not_wait_and_running_ahead_is_kept() -> None:
     """Losses are kept without being read; the step's own books do not compare them by value."""
     mesh = dt.Mesh(tp=2)

@@ -89,7 +89,7 @@ CASES: list[tuple[dt.Mesh, float, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.default("mesh0-4194304.0-options0")
 @pytest.mark.parametrize(("mesh", "scale", "options"), CASES)
 def test_scales_losses_and_weights_are_those_of_torch(
     mesh: dt.Mesh, scale: float, options: dict[str, Any]
@@ -118,7 +118,6 @@ def test_scales_losses_and_weights_are_those_of_torch(
         torch.testing.assert_close(ours, torchs, rtol=0, atol=2e-3)
 
 
-@pytest.mark.slow
 def test_gradients_are_those_of_the_loss_itself() -> None:
     (x, y), *_ = data(1)
     exact = gradients_of(net(), (x, y), loss_fn)
@@ -150,7 +149,6 @@ class Counting(nn.Module):
         return (drop * nn.functional.embedding(ids, torch.ones(4, 1))).square().mean()
 
 
-@pytest.mark.slow
 def test_a_skipped_step_is_not_committed_and_a_failed_one_moves_no_scale() -> None:
     module = Counting()
     model = dt.parallelize(module, dt.Mesh(dp=2))
@@ -179,7 +177,6 @@ def test_a_skipped_step_is_not_committed_and_a_failed_one_moves_no_scale() -> No
     assert math.isfinite(last)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["inprocess", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_skipped_step_that_nobody_reads_is_no_failure(backend: Any) -> None:
     scaling = scaler(SMALL)

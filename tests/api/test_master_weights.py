@@ -61,7 +61,7 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("sgd")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_one_rank_gives_the_bits_of_the_recipe(name: str) -> None:
     data = batches(4)
@@ -108,7 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("pp2_dp2")
 @pytest.mark.parametrize("case", CASES)
 def test_levels_agree_to_the_bit(case: str) -> None:
     data = batches(3)
@@ -133,7 +133,7 @@ def saved(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.slow
+@pytest.mark.default("3")
 @pytest.mark.parametrize("zero", [1, 3])
 def test_training_resumes_to_the_bit(zero: int) -> None:
     data = batches(5)
@@ -206,7 +206,6 @@ def test_without_masters_their_state_is_taken_in_16_bits() -> None:
 # -- what the plan says ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_the_plan_counts_the_copies() -> None:
     one = batch()
     numel = sum(p.numel() for p in gpt().parameters())

@@ -214,7 +214,7 @@ def trained(
         return {"losses": losses, **dt.gather_state_dict(model, optimizer)}
 
 
-@pytest.mark.slow
+@pytest.mark.default("1")
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_bits_are_those_of_a_replicated_parameter(microbatches: int) -> None:
     given: dict[str, Any] = dict(schedule=dt.GPipe(microbatches=microbatches))
@@ -235,7 +235,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("dp first")
 @pytest.mark.parametrize("name", TRAINED)
 def test_with_other_options(name: str) -> None:
     mesh, shards, given = TRAINED[name]
@@ -246,7 +246,7 @@ def test_with_other_options(name: str) -> None:
     torch.testing.assert_close(found["model"], expected.state_dict(), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.default("stages0")
 @pytest.mark.parametrize("stages", [TWO_STAGES, "auto"])
 def test_a_tied_parameter_on_two_stages(stages: Any) -> None:
     """Heads of 4 are cut in halves; the embedding, which is the head too, in blocks of its own."""
@@ -277,7 +277,6 @@ def test_a_tied_parameter_on_two_stages(stages: Any) -> None:
     assert stored["blocks.1.attn.qkv.weight"] == "f32[(10+38)@tp,16]"
 
 
-@pytest.mark.slow
 def test_state_is_saved_and_loaded_under_any_placement() -> None:
     before = trained(TP4, PINS, make=torch_adamw, steps=2)
     whole, found = [], []
@@ -290,7 +289,6 @@ def test_state_is_saved_and_loaded_under_any_placement() -> None:
     assert_same_bits(found, whole)
 
 
-@pytest.mark.slow
 def test_programs_share_the_stored_parameter() -> None:
     """Steps and evaluation gather it; a program with which the pin lines up splits its work."""
     model, optimizer, step = step_of(TP4, keep_gradients=True)
@@ -313,7 +311,6 @@ def test_programs_share_the_stored_parameter() -> None:
         torch.testing.assert_close(kept[name], gradients[name])
 
 
-@pytest.mark.slow
 def test_a_buffer_that_forward_changes() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -348,7 +345,6 @@ def test_a_word_that_is_neither() -> None:
         dt.parallelize(MLP(), TP4, {}, misaligned="gathr")
 
 
-@pytest.mark.slow
 def test_a_pin_that_lines_up_is_used_as_pinned() -> None:
     pins = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
     x = torch.empty(8, 16)

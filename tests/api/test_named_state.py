@@ -62,7 +62,7 @@ class Trained:
         return dt.gather_state_dict(self.model, self.optimizer)
 
 
-@pytest.mark.slow
+@pytest.mark.default("sgd-False")
 @pytest.mark.parametrize(
     ("variant", "masters"),
     [(name, False) for name in VARIANTS] + [(name, True) for name in ("sgd", "adamw", "rprop")],
@@ -106,7 +106,6 @@ def test_one_value_that_is_put_counts() -> None:
         assert torch.all((others - run.module.a.bias.detach()).abs() < 5)
 
 
-@pytest.mark.slow
 def test_there_is_none_before_the_first_step() -> None:
     """Nor after one that was undone."""
     run = Trained(O.AdamW, {})
@@ -122,7 +121,6 @@ def test_there_is_none_before_the_first_step() -> None:
     assert len(run.state()["optimizer"]["state"]) == 4
 
 
-@pytest.mark.slow
 def test_a_momentum_that_is_stated_later() -> None:
     """As torch has it, also where it is left out again in between."""
     run = Trained(O.SGD, dict(lr=0.1))
@@ -138,7 +136,6 @@ def test_a_momentum_that_is_stated_later() -> None:
     )
 
 
-@pytest.mark.slow
 def test_steps_that_share_an_optimizer() -> None:
     """Each with other parameters, in turns; the state is looked at in between."""
 

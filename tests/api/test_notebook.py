@@ -15,8 +15,6 @@ from jupyter_client.manager import KernelManager
 
 from tests.chaos.watch import processes_of, running
 
-pytestmark = pytest.mark.slow
-
 SETUP = '''
 import time, torch, dtensor as dt
 import torch.nn.functional as F
@@ -176,6 +174,7 @@ def test_an_interrupt_within_steps(tmp_path: Path) -> None:
         assert notebook("{2, 3} & {n - num for n in steps_taken(num + 4)} != set()").text == "True"
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_the_cell_that_closes_is_never_run(tmp_path: Path) -> None:
     """Steps on Ray, an interrupt between them; then the kernel ends, and nothing is left."""

@@ -15,8 +15,6 @@ from torch.nn.utils import parametrizations, parametrize
 import dtensor as dt
 from tests.training import train_torch
 
-pytestmark = pytest.mark.slow
-
 
 class Symmetric(nn.Module):
     def forward(self, w: Tensor) -> Tensor:
@@ -97,6 +95,7 @@ def compare(placed: str, change: Change, loss: Any = loss_fn, steps: int = 3) ->
     torch.testing.assert_close(mine, theirs)
 
 
+@pytest.mark.default("low rank-pp2")
 @pytest.mark.parametrize("placed", ["tp2", "zero3", "pp2"])
 @pytest.mark.parametrize("way", WAYS)
 def test_before_the_first_step(way: str, placed: str) -> None:
@@ -118,6 +117,7 @@ def test_a_cache_of_weights_around_a_step_is_not_the_captures() -> None:
         assert net.mid.weight is computed
 
 
+@pytest.mark.default("pp2")
 @pytest.mark.parametrize("placed", PLACED)
 def test_what_is_frozen_at_first_is_trained_later(placed: str) -> None:
     """What is frozen later is in changing.py."""

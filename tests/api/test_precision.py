@@ -46,7 +46,7 @@ def only_forward(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.view(-1))
 
 
-@pytest.mark.slow
+@pytest.mark.default("under_autocast")
 @pytest.mark.parametrize("loss", [under_autocast, only_forward])
 def test_on_one_rank_autocast_gives_torchs_bits(loss: Any) -> None:
     """Of gradients and of parameters after three steps; the loss is of an op of our own."""
@@ -63,7 +63,6 @@ def test_on_one_rank_autocast_gives_torchs_bits(loss: Any) -> None:
     assert_same_bits(state["model"], dict(plain.state_dict()))
 
 
-@pytest.mark.slow
 def test_on_one_rank_cudas_list_gives_the_bits_of_its_casts_in_torch() -> None:
     """On CPU tensors torch's own region would do nothing."""
 
@@ -125,7 +124,6 @@ def test_a_function_with_an_argument_named_device_is_given_it() -> None:
     assert [str(o.spec) for o in plan.outputs] == ["f32[3]"]
 
 
-@pytest.mark.slow
 def test_autocast_around_the_call_is_another_program() -> None:
     one = batch()
     run = build(dt.Mesh(), dtype=None)
@@ -280,7 +278,6 @@ def is_bias(name: str) -> bool:
     return name.endswith("bias") and "norm" not in name
 
 
-@pytest.mark.slow
 def test_what_is_of_16_bits_is_sent_as_such() -> None:
     """dp=2: a rank sends half of what is scattered, and its half of what is gathered. The gradients
     of biases are sums over rows, of which each rank's part is float32."""

@@ -179,7 +179,7 @@ def test_many_ranks_are_cut_short() -> None:
 # -- of real steps ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.default("single")
 @pytest.mark.parametrize("name", ["single", "tp2", "pp2"])
 def test_parts_add_up_in_this_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.of(name)

@@ -832,7 +832,7 @@ SAMPLE = (  # of each kind of thing that may change
 )
 
 
-@pytest.mark.slow
+@pytest.mark.default("a buffer assigned anew")
 @pytest.mark.sample(*SAMPLE)
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
 @pytest.mark.parametrize("name", WAYS)
@@ -844,7 +844,7 @@ def test_it_is_as_in_torch(name: str) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.default("a hook of an activation")
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused(name: str) -> None:
     make, message = REFUSED[name]
@@ -855,7 +855,6 @@ def test_it_is_refused(name: str) -> None:
 # -- what is said ----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_value_that_changes_at_each_step_is_said_to_cost_a_capture() -> None:
     model = net()
     step = step_of(model, cross_entropy)
@@ -873,7 +872,6 @@ def test_a_value_that_changes_at_each_step_is_said_to_cost_a_capture() -> None:
     assert len(step.plans) == 4
 
 
-@pytest.mark.slow
 def test_a_number_that_is_an_argument_is_named() -> None:
     step = step_of(net(), lambda model, x, y, beta: cross_entropy(model, x, y) * beta)
     with pytest.warns(UserWarning, match=r"the argument beta: 2.0 -> 3.0"):
@@ -884,7 +882,6 @@ def test_a_number_that_is_an_argument_is_named() -> None:
     assert len(step.plans) == 5
 
 
-@pytest.mark.slow
 def test_an_equal_object_is_no_change() -> None:
     model = net(lambda self, h: h * self.config.beta * self.table[0] * sum(self.numbers))
     step = None
@@ -895,14 +892,12 @@ def test_an_equal_object_is_no_change() -> None:
     assert step is not None and len(step.plans) == 1
 
 
-@pytest.mark.slow
 def test_a_clock_is_said_to_be_read_once() -> None:
     step = step_of(net(lambda self, h: h * (time.time() % 7)), cross_entropy)
     with pytest.warns(UserWarning, match=r"reads the clock, once.*test_python_state.py:\d+"):
         step.plan(*batch(0))
 
 
-@pytest.mark.slow
 def test_a_step_that_is_captured_at_each_call_draws_as_torch_does() -> None:
     def between(self: Any, h: Tensor) -> Tensor:
         self.calls += 1
@@ -977,7 +972,6 @@ def test_a_misspelt_capture() -> None:
         step_of(net(), cross_entropy, capture="every call")
 
 
-@pytest.mark.slow
 def test_a_refused_step_leaves_all_as_it_was() -> None:
     seen: list[int] = []
 

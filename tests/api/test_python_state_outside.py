@@ -320,7 +320,7 @@ SAMPLE = (  # the ways that were lost before
 )
 
 
-@pytest.mark.slow
+@pytest.mark.default("a dict with weak keys")
 @pytest.mark.sample(*SAMPLE)
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
 @pytest.mark.parametrize("name", WAYS)
@@ -333,7 +333,7 @@ def test_it_is_as_in_torch(name: str) -> None:
     assert len(step.plans) >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.default("a clock in a partial")
 @pytest.mark.parametrize("name", [*unseen(), "a clock after an op"])
 def test_a_warning_names_the_line(name: str) -> None:
     if name in (own := unseen()):

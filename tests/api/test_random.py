@@ -49,7 +49,7 @@ def reference() -> list[float]:
     return train(dt.Mesh())
 
 
-@pytest.mark.slow
+@pytest.mark.default("mesh(pp=2)-1")
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
     [
@@ -69,7 +69,6 @@ def test_losses_of_20_steps(mesh: dt.Mesh, microbatches: int, reference: list[fl
     assert max(abs(a - b) for a, b in zip(reference, found, strict=True)) <= 2e-6
 
 
-@pytest.mark.slow
 def test_dropout_is_at_work(reference: list[float]) -> None:
     """Another seed gives other losses; the same seed the same ones."""
     again = train(dt.Mesh(), steps=3)
@@ -140,7 +139,7 @@ def test_masks_are_bitwise_equal(mesh: dt.Mesh, microbatches: int) -> None:
     assert torch.equal(gradient(mesh, microbatches), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.default("shape2")
 @pytest.mark.parametrize("shape", [(6, 9), (5, 7), (2, 3, 4)])
 def test_numbers_of_compiled_functions(shape: tuple[int, ...]) -> None:
     def draw(x: Tensor) -> tuple[Tensor, ...]:
@@ -290,7 +289,7 @@ def _spread(x: Tensor) -> Tensor:
     return x.flatten(2)[..., :1].view(*x.shape[:2], *[1] * (x.dim() - 2)).expand(x.shape)
 
 
-@pytest.mark.slow
+@pytest.mark.default("causal")
 @pytest.mark.parametrize("kind", ["causal", "bool mask", "float mask", "gqa"])
 def test_attention_with_dropout(kind: str) -> None:
     """The weights that are kept, scaled; at p near 0 it is torch's attention."""

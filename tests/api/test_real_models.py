@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -51,7 +50,6 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.embed(tokens), src_key_padding_mask=padded).mean(1))
 
 
-@pytest.mark.slow
 def test_torchs_transformer_encoder_has_megatrons_collectives() -> None:
     """Its fused projection is viewed as (3 e), and each of the 3 is taken: heads split within."""
     module = Encoder()
@@ -77,7 +75,6 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embed(tokens))[0][:, -1])
 
 
-@pytest.mark.slow
 def test_an_lstm_over_a_split_batch() -> None:
     """Also without gradients, where torch runs it as one op on some machines."""
     module, mesh, rows = Recurrent(), dt.Mesh(dp=2), dict(dp=dt.Row())
@@ -95,7 +92,6 @@ def test_an_lstm_over_a_split_batch() -> None:
     }
 
 
-@pytest.mark.slow
 def test_norms_of_weights() -> None:
     """Spectral norm writes a buffer that it has not read; weight norm's backward is one op."""
     module = nn.Sequential(

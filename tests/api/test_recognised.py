@@ -119,7 +119,7 @@ PLACED: dict[str, tuple[tuple[dt.Placement, ...], int, set[str]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("heads")
 @pytest.mark.parametrize("case", PLACED)
 def test_a_decode_step_gathers_no_cache(case: str) -> None:
     placements, length, kinds = PLACED[case]

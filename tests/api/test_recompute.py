@@ -91,7 +91,7 @@ def dropout_gpt() -> nn.Module:
     return DropoutGPT(0.2)
 
 
-@pytest.mark.slow
+@pytest.mark.default("pp2_1f1b")
 @pytest.mark.sample("tp2", "pp2_1f1b", "zero3_microbatches")
 @pytest.mark.parametrize("case", CASES)
 def test_masks_are_the_same_when_they_are_drawn_again(case: str) -> None:
@@ -99,7 +99,7 @@ def test_masks_are_the_same_when_they_are_drawn_again(case: str) -> None:
     assert_same_bits(trained(dropout_gpt(), recompute=["blocks.*"], **CASES[case]), plain)
 
 
-@pytest.mark.slow
+@pytest.mark.default("2")
 @pytest.mark.parametrize("dp", [1, 2])
 def test_statistics_move_once_a_step(dp: int) -> None:
     runs: list[Any] = []
@@ -181,7 +181,6 @@ fix: "*" matches 2 of 2 modules""",
     )
 
 
-@pytest.mark.slow
 def test_modules_that_are_never_called() -> None:
     assert_expected_inline(
         refused(["blocks.0", "blocks"]),

@@ -74,7 +74,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("1-torch.bfloat16")
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("placed", TRAINED)
 def test_gradients_that_are_sums_are_as_exact_as_torchs(placed: str, dtype: torch.dtype) -> None:

@@ -108,7 +108,7 @@ def test_a_custom_op_from_its_line_to_its_gradient() -> None:
     assert [str(c.kind) for c in made.plan.collectives] == ["all_reduce"]
 
 
-@pytest.mark.slow
+@pytest.mark.default("b t d, b t d, d -> b t d, d-linear2")
 @pytest.mark.usefixtures("registry")
 @pytest.mark.parametrize(
     "pattern, linear",
@@ -125,7 +125,6 @@ def test_wrong_rules_are_found(pattern: str, linear: Any) -> None:
     assert all("Partial" in text for text in found.wrong)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("registry")
 def test_a_missing_contraction_is_found() -> None:
     x, weight = torch.randn(4, 6).double(), torch.randn(6, 5).double()

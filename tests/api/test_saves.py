@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exits")
 
 
-@pytest.mark.slow
+@pytest.mark.default("outside, dcp")
 @pytest.mark.sample(*SOME)
 @pytest.mark.parametrize("case", ENDS)
 def test_no_end_of_a_process_hides_a_save_that_failed(case: str, folder: Path) -> None:
@@ -239,7 +239,6 @@ def test_a_save_into_a_folder_that_fails_leaves_what_was_there(held: Any, tmp_pa
     assert dt.load(tmp_path / "out", own).step == 1
 
 
-@pytest.mark.slow
 def test_from_pretrained_may_stand_on_the_next_line(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason=missing("transformers"))
     sizes = dict(vocab_size=37, hidden_size=16, intermediate_size=22, num_hidden_layers=1)

@@ -102,7 +102,7 @@ SCHEDULES: list[tuple[Callable[[int], dt.Schedule], int]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.default("GPipe-1-2-4")
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6)])
 @pytest.mark.parametrize(("schedule", "v"), SCHEDULES)
 def test_gradients(schedule: Callable[[int], dt.Schedule], v: int, p: int, m: int) -> None:
@@ -124,7 +124,6 @@ def test_both_halves_compute() -> None:
     assert "aten.native_layer_norm_backward.default" in names["I"]
 
 
-@pytest.mark.slow
 def test_stages_lie_where_the_schedule_has_them() -> None:
     """As a V, also for evaluation; and not elsewhere once they lie."""
     mesh = dt.Mesh(pp=2)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -143,7 +143,7 @@ def test_a_program_for_a_mesh_that_is_not_there() -> None:
 # -- what each has of its own ----------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.default("compiled-apart")
 @pytest.mark.parametrize("ranks", [None, {PLAY: (1, 0)}], ids=["apart", "shared"])
 @pytest.mark.parametrize("mode", ["compiled", "interpreted"])
 def test_two_models_in_turns_are_as_in_launches_of_their_own(ranks: Any, mode: Any) -> None:
@@ -161,7 +161,6 @@ def test_on_ray_too(ray_session: None) -> None:
     assert_same_bits(together(None, backend="ray"), together(None))
 
 
-@pytest.mark.slow
 def test_what_takes_a_mesh_or_a_step_works_on_the_second() -> None:
     side, other = Side(PLAY, 2), Side(TRAIN, 1)
     with dt.launch(TRAIN, PLAY):
@@ -234,6 +233,7 @@ def look_up(table: Tensor, index: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["compiled", "interpreted"])
 def test_a_failing_call_leaves_the_other_mesh_going(mode: Any) -> None:
+    dt.manual_seed(3)
     side = Side(TRAIN, 1)
     with dt.launch(TRAIN, PLAY, mode=mode):
         first = side.turn(0)
@@ -243,22 +243,7 @@ def test_a_failing_call_leaves_the_other_mesh_going(mode: Any) -> None:
             failing(table, torch.tensor([7])).full_tensor()
         assert failing(table, torch.tensor([1])).full_tensor().tolist() == [[1.0, 1.0]]
         found = read([first, side.turn(1), side.turn(2)])
-    assert_same_bits(found, alone_again(side))
-
-
-def alone_again(side: Side) -> list[Tensor]:
-    fresh = Side(side.mesh, 1)
-    with dt.launch(side.mesh):
-        return read([fresh.turn(n) for n in range(3)])
-
-
-@contextmanager
-def lost(session: Any, rank: int) -> Iterator[None]:
-    import os
-    import signal
-
-    os.kill(session.launch.cluster._home.processes[rank].counter.pid, signal.SIGKILL)
-    yield
+    assert_same_bits(found, alone(TRAIN, 1)[0])
 
 
 @pytest.mark.ray
@@ -269,9 +254,10 @@ def test_a_lost_rank_takes_all_meshes_along(ray_session: None) -> None:
     with pytest.raises(daft.ActorLost, match=words) as caught:  # noqa: SIM117
         with dt.launch(TRAIN, PLAY, backend="ray") as session:
             read([side.turn(0)])
-            with lost(session, 3):
-                for n in range(200):
-                    float(side.turn(n)[0])
+            cluster: Any = session.launch.cluster
+            os.kill(cluster._home.processes[3].counter.pid, signal.SIGKILL)
+            for n in range(200):
+                float(side.turn(n)[0])
     notes = " ".join(caught.value.__notes__)
     assert "on all meshes of the launch" in notes and "mesh(dp=2) on ranks 0, 1" in notes
     with pytest.raises(RuntimeError, match="is lost"):

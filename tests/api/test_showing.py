@@ -149,7 +149,6 @@ predicted     140.32 us a step (H100 SXM bf16, NVLink)
 STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm.*", "head*"]]}
 
 
-@pytest.mark.slow
 def test_the_longest_summary_fits() -> None:
     """Everything at once: six axes, stages, ZeRO, recomputation, masters, clipping."""
     mesh = dt.Mesh(pp=2, dp=2, tp=2, a=1, b=1, c=1, d=1)
@@ -168,7 +167,6 @@ def test_the_longest_summary_fits() -> None:
     assert_plain(plan._repr_html_())
 
 
-@pytest.mark.slow
 def test_rows_of_a_summary_add_up() -> None:
     """What is sent: of a plan of one stage, each row is all of its axis, phase and kind."""
     plan = plan_model(

@@ -121,7 +121,6 @@ def test_messages_are_those_of_the_plan() -> None:
     assert spent == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.slow
 def test_a_mesh_of_4096_ranks() -> None:
     mesh = dt.Mesh(pp=16, dp=32, tp=8)
     module = Chain(16)
@@ -286,7 +285,6 @@ def test_a_picture_of_a_pipeline() -> None:
     assert ">backward</text>" not in drawing  # it stands in halves
 
 
-@pytest.mark.slow
 def test_a_picture_of_very_many_spans() -> None:
     trace = made(num_ranks=16, num_spans=2500)
     drawing = check_picture(trace)
@@ -306,7 +304,6 @@ def test_a_picture_of_very_many_spans() -> None:
     )
 
 
-@pytest.mark.slow
 def test_an_action_of_narrow_spans_has_a_title() -> None:
     step = step_of(4, dt.Mesh(pp=2), dt.ZBV(120))
     topology = dt.Topology(flops=1e9, memory_bandwidth=1e9)

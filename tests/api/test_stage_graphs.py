@@ -117,7 +117,7 @@ GPT_THREE = [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*"], ["norm*", "
 CODERS = [["embed*", "encoder.0*"], ["encoder.1*", "decoder.0*"], ["decoder.1*", "head*"]]
 
 
-@pytest.mark.slow
+@pytest.mark.default("Branches-square-vectors-stages4-3-schedule4")
 @pytest.mark.parametrize(
     ("make", "loss", "data", "stages", "ranks", "schedule"),
     [
@@ -197,7 +197,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp4, then dp4")
 @pytest.mark.parametrize("case", SPLIT)
 def test_stages_that_are_split_in_different_ways(case: str) -> None:
     check_step(Run.of(SPLIT[case], module=two_mlps(), loss=square_error), square_error, rows())
@@ -260,7 +260,6 @@ def weighted(
     return (each * mask.flatten()).sum() / mask.numel()
 
 
-@pytest.mark.slow
 def test_each_stage_is_fed_the_arguments_that_it_uses() -> None:
     placed = Placed(
         axes=dict(pp=3, dp=2),

@@ -36,7 +36,7 @@ def scrambled(**options: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.slow
+@pytest.mark.default("dp4-single-inside-False")
 @pytest.mark.parametrize(
     ("first", "second", "when", "tied"),
     [
@@ -78,7 +78,6 @@ def test_three_steps_here_and_three_there_are_six(
     assert set(final["optimizer"]["state"]) == set(optimizer.state_dict()["state"])
 
 
-@pytest.mark.slow
 def test_plain_torch_goes_on_from_it() -> None:
     run = Run.of("tp2_pp2")
     with dt.launch(run.mesh):
@@ -93,7 +92,6 @@ def test_plain_torch_goes_on_from_it() -> None:
     assert_losses_close(losses, train_torch(plain, adamw(plain), DATA, clip=1.0))
 
 
-@pytest.mark.slow
 def test_it_goes_on_from_plain_torch() -> None:
     model = make_model()
     optimizer = adamw(model)
@@ -122,7 +120,7 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-@pytest.mark.slow
+@pytest.mark.default("2")
 @pytest.mark.parametrize("hidden", [7, 2])
 def test_uneven_and_empty_shards(hidden: int) -> None:
     """7 over 3 ranks is 3, 3, 1; 2 over 3 ranks leaves one with nothing."""

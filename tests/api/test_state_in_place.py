@@ -82,7 +82,7 @@ def latest(mesh: dt.Mesh) -> Program:
     return list(programs_of(session_for(mesh)))[-1].program
 
 
-@pytest.mark.slow
+@pytest.mark.default("slots-index_copy")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("split", MESHES)
 def test_a_cache_is_written_where_it_lies(name: str, split: str) -> None:
@@ -108,7 +108,7 @@ def test_a_cache_is_written_where_it_lies(name: str, split: str) -> None:
         assert bool(own.replayable) == (how == "in place")
 
 
-@pytest.mark.slow
+@pytest.mark.default("12")
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_are_as_in_torch(seed: int) -> None:
     draw = random.Random(1000 + seed)
@@ -129,7 +129,7 @@ def test_random_programs_are_as_in_torch(seed: int) -> None:
             assert torch.equal(buffer, reference.get_buffer(name)), statements
 
 
-@pytest.mark.slow
+@pytest.mark.default("False-m.{a}.index_copy_(2, i, {x}[:, :, :2])")
 @pytest.mark.parametrize("text", [w for w in WRITES if "m.n" not in w and "{b}" not in w])
 @pytest.mark.parametrize("reads", [False, True])
 def test_what_becomes_of_each_form(text: str, reads: bool) -> None:
@@ -154,7 +154,6 @@ def test_the_plan_says_what_is_copied() -> None:
     assert "a: computed, and copied at the commit" in text and "192 B copied" in text
 
 
-@pytest.mark.slow
 def test_what_is_in_place_is_neither_counted_nor_priced_as_another() -> None:
     def f(m: Any, x: Tensor) -> Tensor:
         m.k[:, :, :1] = x
@@ -195,7 +194,7 @@ class Failing(nn.Module):
         return (self.k.sum((1, 2)) + self.table(tokens).sum(1)).log1p()
 
 
-@pytest.mark.slow
+@pytest.mark.default("heads-True")
 @pytest.mark.parametrize("detect", [False, True])
 @pytest.mark.parametrize("split", ["one", "heads", "slots"])
 def test_a_call_that_fails_between(detect: bool, split: str) -> None:
@@ -233,7 +232,6 @@ def test_a_call_that_fails_between(detect: bool, split: str) -> None:
             assert torch.allclose(buffer, reference.get_buffer(name), atol=1e-12), name
 
 
-@pytest.mark.slow
 def test_an_index_out_of_range_fails_before_the_commit() -> None:
     fn, (x, _), _ = FORMS["prefill"]
     for mesh, placed in (MESHES["one"], MESHES["slots"]):
@@ -248,7 +246,6 @@ def test_an_index_out_of_range_fails_before_the_commit() -> None:
             assert net.k[S - 1].any() and not net.k[: S - 1].any()
 
 
-@pytest.mark.slow
 def test_where_it_is_written_may_not_come_by_a_message() -> None:
     mesh = dt.Mesh(tp=2)
 
@@ -316,7 +313,7 @@ def decoded(mesh: dt.Mesh, backend: str = "inprocess", **more: Any) -> list[Tens
     return [*found, net.layers[0].k.clone()]
 
 
-@pytest.mark.slow
+@pytest.mark.default("mesh(pp=2, tp=2)")
 @pytest.mark.parametrize("mesh", [dt.Mesh(pp=2), dt.Mesh(pp=2, tp=2)], ids=str)
 def test_caches_of_stages(mesh: dt.Mesh) -> None:
     decoded(mesh)
@@ -330,7 +327,6 @@ def test_ray_has_the_same_bits() -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.slow
 def test_gradients_change_no_state_and_a_step_does() -> None:
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     reference = copy.deepcopy(net)
@@ -357,7 +353,7 @@ def test_gradients_change_no_state_and_a_step_does() -> None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.default("positions", "slots")
 @pytest.mark.parametrize("split", MESHES)
 def test_an_argument_is_changed_as_in_torch(split: str) -> None:
     mesh, placed = MESHES[split]
@@ -397,7 +393,6 @@ def test_autograd_knows_that_an_argument_was_changed() -> None:
             y.backward()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -418,7 +413,6 @@ def test_arguments_that_may_not_be_changed(given: Any, message: str) -> None:
             dt.compile(lambda a, b: a.add_(b + 1), mesh)(*given(cache))
 
 
-@pytest.mark.slow
 def test_a_training_step_changes_no_argument() -> None:
     mesh = dt.Mesh()
     net = nn.Linear(2, 2)
@@ -433,7 +427,6 @@ def test_a_training_step_changes_no_argument() -> None:
         step(dt.distribute(torch.zeros(4, 2), mesh))
 
 
-@pytest.mark.slow
 def test_an_argument_is_not_taken_for_the_buffer_of_its_name() -> None:
     class Named(nn.Module):
         def __init__(self) -> None:

@@ -351,6 +351,7 @@ def test_a_compiled_function_follows() -> None:
         assert late(model, x).spec.mesh == a.mesh
 
 
+@pytest.mark.slow
 def test_nothing_on_the_ranks_yet() -> None:
     a, b, data = PLACES["dp4"], PLACES["tp2"], batches(1)
     trained, fresh = Trained(a), Trained(b)
@@ -381,6 +382,7 @@ def test_what_is_written_and_read_between() -> None:
         assert not torch.equal(trained.module.norm.weight, torch.full((16,), 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["elsewhere", "same mesh"])
 def test_a_failure_in_the_middle(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 cannot put together what came: nobody has anything new."""
@@ -532,6 +534,7 @@ def test_a_teacher_is_switched_first() -> None:
         assert student.mesh == teacher.mesh == b
 
 
+@pytest.mark.slow
 def test_a_state_that_was_looked_at_is_put_anew() -> None:
     a, b, data = PLACES["dp4 zero3"], PLACES["tp2"], batches(3)
     losses = []
@@ -655,6 +658,7 @@ def test_a_model_on_meta() -> None:
     assert not torch.equal(after["model"]["norm.weight"], before["norm.weight"])
 
 
+@pytest.mark.slow
 def test_a_generator_is_made_anew() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -99,7 +99,7 @@ def fresh_logits(state: Mapping[str, Any], module: nn.Module, mesh: dt.Mesh, **s
         return dt.compile(logits_of, mesh)(model, batch(9)[0]).full_tensor()
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp2 to one-False")
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_the_actor_has_the_values_after_the_steps_before(pair: str, shared: bool) -> None:

@@ -87,7 +87,6 @@ def test_scalars() -> None:
         float(dt.distribute(ints(4), TP2))
 
 
-@pytest.mark.slow
 def test_shards_of_garbage_are_dropped() -> None:
     with dt.launch(TP2) as session:
         kept = dt.distribute(ints(4), TP2)

@@ -47,7 +47,7 @@ PLACED: dict[str, tuple[dt.Mesh, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp-distil")
 @pytest.mark.parametrize("loss_fn", [distil, pull])
 @pytest.mark.parametrize("placed", PLACED)
 def test_a_teacher_and_a_student(placed: str, loss_fn: Callable[..., Tensor]) -> None:
@@ -84,7 +84,7 @@ def second_half(g: nn.Module, d: nn.Module, z: Tensor) -> Tensor:
     return F.softplus(-d(g(z))).mean()
 
 
-@pytest.mark.slow
+@pytest.mark.default("mesh0")
 @pytest.mark.parametrize("mesh", [TP, DP])
 def test_two_steps_that_train_one_module_each_and_read_the_other(mesh: dt.Mesh) -> None:
     plain_g, plain_d = mlp(0, norm=True), mlp(1)

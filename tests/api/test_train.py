@@ -168,7 +168,7 @@ def test_the_norm_is_over_the_parameters_of_the_optimizer() -> None:
 # -- parameters and optimizers ---------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.default("3")
 @pytest.mark.parametrize("zero", [0, 3])
 def test_frozen_parameters(zero: int) -> None:
     """Frozen from the start, thawed, and others frozen later: each step trains what torch does."""
@@ -237,7 +237,7 @@ class Scaled(GPT):
         return super().forward(tokens) * self.last
 
 
-@pytest.mark.slow
+@pytest.mark.default("axes1-0")
 @pytest.mark.parametrize(
     ("axes", "level"), [(dict(pp=1), 0), (dict(pp=2), 0), (dict(pp=2, dp=2), 3)]
 )
@@ -410,7 +410,6 @@ def of_keywords(model: nn.Module, x: Tensor, *, y: Tensor, mask: Tensor | None =
     return loss_fn(model, x, y)
 
 
-@pytest.mark.slow
 def test_batches_in_any_structure() -> None:
     module = mlp()
     model = dt.parallelize(module, DP)
@@ -452,7 +451,6 @@ def logits(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens)
 
 
-@pytest.mark.slow
 def test_each_evaluation_sees_the_steps_before_it() -> None:
     """Nothing is read before all is submitted: the stages are in several runs at once."""
     given, run = batches(3), Run.of("pp2", clip=None)
@@ -479,7 +477,7 @@ def test_each_evaluation_sees_the_steps_before_it() -> None:
     assert {c.kind for c in daft.interference(trains, trains).conflicts} == {"write-write"}
 
 
-@pytest.mark.slow
+@pytest.mark.default("0")
 @pytest.mark.parametrize("level", [0, 3])
 def test_two_optimizers_of_one_model_take_turns(level: int) -> None:
     """Each finds the parameters as the other left them, in whatever memory."""

@@ -43,7 +43,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("AdamW-mesh0-0")
 @pytest.mark.parametrize(
     ("kind", "mesh", "first"),
     [
@@ -110,7 +110,7 @@ def test_an_update_that_fails_is_undone(
     assert_same_bits(whole, undone)
 
 
-@pytest.mark.slow
+@pytest.mark.default("axes0")
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"dp": 2}])
 def test_bytes_of_the_copies(axes: dict[str, int]) -> None:
     """The plan's memory has them, inside such a launch alone: each value that a step writes, once

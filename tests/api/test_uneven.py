@@ -34,7 +34,7 @@ X = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
 ROWS = [{"x": dict(a=dt.Row())}, {"x": dict(a=dt.Column())}]
 
 
-@pytest.mark.slow
+@pytest.mark.default("cat")
 @pytest.mark.parametrize(
     "fn",
     [
@@ -136,7 +136,6 @@ def test_an_mlp_trains_with_adamw_and_clipping(axes: dict[str, int]) -> None:
         torch.testing.assert_close(state["model"][name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_heads_in_units() -> None:
     """5 heads of 4 over 3 ranks: 2, 2 and 1 of them."""
     placed = Placed(
@@ -156,7 +155,7 @@ def test_heads_in_units() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.default("untied")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_vocabulary_that_does_not_divide(tied: bool) -> None:
     """31 tokens over 3 ranks: embedding, head and cross-entropy, 11 + 11 + 9 rows."""
@@ -218,7 +217,7 @@ def check_language_model(
 # -- fewer kv heads than ranks ---------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.default("repeat")
 @pytest.mark.parametrize("spread", ["enable_gqa", "repeat"])
 def test_grouped_query_attention_with_more_ranks_than_kv_heads(spread: str) -> None:
     """2 kv heads over kv=2, their 4 q heads over kv and rep: 4 ranks, each its own q head."""
@@ -239,7 +238,6 @@ def test_grouped_query_attention_with_more_ranks_than_kv_heads(spread: str) -> N
     )
 
 
-@pytest.mark.slow
 def test_a_llama_with_more_ranks_than_kv_heads_trains() -> None:
     both = dict(kv=dt.Row(unit=4), rep=dt.Row(unit=4))
     back = dict(kv=dt.Column(unit=4), rep=dt.Column(unit=4))

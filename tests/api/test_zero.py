@@ -68,7 +68,7 @@ def square_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (model(x) - y).square().mean()
 
 
-@pytest.mark.slow
+@pytest.mark.default("adagrad-torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_no_number_depends_on_where_a_parameter_is_cut(name: str, dtype: torch.dtype) -> None:
@@ -141,7 +141,7 @@ def test_sizes_that_do_not_divide(level: int) -> None:
     assert "whole: scale, shift" in str(plan)
 
 
-@pytest.mark.slow
+@pytest.mark.default("1")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_slice_that_is_no_view(level: int) -> None:
     """A fused bias under tp: a rank's part of each of the three blocks is a place of its own."""
@@ -240,7 +240,6 @@ def test_loading_within_a_launch(level: int) -> None:
         run.state()
 
 
-@pytest.mark.slow
 def test_evaluation_reads_what_training_stores() -> None:
     run = run_of(3)
     one = batches(1)[0]

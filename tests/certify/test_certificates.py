@@ -15,6 +15,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,6 @@ def test_the_table_lists_every_rule() -> None:
     assert recorded_ops(TABLE.read_text()) == RULED, "run make certify"
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the ops' own: statistics of empty shards, beta ops
 @pytest.mark.parametrize("name", sorted(SAMPLES))
 def test_no_strategy_is_wrong(name: str) -> None:
@@ -208,67 +208,55 @@ def _planted(text: str, **options: Any) -> Callable[[OpCall], Rule]:
     return lambda call: parse_rule(text, call.operands, call.results, **options)
 
 
+LINEAR, LOCAL_COUNT = _planted("a -> a", linear=((0,),)), _planted(", a b, a b -> a b")
+X, Y, W, V = _randn(4, 6), _randn(4, 6).flip(0), _randn(6, 2), _randn(4)
+VALUES = "other values"
 PLANTED: dict[str, tuple[Any, tuple[Any, ...], Callable[[OpCall], Rule], str]] = {
     "mm reduced with max": (
         aten.mm.default,
-        (_randn(4, 6), _randn(6, 2)),
+        (X, W),
         _planted("m k, k n -> m n", reduce="max"),
-        "other values",
+        VALUES,
     ),
     "mm linear in both at once": (
         aten.mm.default,
-        (_randn(4, 6), _randn(6, 2)),
+        (X, W),
         _planted("m k!, k! n -> m n", linear=((0, 1),)),
-        "other values",
+        VALUES,
     ),
     "a bias that each rank adds": (
         aten.addmm.default,
-        (_randn(4), _randn(8, 6), _randn(6, 4)),
+        (V, _randn(8, 6), _randn(6, 4)),
         _planted("n, m k, k n -> m n"),
         "Shard(1), Shard(0)] -> [Partial",
     ),
     "mm on a split k with the result whole": (
         aten.mm.default,
-        (_randn(4, 6), _randn(6, 6)),
+        (X, _randn(6, 6)),
         _planted("m k, k n -> m k"),
         "its shard is",
     ),
-    "mean with the local count": (
-        aten.mean.dim,
-        (_randn(4, 6), [1]),
-        _planted("a b -> a"),
-        "other values",
-    ),
+    "mean with the local count": (aten.mean.dim, (X, [1]), _planted("a b -> a"), VALUES),
     "softmax along a split dim": (
         aten._softmax.default,
-        (_randn(4, 6), 1, False),
+        (X, 1, False),
         _planted("a b -> a b"),
-        "other values",
+        VALUES,
     ),
     "view with global sizes": (
         aten.view.default,
-        (_randn(4, 6), [4, 2, 3]),
+        (X, [4, 2, 3]),
         _planted("a (b c) -> a b c", sizes={"b": 2}),
         "RuntimeError",
     ),
-    "gelu as if linear": (aten.gelu.default, (_randn(4),), _planted("a -> a", linear=((0,),)), ""),
-    "abs pending: right only if rank 0 has it all": (
-        aten.abs.default,
-        (_randn(4),),
-        _planted("a -> a", linear=((0,),)),
-        "other values",
-    ),
-    "add of a literal as if linear": (
-        aten.add.Tensor,
-        (_randn(4), 1.0),
-        _planted("a -> a", linear=((0,),)),
-        "other values",
-    ),
+    "gelu as if linear": (aten.gelu.default, (V,), LINEAR, ""),
+    "abs pending: right only if rank 0 has it all": (aten.abs.default, (V,), LINEAR, VALUES),
+    "add of a literal as if linear": (aten.add.Tensor, (V, 1.0), LINEAR, VALUES),
     "mse gradient over the local count": (
         aten.mse_loss_backward.default,
-        (_randn(), _randn(4, 6), _randn(4, 6).flip(0), 1),
-        _planted(", a b, a b -> a b"),
-        "other values",
+        (_randn(), X, Y, 1),
+        LOCAL_COUNT,
+        VALUES,
     ),
     "embedding of split rows without their offset": (
         aten.embedding.default,
@@ -278,9 +266,9 @@ PLANTED: dict[str, tuple[Any, tuple[Any, ...], Callable[[OpCall], Rule], str]] =
     ),
     "argmax of a split dim": (
         aten.argmax.default,
-        (_randn(4, 6), 1),
+        (X, 1),
         _planted("a b -> a", reduce="max"),
-        "other values",
+        VALUES,
     ),
 }
 
@@ -312,15 +300,12 @@ def _for(name: str, planted: Callable[[OpCall], Rule]) -> Callable[[OpCall], Rul
     return lambda call: planted(call) if call.name == name else rule_for(call)
 
 
-@pytest.mark.slow
 def test_local_count_in_a_backward_is_found_from_forward() -> None:
     """PyTorch's DTensor gives gradients as many times too large as there are ranks here."""
-    rule = _for("aten.mse_loss_backward.default", _planted(", a b, a b -> a b"))
-    x, y = _randn(4, 6), _randn(4, 6).flip(0)
-    found = certify(F.mse_loss, x, y, rule=rule)
+    found = certify(F.mse_loss, X, Y, rule=_for("aten.mse_loss_backward.default", LOCAL_COUNT))
     assert found.wrong
     assert all(text.startswith("aten.mse_loss_backward") for text in found.wrong)
-    assert certify(F.mse_loss, x, y).wrong == ()
+    assert certify(F.mse_loss, X, Y).wrong == ()
 
 
 def test_wrong_only_where_the_size_does_not_divide() -> None:
@@ -329,10 +314,7 @@ def test_wrong_only_where_the_size_does_not_divide() -> None:
     def localize(call: OpCall, local: Any) -> OpCall:
         return call.with_arg(1, [-(-s // 2) if s == 4 else s for s in call.args[1]])
 
-    def rule(call: OpCall) -> Rule:
-        return parse_rule("a b -> a b", call.operands, call.results, localize=localize)
-
-    x = _randn(4, 3)
+    x, rule = _randn(4, 3), _planted("a b -> a b", localize=localize)
     assert certify_call(aten.expand.default, (x, [4, 3]), rule=rule, nums=(2,), square=False).wrong
     found = certify(aten.expand.default, x, [4, 3], rule=rule)
     assert any("on 3 ranks" in text for text in found.wrong)
@@ -340,19 +322,11 @@ def test_wrong_only_where_the_size_does_not_divide() -> None:
 
 def test_wrong_only_in_half_precision() -> None:
     def localize(call: OpCall, local: Any) -> OpCall:
-        return OpCall(
-            target=_sum_float,
-            args=call.args[:1],
-            operands=call.operands,
-            results=call.results,
-        )
+        return replace(call, target=_sum_float, args=call.args[:1])
 
-    def rule(call: OpCall) -> Rule:
-        return parse_rule("a -> ", call.operands, call.results, localize=localize)
-
-    x = _randn(4)
-    assert certify_call(aten.sum.default, (x,), rule=rule).wrong == ()
-    found = certify(aten.sum.default, x, rule=rule)
+    rule = _planted("a -> ", localize=localize)
+    assert certify_call(aten.sum.default, (V,), rule=rule).wrong == ()
+    found = certify(aten.sum.default, V, rule=rule)
     assert found.wrong
     assert all("bf16" in text for text in found.wrong)
 
@@ -370,9 +344,7 @@ def test_wrong_only_on_two_axes() -> None:
         split = spec.placements[0] == spec.placements[-1]
         return call.with_arg(1, [call.args[1][0] // share if split else call.args[1][0]])
 
-    def rule(call: OpCall) -> Rule:
-        return parse_rule("a -> a", call.operands, call.results, localize=localize)
-
+    rule = _planted("a -> a", localize=localize)
     found = certify_call(aten.view.default, (_randn(12), [12]), rule=rule, nums=(2,))
     assert any("on 2x2 ranks" in text for text in found.wrong)
 
@@ -402,14 +374,6 @@ def test_the_table_can_be_read_back() -> None:
     assert "| `aten.add.Tensor` | `a, a -> a` | 7 | 0 | 0 | 0 |" in text
 
 
-@pytest.mark.slow
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["aten.neg.default", "aten::mm"]) == 0
-    out = capsys.readouterr().out
-    assert "m k, k n -> m n" in out
-    assert "2 rules, " in out and ": 0 wrong" in out
-
-
 def test_the_command_names_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     for given in (["aten.negg.default"], ["aten.mm.default", "--table", "x.md"]):
         with pytest.raises(SystemExit) as raised:
@@ -418,7 +382,11 @@ def test_the_command_names_what_it_does_not_know(capsys: pytest.CaptureFixture[s
     assert "nearest names" in capsys.readouterr().err
 
 
-def test_the_command_fails_on_a_wrong_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fails_on_a_wrong_rule(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     wrong = Certificate(("aten.neg.default: bad",), checked=1)
+    assert main(["aten.neg.default", "aten::mm"]) == 0
+    assert "2 rules, " in (out := capsys.readouterr().out) and ": 0 wrong" in out
     monkeypatch.setattr("tests.certify.__main__.certify_samples", lambda *a, **k: wrong)
     assert main(["aten.neg.default"]) == 1

@@ -17,7 +17,6 @@ except CompilerMissing as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-@pytest.mark.slow
 def test_all_parts_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     with dt.testing.simulated_gpus(2, seed=1) as gpus:
         status = main(["doctor", "--gpu", "--json"])

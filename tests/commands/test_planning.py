@@ -52,7 +52,6 @@ def test_the_plan_is_that_of_the_library(command: Command):
     assert [c["name"] for c in found["collectives"]] == [c.name for c in plan.collectives]
 
 
-@pytest.mark.slow
 def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch):
     from dtensor.api.step import plan_call
 
@@ -66,7 +65,6 @@ def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch
     assert rows[1]["memory"]["parameters"] > rows[2]["memory"]["parameters"]
 
 
-@pytest.mark.slow
 def test_plan_for_a_device(command: Command):
     """One that does not run here."""
     Path("cast.py").write_text(
@@ -86,7 +84,6 @@ def test_plan_for_a_device(command: Command):
     assert "--device cudda is none.\nfix: cuda" in ran.err
 
 
-@pytest.mark.slow
 def test_one_that_does_not_fit(command: Command):
     ran = command("compare mlp.py:make --placements none --mesh dp=2 --mesh dp=4 --memory 4KiB")
     assert ran.status == 1
@@ -96,7 +93,6 @@ def test_one_that_does_not_fit(command: Command):
     assert "It does not fit: the fullest rank needs" in ran.err
 
 
-@pytest.mark.slow
 def test_simulate_draws_and_writes(command: Command):
     line = "simulate mlp.py:make --set width=8192 --mesh pp=2 --microbatches 2 --schedule gpipe"
     ran = command(f"{line} --trace out.json")
@@ -152,7 +148,6 @@ def test_what_is_wrong_is_named(command: Command, line: str, said: str):
     assert ran.out == ""
 
 
-@pytest.mark.slow
 def test_a_glob_of_the_users_that_matches_nothing(command: Command):
     pins = 'import dtensor as dt\npins = {"*.upp.weight": dict(ep=dt.Row())}\n'
     Path("pins.py").write_text(pins)

@@ -30,7 +30,6 @@ def test_losses_are_the_same_under_each_mesh(command: Command):
     assert found[0]["losses"][1] < found[0]["losses"][0]
 
 
-@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_found(command: Command):
     ran = command("run mlp.py:make --mesh dp=2 --optimizer SGD --lr 1e30 --steps 3")
     assert ran.status == 1
@@ -38,7 +37,6 @@ def test_a_loss_that_is_not_finite_is_found(command: Command):
     assert ran.err.startswith("The loss of step 2 is inf.\nfix: a smaller --lr")
 
 
-@pytest.mark.slow
 def test_what_calibrate_saves_is_what_is_planned_with(command: Command):
     assert command("calibrate --mesh dp=2 --save here.json").status == 0
     saved = json.loads(Path("here.json").read_text())
@@ -59,7 +57,6 @@ def test_too_few_gpus_are_told_in_a_sentence(command: Command, ray_session: None
     assert "2 ranks in 2 actors on device 'cuda' need 2 free GPUs" in ran.err
 
 
-@pytest.mark.slow
 def test_explore_writes_the_strategies_that_have_a_plan(command: Command):
     line = "explore mlp.py:make --placements none --mesh dp=2 --mesh pp=4 --mesh tp=2"
     ran = command(f"{line} -o plans.html")
@@ -70,7 +67,6 @@ def test_explore_writes_the_strategies_that_have_a_plan(command: Command):
     assert command(f"{line} -o plans.txt").err.endswith("fix: 'plans.html'\n")
 
 
-@pytest.mark.slow
 def test_doctor_tests_itself(command: Command):
     found = {row["name"]: row for row in json.loads(command("doctor --no-ray --json").out)}
     assert found["self-test"]["state"] == "ok", found

@@ -18,6 +18,7 @@ verifier knows of no queues and runs one order alone; the two must agree on ever
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import random
 import sys
@@ -235,41 +236,28 @@ def drawn(draw: random.Random) -> Made:
     return tuple(transfers), tuple(orders)
 
 
+OTHERS = {
+    "pairs": ("pairs", 5_000),
+    "sequences": ("sequences", 100_000),
+    "undo": ("undo", 1_000),
+    "slots": ("slots", 2_000),
+    "tasks": ("task_programs", 200),
+    "gpus": ("gpu_programs", 300),
+}
+"""By option: the module whose `report` explores, and how many random programs it draws."""
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.daft.explore", description=__doc__)
     parser.add_argument("--random", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pairs", action="store_true")
-    parser.add_argument("--sequences", action="store_true")
-    parser.add_argument("--undo", action="store_true")
-    parser.add_argument("--slots", action="store_true")
-    parser.add_argument("--tasks", action="store_true")
-    parser.add_argument("--gpus", action="store_true")
+    for option in OTHERS:
+        parser.add_argument(f"--{option}", action="store_const", const=option, dest="other")
     options = parser.parse_args(argv)
-    if options.pairs:
-        from tests.daft.pairs import report  # which imports this file
-
-        return report(5_000 if options.random is None else options.random, options.seed)
-    if options.sequences:
-        from tests.daft.sequences import report as report_sequences
-
-        return report_sequences(100_000 if options.random is None else options.random, options.seed)
-    if options.undo:
-        from tests.daft.undo import report as report_undo
-
-        return report_undo(1_000 if options.random is None else options.random, options.seed)
-    if options.slots:
-        from tests.daft.slots import report as report_slots
-
-        return report_slots(2_000 if options.random is None else options.random, options.seed)
-    if options.tasks:
-        from tests.daft.task_programs import report as report_tasks
-
-        return report_tasks(200 if options.random is None else options.random, options.seed)
-    if options.gpus:
-        from tests.daft.gpu_programs import report as report_gpus
-
-        return report_gpus(300 if options.random is None else options.random, options.seed)
+    if options.other:
+        name, number = OTHERS[options.other]
+        report = importlib.import_module(f"tests.daft.{name}").report  # which imports this file
+        return report(number if options.random is None else options.random, options.seed)
     number_drawn = 100_000 if options.random is None else options.random
     wrong = 0
     for ranks, count, channels in (

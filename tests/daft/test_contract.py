@@ -1605,29 +1605,6 @@ def test_a_half_submitted_step(session: daft.Session, monkeypatch: pytest.Monkey
     assert same(b.execute(X).get(), X @ WEIGHTS[2])
 
 
-@on("be interrupted")
-def test_an_interrupt_loses_no_value(session: daft.Session) -> None:
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    gc.disable()  # a collection calls what an exception is lost in, and warned of
-    try:
-        a = daft.spawn(Keeper)
-        for i in range(150):
-            future = a.ones(10_000)
-            daft.wait([future])
-            with suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, 2e-5 + i * 5e-6)
-                future.get()
-                signal.setitimer(signal.ITIMER_REAL, 0)
-            assert future.get(timeout=600.0).numel() == 10_000
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        gc.enable()
-        signal.signal(signal.SIGALRM, before)
-
-
 # -- what is kept of values that nobody has --------------------------------------------------------
 
 MANY = 1 << 20

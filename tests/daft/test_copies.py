@@ -193,7 +193,6 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.slow
 def test_one_that_is_stopped_writes_no_more(folders: tuple[Path, Path]) -> None:
     command = [sys.executable, "-c", HOLDS, str(folders[0])]
     with subprocess.Popen(

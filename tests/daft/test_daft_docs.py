@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from examples.daft import train_and_generate, two_models
@@ -35,7 +34,6 @@ def test_two_models() -> None:
     assert torch.equal(found[1], other.execute(one.execute(x)))
 
 
-@pytest.mark.slow
 def test_the_reward_goes_up() -> None:
     compiled = train_and_generate.main(steps=30)
     assert compiled[0] < 0.3 and compiled[-1] > 0.9

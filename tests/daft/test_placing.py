@@ -114,7 +114,6 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.slow
 def test_who_does_not_read_is_not_silent_and_who_is_cut_off_is() -> None:
     if not can_make():
         pytest.skip("namespaces, for machines of their own, cannot be made here")

@@ -160,7 +160,6 @@ def test_tensors(tmp_path: Path) -> None:
         assert isinstance(found, torch.nn.Parameter) and found.requires_grad
 
 
-@pytest.mark.slow
 def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
     """Each host is sent much while it has much to send, and nobody reads yet."""
     with channel_of(tmp_path, 2) as (channel, echoes):
@@ -180,7 +179,6 @@ def test_large_messages_both_ways_at_once(tmp_path: Path) -> None:
             time.sleep(0.01)
 
 
-@pytest.mark.slow
 def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
     """So that a host is not held up in its write by results that nobody waits for yet."""
     with channel_of(tmp_path) as (channel, _):

@@ -83,7 +83,7 @@ def _collectives(here: Here, size: int, large: int) -> str:
     return "right"
 
 
-@pytest.mark.slow
+@pytest.mark.default("3-40000")
 @pytest.mark.parametrize(("size", "large"), [(3, 40_000), (4, 400_000)])
 def test_every_collective_gives_the_bits_of_gloo_and_inprocess(size: int, large: int) -> None:
     assert each(size, _collectives, size, large) == ["right"] * size
@@ -121,7 +121,7 @@ def _random_programs(here: Here, seed: int, number: int) -> int:
     return number
 
 
-@pytest.mark.slow
+@pytest.mark.default("2-60")
 @pytest.mark.parametrize(("size", "number"), [(2, 60), (3, 60), (4, 40)])
 def test_random_programs_that_the_verifier_accepts(size: int, number: int) -> None:
     assert each(size, _random_programs, 5, number) == [number] * size
@@ -242,7 +242,6 @@ def _waits(here: Here, pipe: Connection) -> None:
     pipe.recv()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "close"])
 def test_a_partner_that_is_gone_is_noticed(how: str) -> None:
     with actors(2, _waits) as (first, second):
@@ -282,7 +281,6 @@ def _folds(here: Here, pipe: Connection) -> None:
     pipe.recv()
 
 
-@pytest.mark.slow
 def test_a_partner_that_dies_with_a_piece_it_has_claimed() -> None:
     with actors(3, _folds) as (first, _, third):
         for pipe in (first, third):
@@ -290,7 +288,6 @@ def test_a_partner_that_dies_with_a_piece_it_has_claimed() -> None:
             assert "process of rank 1 has ended" in found or "actor are closed" in found
 
 
-@pytest.mark.slow
 def test_a_partner_that_has_stopped_is_waited_for() -> None:
     with actors(2, _waits) as (first, second):
         first.recv()

@@ -189,7 +189,6 @@ def test_what_no_cluster_loads_together() -> None:
 # -- against brute force: `python -m tests.daft.explore --pairs` tries all of them ----------------
 
 
-@pytest.mark.slow
 def test_pairs_of_programs_with_state() -> None:
     count = Counter[object]()
     for first, second in pairs(with_state(), every=193):
@@ -200,13 +199,11 @@ def test_pairs_of_programs_with_state() -> None:
     assert count == {False: 167, True: 33, HANGS: 193, "other values": 7}
 
 
-@pytest.mark.slow
 def test_pairs_of_programs_with_two_transfers() -> None:
     for first, second in pairs(without_state(), every=397):
         assert wrong(first, second) is None, (first, second)
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(st.integers(0, 2**32))
 def test_random_pairs(seed: int) -> None:
@@ -236,7 +233,6 @@ def test_values_of_a_run_are_its_own() -> None:
 SHAPES = (((2,), F32), ((3, 1), torch.int64), ((40_000,), F32), ((0,), F32))
 
 
-@pytest.mark.slow
 def test_a_process_may_join_a_program_late_unless_it_is_lost() -> None:
     """It is in a method of another program, perhaps for hours."""
     store = SignedStore.open("127.0.0.1", b"secret")
@@ -303,7 +299,6 @@ def test_who_has_to_be_asked_what_was_undone() -> None:
     assert counting.to_ask("k", (0, 1, 2, 3)) == ()
 
 
-@pytest.mark.slow
 def test_every_sequence_of_runs_of_a_sample() -> None:
     count, draw = Counter[object](), random.Random(0)
     for runs in (*sequences.exhaustive(2, 3, every=3), *sequences.exhaustive(3, 3, every=97)):
@@ -315,7 +310,6 @@ def test_every_sequence_of_runs_of_a_sample() -> None:
     assert count.total() == 2 * count["lost", HANGS]
 
 
-@pytest.mark.slow
 def test_random_sequences_of_runs() -> None:
     drawn = sequences.Drawn(random.Random(0), programs=40)
     for _ in range(40):

@@ -131,7 +131,7 @@ def test_nor_do_random_ones_one_after_the_other(seed: int) -> None:
         assert found == [None, None], (runs, *(made.text() for made in programs))
 
 
-@pytest.mark.slow
+@pytest.mark.default("rules0-writes over")
 @pytest.mark.parametrize(
     ("rules", "fact"),
     [

@@ -99,7 +99,7 @@ def status_of(
     return diagnose(launched, before or earlier, found)
 
 
-@pytest.mark.slow
+@pytest.mark.default("hosts0")
 @pytest.mark.parametrize("hosts", [((0,), (1,), (2,), (3,)), ((0, 1), (2, 3))])
 def test_whoever_is_held_fast_is_named(training: Program, hosts: Any) -> None:
     """In the lists of a training step, at every call of every host."""
@@ -127,7 +127,6 @@ def test_whoever_is_held_fast_is_named(training: Program, hosts: Any) -> None:
     assert cases > 80
 
 
-@pytest.mark.slow
 def test_whoever_holds_a_message_back_is_named(training: Program) -> None:
     hosts = ((0,), (1,), (2,), (3,))
     lists = verify(training, hosts).lists

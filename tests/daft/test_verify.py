@@ -297,7 +297,6 @@ def test_hosts_must_cover_the_ranks() -> None:
 # -- against brute force: `python -m tests.daft.explore` tries more ------------------------------
 
 
-@pytest.mark.slow
 def test_every_program_of_two_transfers_on_two_ranks() -> None:
     found = list(exhaustive(2, 2, "cd"))
     assert len(found) == 756
@@ -306,7 +305,6 @@ def test_every_program_of_two_transfers_on_two_ranks() -> None:
         assert disagreement(*each) is None, each
 
 
-@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.integers(0, 2**32))
 def test_random_programs(seed: int) -> None:

@@ -8,8 +8,7 @@ set of calls that fail, and says whether an end is torn: some ranks have written
 not, or they have though a call failed. A failure after its rank's commit point is not looked at.
 The verifier follows one order in which nothing fails; the two must agree on every program.
 
-`played` runs programs that the verifier accepts with real engines, one for each rank, in any legal
-order, one run after the other: a run that fails must leave the next as if it had not been.
+`cuts.py` has real workers, whose failed runs must leave the next as if they had not been.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from dtensor.daft import (
     Call,
@@ -38,12 +35,7 @@ from dtensor.daft import (
     Wait,
     verify,
 )
-from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import WORD
-from dtensor.daft.run.engine import Engine, Table
-from dtensor.daft.run.transport import LocalTransport
-from dtensor.daft.undo.failed_run import UndoneRun
-from dtensor.daft.verification.pairing import pair, wait_edges
 from tests.daft.explore import Transfer, can_hang, drawn
 from tests.daft.programs import function, program
 
@@ -283,41 +275,6 @@ def disagreement(small: Small) -> str | None:
     return "refused, and never torn" if failing is None else f"torn where {sorted(failing)} fail"
 
 
-def played(runs: Sequence[tuple[Small, Failing]], seed: int) -> tuple[int, ...]:
-    """How often each rank has written after these runs, by engines that know of each other by
-    messages alone, in any order: a rank may be in a later run than others."""
-    draw, transport = random.Random(seed), LocalTransport()
-    programs = [built(small) for small, _ in runs]
-    edges = [wait_edges(made, pair(made)) for made in programs]
-    ranks = range(programs[0].size)
-    tables = [Table({(rank, "s"): torch.zeros(())}) for rank in ranks]
-    engines: dict[tuple[int, int], Engine] = {}
-    for run, made in enumerate(programs):
-        lists = [[(r, i) for i in range(len(made.ranks[r].instructions))] for r in ranks]
-        for rank, own in enumerate(host_programs(made, [(r,) for r in ranks], lists)):
-            engines[rank, run] = Engine(own, tables[rank], transport)
-    at, done = [(0, 0)] * len(ranks), set()
-    while left := [rank for rank in ranks if at[rank][0] < len(runs)]:
-        rank = draw.choice(left)
-        run, index = at[rank]
-        engine, (_, failing) = engines[rank, run], runs[run]
-        if any((run, site) not in done for site in edges[run].get((rank, index), ())):
-            continue
-        if index == 0:
-            fed = {name: torch.zeros(()) for name in programs[run].ranks[rank].inputs}
-            fed |= {f"c{n}": (rank, n) in failing for n in range(2)}
-            engine.begin({rank: fed})
-        engine.step(index)
-        done.add((run, (rank, index)))
-        at[rank] = (run, index + 1)
-        if index + 1 == len(engine.sites):
-            assert isinstance(engine.finish((rank,)), UndoneRun) == bool(failing)
-            assert not engine.values and not engine._pending
-            at[rank] = (run + 1, 0)
-    assert not any(channel.open for channel in transport._channels.values())
-    return tuple(int(table[rank, "s"]) for rank, table in enumerate(tables))
-
-
 # -- programs --------------------------------------------------------------------------------------
 
 
@@ -390,46 +347,17 @@ def _in_order(small: Small) -> bool:
 
 
 def report(number_drawn: int, seed: int) -> int:
-    wrong = 0
-
-    def check(problem: str | None, small: Small) -> bool:
-        nonlocal wrong
-        wrong += problem is not None
-        if problem is not None:
-            print(problem, small, sep="\n  ")
-        return problem is None
-
-    for name, family in FAMILIES.items():
+    wrong, draw = 0, random.Random(seed)
+    families = {name: exhaustive(*family) for name, family in FAMILIES.items()}
+    families[f"random, seed {seed}"] = (random_program(draw) for _ in range(number_drawn))
+    for name, family in families.items():
         began, count = time.monotonic(), Counter[bool]()
-        for small in exhaustive(*family):
-            check(disagreement(small), small)
+        for small in family:
+            if problem := disagreement(small):
+                wrong += 1
+                print(problem, small, sep="\n  ")
             count[accepted(small)] += 1
         text = f"{name}: {count.total()} programs, {count[True]} accepted, {wrong} disagreements"
         print(f"{text} so far ({time.monotonic() - began:.0f} s)", flush=True)
-    draw = random.Random(seed)
-    sound: dict[int, list[Small]] = {2: [], 3: []}
-    for _ in range(number_drawn):
-        small = random_program(draw)
-        if check(disagreement(small), small) and accepted(small):
-            known = sound[len(small.lists)]
-            known.append(small)
-            check(played_wrong(draw.choices(known, k=2), draw), small)
-    num_sound = sum(map(len, sound.values()))
-    print(
-        f"{number_drawn} random programs, seed {seed}: {num_sound} accepted, and as many pairs "
-        f"played by engines, {wrong} disagreements in all; {tried['explored']:,} sets of failing "
-        f"calls, {tried['states']:,} states"
-    )
+    print(f"{tried['explored']:,} sets of failing calls, {tried['states']:,} states")
     return int(bool(wrong))
-
-
-def played_wrong(smalls: Sequence[Small], draw: random.Random) -> str | None:
-    """What engines make wrongly of runs of sound programs, one after the other, of which some
-    fail; if they do."""
-    runs: list[tuple[Small, Failing]] = []
-    for small in smalls:
-        share = draw.choice((0.0, 0.4))
-        runs.append((small, frozenset(c for c in may_fail(small) if draw.random() < share)))
-    expected = (sum(not failing for _, failing in runs),) * len(smalls[0].lists)
-    wrote = played(runs, draw.randrange(2**31))
-    return None if wrote == expected else f"{wrote} was written by {runs}"

@@ -17,9 +17,8 @@ from dtensor.sharding.spec.placements import intersect, length
 from tests.explorer.pages import DOWN, UP, gpt_plan, mlp_plan
 from tests.models import GPT, loss_fn
 
-pytestmark = pytest.mark.slow
 
-
+@pytest.mark.slow
 def test_the_steps_that_are_shown_add_up_to_the_plan():
     plan = gpt_plan()
     found = contents(plan)
@@ -99,6 +98,7 @@ def test_what_a_page_draws_of_a_type_is_what_each_rank_holds():
     assert checked > 100
 
 
+@pytest.mark.slow
 def test_memory_over_time_is_the_simulations():
     plan = gpt_plan()
     trace, found = simulated(plan), contents(plan)["timeline"]
@@ -162,6 +162,7 @@ def test_only_plans_with_names_are_saved(tmp_path: Path):
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_a_page_explains_as_the_plan_does():
     """What runs again follows the pins that its first run follows."""
     model = GPT(layers=2, tied=False)

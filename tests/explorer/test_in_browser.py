@@ -19,8 +19,6 @@ from tests.explorer.browser import PATIENCE_S, browser, need_browser
 from tests.explorer.pages import gpt_plan, mlp_plan
 from tests.models import square_loss
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Chrome]:
@@ -54,6 +52,7 @@ def await_script(driver: Chrome, script: str, result: object) -> None:
     WebDriverWait(driver, PATIENCE_S).until(lambda d: d.execute_script(script) == result)
 
 
+@pytest.mark.slow
 def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: Path):
     driver.get(mlp_plan().save(tmp_path / "plan.html").as_uri())
     assert "square_loss" in one(driver, "h1").text
@@ -85,6 +84,7 @@ def test_a_plan_opens_and_can_be_read_by_the_keyboard(driver: Chrome, tmp_path: 
     assert len(texts(driver, ".mesh svg > g")) == 2
 
 
+@pytest.mark.slow
 def test_what_would_remove_a_collective_is_told_where_it_was_checked(
     driver: Chrome, tmp_path: Path
 ):
@@ -97,6 +97,7 @@ def test_what_would_remove_a_collective_is_told_where_it_was_checked(
     assert found and all("What would remove it" in text and "dt.Shard(1)" in text for text in found)
 
 
+@pytest.mark.slow
 def test_times_memory_and_collectives_of_a_pipeline(driver: Chrome, tmp_path: Path):
     driver.get(gpt_plan().save(tmp_path / "plan.html").as_uri())
     drawn = (
@@ -127,6 +128,7 @@ def test_times_memory_and_collectives_of_a_pipeline(driver: Chrome, tmp_path: Pa
     assert one(driver, "#tree").size["width"] == before + 24
 
 
+@pytest.mark.slow
 def test_plans_side_by_side(driver: Chrome, tmp_path: Path):
     plans = {"one way": mlp_plan(), "the other": mlp_plan(turned=True)}
     driver.get(save_pages(tmp_path / "plans.html", plans).as_uri())
@@ -140,6 +142,7 @@ def test_plans_side_by_side(driver: Chrome, tmp_path: Path):
     assert len(texts(driver, ".card")) == 2
 
 
+@pytest.mark.slow
 def test_a_narrow_window_and_a_dark_one(driver: Chrome, tmp_path: Path):
     driver.get(gpt_plan().save(tmp_path / "plan.html").as_uri())
     ground = "return getComputedStyle(document.body).backgroundColor"
@@ -176,6 +179,7 @@ class Named(nn.Module):
         return self.get_submodule(NAME)(x)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_markup_is_shown_as_it_is(driver: Chrome, tmp_path: Path):
     parallel = dt.parallelize(Named(), dt.Mesh(tp=2), {"*": dict(tp=dt.Replicate())})
     step = dt.train_step(parallel, square_loss, torch.optim.AdamW(parallel.parameters()))

@@ -60,7 +60,6 @@ def ops(graph: Graph) -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.slow
 def test_around_the_call_is_as_within() -> None:
     args = (Twice(), torch.randn(4, 8))
     with torch.autocast("cpu", dtype=BF16):
@@ -250,7 +249,6 @@ def test_all_ops_have_the_dtypes_of_cudas_list() -> None:
     assert {name for name, _ in wanted} == COMPARED
 
 
-@pytest.mark.slow
 def test_lists_differ_where_torch_says_so() -> None:
     """Softmax, norms and powers stay in 16 bits on the CPU's list, and are float32 on CUDA's."""
 
@@ -306,7 +304,7 @@ def rows_of_loss(x: Tensor) -> Tensor:
     return F.cross_entropy(x, torch.zeros(4, dtype=torch.int64), reduction="none")
 
 
-@pytest.mark.slow
+@pytest.mark.default("rows_of_loss-dtype7")
 @pytest.mark.parametrize(
     ("fn", "dtype"),
     [
@@ -338,7 +336,6 @@ def test_what_is_rewritten_keeps_the_dtypes_of_cudas_list(fn: Any, dtype: torch.
     assert [node.meta["val"].dtype for node in graph.output_nodes] == [dtype]
 
 
-@pytest.mark.slow
 def test_around_a_call_cudas_list_is_followed_too() -> None:
     args = (Mixed(), torch.zeros(2, 4, dtype=torch.int64))
     torch.set_autocast_enabled("cuda", True)  # what torch.autocast("cuda") does where there is one
@@ -374,7 +371,6 @@ def test_a_region_made_before_that_torch_may_have_switched_off_is_refused() -> N
         assert "made before the program ran" in refused(decorated)
 
 
-@pytest.mark.slow
 def test_a_program_sees_the_device_that_it_is_for() -> None:
     def forward(model: nn.Module, x: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
         model.to(x.device)

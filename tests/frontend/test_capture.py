@@ -30,7 +30,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("llama_full_heads")
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_of_language_models(name: str) -> None:
     torch.manual_seed(0)
@@ -54,7 +54,6 @@ def test_forward_only() -> None:
     assert all(n.meta["phase"] == "forward" for n in graph.nodes)
 
 
-@pytest.mark.slow
 def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
     tokens, targets = batch()
     graph = capture(loss_fn, (GPT(layers=1), tokens, targets), grads="loss")
@@ -64,7 +63,6 @@ def test_tied_weights_are_one_parameter_with_one_gradient() -> None:
     # That it is the sum of both uses is what test_loss_and_gradients compares.
 
 
-@pytest.mark.slow
 def test_autocast_and_no_grad_regions() -> None:
     def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -248,7 +246,6 @@ def test_gradients_of_inputs_that_are_also_results() -> None:
     check(fn, (torch.randn(2, 3, requires_grad=True),), grads="tangents")
 
 
-@pytest.mark.slow
 def test_a_capture_of_a_meta_model_takes_no_memory_and_changes_nothing() -> None:
     with torch.device("meta"):
         model = MLP(width=8192, hidden=1 << 17)  # 8 GiB if it were real
@@ -269,7 +266,6 @@ def test_a_failed_capture_leaves_the_model_as_it_was() -> None:
     assert annotate(before["up.bias"], "h@tp") is before["up.bias"]
 
 
-@pytest.mark.slow
 def test_two_captures_print_the_same() -> None:
     tokens, targets = batch()
     texts = {
@@ -301,7 +297,7 @@ def per_position(model: nn.Module, x: Tensor) -> Tensor:
     return (rows * torch.arange(6).view(2, 3)).sum() + one
 
 
-@pytest.mark.slow
+@pytest.mark.default("masked")
 @pytest.mark.parametrize("fn", [masked, in_place, smoothed, per_position])
 def test_other_losses(fn: Any) -> None:
     torch.manual_seed(0)
@@ -358,7 +354,7 @@ NARROW = [upcast, upcast_then_shifted, upcast_and_permuted, upcast_within_autoca
 WIDE = [upcast_and_read_twice, upcast_and_scaled, upcast_of_what_changes, upcast_and_smoothed]
 
 
-@pytest.mark.slow
+@pytest.mark.default("upcast_and_read_twice")
 @pytest.mark.parametrize("fn", [*NARROW, *WIDE])
 def test_logits_are_read_in_16_bits(fn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing else reads the float32 copy; results and gradients keep their bits."""
@@ -381,7 +377,7 @@ def test_logits_are_read_in_16_bits(fn: Any, monkeypatch: pytest.MonkeyPatch) ->
         assert got[what].dtype == value.dtype and torch.equal(got[what], value), what
 
 
-@pytest.mark.slow
+@pytest.mark.default("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -390,7 +386,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     check(loss_fn, (GPT(layers=1).to(dtype), tokens, targets), tolerance=tolerance)
 
 
-@pytest.mark.slow
 def test_modules_of_torch() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
@@ -399,7 +394,7 @@ def test_modules_of_torch() -> None:
     check(convolution, (torch.randn(2, 3, 8, 8),), grads="tangents")
 
 
-@pytest.mark.slow
+@pytest.mark.default("<lambda>0")
 @pytest.mark.parametrize(
     "of",
     [

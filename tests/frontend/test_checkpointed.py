@@ -50,7 +50,7 @@ def numbers(graph: Graph) -> dict[int | None, set[str]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.default("False")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_ops_carry_the_number_of_the_outermost(reentrant: bool) -> None:
     x = torch.randn(3, 16, requires_grad=True)
@@ -58,7 +58,6 @@ def test_ops_carry_the_number_of_the_outermost(reentrant: bool) -> None:
     assert numbers(graph) == {None: {"", "last"}, 0: {"first"}, 1: {"", "second"}}
 
 
-@pytest.mark.slow
 def test_gradients_are_those_of_torch() -> None:
     """And of both ways alike: with use_reentrant=True torch itself has no `autograd.grad`."""
     x = torch.randn(3, 16, requires_grad=True)
@@ -80,7 +79,6 @@ def test_each_call_of_a_shared_module_is_told_apart() -> None:
     assert {n.meta["module"].split(".")[0] for n in graph.nodes} == {"", "block"}
 
 
-@pytest.mark.slow
 def test_sequential_segments() -> None:
     model = nn.Sequential(*(MLP() for _ in range(4)))
 

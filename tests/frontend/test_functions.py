@@ -160,7 +160,7 @@ FORMS: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("saved")
 @pytest.mark.sample("saved", "several", "in autocast", "nested", "twice", "in a checkpoint")
 @pytest.mark.filterwarnings("ignore:.*use_reentrant")
 @pytest.mark.parametrize("form", FORMS)

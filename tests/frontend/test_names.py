@@ -88,7 +88,6 @@ def test_every_op_has_a_source_and_its_module() -> None:
     assert by_target(graph, "aten.gelu.default")[1].meta["module"] == "blocks.1.mlp"
 
 
-@pytest.mark.slow
 def test_a_backward_op_has_the_source_module_and_seq_of_its_forward() -> None:
     graph = gpt_graph()
     forward = by_target(graph, "dt.attention.default")
@@ -102,7 +101,6 @@ def test_a_backward_op_has_the_source_module_and_seq_of_its_forward() -> None:
     assert grads[0].meta["source"] == by_target(graph, "dt.ce_stats.default")[0].meta["source"]
 
 
-@pytest.mark.slow
 def test_functions_that_forward_calls_are_the_users_lines() -> None:
     tokens, targets = batch()
     graph = capture(loss_fn, (Llama(layers=1), tokens, targets), grads="loss")
@@ -113,7 +111,6 @@ def test_functions_that_forward_calls_are_the_users_lines() -> None:
     assert {"cos", "sin", "angle"} <= {n.name for n in graph.nodes}
 
 
-@pytest.mark.slow
 def test_names_follow_assignments() -> None:
     graph = gpt_graph()
     named = {n.name: n for n in graph.nodes}
@@ -129,7 +126,6 @@ def test_names_follow_assignments() -> None:
     assert "blocks_0_attn_qkv_weight" in names and "tokens" in names
 
 
-@pytest.mark.slow
 def test_phases_are_in_order_and_few_ops_remain() -> None:
     graph = gpt_graph()
     phases = [n.meta["phase"] for n in graph.nodes]

@@ -48,7 +48,6 @@ def test_attention(h: int, g: int, t: int, s: int, is_causal: bool, transposed: 
     assert lse.is_contiguous() and not lse.requires_grad
 
 
-@pytest.mark.slow
 def test_attention_keeps_the_rules_of_operators() -> None:
     q, k = heads(4, 5, True), heads(2, 7, True)
     torch.library.opcheck(dt.attention.default, (q, k, k, True, 0.3))
@@ -157,7 +156,6 @@ def test_the_gradient_of_a_mask() -> None:
             close(a, b, 3e-6)
 
 
-@pytest.mark.slow
 def test_attention_masked_keeps_the_rules_of_operators() -> None:
     q, k, mask = heads(4, 5, True), heads(2, 7, True), torch.rand(2, 1, 5, 7) < 0.7
     torch.library.opcheck(dt.attention_masked.default, (q, k, k, mask, 0.3))
@@ -375,7 +373,6 @@ def test_embedding_over_row_shards(intervals: list[list[int]]) -> None:
         dt.embedding_shard(weight.detach()[:5], torch.tensor([3, 9]), [0, 5], 9)
 
 
-@pytest.mark.slow
 def test_embedding_and_marks_keep_the_rules_of_operators() -> None:
     ids = torch.tensor([[0, 8, 3], [5, 3, 7]])
     torch.library.opcheck(dt.embedding_shard.default, (torch.randn(4, 2), ids, [2, 6], 9))

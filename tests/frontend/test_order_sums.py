@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -49,7 +48,6 @@ def sums(graph: Graph) -> list[list[str]]:
     ]
 
 
-@pytest.mark.slow
 def test_products_are_added_before_a_residual() -> None:
     found = sums(graph_of(Shared(residual_last=True)))
     assert found == [["product", "product"], ["sum", "product"], ["other", "sum"]]

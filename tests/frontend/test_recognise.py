@@ -87,14 +87,13 @@ def plain(x: Tensor, m: Any) -> Tensor:
     return (torch.rsqrt(1e-5 + (wide * wide).mean(2, keepdim=True)) * wide).type_as(x) * m.weight
 
 
-@pytest.mark.slow
+@pytest.mark.default("dtype1-t5")
 @pytest.mark.parametrize("norm", [llama, gemma, t5, plain])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
 def test_an_rms_norm_is_one_op(norm: Callable[..., Tensor], dtype: torch.dtype) -> None:
     assert ops(captured(norm, dtype)) == ["rms_norm"]
 
 
-@pytest.mark.slow
 def test_where_it_rounds_is_told() -> None:
     def options(norm: Callable[..., Tensor]) -> tuple[Any, ...]:
         graph = captured(norm, torch.bfloat16)
@@ -110,7 +109,6 @@ def residual(x: Tensor, m: Any) -> Tensor:
     return total + llama(total, m)
 
 
-@pytest.mark.slow
 def test_what_is_added_before_a_norm_comes_along() -> None:
     assert ops(captured(residual)) == ["add_rms_norm"]
     assert ops(captured(residual, torch.bfloat16)) == ["add_rms_norm"]
@@ -178,7 +176,7 @@ def full_weight(x: Tensor, m: Any) -> Tensor:
     return m.weight.expand(T, D) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-@pytest.mark.slow
+@pytest.mark.default("narrow_squares-dtype0-squares are computed in bfloat16")
 @pytest.mark.parametrize(
     ("norm", "dtype", "reason"),
     [
@@ -233,7 +231,7 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("dtype0-silu")
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gate_is_one_op(kind: str, dtype: torch.dtype) -> None:
@@ -259,7 +257,7 @@ def test_a_gate_that_is_used_twice_stays() -> None:
     assert graph.recognised[0].reason == "its activation is used elsewhere"
 
 
-@pytest.mark.slow
+@pytest.mark.default("<lambda>0")
 @pytest.mark.parametrize(
     "fn",
     [
@@ -331,7 +329,7 @@ def by_split(x: Tensor) -> Tensor:
     return torch.cat([-b, a], -1)
 
 
-@pytest.mark.slow
+@pytest.mark.default("dtype0-by_slices")
 @pytest.mark.parametrize("rotate", [by_slices, by_chunks, by_split])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_positions_are_one_op(rotate: Any, dtype: torch.dtype) -> None:
@@ -357,7 +355,7 @@ def uneven(x: Tensor) -> Tensor:
     return torch.cat((-x[..., 1:], x[..., :1]), dim=-1)
 
 
-@pytest.mark.slow
+@pytest.mark.default("wrong_halves")
 @pytest.mark.parametrize("rotate", [wrong_halves, uneven])
 def test_other_parts_stay(rotate: Any) -> None:
     graph = captured(rope(rotate))
@@ -434,7 +432,7 @@ def numbers(graph: Graph) -> list[int]:
     return [n.kwargs["op"] for n in graph.nodes if "at_seed" in n.kwargs]
 
 
-@pytest.mark.slow
+@pytest.mark.default("in_a_checkpoint-1-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("fn", "count"),
@@ -509,7 +507,7 @@ def checkpoint_ends(x: Tensor, m: Any) -> Tensor:
     return x + checkpoint(lambda x: F.dropout(m.up(x), 0.5), x, use_reentrant=False)
 
 
-@pytest.mark.slow
+@pytest.mark.default("used_twice-")
 @pytest.mark.parametrize(
     ("fn", "reason"),
     [

@@ -114,7 +114,6 @@ def test_code_that_is_generated_is_nobodys() -> None:
     assert texts(caller) == {'return space["fn"](torch.sin, x)'}
 
 
-@pytest.mark.slow
 def test_python_c() -> None:
     code = """
 import torch, warnings, dtensor as dt
@@ -243,7 +242,6 @@ def test_what_has_no_other_line_has_the_librarys(library: ModuleType) -> None:
     assert texts(library.twice) == {"return x * 2"}
 
 
-@pytest.mark.slow
 def test_hugging_face_models_keep_their_lines() -> None:
     pytest.importorskip("transformers", reason=missing("transformers"))
     from transformers import LlamaConfig, LlamaForCausalLM

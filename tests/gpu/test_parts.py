@@ -150,7 +150,6 @@ def test_the_tests_that_are_chosen_are_those_marked_gpu() -> None:
     assert "test_train.py" not in names
 
 
-@pytest.mark.slow
 def test_parts_on_simulated_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from dtensor.testing.gpus.guard import CompilerMissing, install
 

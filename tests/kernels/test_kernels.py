@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dtensor as dt
 
 
-@pytest.mark.slow
+@pytest.mark.default("numbers in the interpreter")
 @pytest.mark.parametrize(
     ("command", "counted"),
     [(["sweep", "--quick"], ": cases "), (["moved"], ": launches ")],
@@ -34,7 +34,6 @@ def test_in_the_interpreter(command: list[str], counted: str) -> None:
     assert done.stdout.count(counted) == {"sweep": 16, "moved": 14}[module], done.stdout
 
 
-@pytest.mark.slow
 def test_machine_code_for_sm_90() -> None:
     """For the others: python -m benchmarks.kernels --aot."""
     from tests.kernels import ahead
@@ -74,7 +73,6 @@ class Block(nn.Module):
         return F.cross_entropy(self.head(F.dropout(y, 0.1) + x), target)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_training_with_kernels_and_without(device: str) -> None:
     """On a CPU, where there are none, both are the same."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 import dtensor.kernels
@@ -17,7 +19,7 @@ from benchmarks import predicted_kernels
 from dtensor.kernels import cross_entropy, dropout, gates, norms, rope
 from dtensor.kernels import launches as rules
 from dtensor.kernels.launches import LAUNCHES
-from tests.kernels import ahead
+from tests.kernels import ahead, widths
 
 ROOT = Path(__file__).parents[2]
 SIZES = (1, 2, 7, 8, 9, 31, 64, 1000, 1024, 1025, 2048, 4088, 4089, 4096, 11008, 16384, 128256)
@@ -181,10 +183,76 @@ def test_tensors_of_more_than_2_31_elements_are_launched(name: str) -> None:
     assert launch.grid[0] <= rules.MAX_PROGRAMS
 
 
-@pytest.mark.slow
 def test_stages_change_no_machine_code() -> None:
     """Of the kernels that loop; there is no product of matrices whose loads would be pipelined."""
     for name in ("rms_norm_backward", "bias_gelu_backward", "ce_stats"):
         for launch in ahead.launches(ahead.CALLS["aligned"][name]):
             staged = dataclasses.replace(launch, options={**launch.options, "num_stages": 3})
             assert ahead.code_for(launch, "sm_90") == ahead.code_for(staged, "sm_90"), launch.name
+
+
+# -- numbers of 32 bits: none that an address follows from overflows -------------------------------
+
+
+@triton.jit
+def _narrow(X, Y, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0)
+    c = tl.arange(0, BLOCK)
+    tl.store(Y + row.to(tl.int64) * BLOCK + c, tl.load(X + (row * stride + c)))
+
+
+@triton.jit
+def _masked(X, Y, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(Y + tl.arange(0, BLOCK), tl.load(X + tl.arange(0, BLOCK), mask=c < count))
+
+
+@triton.jit
+def _value(X, Y, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Its product wraps, and is stored: no address follows from it."""
+    c = tl.arange(0, BLOCK)
+    tl.store(Y + c, tl.load(X + c) * factor)
+
+
+@triton.jit
+def _loop(X, Y, num_rows, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    c = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(0, num_rows):
+        total += tl.load(X + row * stride + c)
+    tl.store(Y + c, total)
+
+
+def found(kernel: Any, grid: int, *numbers: int, dtype: torch.dtype = torch.float32) -> list[str]:
+    x, y = (torch.empty(16, dtype=dtype, device="meta") for _ in range(2))
+    options = {"BLOCK": 16, "enable_fp_fusion": False}
+    (launch,) = ahead.launches(lambda: kernel[(grid,)](x, y, *numbers, **options))
+    return widths.overflows(launch, "sm_90")
+
+
+def test_an_overflow_that_an_address_follows_from_is_found() -> None:
+    assert not found(_narrow, 2**16, 2**15)
+    line, *_ = found(_narrow, 2**16 + 1, 2**15)
+    assert "arith.muli" in line and f"0 to {2**31}" in line
+    (line,) = found(_narrow, 2, 2**31 - 2)  # the sum of the row's offset and a column
+    assert "arith.addi" in line
+    assert found(_loop, 1, 2**16 + 1, 2**15) and not found(_loop, 1, 2**16, 2**15)
+
+
+def test_an_overflow_that_a_mask_follows_from_is_found() -> None:
+    assert not found(_masked, 2**27, 100)
+    assert found(_masked, 2**27 + 1, 100)
+
+
+def test_a_product_that_may_wrap_is_none() -> None:
+    assert not found(_value, 1, 2**31 - 2, dtype=torch.int32)
+
+
+@pytest.mark.default("sm_80")
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_largest_tensors_that_launchers_take(target: str) -> None:
+    seen: set[str] = set()
+    for _, launch, lines in widths.found(target):
+        seen.add(launch.function.__name__)
+        assert not lines, (launch.name, launch.grid, lines)
+    assert seen == set(LAUNCHES)

@@ -144,7 +144,6 @@ def test_a_kernel_that_cannot_be_sent_is_said_so() -> None:
         assert torch.equal(relu_of(fn), X.relu())
 
 
-@pytest.mark.slow
 def test_the_update_of_adamw_asks_for_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
 
@@ -321,7 +320,6 @@ def test_without_triton_a_warning_says_that_ops_run_and_torchs_kernels_stay() ->
     subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)
 
 
-@pytest.mark.slow
 def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
     """Lowering alone needs no GPU."""
     model = dt.parallelize(nn.Linear(8, 6, bias=False), MESH, {"weight": {"tp": dt.Row()}})
@@ -341,7 +339,6 @@ def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
         assert bool(found) == (device == "cuda")
 
 
-@pytest.mark.slow
 def test_kernels_are_not_imported_for_cpu() -> None:
     """Torch's capture imports Triton by itself, where it is there."""
     code = """

@@ -76,17 +76,21 @@ def test_each_check_is_tested_here() -> None:
     assert {*calls(0, 1), *OTHER_CALLS, alone} == set(CHECKS)
 
 
+def check_as_op(op: Any, match: str, *args: Any, **options: Any) -> None:
+    """The check raises where the op raises, and only there."""
+    try:
+        op(*args, **options)
+    except (IndexError, RuntimeError):
+        with pytest.raises((IndexError, RuntimeError), match=match):
+            CHECKS[op](*args, **options)
+    else:
+        CHECKS[op](*args, **options)
+
+
 @pytest.mark.parametrize("op", list(calls(0, 1)), ids=str)
 def test_a_check_finds_what_the_op_finds(op: Any) -> None:
     for index in (-9, -4, -3, -1, 0, 2, 3, 4, 40):
-        args = calls(1, index)[op]
-        try:
-            op(*args)
-        except (IndexError, RuntimeError):
-            with pytest.raises(IndexError, match=f"index {index} is out of range"):
-                CHECKS[op](*args)
-        else:
-            CHECKS[op](*args)
+        check_as_op(op, f"index {index} is out of range", *calls(1, index)[op])
 
 
 NAN, INF = float("nan"), float("inf")
@@ -127,13 +131,7 @@ OTHER_CALLS: dict[Any, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 @pytest.mark.parametrize("op", OTHER_CALLS, ids=str)
 def test_a_check_finds_what_the_op_finds_in_other_operands(op: Any) -> None:
     for args, options in OTHER_CALLS[op]:
-        try:
-            op(*args, **options)
-        except (IndexError, RuntimeError):
-            with pytest.raises((IndexError, RuntimeError)):
-                CHECKS[op](*args, **options)
-        else:
-            CHECKS[op](*args, **options)
+        check_as_op(op, "", *args, **options)
 
 
 def test_what_kernels_do_not_look_at() -> None:

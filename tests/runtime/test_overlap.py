@@ -79,7 +79,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.default("tp2-stated0")
 @pytest.mark.parametrize(("name", "stated"), CASES)
 def test_the_same_bits_in_less_time(
     name: str, stated: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -107,7 +107,7 @@ def test_a_gradients_sum_is_hidden_behind_its_weights_gradient() -> None:
     assert hidden == 4
 
 
-@pytest.mark.slow
+@pytest.mark.default("None")
 @pytest.mark.parametrize("zero", [None, {"dp": 1}])
 def test_gradients_are_reduced_while_the_backward_goes_on(
     zero: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch

@@ -79,7 +79,6 @@ def test_small_problems_against_all_orders(costs: Costs, most_held: int | None) 
 numbers = st.sampled_from([0.5, 1.0, 2.0, 3.0])
 
 
-@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 2), st.integers(1, 6), st.booleans())
 def test_any_problem(data: st.DataObject, p: int, v: int, m: int, halves: bool) -> None:

@@ -38,7 +38,7 @@ def check(plan: Plan) -> None:
         assert cost.compute_seconds <= slowest + 1e-9 * trace.seconds, name
 
 
-@pytest.mark.slow
+@pytest.mark.default("GPipe-1-2-1")
 @pytest.mark.parametrize("microbatches", [1, 2, 6])
 @pytest.mark.parametrize(
     ("schedule", "v", "p"),
@@ -77,7 +77,7 @@ def run_of(microbatches: int = 1, axes: dict[str, int] | None = None, **stated: 
     return Run.of(placed, schedule=dt.OneFOneB(microbatches), **{"clip": None, **stated})
 
 
-@pytest.mark.slow
+@pytest.mark.default("stated0")
 @pytest.mark.parametrize(
     "stated",
     [

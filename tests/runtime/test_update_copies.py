@@ -93,7 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.default("rmsprop_clip")
 @pytest.mark.parametrize("case", CASES)
 def test_copies_are_counted(case: str) -> None:
     name, stated = CASES[case]
@@ -111,7 +111,7 @@ def test_copies_are_counted(case: str) -> None:
         assert 0 < share < 0.05  # biases and norms
 
 
-@pytest.mark.slow
+@pytest.mark.default("2", "3")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_bucket_is_read_where_it_is(level: int) -> None:
     """Its parts stand as the parameters do: nothing is copied of it."""

@@ -88,32 +88,6 @@ def test_moments() -> None:
     assert abs(float(kept.mean()) - 0.7) < 4 * math.sqrt(0.21 / count)
 
 
-def test_neighbours_are_independent() -> None:
-    """In the row, in the column, the same element of the next step and of the next op."""
-    x = normal(Place.whole((300, 300)), Key(3, 0, 0), torch.float32, CPU)
-    next_step = normal(Place.whole((300, 300)), Key(3, 1, 0), torch.float32, CPU)
-    next_op = normal(Place.whole((300, 300)), Key(3, 0, 1), torch.float32, CPU)
-    bound = 4 / 300
-    for lag in (1, 2, 3, 4, 5, 8):
-        assert abs(_correlation(x[:, lag:], x[:, :-lag])) < bound
-        assert abs(_correlation(x[lag:], x[:-lag])) < bound
-    assert abs(_correlation(x, next_step)) < bound
-    assert abs(_correlation(x, next_op)) < bound
-
-
-@pytest.mark.parametrize("seed", [0, 1, 12345])
-def test_chi_square(seed: int) -> None:
-    """Counts of 256 cells, one by one and in pairs of neighbours: within 5 deviations."""
-    u = uniform(Place.whole((256, 1024)), Key(seed, 0, 0), torch.float32, CPU)
-    singles = (u * 256).long().flatten()
-    pairs = ((u[:, ::2] * 16).long() * 16 + (u[:, 1::2] * 16).long()).flatten()
-    drawn = integers(Place.whole((256, 1024)), Key(seed, 0, 0), -3, 253, torch.int64, CPU)
-    for cells in (singles, pairs, (drawn + 3).flatten()):
-        expected = cells.numel() / 256
-        chi = float(((torch.bincount(cells, minlength=256) - expected) ** 2 / expected).sum())
-        assert abs(chi - 255) < 5 * math.sqrt(2 * 255)
-
-
 def test_the_inverse_of_the_normal_distribution() -> None:
     small = 2.0 ** -torch.arange(2.0, 53.0, dtype=torch.float64)
     middle = torch.linspace(1e-6, 1 - 1e-6, 20_001, dtype=torch.float64)
@@ -175,7 +149,7 @@ def test_numbers_are_philox_of_seed_and_position(seed: int, at: int) -> None:
     assert float(found[1]) == (high << 21 | low >> 11) * 2.0**-53
 
 
-@pytest.mark.slow
+@pytest.mark.default("1.0-0-1.0")
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.5, 3, 1.0), (1.5, 0, 0.8), (2.0, 5, 0.7), (1.0, 1, 1.0), (1.0, 99, 1e-6)],

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -60,13 +59,6 @@ def again(plan: Plan) -> list[Compute]:
     ]
 
 
-def kept(plan: Plan) -> set[str]:
-    """The values of the forward that the backward reads."""
-    made = {n for s in plan.steps if s.phase == "forward" for n in s.gives}
-    read = {n for s in plan.steps if s.phase == "backward" for n in s.reads}
-    return made & read
-
-
 def section(plan: Plan) -> str:
     text = str(plan)
     return text[text.index("\nrecompute ") + 1 : text.index("\nmemory per rank")].rstrip()
@@ -82,21 +74,6 @@ def test_of_a_megatron_block_its_input_and_the_reduced_sum_are_kept() -> None:
     assert [(r.saved, r.communicated) for r in inside] == [
         (("mm_5_reduced", "add_4"), ("mm_5_reduced",))
     ]
-    # what a block gives on is the next one's input; views of weights cost nothing
-    views = {n for n in kept(plan) if n.startswith(("permute", "at", "reshape_2"))}
-    assert {n for n in kept(plan) - views if "mm_8" not in n and "ce_" not in n} == {
-        *("x", "add_4", "mm_1_reduced", "mm_5_reduced"),  # of the two blocks
-        *("add_9", "native_layer_norm_2_out1", "native_layer_norm_2_out2"),  # the last norm
-    }
-    assert_expected_inline(
-        section(plan),
-        """\
-recompute                                                       per rank
-  blocks.{0..1}     2 regions, each
-    saves           4.0 KiB: mm_1_reduced, x (of blocks.0)
-                    not communicated again: mm_1_reduced (of blocks.0)
-    repeats         9 ops, 65.54 kFLOP""",
-    )
     assert "not communicated again" not in section(gpt())
     assert "saved for blocks.0: to compute it again it would be" in plan.explain("mm_1_reduced")
     assert "not kept for the backward of blocks.0: see h_again" in plan.explain("h")
@@ -113,21 +90,6 @@ def test_both_memories_and_the_work_are_stated() -> None:
     text = re.sub(" +", " ", str(plan))
     assert f"\n without recompute {plain.memory[0].activations / 1024:.1f} KiB\n" in text
     assert f"; recomputed {more / 1000:.2f} kFLOP of it\n" in text
-
-
-def test_each_repeated_step_stands_just_before_its_first_use() -> None:
-    """The gradient of the last product needs what goes into it, not what comes out."""
-    plan = gpt(["blocks.*"], dt.Mesh(tp=2), MEGATRON)
-    at = {n: i for i, s in enumerate(plan.steps) for n in s.gives}
-    first = {}
-    for i, step in enumerate(plan.steps):
-        for name in step.reads:
-            first.setdefault(name, i)
-    names = [n for s in again(plan) for n in s.gives]
-    assert all(name in first for name in names)  # nothing is computed again that nobody reads
-    assert not any(n.startswith(("mm_3_again", "mm_7_again")) for n in names)
-    # the sum that attention ended in is kept, so it runs again after the backward of the MLP
-    assert at["h_1_again"] < at["grad_blocks_1_mlp_up_weight"] < at["y_2_again"]
 
 
 @pytest.mark.slow
@@ -198,7 +160,6 @@ class Checkpointed(nn.Module):
         return checkpoint(self.tail, x, use_reentrant=False)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_in_the_model_is_a_region() -> None:
     plan = plan_of(Checkpointed(), None)
     assert [r.name for r in plan.regions] == ["blocks.0", "checkpoint 1"]
@@ -222,19 +183,6 @@ def test_each_call_of_a_shared_module_is_a_region() -> None:
     regions = plan_of(Shared(), ["block"]).regions
     assert [(r.name, r.num_ops) for r in regions] == [("block", 3), ("block@1", 3)]
     assert regions[0].flops == regions[1].flops > 0
-
-
-@pytest.mark.slow
-def test_ops_inside_autocast_and_no_grad_are_of_their_modules() -> None:
-    def loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss_fn(model, tokens, targets)[0]
-
-    plan = plan_of(GPT(), ["blocks.*"], loss=loss, given=batch())
-    assert [r.name for r in plan.regions] == ["blocks.0", "blocks.1"]
-    assert plan.memory[0].activations < 0.65 * plan.plain.memory[0].activations  # type: ignore[union-attr]
-    lines = {s.op.source for s in plan.steps if isinstance(s, Compute) and s.op.module}
-    assert len(lines) > 10  # each its own, not that of the region
 
 
 # -- what may not be done twice --------------------------------------------------------------------
@@ -269,7 +217,6 @@ def test_a_dropout_that_runs_again_has_the_same_number() -> None:
     assert all(s.op.call == calls[s.op.name] for s in again(plan))
 
 
-@pytest.mark.slow
 def test_without_a_backward_nothing_changes() -> None:
     model = dt.parallelize(GPT(), dt.Mesh(tp=2), MEGATRON, recompute=["blocks.*"])
     found = dt.compile(lambda m, x: m(x), dt.Mesh(tp=2)).plan(model, batch()[0])

@@ -22,7 +22,7 @@ from dtensor.sharding.plan.choose.solve import (
     solve,
 )
 from dtensor.sharding.spec.placements import PARTIAL, REPLICATE, Placement, Shard
-from tests.sharding.enumerated import brute_force, conversion_seconds, evaluate
+from tests.sharding.enumerated import brute_force, evaluate
 
 PLACEMENTS: tuple[Placement, ...] = (REPLICATE, Shard(0), Shard(1), PARTIAL)
 SEEDS = st.integers(min_value=0, max_value=2**32)
@@ -61,7 +61,6 @@ def random_nodes(rng: random.Random) -> list[Node]:
     return nodes
 
 
-@pytest.mark.slow
 @settings(max_examples=80, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_as_cheap_as_enumeration(seed: int) -> None:
@@ -74,26 +73,6 @@ def test_as_cheap_as_enumeration(seed: int) -> None:
         return
     found = solve(nodes, price)
     assert evaluate(nodes, found.chosen, price) == pytest.approx(best, abs=1e-11)
-
-
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(SEEDS)
-def test_conversions_are_the_cheapest_tree(seed: int) -> None:
-    """Each reader is served from the value as written, or from one replicated copy."""
-    rng = random.Random(seed)
-    price = random_prices(rng, 0.2)
-    native = rng.choice(PLACEMENTS)
-    needed = tuple(rng.sample(PLACEMENTS, rng.randint(1, 4)))
-    direct = {p: price("v", native, p) for p in needed if p != native}
-    best = sum(direct.values())
-    if native != REPLICATE:
-        others = [p for p in direct if p != REPLICATE]
-        for mask in range(2 ** len(others)):
-            cut = [p for i, p in enumerate(others) if mask >> i & 1]
-            total = price("v", native, REPLICATE) if cut or REPLICATE in direct else 0.0
-            total += sum(price("v", REPLICATE, p) if p in cut else direct[p] for p in others)
-            best = min(best, total)
-    assert conversion_seconds("v", native, needed, price) == pytest.approx(best)
 
 
 def layers(rng: random.Random, num: int) -> tuple[list[Node], Price]:
@@ -122,7 +101,6 @@ def _uniform(num: int, first: int, second: int) -> dict[str, int]:
     return {f"layer{i}.{part}": (first, second)[part] for i in range(num) for part in range(2)}
 
 
-@pytest.mark.slow
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_repeated_layers_make_one_choice(seed: int) -> None:

@@ -19,15 +19,7 @@ from dtensor.sharding.spec.placements import (
     Placement,
     Row,
     Shard,
-    blocks_of,
-    fits,
     index_sets,
-    misfit,
-    on_dim,
-    one_block,
-    options_of,
-    units_of,
-    with_unit,
 )
 from dtensor.sharding.spec.shards import assemble, shard_of
 from dtensor.sharding.spec.spec import TensorSpec, make_spec, parse
@@ -168,18 +160,3 @@ def test_bad_values() -> None:
 def test_bad_texts(text: str, message: str) -> None:
     with pytest.raises(PlanningError, match=message):
         parse(text, MESH)
-
-
-def test_what_is_asked_of_a_cut() -> None:
-    fused = Shard(1, (8, 2, 2), 2)
-    assert options_of(fused) == ("blocks=(8, 2, 2)", "unit=2") and options_of(Shard(1)) == ()
-    assert blocks_of(Shard(0, 3), 12) == (4, 4, 4) and units_of(fused, 12) == 1
-    assert on_dim(fused, 0) == Shard(0, (8, 2, 2), 2) and one_block(fused) == Shard(1, 1, 2)
-    assert fits(fused, 12) and not fits(fused, 13) and not fits(with_unit(fused, 4), 12)
-    dim = "dim 1 of 13"
-    assert misfit(fused, 13, dim) == (
-        "blocks=(8, 2, 2) add up to 12, dim 1 of 13",
-        "blocks=(8, 2, 3)",
-    )
-    assert misfit(Shard(1, 3), 13, dim)[0] == "dim 1 of 13 is not 3 equal blocks"
-    assert misfit(Shard(1, 1, 4), 13, dim) == ("dim 1 of 13 is not a multiple of unit=4", "unit=1")

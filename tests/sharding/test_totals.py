@@ -106,7 +106,7 @@ TOPOLOGY = dt.Topology(latency=1e-6, bandwidth=1e9, flops=1e9, memory_bandwidth=
 ROWS = dict(inputs=dict(dp=dt.Row()))
 
 
-@pytest.mark.slow
+@pytest.mark.default("mesh0-pins0-placed0-stepped0-1e-06")
 @pytest.mark.parametrize(
     ("mesh", "pins", "placed", "stepped", "within"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -26,31 +27,40 @@ def squared(y: Tensor) -> Tensor:
     return y.pow(2).mean()
 
 
-def test_megatron_mlp() -> None:
+X = spec("f32[8,16]", TP)
+DIFFERENTIABLE = spec("f32[8,16]", TP, requires_grad=True)
+TOKENS = spec("i64[4,8]", TP)
+
+
+@pytest.mark.parametrize(
+    ("make", "placements", "x", "forward", "backward"),
+    [
+        pytest.param(MLP, MEGATRON, DIFFERENTIABLE, 1, 1, id="Megatron"),
+        pytest.param(MLP, MEGATRON, X, 1, 0, id="an input that needs no gradient"),
+        pytest.param(
+            SwiGLU, {"gate.weight": dict(tp=Row()), **MEGATRON}, DIFFERENTIABLE, 1, 1,
+            id="two columns, whose gradients are summed once",
+        ),
+        pytest.param(
+            lambda: GPT(layers=1), {**ATTENTION, **MEGATRON}, TOKENS, 2, 2,
+            id="GPT",
+        ),
+        pytest.param(
+            lambda: Llama(layers=1), {}, TOKENS, 0, 0, id="nothing pinned"
+        ),
+    ],
+)  # fmt: skip
+def test_reductions_of_a_model(
+    make: Any, placements: Any, x: Any, forward: int, backward: int
+) -> None:
     assert_collectives(
-        MLP(),
+        make(),
         TP,
-        MEGATRON,
-        spec("f32[8,16]", TP, requires_grad=True),
-        forward={"all_reduce@tp": 1},
-        backward={"all_reduce@tp": 1},
-    )
-
-
-def test_an_input_that_needs_no_gradient_needs_no_reduction() -> None:
-    assert_collectives(
-        MLP(), TP, MEGATRON, spec("f32[8,16]", TP), forward={"all_reduce@tp": 1}, backward={}
-    )
-
-
-def test_swiglu_sums_the_gradients_of_its_two_columns_once() -> None:
-    assert_collectives(
-        SwiGLU(),
-        TP,
-        {"gate.weight": dict(tp=Row()), **MEGATRON},
-        spec("f32[8,16]", TP, requires_grad=True),
-        forward={"all_reduce@tp": 1},
-        backward={"all_reduce@tp": 1},
+        placements,
+        x,
+        forward={"all_reduce@tp": forward},
+        backward={"all_reduce@tp": backward},
+        loss=squared if x is TOKENS else None,
     )
 
 
@@ -66,29 +76,6 @@ def test_the_gradients_of_parameters_are_reduced_in_backward() -> None:
         loss=squared,
     )
     assert {c.name for c in plan.collectives} == {"mean_reduced", "grad_weight_reduced"}
-
-
-@pytest.mark.slow
-def test_a_gpt_block_has_two_reductions_each_way() -> None:
-    def loss(logits: Tensor) -> Tensor:
-        return logits.square().mean()
-
-    assert_collectives(
-        GPT(layers=1),
-        TP,
-        {**ATTENTION, **MEGATRON},
-        spec("i64[4,8]", TP),
-        forward={"all_reduce@tp": 2},
-        backward={"all_reduce@tp": 2},
-        loss=loss,
-    )
-
-
-@pytest.mark.slow
-def test_nothing_pinned_nothing_communicated() -> None:
-    assert_collectives(
-        Llama(layers=1), TP, {}, spec("i64[4,8]", TP), forward={}, backward={}, loss=squared
-    )
 
 
 def test_a_result_may_stay_split_but_not_pending() -> None:

@@ -37,7 +37,6 @@ def test_every_block_is_one_that_runs_or_what_one_prints() -> None:
     assert set(files()) == {"conftest.py", "test_attention.py"}
 
 
-@pytest.mark.slow
 def test_blocks_run_and_print_what_is_written() -> None:
     namespace: dict[str, Any] = {"__name__": "docs_testing"}
     printed, ran = "", 0
@@ -65,7 +64,6 @@ def test_blocks_run_and_print_what_is_written() -> None:
     assert ran == 5
 
 
-@pytest.mark.slow
 def test_the_fixture_in_files_of_ones_own(tmp_path: Path) -> None:
     for name, text in files().items():
         (tmp_path / name).write_text(text)

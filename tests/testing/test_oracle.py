@@ -96,7 +96,6 @@ def test_arguments_that_the_op_rejects_are_not_tried() -> None:
 # -- missing ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_missing_strategy_says_what_it_would_save() -> None:
     found = certify(aten.mm.default, _randn(6, 6), _randn(6, 6), rule=_whole_mm)
     assert found.wrong == ()
@@ -170,7 +169,6 @@ def test_a_certificate_reads() -> None:
     )
 
 
-@pytest.mark.slow
 def test_an_op_needs_arguments_and_the_error_shows_some() -> None:
     with pytest.raises(PlanningError) as caught:
         certify("aten::bmm")
@@ -203,7 +201,6 @@ def test_examples_of_arguments_are_what_the_op_accepts(op: Any, text: str) -> No
         eval(f"op({text})")
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_certificate() -> None:
     x, w = _randn(4, 6), _randn(6, 3)
     for seed in (0, 5):

@@ -69,7 +69,6 @@ def rules() -> Iterator[dict[str, registry.Builder]]:
     registry._BUILDERS.update(before)
 
 
-@pytest.mark.slow
 def test_a_function_under_enumerated_placements() -> None:
     same = dt.testing.assert_same(
         lambda x, w: (x @ w).relu(), torch.randn(5, 6), torch.randn(6, 7), count=4
@@ -78,7 +77,6 @@ def test_a_function_under_enumerated_placements() -> None:
     assert any("Mesh(a=2, b=2)" in repr(m) or "mesh(a=2, b=2)" in m for m in same.checked)
 
 
-@pytest.mark.slow
 def test_a_module_under_stated_placements_and_meshes() -> None:
     same = dt.testing.assert_same(MLP(), torch.randn(5, 6), placements=MEGATRON)
     assert [what.split(":")[0] for what in same.checked] == ["mesh(tp=2)", "mesh(tp=3)"]
@@ -98,7 +96,6 @@ def test_inside_a_launch_of_another_mesh() -> None:
     assert len(same.checked) == 6
 
 
-@pytest.mark.slow
 def test_pytrees_integers_and_no_gradients() -> None:
     def pick(batch: dict[str, torch.Tensor], index: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"picked": batch["x"][index], "count": index + 1}

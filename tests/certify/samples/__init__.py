@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.certify.samples.arrangement import ARRANGEMENT
 from tests.certify.samples.draw import EDGES, VARIANTS, Draw, Sample
 from tests.certify.samples.indexing import INDEXING
 from tests.certify.samples.layers import LAYERS
 from tests.certify.samples.losses import LAYER_LOSSES
 from tests.certify.samples.matrices import MATRICES
 from tests.certify.samples.ordering import ORDERING
-from tests.certify.samples.own import OWN
 from tests.certify.samples.pointwise import POINTWISE, SPECIAL
-from tests.certify.samples.tensors import STAND_INS, TENSORS
+from tests.certify.samples.tensors import ARRANGEMENT, OWN, STAND_INS, TENSORS
 
 FAMILIES: tuple[Mapping[str, list[Sample]], ...] = (
     *(ARRANGEMENT, INDEXING, LAYERS, LAYER_LOSSES, MATRICES, ORDERING, OWN, POINTWISE, SPECIAL),

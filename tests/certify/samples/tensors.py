@@ -298,3 +298,106 @@ TENSORS: dict[str, list[Sample]] = {
     **MATMUL,
     **TOKENS,
 }
+
+
+# Views that copy, partial writes, diagonals, windows, strides and creation.
+ARRANGEMENT: dict[str, list[Sample]] = {
+    "aten._reshape_alias.default": [of("a 12", ["a", 3, 4], [12, 4, 1])],
+    "aten.view_copy.default": [of("a 12", ["a", 3, 4])],
+    "aten.expand_copy.default": [of("a 1", ["a", "b"])],
+    "aten.permute_copy.default": [of("a b c", [2, 0, -2])],
+    "aten.t_copy.default": [of("a b")],
+    "aten.transpose_copy.int": [of("a b c", 0, -1)],
+    "aten.unsqueeze_copy.default": [of("a b", 1)],
+    "aten.squeeze_copy.default": [of("a 1 b")],
+    "aten.squeeze_copy.dim": [of("a 1 b", 1)],
+    "aten.squeeze_copy.dims": [of("a 1 b 1", [1, -1])],
+    "aten.slice_copy.Tensor": [of("a 9", -1, 2, 7)],
+    "aten.narrow_copy.default": [of("a 9", 1, 2, 5), of("a 9", 1, -4, 3)],
+    "aten.select_copy.int": [of("a b c", 1, -1)],
+    **each("split_copy.Tensor unsafe_split.Tensor", of("a 12", 4, 1)),
+    **each(
+        "split_with_sizes_copy.default unsafe_split_with_sizes.default", of("a 12", [6, 2, 4], 1)
+    ),
+    "aten.unbind_copy.int": [of("a b 3", -1)],
+    "aten.slice_scatter.default": [
+        of("a 9", "a 5", 1, 2, 7),
+        of("a b", "a b", 0),
+        of("a 7", "a 4", 1, 0, 9, 2),
+        of("a 4", "a 0", 1, 2, 2),
+    ],
+    "aten.select_scatter.default": [of("a 3 b", "a b", 1, -1)],
+    "aten.diagonal_scatter.default": [of("a 3 4 b", "a b 3", 1, 1, 2)],
+    "aten.as_strided_scatter.default": [of("a 6", "2 3", [2, 3], [3, 1], 1)],
+    "aten.diagonal.default": [of("a 3 4 b", 1, 1, 2), of("a b"), of("a 3 4", -1, -2, -1)],
+    "aten.diagonal_copy.default": [of("a 3 4 b", -1, 2, 1)],
+    "aten.diagonal_backward.default": [of("a b 3", ["a", 3, 4, "b"], 1, 1, 2)],
+    "aten.diag_embed.default": [of("a b"), of("a b 3", 1, 0, 2)],
+    "aten.cat.default": [
+        lambda d: call([d("a b"), d("a c")], 1),
+        lambda d: call([d("a 4"), d("a 4")], -1),
+        lambda d: call([d("a b"), d("a 1"), d("a 0")], 1),
+        lambda d: call([d("0"), d("a b"), d("a b")], 1),
+    ],
+    "aten.trace.default": [of("a b")],
+    "aten.unfold.default": [of("a 7 b", 1, 3, 2), of("", 0, 1, 1)],
+    "aten.unfold_copy.default": [of("a 7 b", -2, 2, 1)],
+    "aten.unfold_backward.default": [of("a 3 b 3", ["a", 7, "b"], 1, 3, 2)],
+    "aten.roll.default": [of("a b c", [1], [1]), of("a b c", [1, -2], [0, -1]), of("a b", [3])],
+    "aten.as_strided.default": [of("a 6", [2, 3], [3, 1], 1)],
+    "aten.resize.default": [of("4 6", [3, 2])],
+    "aten.as_strided_copy.default": [of("a 6", [2, 2], [1, 2])],
+    "aten.empty_strided.default": [of(["a", "b"], ["b", 1])],
+    "aten.empty_permuted.default": [of(["a", "b"], [1, 0])],
+    "aten.new_empty_strided.default": [
+        of("a b", ["a", "b"], ["b", 1]),
+        of("a b", ["b", "a"], [1, "b"]),
+    ],
+    "aten._efficientzerotensor.default": [of(["a", "b"])],
+}
+
+
+# Random numbers (with one key, shards must be parts of the whole), values that pass a check, batch
+# norm written out.
+KEY = {"at_seed": 1 << 40 | 5, "at_step": 3, "op": 2}
+F32, F64 = torch.float32, torch.float64
+
+
+def _all_well(d: Draw, batch: str, inner: str) -> Call:
+    ok = torch.ones(d.shape(batch), dtype=torch.bool)
+    return call(d(f"{batch} {inner}"), ok, "a positive number is wanted, not")
+
+
+def _sound(d: Draw, batch: str, inner: str) -> Call:
+    info = torch.zeros(d.shape(batch), dtype=torch.int32)
+    return call(d(f"{batch} {inner}"), info, "linalg.inv", not batch)
+
+
+OWN: dict[str, list[Sample]] = {
+    "dt.dropout.default": [of("a b", 0.25, **KEY), of("a b c", 0.5, **KEY), of("a", 1.0, **KEY)],
+    "dt.dropout_add.default": [
+        of("a b", "a b", 0.25, **KEY),
+        of("a b c", "a b c", 0.5, **KEY),
+        of("a", "a", 1.0, **KEY),
+    ],
+    "dt.dropout_backward.default": [of("a b", "?a b", 0.25)],
+    "dt.random_integers.default": [of(["a", "b"], -3, 9, torch.int64, **KEY)],
+    "dt.random_normal.default": [of(["a", "b"], F32, **KEY), of(["a", "b", "c"], F64, **KEY)],
+    "dt.random_uniform.default": [
+        *(of(dims, dtype, **KEY) for dims, dtype in ((["a", "b"], F32), (["a"], F32))),
+        of(["a", "b"], F64, **KEY),
+    ],
+    "dt.checked.default": [
+        lambda d, b=b, i=i: _all_well(d, b, i) for b, i in (("a b", ""), ("a", "c"), ("", "c"))
+    ],
+    "dt.linalg_checked.default": [
+        lambda d, b=b, i=i: _sound(d, b, i) for b, i in (("a b", "c c"), ("a", "c"), ("", "c c"))
+    ],
+    "dt.bn_squares.default": [of("n c 3", "c"), of("n c", "c")],
+    "dt.bn_sums.default": [of("n c 3", "n c 3", "c"), of("n c", "n c", "c")],
+    "dt.bn_apply.default": [of("n c 3", "c", "c", "c"), of("n c", "c", "c", "c")],
+    "dt.bn_backward.default": [
+        of("n c 3", "n c 3", "c", "c", "c", "c"),
+        of("n c", "n c", "c", "c", "c", "c"),
+    ],
+}

@@ -134,7 +134,7 @@ def test_killed_at_a_hundred_random_bytes(tmp_path: Path, monkeypatch: pytest.Mo
     assert 0 < published < 60
 
 
-@pytest.mark.slow
+@pytest.mark.default("hf")
 @pytest.mark.parametrize("kind", ["dcp", "hf"])
 def test_a_part_that_a_killed_process_began_is_written_by_another(tmp_path: Path, kind: str):
     save(tmp_path / "1", state(1))
@@ -204,7 +204,6 @@ def test_everything_is_on_the_disk_before_it_is_published(
     assert tmp_path.stat().st_ino in synced
 
 
-@pytest.mark.slow
 def test_a_changed_bit_is_noticed_or_harmless(tmp_path: Path):
     values = state()
     save(tmp_path / "1", values, extra={"rng": torch.get_rng_state()})
@@ -256,7 +255,7 @@ def test_a_torn_file_is_named(tmp_path: Path):
         latest(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.default("28")
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_is_full_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int):
     save(tmp_path / "1", state(1))

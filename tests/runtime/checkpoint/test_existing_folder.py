@@ -294,7 +294,7 @@ def test_killed_at_every_operation(
         assert those >= may - {""}  # the kills were on both sides of what is decisive
 
 
-@pytest.mark.slow
+@pytest.mark.default("tokenizer, one: some")
 @DEFAULT
 @RUNS
 def test_a_disk_that_fails_at_every_operation(

@@ -70,7 +70,6 @@ def test_it_comes_back_as_it_was(name: str):
     assert same(back(VALUES[name]), VALUES[name])
 
 
-@pytest.mark.slow
 def test_schedulers_and_optimizers_come_back():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())

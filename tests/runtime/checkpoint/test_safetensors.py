@@ -65,7 +65,7 @@ def write(path: Path, values: dict[str, torch.Tensor], dim: int, **options: Any)
     writing.finish(parts)
 
 
-@pytest.mark.slow
+@pytest.mark.default("20000-0")
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 20_000])
 def test_transformers_reads_it(tmp_path: Path, dim: int, shard_bytes: int):
@@ -96,7 +96,6 @@ def test_transformers_reads_it(tmp_path: Path, dim: int, shard_bytes: int):
     assert latest(tmp_path) == str(path)
 
 
-@pytest.mark.slow
 def test_safetensors_own_reader_reads_it(tmp_path: Path):
     load_file = pytest.importorskip("safetensors.torch", reason=missing("safetensors")).load_file
     values = {
@@ -120,7 +119,6 @@ def test_safetensors_own_reader_reads_it(tmp_path: Path):
         assert read[name].view(torch.uint8).equal(full.view(torch.uint8)) if full.dim() else True
 
 
-@pytest.mark.slow
 def test_what_transformers_saved_is_read_by_ranges(tmp_path: Path):
     model = llama()
     model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")  # pyright: ignore

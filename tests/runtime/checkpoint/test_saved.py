@@ -144,7 +144,6 @@ def test_a_block_that_is_not_in_it(tmp_path: Path):
         saved.read("model.1.weight")
 
 
-@pytest.mark.slow
 def test_each_element_is_written_once_and_unchanged_files_are_linked(tmp_path: Path):
     values = state()
     data = sum(full.nbytes for full in values.values())
@@ -214,7 +213,6 @@ def test_a_part_is_known_by_its_file(tmp_path: Path):
     writing.finish([part])
 
 
-@pytest.mark.slow
 def test_keep_removes_the_oldest_that_it_made(tmp_path: Path):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "manifest.json").write_text("{}")

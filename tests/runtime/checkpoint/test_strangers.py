@@ -83,7 +83,6 @@ class Planted:
         return os.system, (f"touch {self.there}",)
 
 
-@pytest.mark.slow
 def test_a_planted_pickle_runs_nothing(
     theirs: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ):
@@ -170,7 +169,6 @@ def _saved(value: Any) -> bytes:
     return written.getvalue()
 
 
-@pytest.mark.slow
 def test_metadata_that_are_not_whole(theirs: tuple[Path, dict[str, torch.Tensor]]):
     path, tensors = theirs
     content = (path / ".metadata").read_bytes()

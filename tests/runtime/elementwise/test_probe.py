@@ -102,17 +102,6 @@ def test_it_is_probed_once_and_again_for_options_of_another_kind(
     assert rule_of(second) is same and rule_of(first) is other and len(probed) == 2
 
 
-def test_numbers_that_a_step_changes_ask_for_no_other_probe() -> None:
-    optimizer = over(own.Counted)
-    rule = stated(optimizer)
-    optimizer.param_groups[0].update(k=7, weight_sum=0.5)
-    optimizer.num_steps = 7
-    assert rule_of(optimizer) is rule
-    resumed = over(own.Counted)
-    resumed.param_groups[0].update(k=100, weight_sum=0.5)
-    assert stated(resumed).report is rule.report
-
-
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_decay_by_dims_shows_where_there_is_one(decay: float) -> None:
     class Decays(own.Each):

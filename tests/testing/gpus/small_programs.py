@@ -8,7 +8,6 @@ for name, body in PROGRAMS.items():
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -24,76 +23,37 @@ from dtensor.daft.ir.instructions import Buffer, Call, Collective, Free, Recv, S
 from dtensor.daft.run import timestamps
 from tests.api import test_schedules as chains
 from tests.daft.programs import function, program
-from tests.testing.gpus.cases import Body, backend, schedule
-from tests.training import sgd
+from tests.testing.gpus.cases import Body, backend, bad_data, saved, schedule
+from tests.training import Run, batches, sgd
 
 NUM_GPUS = 2
 
 
-class Net(nn.Module):
-    """With a table that is looked up, and a buffer that each forward changes."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-        self.register_buffer("seen", torch.zeros(8))
-
-    def forward(self, at: Tensor) -> Tensor:
-        h = self.embed(at)
-        with torch.no_grad():
-            self.seen.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-        return self.down(self.up(h).relu())
-
-
-def mean_square(model: nn.Module, at: Tensor, y: Tensor) -> Tensor:
-    return (model(at) - y).square().mean()
-
-
-def data(number: int) -> tuple[Tensor, Tensor]:
-    drawn = torch.Generator().manual_seed(number)
-    return torch.randint(0, 11, (8,), generator=drawn), torch.randn(8, 8, generator=drawn)
-
-
-def made(mesh: dt.Mesh, **options: Any) -> tuple[dt.ParallelModule, Any, dt.TrainStep]:
-    torch.manual_seed(0)
-    net = Net()
-    model = dt.parallelize(
-        net, mesh, {"up.*": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
-    )
-    optimizer = sgd(net)
-    step = dt.train_step(model, mean_square, optimizer, clip_grad_norm=1.0, **options)
-    return model, optimizer, step
-
-
 def trained(device: str) -> Mapping[str, Any]:
     """Steps that nobody reads at once; the state is gathered, and it trains on."""
-    mesh = dt.Mesh(tp=2)
-    model, optimizer, step = made(mesh)
-    with dt.launch(mesh, backend(device), device=device):
-        losses = [step(*data(n)) for n in range(3)]
-        state = dt.gather_state_dict(model, optimizer)["model"]
+    run, data = Run.of("tp2", make=sgd), batches(4)
+    with dt.launch(run.mesh, backend(device), device=device):
+        losses = [run.step(*each) for each in data[:3]]
+        state = run.state()["model"]
         kept = {f"{name}, early": value.clone() for name, value in state.items()}
-        losses.append(step(*data(3)))
+        losses.append(run.step(*data[3]))
         numbers = [float(loss) for loss in losses]
-        late = dt.gather_state_dict(model, optimizer)["model"]
+        late = run.state()["model"]
         return {"losses": numbers, **{f"{n}, read": v for n, v in state.items()}, **kept, **late}
 
 
 def in_one_process(device: str) -> Mapping[str, Any]:
     """Inputs on the device, written after the call that takes them; results that are written."""
-    mesh = dt.Mesh(tp=2)
-    model, optimizer, step = made(mesh)
+    run = Run.of("tp2", make=sgd)
+    mesh = run.mesh
     both = dt.compile(lambda x: (x, x.mT, x * 2, x.sum(0)), mesh)
     with dt.launch(mesh, device=device):
         losses: list[Any] = []
-        for n in range(3):
-            at, y = (t.to(device) for t in data(n))
-            losses.append(step(at, y))
+        for each in batches(3):
+            at, y = (t.to(device) for t in each)
+            losses.append(run.step(at, y))
             at.zero_()
-            y.fill_(7.0)
+            y.fill_(7)
         x = torch.arange(12.0).reshape(3, 4).to(device)
         first = both(x)
         x.fill_(-1.0)
@@ -108,40 +68,8 @@ def in_one_process(device: str) -> Mapping[str, Any]:
             "losses": numbers,
             **read,
             **again,
-            **dt.gather_state_dict(model, optimizer)["model"],
+            **run.state()["model"],
         }
-
-
-def undone(device: str) -> Mapping[str, Any]:
-    """A step fails after some of its state was written, and is undone."""
-    mesh = dt.Mesh(tp=2)
-    model, optimizer, step = made(mesh)
-    with dt.launch(mesh, device=device):
-        losses = [float(step(*data(0)))]
-        for n in range(2):
-            at, y = data(n)
-            try:
-                float(step(at + 100, y))
-                raise AssertionError("an index of 100 was taken")
-            except dt.daft.TaskError:
-                losses.append(float(step(at, y)))
-        return {"losses": losses, **dt.gather_state_dict(model, optimizer)["model"]}
-
-
-def checkpointed(device: str) -> Mapping[str, Any]:
-    """Saved while steps go on, and loaded."""
-    mesh = dt.Mesh(tp=2)
-    with tempfile.TemporaryDirectory() as folder:
-        model, optimizer, step = made(mesh)
-        with dt.launch(mesh, backend(device), device=device):
-            step(*data(0))
-            going = dt.save(f"{folder}/at", model, optimizer)
-            losses = [step(*data(n)) for n in (1, 2)]
-            going.get()
-            dt.load(f"{folder}/at", model, optimizer)
-            losses.append(step(*data(1)))
-            numbers = [float(loss) for loss in losses]
-            return {"losses": numbers, **dt.gather_state_dict(model, optimizer)["model"]}
 
 
 def timed(device: str) -> Mapping[str, Any]:
@@ -325,8 +253,8 @@ PROGRAMS: Mapping[str, Body] = {
     "by hand": by_hand,
     "training": trained,
     "one process": in_one_process,
-    "undone": undone,
-    "checkpoint": checkpointed,
+    "undone": bad_data,
+    "checkpoint": saved,
     "turning": turned,
     "undone late": undone_late,
     "first use": first_used,

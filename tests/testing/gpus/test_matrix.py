@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+import dtensor as dt
+from dtensor.daft import launch_cluster
+from dtensor.daft.ray.transports.exchange import ExchangeTransport
 from dtensor.testing.gpus.guard import CompilerMissing, install
+from dtensor.testing.gpus.world import Deadlock
+from tests.daft.programs import Collectives, pipeline, same_bits
 from tests.testing.gpus.cases import cases
+from tests.testing.gpus.exchanges import FLAT, all_exchanges, run_ranks, starts
 from tests.testing.gpus.matrix import check, without_kernels
 from tests.testing.gpus.mutations import WIRE, Mutation, found, implied, mutations
 
@@ -28,7 +37,7 @@ FEW = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.default("grouped product, by expert")
 @pytest.mark.parametrize("name", FEW)
 def test_case(name: str) -> None:
     with without_kernels():
@@ -40,7 +49,61 @@ MUTATIONS = [each for each in mutations() if each.file in {*WIRE, "transport.py"
 """`make gpus` makes those of workers, checkpoints and undone runs too."""
 
 
-@pytest.mark.slow
+@pytest.mark.default("exchange.py:198 work.wait()")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_mutation(mutation: Mutation) -> None:
     assert implied(mutation) or found(mutation, range(1))
+
+
+# -- the mock of NCCL, and the real transport over it ----------------------------------------------
+
+
+@pytest.mark.parametrize("early", [0.0, 0.5])
+@pytest.mark.parametrize("seed", range(4))
+def test_exchanges(seed: int, early: float) -> None:
+    report = run_ranks(3, seed, all_exchanges, early=early)
+    assert not report.races and not report.early_frees
+    assert {wait.what for wait in report.host_waits} <= {
+        "copy to the host",
+        "aten._local_scalar_dense.default",
+    }
+
+
+def test_streams_that_share_a_queue_may_hang() -> None:
+    """A rank's receive stands in the queue before its send, for which the next rank waits."""
+
+    def body(rank: int, transport: ExchangeTransport) -> None:
+        send, recv = starts(rank, 3)[2:4]
+        received = transport.begin(rank, recv)(())
+        transport.begin(rank, send)((torch.ones(FLAT.shape, device="cuda"),)).wait()
+        assert bool((received.wait()[0] == 1).all())
+
+    run_ranks(3, 0, body)
+    with pytest.raises(Deadlock, match="no host and no stream"):
+        run_ranks(3, 0, body, num_queues=1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_collective_gives_the_bits_of_inprocess(size: int) -> None:
+    case = Collectives(size)
+    with launch_cluster(size) as local:
+        expected = local.run(local.load(case.program()), case.fed).get()
+    with dt.testing.simulated_gpus(size) as gpus:
+        with launch_cluster(size, backend="ray", device="cuda") as cluster:
+            found = cluster.run(cluster.load(case.program()), case.fed).get()
+        assert not gpus.report().races and not gpus.report().early_frees
+    for rank in range(size):
+        assert set(found[rank]) == set(expected[rank]) == set(case.expected[rank])
+        for name, value in expected[rank].items():
+            assert same_bits(found[rank][name], value), (rank, name)
+
+
+@pytest.mark.parametrize("ranks_per_actor", [1, 2])
+def test_transfers(ranks_per_actor: int) -> None:
+    given: dict[str, Any] = dict(backend="ray", device="cuda", ranks_per_actor=ranks_per_actor)
+    with dt.testing.simulated_gpus(4), launch_cluster(4, **given) as cluster:
+        cluster.put([{"w": torch.ones(4), "n": torch.zeros(())}] * 4)
+        handle = cluster.load(pipeline(4))
+        for k in (0.0, 1.0):
+            found = cluster.run(handle, [{"x": torch.full((4,), k)}, {}, {}, {}]).get()
+            assert found[3]["y"].tolist() == [4.0 + k] * 4
