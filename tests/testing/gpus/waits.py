@@ -21,11 +21,10 @@ import torch
 
 import dtensor as dt
 from dtensor.testing.gpus.host import HostWait
-from tests.models import loss_fn
 from tests.testing.gpus import cases
 from tests.testing.gpus.matrix import without_kernels
 from tests.testing.gpus.page import PAGE, Table
-from tests.training import MEGATRON, SIX, Placed, adamw, batches, make_model
+from tests.training import Run, batches
 
 HEAD = ("program", "each rank", "waits", "for what", "line")
 Program: TypeAlias = Callable[[], AbstractContextManager[Callable[[], object]]]
@@ -33,16 +32,10 @@ Program: TypeAlias = Callable[[], AbstractContextManager[Callable[[], object]]]
 
 
 @contextmanager
-def training(placed: Placed, **stored: Any) -> Generator[Callable[[], object]]:
-    """AdamW, clipped, two microbatches, as `tests.training.Run`."""
-    net, data = make_model(), batches(1)[0]
-    mesh = placed.mesh
-    model = dt.parallelize(net, mesh, placed.pins, stages=placed.stages, **stored)
-    schedule = dt.OneFOneB(microbatches=2)
-    given: dict[str, Any] = dict(inputs=placed.inputs, schedule=schedule, clip_grad_norm=1.0)
-    step = dt.train_step(model, loss_fn, adamw(net), **given)
-    with dt.launch(mesh, "ray", device="cuda"):
-        yield lambda: float(step(*data))
+def training(placed: str, **stored: Any) -> Generator[Callable[[], object]]:
+    run, data = Run.of(placed, **stored), batches(1)
+    with dt.launch(run.mesh, "ray", device="cuda"):
+        yield lambda: run.losses(data)
 
 
 @contextmanager
@@ -72,9 +65,9 @@ def product(**placed: dt.Placement) -> Generator[Callable[[], object]]:
 
 
 PROGRAMS: Mapping[str, Program] = {
-    "training step, tp2": lambda: training(Placed(axes=dict(tp=2), pins=MEGATRON)),
-    "training step, dp2, ZeRO-3": lambda: training(SIX["dp2"], zero={"dp": 3}),
-    "training step, pp2": lambda: training(SIX["pp2"]),
+    "training step, tp2": lambda: training("tp2"),
+    "training step, dp2, ZeRO-3": lambda: training("dp2", zero={"dp": 3}),
+    "training step, pp2": lambda: training("pp2"),
     "a token, tp2": token,
     "grouped product, experts whole": product,
     "grouped product, by expert": lambda: product(tp=dt.Shard(0)),
@@ -94,14 +87,10 @@ def waits_of(program: Program, seed: int = 0) -> Counter[HostWait]:
 
 def rows(name: str, waits: Mapping[HostWait, int]) -> Iterable[tuple[str, ...]]:
     """The sum first."""
-    yield name, _number(sum(waits.values()) / RANKS), str(sum(waits.values())), "all", ""
+    yield name, f"{sum(waits.values()) / RANKS:g}", str(sum(waits.values())), "all", ""
     for n, (wait, times) in enumerate(sorted(waits.items(), key=lambda each: -each[1]), 1):
         what = re.sub(r"^aten\._local_scalar_dense\.default$", "item()", wait.what)
-        yield f"{name}, {n}", _number(times / RANKS), str(times), what, f"`{wait.line}`"
-
-
-def _number(x: float) -> str:
-    return f"{x:g}"
+        yield f"{name}, {n}", f"{times / RANKS:g}", str(times), what, f"`{wait.line}`"
 
 
 def main(given: list[str]) -> int:
