@@ -1,4 +1,5 @@
-"""Programs over the mock of NCCL, on simulated GPUs: a sample of what gpu_programs.py runs."""
+"""On simulated GPUs: a sample of the programs that gpu_programs.py runs over the mock of NCCL, and
+what a host says of its GPU that waits for a peer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a Ray that starts is waited for, and that none is left that has not started, or has ended."""
+"""How a Ray that starts is waited for, that none is left that has not started, or has ended,
+and what is said while ranks start."""
 
 from __future__ import annotations
 

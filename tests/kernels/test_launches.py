@@ -1,4 +1,5 @@
-"""How kernels are launched: by launches.py alone, each element in one program, as the docs say."""
+"""How kernels are launched: by launches.py alone, each element in one program, as the docs say; and
+no number of 32 bits overflows that an address follows from."""
 
 from __future__ import annotations
 

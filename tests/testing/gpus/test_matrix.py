@@ -1,4 +1,5 @@
-"""A few cases of the matrix, and of the mutations, under one seed each: `make gpus` has all."""
+"""A few cases of the matrix and of the mutations, under one seed each (`make gpus` has all),
+and the real transport over the mock of NCCL."""
 
 from __future__ import annotations
 
