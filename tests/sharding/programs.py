@@ -83,21 +83,16 @@ class Program:
 
 @dataclass
 class _Maker:
-    """``batch``: dim 0 of every value that comes from x0 stays the batch."""
-
     rng: random.Random
-    batch: bool
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    rows: set[str] = field(default_factory=set)  # what has the batch as dim 0
     instructions: list[Instruction] = field(default_factory=list)
 
     def size(self) -> int:
         return self.rng.choice((2, 3, 4, 4, 5, 6))
 
     def input(self, shape: tuple[int, ...], kind: str | None = None) -> str:
-        kind = kind or ("w" if self.batch else self.rng.choice("xw"))
-        name = f"{kind}{len(self.inputs)}"
+        name = f"{kind or self.rng.choice('xw')}{len(self.inputs)}"
         self.inputs[name] = self.shapes[name] = shape
         return name
 
@@ -105,54 +100,48 @@ class _Maker:
         name = f"p{len(self.instructions)}"
         self.instructions.append((name, op, given))
         self.shapes[name] = shape
-        if any(isinstance(g, str) and g in self.rows for g in given):
-            self.rows.add(name)
 
     def step(self) -> None:
-        own = [n for n in self.shapes if not self.batch or n in self.rows]
-        a = self.rng.choice(own[-4:])
+        a = self.rng.choice(list(self.shapes)[-4:])
         shape = self.shapes[a]
-        first = int(self.batch)  # dims below are the batch's own
         op = self.rng.choice(
             ("mm", "mm", "add", "mul", "relu", "sum", "softmax", "reshape", "permute")
         )
         match op:
             case "mm" if len(shape) == 2:
-                pairs = [n for n, s in self.shapes.items() if len(s) == 2 and s[0] == shape[1]]
-                fit = [n for n in pairs if n not in self.rows]
+                fit = [n for n, s in self.shapes.items() if len(s) == 2 and s[0] == shape[1]]
                 b = self.rng.choice([*fit, ""]) or self.input((shape[1], self.size()))
                 self.emit(op, (a, b), (shape[0], self.shapes[b][1]))
             case "add" | "mul":
-                fit = [n for n in own if self.shapes[n] == shape]
-                b = self.rng.choice([*fit, "", ""]) or self.broadcast(shape, first)
+                fit = [n for n, s in self.shapes.items() if s == shape]
+                b = self.rng.choice([*fit, "", ""]) or self.broadcast(shape)
                 self.emit(op, (a, b), shape)
             case "relu":
                 self.emit(op, (a,), shape)
-            case "softmax" if len(shape) > first:
-                self.emit(op, (a, self.rng.randrange(first, len(shape))), shape)
-            case "sum" if len(shape) > max(1, first):
-                dim, keep = self.rng.randrange(first, len(shape)), self.rng.random() < 0.5
+            case "softmax":
+                self.emit(op, (a, self.rng.randrange(len(shape))), shape)
+            case "sum" if len(shape) > 1:
+                dim, keep = self.rng.randrange(len(shape)), self.rng.random() < 0.5
                 rest = tuple(1 if i == dim else s for i, s in enumerate(shape) if keep or i != dim)
                 self.emit(op, (a, dim, keep), rest)
             case "reshape":
-                self.reshape(a, shape, first)
-            case "permute" if len(shape) > first + 1:
-                later = self.rng.sample(range(first, len(shape)), len(shape) - first)
-                order = (*range(first), *later)
+                self.reshape(a, shape)
+            case "permute" if len(shape) > 1:
+                order = self.rng.sample(range(len(shape)), len(shape))
                 self.emit(op, (a, *order), tuple(shape[d] for d in order))
             case _:
                 pass
 
-    def broadcast(self, shape: tuple[int, ...], first: int) -> str:
+    def broadcast(self, shape: tuple[int, ...]) -> str:
         """An input that broadcasts to ``shape``: some dims of size 1, leading ones left out."""
-        wide = [i >= first and self.rng.random() < 0.6 for i in range(len(shape))]
+        wide = [self.rng.random() < 0.6 for _ in shape]
         sizes = tuple(s if keep else 1 for s, keep in zip(shape, wide, strict=True))
         start = wide.index(True) if True in wide else len(shape) - 1
         return self.input(sizes[self.rng.choice((0, start)) :], "w")
 
-    def reshape(self, a: str, shape: tuple[int, ...], first: int) -> None:
-        dims = range(first, len(shape))
-        if len(shape) > first + 1 and self.rng.random() < 0.6:
+    def reshape(self, a: str, shape: tuple[int, ...]) -> None:
+        dims = range(len(shape))
+        if len(shape) > 1 and self.rng.random() < 0.6:
             i = self.rng.choice(dims[:-1])
             new = (*shape[:i], shape[i] * shape[i + 1], *shape[i + 2 :])
         else:
@@ -169,19 +158,15 @@ def random_program(
     rng: random.Random,
     *,
     loss: bool = False,
-    batch: bool = False,
     num_ops: tuple[int, int] = (3, 7),
 ) -> Program:
-    maker = _Maker(rng, batch)
-    rows = rng.choice((4, 8)) if batch else maker.size()
-    shape = (rows, maker.size(), *([maker.size()] if rng.random() < 0.4 else []))
-    name = maker.input(shape, "x")
-    if batch:
-        maker.rows.add(name)
+    maker = _Maker(rng)
+    shape = (maker.size(), maker.size(), *([maker.size()] if rng.random() < 0.4 else []))
+    maker.input(shape, "x")
     wanted = rng.randint(*num_ops)
     while len(maker.instructions) < wanted:
         maker.step()
-    outputs = [f"p{wanted - 1}"]  # of a batch, as what is read has it
+    outputs = [f"p{wanted - 1}"]
     if rng.random() < 0.4 and wanted > 1:
         outputs.append(f"p{rng.randrange(wanted - 1)}")
     if loss:  # so that there is something to differentiate by
@@ -270,11 +255,9 @@ def plan_program(
     pins: Mapping[str, Mapping[str, Placement]],
     *,
     free: bool = True,
-    microbatches: int = 1,
     topology: Topology | None = None,
     results: Mapping[int, Mapping[str, Placement]] | None = None,
 ) -> Plan:
-    batch = tuple(i.name for i in flow.inputs if i.kind == "argument") if microbatches > 1 else ()
     found = plan(
         Request(
             name="program",
@@ -282,8 +265,6 @@ def plan_program(
             mesh=mesh,
             pins=pins,
             search="free" if free else "predictable",
-            batch=batch,
-            num_microbatches=microbatches,
             topology=topology or Topology(),
             results=results or {},
         )

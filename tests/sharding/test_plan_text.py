@@ -7,7 +7,6 @@ Whole plans are compared with tests/golden; after a wanted change, write them an
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -156,30 +155,6 @@ def test_explain_every_value() -> None:
 
 
 # -- memory and time -------------------------------------------------------------------------------
-
-
-def test_memory_of_an_mlp_by_hand() -> None:
-    """x[8 16] -> h, a [8 64] -> z, r = z^2 [8 16] on one rank; f32."""
-    memory = mlp().memory[0]
-    weights = 2 * (64 // 2) * 16 * 4
-    assert memory.parameters == weights
-    assert memory.gradients == weights
-    assert memory.optimizer == 2 * weights
-    x = 8 * 16 * 4
-    hidden = 8 * (64 // 2) * 4
-    # At gelu_backward: x, h, a's gradient and the result; a went with down.weight's gradient.
-    assert memory.activations >= x + 3 * hidden
-    assert memory.activations <= 4 * x + 4 * hidden
-    # The peak is at the end, where all gradients are made: x, h's gradient, and the loss.
-    assert memory.total == 4 * weights + x + hidden + 4
-
-
-def test_activations_grow_with_microbatches_in_flight_by_what_backward_needs() -> None:
-    plan = mlp(microbatches=4)
-    one, two, three = (replace(plan, in_flight=(held,)).memory[0].activations for held in (1, 2, 3))
-    rows = 8 // 4
-    # x's slice, h and a, and the output that the square's backward needs
-    assert two - one == three - two == 4 * rows * (16 + 64 // 2 + 64 // 2 + 16)
 
 
 def test_flop_and_seconds() -> None:

@@ -65,12 +65,7 @@ def test_each_part_of_the_key_matters() -> None:
     drawn = [uniform(place, key, torch.float32, CPU) for key in keys]
     for i, a in enumerate(drawn):
         for b in drawn[:i]:
-            assert abs(_correlation(a, b)) < 0.1
-            assert not torch.equal(a, b)
-
-
-def _correlation(a: Tensor, b: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack([a.double().flatten(), b.double().flatten()]))[0, 1])
+            assert abs(float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])) < 0.1
 
 
 def test_moments() -> None:

@@ -18,7 +18,6 @@ from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.sharding.plan.choose.opened_factors import Pin, Reach, reach
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.planner import rules_of
-from dtensor.sharding.plan.steps import Compute
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement, Shard
 from tests.models import MLP, Block, CausalSelfAttention, GroupedAttention
@@ -150,32 +149,6 @@ def test_sequence_parallel_is_megatrons(block: type[Block], layers: int) -> None
     expected = {"all_gather@tp": 2 * layers, "reduce_scatter@tp": 2 * layers}
     assert kinds(plan, "forward") == expected
     assert kinds(plan, "backward") == expected
-
-
-def test_an_annotation_opens_up_to_the_next_contraction() -> None:
-    """The sequence is split around the first layer, and not beyond the matmuls on both sides."""
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = annotate(self.first(x).relu(), "b t@tp d")
-            return self.second(h.exp())
-
-    x = torch.randn(B, T, D)
-    plan = plan_model(Around(), mean_square, (x,), Mesh(tp=2), {}, train=False)
-    placed = {
-        step.op.call.name: spec.placement("tp")
-        for step in plan.steps
-        if isinstance(step, Compute) and step.phase == "forward"
-        for spec in step.result_specs
-        if spec is not None
-    }
-    assert isinstance(placed["aten.relu.default"], Shard)
-    assert isinstance(placed["aten.exp.default"], Shard)
-    assert placed["aten.mm.default"] == REPLICATE
 
 
 # -- pins that do not line up ------------------------------------------------------------------
