@@ -49,6 +49,7 @@ def test_interpreted_is_compiled(placed: str) -> None:
     assert_same_bits(in_process(placed, "interpreted"), in_process(placed, "compiled"))
 
 
+@pytest.mark.slow
 def test_another_run_gives_the_same_bits() -> None:
     assert_same_bits(in_process("dp2_tp2", "compiled"), in_process("dp2_tp2", "compiled"))
 

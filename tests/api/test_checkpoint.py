@@ -86,7 +86,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, dict
     return found
 
 
-@pytest.mark.default("pp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_a_checkpoint_of_any_placement_is_loaded_under_any_other(
     place: str, saved: dict[str, tuple[str, dict[str, Any], float]]

@@ -373,6 +373,7 @@ def test_on_ray() -> None:
         assert all(sent[len(p)] == 2 * 2 * 2 * len(p) * 16 * 4 for p in PROMPTS)
 
 
+@pytest.mark.slow
 def test_the_program_agrees_before_it_writes() -> None:
     """All ranks vote, those too that only have tables; rows are fed."""
     policy, actor = two("gpt2", "tp2", "single")

@@ -66,6 +66,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     return 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", PLACES)
 def test_a_step_over_twenty_lengths(backend: Backend, few: int, request: Any) -> None:
     """The bits are those of a launch in which nothing is evicted."""

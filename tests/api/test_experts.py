@@ -25,7 +25,7 @@ FAMILIES = ("mixtral", "qwen3_moe", "olmoe")
 EXPERTS: dict[str, Any] = {"*.experts.*": dict(tp=dt.Shard(0))}
 
 
-@pytest.mark.default("mixtral-experts")
+@pytest.mark.slow
 @pytest.mark.sample(*(f"{f}-experts" for f in FAMILIES), "olmoe-whole", "mixtral-derived")
 @pytest.mark.parametrize("how", ["whole", "experts", "derived"])
 @pytest.mark.parametrize("family", FAMILIES)

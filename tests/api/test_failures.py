@@ -117,6 +117,7 @@ def test_an_exception_in_a_compiled_function() -> None:
 # -- wherever a host raises ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_a_host_raises_anything_anywhere(backend: str, tmp_path: Path) -> None:
     """In a forward, a backward, a function, an eager op, a reward, initial values, a save, a load:

@@ -75,6 +75,7 @@ def test_all_modes_have_the_same_bits() -> None:
     assert len(texts[0].splitlines()) == len(texts[1].splitlines())  # calls in the same places
 
 
+@pytest.mark.slow
 def test_a_bias_in_the_memory_of_its_product_beside_a_chain() -> None:
     """Its line says what is done in place, and stays as it is."""
     torch.manual_seed(0)

@@ -180,7 +180,7 @@ def tried(what: str, line: AtLine, after: list[list[torch.Tensor]]) -> None:
             left.close()
 
 
-@pytest.mark.default("first step-10")
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", [10, 400])
 @pytest.mark.parametrize("what", DOES)
 @pytest.mark.sample(*(f"{what}-10" for what in DOES))

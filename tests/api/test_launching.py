@@ -309,7 +309,7 @@ step(torch.tensor([0, int(sys.argv[2])]))  # nobody reads it
 """
 
 
-@pytest.mark.default("inprocess-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "index"),
     [("inprocess", 1), ("inprocess", 77), pytest.param("ray", 77, marks=pytest.mark.ray)],

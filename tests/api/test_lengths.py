@@ -333,6 +333,7 @@ def test_what_it_reads_is_read_anew(
 # -- models ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -372,6 +373,7 @@ def test_a_model_trains_on_batches_of_any_size(
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dropout_is_that_of_a_capture(counted: Counted) -> None:
     def step_of(model: nn.Module) -> dt.TrainStep:
         parallel = dt.parallelize(model, dt.Mesh(tp=2))

@@ -119,6 +119,7 @@ def notebook(kernel: Notebook) -> Iterator[Notebook]:
     assert not kernel("run.close()").error
 
 
+@pytest.mark.slow
 def test_a_launch_over_cells(notebook: Notebook) -> None:
     assert notebook(f"{LAUNCH}\nrun").text == "launch of mesh(dp=2): never started"
     refused = notebook("step(x, y)").error
@@ -164,6 +165,7 @@ def test_an_interrupt_between_steps(notebook: Notebook) -> None:
     assert notebook("run, steps_taken()").text == "(launch of mesh(dp=2): ended, [5])"
 
 
+@pytest.mark.slow
 def test_an_interrupt_within_steps(tmp_path: Path) -> None:
     with Notebook(tmp_path) as notebook:
         assert not notebook(f"{SETUP}\n{LAUNCH}\nrun.start()\nnum = 0").error

@@ -49,7 +49,7 @@ def reference() -> list[float]:
     return train(dt.Mesh())
 
 
-@pytest.mark.default("mesh(pp=2)-1")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "microbatches"),
     [

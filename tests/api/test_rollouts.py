@@ -81,6 +81,7 @@ def prompts(seed: int = 0) -> Iterator[list[int]]:
 OPTIONS: dict[str, Any] = dict(max_new_tokens=NEW, length=LENGTH, seed=7)
 
 
+@pytest.mark.slow
 def test_without_staleness_it_is_the_loop_that_does_one_after_the_other() -> None:
     steps, batch, samples = 4, 4, 2
     policy, actor, step = make()
@@ -137,7 +138,7 @@ def test_without_staleness_it_is_the_loop_that_does_one_after_the_other() -> Non
         assert torch.equal(p, weights[name]), name
 
 
-@pytest.mark.default("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_scores_that_come_late_make_texts_stale_and_never_more_than_stated(staleness: int) -> None:
     policy, actor, step = make()

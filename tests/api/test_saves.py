@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exits")
 
 
-@pytest.mark.default("outside, dcp")
+@pytest.mark.slow
 @pytest.mark.sample(*SOME)
 @pytest.mark.parametrize("case", ENDS)
 def test_no_end_of_a_process_hides_a_save_that_failed(case: str, folder: Path) -> None:

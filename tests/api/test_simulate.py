@@ -285,6 +285,7 @@ def test_a_picture_of_a_pipeline() -> None:
     assert ">backward</text>" not in drawing  # it stands in halves
 
 
+@pytest.mark.slow
 def test_a_picture_of_very_many_spans() -> None:
     trace = made(num_ranks=16, num_spans=2500)
     drawing = check_picture(trace)

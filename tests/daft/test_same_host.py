@@ -83,7 +83,7 @@ def _collectives(here: Here, size: int, large: int) -> str:
     return "right"
 
 
-@pytest.mark.default("3-40000")
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "large"), [(3, 40_000), (4, 400_000)])
 def test_every_collective_gives_the_bits_of_gloo_and_inprocess(size: int, large: int) -> None:
     assert each(size, _collectives, size, large) == ["right"] * size

@@ -43,6 +43,7 @@ def test_the_steps_that_are_shown_add_up_to_the_plan():
     assert found["modules"][0]["w"] == sum(held)
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_are_one_part_of_the_tree():
     modules = contents(gpt_plan())["modules"]
     blocks = next(i for i, part in enumerate(modules) if part["l"] == "blocks")

@@ -103,7 +103,7 @@ def _captured(model: nn.Module, grads: Any) -> Graph:
     return capture(loss_fn, (model, tokens, tokens), grads=grads)
 
 
-@pytest.mark.default("tied")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_graph_is_that_of_the_whole(
     case: str, exports: list[Any], monkeypatch: pytest.MonkeyPatch

@@ -46,6 +46,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "howto" / "other_trainers.md"
 
 
-@pytest.mark.default("trainer")
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # those of the libraries
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_loop(name: str) -> None:

@@ -316,6 +316,7 @@ assert "fix: pip install 'dtensor[kernels]'" in str(one.message)
 """
 
 
+@pytest.mark.slow
 def test_without_triton_a_warning_says_that_ops_run_and_torchs_kernels_stay() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_TRITON], check=True)
 
@@ -339,6 +340,7 @@ def test_kernels_are_chosen_for_cuda_and_the_program_says_so() -> None:
         assert bool(found) == (device == "cuda")
 
 
+@pytest.mark.slow
 def test_kernels_are_not_imported_for_cpu() -> None:
     """Torch's capture imports Triton by itself, where it is there."""
     code = """

@@ -244,7 +244,7 @@ def plans() -> dt.Comparison:
     return dt.compare(model, loss_fn, strategies, TOKENS, TOKENS)
 
 
-@pytest.mark.default("pp2 dp2 tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIMULATED)
 def test_simulated_is_planned(name: str) -> None:
     plan = plans()[name].plan

@@ -326,6 +326,7 @@ print("torch._dynamo" in sys.modules, double(torch.ones(2)).tolist())
 """
 
 
+@pytest.mark.slow
 def test_torchs_compiler_is_not_loaded_for_an_update_and_works_afterwards() -> None:
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_THE_COMPILER], capture_output=True, text=True, timeout=600
