@@ -12,8 +12,8 @@ import argparse
 import torch
 
 import dtensor as dt
-from tests.training import MEGATRON
 from tests.models import GPT, batch, loss_fn
+from tests.training import MEGATRON
 
 
 def main() -> None:
