@@ -43,7 +43,7 @@ def test_an_example_is_short(name: str) -> None:
     assert len((HERE / f"{name}.py").read_text().splitlines()) < 30
 
 
-@pytest.mark.default("zero")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in EXAMPLES if n not in {"single", *OWN_MODEL}])
 def test_its_losses_are_those_of_one_device(name: str) -> None:
     losses = run(name)["losses"]

@@ -42,6 +42,7 @@ def test_what_is_installed_or_of_no_extra_is_an_error() -> None:
         assert not absent(error.value)
 
 
+@pytest.mark.slow
 def test_tests_are_skipped_without_their_extra(tmp_path: Path) -> None:
     """Where the file imports it, and where a helper of the test does."""
     (tmp_path / "blocks.py").write_text(BLOCKS)

@@ -9,6 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.pages import DOCS, run_page
@@ -17,6 +18,7 @@ TEXT = (DOCS / "from_scratch.md").read_text()
 FROM_TORCH_ALONE, WITH_DTENSOR = TEXT.split("\n## 10.")
 
 
+@pytest.mark.slow
 def test_the_page_prints_what_it_shows(tmp_path: Path) -> None:
     names = run_page("from_scratch", TEXT, tmp_path)
 

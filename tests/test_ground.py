@@ -154,12 +154,14 @@ def test_every_package_is_packaged():
     assert sorted(missing) == []
 
 
+@pytest.mark.slow
 def test_the_example_starts():
     help_text = python("examples/train_gpt.py", "--help")
     for word in ("tp2pp2", "--backend", "--tied", "--resume", "--compare"):
         assert word in help_text
 
 
+@pytest.mark.slow
 def test_the_example_names_parameters_that_exist():
     code = """
 import sys; sys.path.insert(0, "examples")

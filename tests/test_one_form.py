@@ -142,6 +142,7 @@ def num_fields(tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield node.name, sum("ClassVar" not in ast.unparse(n.annotation) for n in stated)
 
 
+@pytest.mark.slow
 def test_records_have_few_fields() -> None:
     found = [pair for tree in parsed(["dataclass"]).values() for pair in num_fields(tree)]
     assert len(found) > 100

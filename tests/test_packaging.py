@@ -130,6 +130,7 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy / "dist"
 
 
+@pytest.mark.slow
 def test_the_wheel_has_the_package_alone(packages: Path) -> None:
     (wheel,) = packages.glob("*.whl")
     assert wheel.name == f"dtensor-{dtensor.__version__}-py3-none-any.whl"

@@ -43,7 +43,7 @@ def in_process(placed: str, mode: Mode) -> dict[str, Any]:
         return outcome(run)
 
 
-@pytest.mark.default("dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", ["dp2", "tp4", "dp4", "tp2_pp2"])
 def test_interpreted_is_compiled(placed: str) -> None:
     assert_same_bits(in_process(placed, "interpreted"), in_process(placed, "compiled"))

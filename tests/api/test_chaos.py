@@ -48,7 +48,7 @@ def test_nothing_is_left_on_ray(scratch: Path, ray_session: None) -> None:
     assert left(objects, PATIENCE_S, alive) == []
 
 
-@pytest.mark.default("tp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp2", "dp2 zero3"])
 def test_torn_files_are_named(name: str, tmp_path: Path) -> None:
     torn_file(name, random.Random(0), 6, tmp_path)

@@ -25,6 +25,7 @@ def gpt() -> nn.Module:
         return GPT()
 
 
+@pytest.mark.slow
 def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured once; the model's tensors and hooks are what they were."""
     captured: list[object] = []

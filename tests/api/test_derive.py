@@ -141,7 +141,7 @@ def test_what_is_in_the_way_stays_whole() -> None:
     )
 
 
-@pytest.mark.default("Mixer-4")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", [Interleaved, Mixer])
 def test_gradients_are_plain_torchs(kind: type[nn.Module], size: int) -> None:

@@ -147,7 +147,7 @@ def test_a_sound_model_runs_as_without(placed: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.default("llama")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_masks_of_hugging_face(name: str) -> None:
     """With padding, of which whole rows see nothing."""

@@ -184,6 +184,7 @@ def test_nothing_depends_on_when_a_prefill_ends(
         assert all(len(r.versions) >= len(r.tokens) for r in requests)
 
 
+@pytest.mark.slow
 def test_others_decode_while_a_prompt_is_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
     gen, meshes = pair_of_writers()
     with dt.launch(*meshes):

@@ -109,7 +109,7 @@ def allowed() -> Iterator[None]:
         yield
 
 
-@pytest.mark.default("SGD momentum")
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_transformer_is_trained_as_on_one_device(optimizer: str) -> None:
     """In float64: Adam divides by the size of gradients, and those of k's bias are rounding."""

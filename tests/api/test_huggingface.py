@@ -70,7 +70,7 @@ def is_zero(name: str) -> bool:
     return name.endswith("attention.self.key.bias")
 
 
-@pytest.mark.default("gpt2-dp2")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_plain_torchs(name: str, mesh: str) -> None:
@@ -87,7 +87,7 @@ def test_loss_and_gradients_are_plain_torchs(name: str, mesh: str) -> None:
         assert error <= 1e-5 * scale, f"{parameter}: {error:.3e} of {scale:.3e}"
 
 
-@pytest.mark.default("gpt2")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_collectives_are_megatrons(name: str) -> None:
     """Forward, each row-parallel product and the embedding; backward, the input of each pair of

@@ -120,6 +120,7 @@ def test_other_placements_and_models(name: str, more: dict[str, Any]) -> None:
     assert_losses_close(losses, trained(name, "generated", **more)[0])
 
 
+@pytest.mark.slow
 def test_a_profile_names_what_was_fused() -> None:
     mesh = dt.Mesh(tp=2)
     f = dt.compile(lambda x, y: ((x * y).relu() + x).sum(), mesh)

@@ -168,6 +168,7 @@ def test_the_wrong_mesh() -> None:
         step()(TOKENS, TARGETS)
 
 
+@pytest.mark.slow
 def test_an_output_of_the_last_stage_as_an_argument() -> None:
     """A compiled function takes it (test_results.py), a step with a backward does not."""
     where = SIX["pp2"]

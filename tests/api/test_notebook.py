@@ -137,6 +137,7 @@ def test_a_launch_over_cells(notebook: Notebook) -> None:
     assert notebook("steps_taken()").text == "[4]"
 
 
+@pytest.mark.slow
 def test_the_same_cells_again(notebook: Notebook) -> None:
     cells = [f"{LAUNCH}\nrun.start()", "step(x, y)"]
     for cell in cells:

@@ -69,6 +69,7 @@ def test_losses_of_20_steps(mesh: dt.Mesh, microbatches: int, reference: list[fl
     assert max(abs(a - b) for a, b in zip(reference, found, strict=True)) <= 2e-6
 
 
+@pytest.mark.slow
 def test_dropout_is_at_work(reference: list[float]) -> None:
     """Another seed gives other losses; the same seed the same ones."""
     again = train(dt.Mesh(), steps=3)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.embed(tokens), src_key_padding_mask=padded).mean(1))
 
 
+@pytest.mark.slow
 def test_torchs_transformer_encoder_has_megatrons_collectives() -> None:
     """Its fused projection is viewed as (3 e), and each of the 3 is taken: heads split within."""
     module = Encoder()

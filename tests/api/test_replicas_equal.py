@@ -50,6 +50,7 @@ def launched() -> Any:
     return dt.launch(dt.Mesh(tp=2), "ray", device="cuda")
 
 
+@pytest.mark.slow
 def test_copies_that_drift_are_named(tmp_path: Path) -> None:
     with on_gpus(varies=True), launched():
         run = trained()
@@ -69,6 +70,7 @@ def test_copies_that_drift_are_named(tmp_path: Path) -> None:
         assert dt.check_replicas(run.model, run.optimizer) > 10
 
 
+@pytest.mark.slow
 def test_deterministic_kernels_keep_copies_equal(deterministic: None, tmp_path: Path) -> None:
     with on_gpus(varies=True) as gpus, launched(), warnings.catch_warnings():
         warnings.simplefilter("error")

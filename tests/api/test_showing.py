@@ -149,6 +149,7 @@ predicted     140.32 us a step (H100 SXM bf16, NVLink)
 STAGES = {"pp": [["embed*", "positions*", "blocks.0.*"], ["blocks.1.*", "norm.*", "head*"]]}
 
 
+@pytest.mark.slow
 def test_the_longest_summary_fits() -> None:
     """Everything at once: six axes, stages, ZeRO, recomputation, masters, clipping."""
     mesh = dt.Mesh(pp=2, dp=2, tp=2, a=1, b=1, c=1, d=1)

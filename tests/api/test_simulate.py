@@ -121,6 +121,7 @@ def test_messages_are_those_of_the_plan() -> None:
     assert spent == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_4096_ranks() -> None:
     mesh = dt.Mesh(pp=16, dp=32, tp=8)
     module = Chain(16)

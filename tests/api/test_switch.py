@@ -251,6 +251,7 @@ def test_shrink_and_grow(mode: Any) -> None:
         assert len(trained.losses(data[3:])) == 1
 
 
+@pytest.mark.slow
 def test_new_ranks() -> None:
     """A launch of one rank grows; what was on its mesh is there, programs too."""
     one, data = PLACES["single"], batches(2)

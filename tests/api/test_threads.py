@@ -425,6 +425,7 @@ def test_a_thread_of_the_program_sees_what_the_program_sees() -> None:
     assert float(step(torch.ones(6, 4))) > 0
 
 
+@pytest.mark.slow
 def test_a_step_a_plan_a_generation_and_a_save_at_once(tmp_path: Any) -> None:
     """And an evaluation of the trained model: as one after the other."""
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ except CompilerMissing as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
+@pytest.mark.slow
 def test_all_parts_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     with dt.testing.simulated_gpus(2, seed=1) as gpus:
         status = main(["doctor", "--gpu", "--json"])
@@ -30,6 +31,7 @@ def test_all_parts_on_two_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert not report.races and not report.early_frees
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with dt.testing.simulated_gpus(1, fails_at=4):
         assert main(["doctor", "--gpu", "--json"]) == 1

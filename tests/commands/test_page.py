@@ -75,6 +75,7 @@ def files_of_page(text: str) -> None:
             Path(block.file).write_text(block.text)
 
 
+@pytest.mark.slow
 def test_commands_print_what_the_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

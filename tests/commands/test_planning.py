@@ -52,6 +52,7 @@ def test_the_plan_is_that_of_the_library(command: Command):
     assert [c["name"] for c in found["collectives"]] == [c.name for c in plan.collectives]
 
 
+@pytest.mark.slow
 def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch):
     from dtensor.api.step import plan_call
 

@@ -211,6 +211,7 @@ def test_what_torch_imports_on_the_way_to_a_kernel(monkeypatch: pytest.MonkeyPat
     assert asked == ["colorsys"] and found.kernel is not None and found.reason == ""
 
 
+@pytest.mark.slow
 def test_dtensors_own_ops_are_known_where_nothing_has_been_used() -> None:
     import dtensor.sharding.ops.registered  # noqa: F401 - here
 

@@ -85,6 +85,7 @@ instructions = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.lists(instructions, max_size=4))
 def test_text_parses_back(items: list[Instruction]) -> None:

@@ -121,7 +121,7 @@ def _random_programs(here: Here, seed: int, number: int) -> int:
     return number
 
 
-@pytest.mark.default("2-60")
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "number"), [(2, 60), (3, 60), (4, 40)])
 def test_random_programs_that_the_verifier_accepts(size: int, number: int) -> None:
     assert each(size, _random_programs, 5, number) == [number] * size
@@ -387,6 +387,7 @@ def _loads_and_unloads(here: Here) -> tuple[int, int]:
     return found
 
 
+@pytest.mark.slow
 def test_an_unloaded_programs_memory_is_freed_when_all_have_unloaded_it() -> None:
     head = 2 * 4096  # its semaphores, and where programs' windows begin
     loaded = head + 2 * (1 << 20) + 4096 + 20 * 4096

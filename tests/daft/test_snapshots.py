@@ -84,6 +84,7 @@ def shm() -> Iterator[Path]:
 # -- hosts that lose each other --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(
     st.integers(0, 2**32),

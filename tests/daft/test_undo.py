@@ -121,6 +121,7 @@ def test_every_order_of_a_small_program(family: str) -> None:
     assert [small for small in found if disagreement(small)] == []
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32))
 def test_random_programs_that_fail(seed: int) -> None:

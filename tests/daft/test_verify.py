@@ -305,6 +305,7 @@ def test_every_program_of_two_transfers_on_two_ranks() -> None:
         assert disagreement(*each) is None, each
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.integers(0, 2**32))
 def test_random_programs(seed: int) -> None:

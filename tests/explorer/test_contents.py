@@ -54,6 +54,7 @@ def test_layers_that_are_alike_are_one_part_of_the_tree():
     ]
 
 
+@pytest.mark.slow
 def test_every_collective_has_a_reason_and_what_the_user_stated():
     found = contents(gpt_plan())
     rows = [row for row in found["steps"] if row["k"] == "comm"]

@@ -336,6 +336,7 @@ def test_what_is_rewritten_keeps_the_dtypes_of_cudas_list(fn: Any, dtype: torch.
     assert [node.meta["val"].dtype for node in graph.output_nodes] == [dtype]
 
 
+@pytest.mark.slow
 def test_around_a_call_cudas_list_is_followed_too() -> None:
     args = (Mixed(), torch.zeros(2, 4, dtype=torch.int64))
     torch.set_autocast_enabled("cuda", True)  # what torch.autocast("cuda") does where there is one

@@ -198,6 +198,7 @@ def test_a_traceback_fits_a_screen(last: str) -> None:
     assert not any("site-packages/torch" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_what_a_terminal_shows(tmp_path: Path) -> None:
     """Standard error of a whole program, with what torch logs."""
     file = tmp_path / "train.py"

@@ -114,6 +114,7 @@ def test_code_that_is_generated_is_nobodys() -> None:
     assert texts(caller) == {'return space["fn"](torch.sin, x)'}
 
 
+@pytest.mark.slow
 def test_python_c() -> None:
     code = """
 import torch, warnings, dtensor as dt

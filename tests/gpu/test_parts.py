@@ -132,6 +132,7 @@ def test_parts_are_right_first_and_short() -> None:
         assert f"def {name}(where: Where)" in text
 
 
+@pytest.mark.slow
 def test_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.gpu", "--to", str(tmp_path), "--part", "1"],
@@ -150,6 +151,7 @@ def test_the_tests_that_are_chosen_are_those_marked_gpu() -> None:
     assert "test_train.py" not in names
 
 
+@pytest.mark.slow
 def test_parts_on_simulated_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from dtensor.testing.gpus.guard import CompilerMissing, install
 

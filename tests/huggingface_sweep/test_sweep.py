@@ -20,7 +20,7 @@ from tests.huggingface_sweep.judge import families, judge
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
 
-@pytest.mark.default("vit-ViTForImageClassification")
+@pytest.mark.slow
 @pytest.mark.sample("vit-ViTForImageClassification", "wav2vec2-Wav2Vec2ForSequenceClassification")
 @pytest.mark.parametrize(
     ("family", "model"),
@@ -39,6 +39,7 @@ def test_family(family: str, model: str) -> None:
     assert record.split > 0
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss whose backward does not know which columns of the vocabulary a rank holds."""
     wrong = pattern("n, n v, n k!, n -> n v", linear=((0,),))

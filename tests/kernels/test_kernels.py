@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dtensor as dt
 
 
-@pytest.mark.default("numbers in the interpreter")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "counted"),
     [(["sweep", "--quick"], ": cases "), (["moved"], ": launches ")],
@@ -34,6 +34,7 @@ def test_in_the_interpreter(command: list[str], counted: str) -> None:
     assert done.stdout.count(counted) == {"sweep": 16, "moved": 14}[module], done.stdout
 
 
+@pytest.mark.slow
 def test_machine_code_for_sm_90() -> None:
     """For the others: python -m benchmarks.kernels --aot."""
     from tests.kernels import ahead

@@ -184,6 +184,7 @@ def test_tensors_of_more_than_2_31_elements_are_launched(name: str) -> None:
     assert launch.grid[0] <= rules.MAX_PROGRAMS
 
 
+@pytest.mark.slow
 def test_stages_change_no_machine_code() -> None:
     """Of the kernels that loop; there is no product of matrices whose loads would be pipelined."""
     for name in ("rms_norm_backward", "bias_gelu_backward", "ce_stats"):

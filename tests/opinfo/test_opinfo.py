@@ -74,7 +74,7 @@ SAMPLED = (
 )
 
 
-@pytest.mark.default("uneven-index_add")
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SAMPLED)
 def test_entry(kind: str, name: str) -> None:
     record = judge(entry(name), kind)

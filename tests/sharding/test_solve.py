@@ -101,6 +101,7 @@ def _uniform(num: int, first: int, second: int) -> dict[str, int]:
     return {f"layer{i}.{part}": (first, second)[part] for i in range(num) for part in range(2)}
 
 
+@pytest.mark.slow
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(SEEDS)
 def test_repeated_layers_make_one_choice(seed: int) -> None:

@@ -37,6 +37,7 @@ def interleaved() -> tuple[dt.TrainStep, dt.Plan]:
     return step, step.plan(tokens, tokens)
 
 
+@pytest.mark.slow
 def test_what_a_rank_sends_computes_and_holds_is_that_of_its_stages() -> None:
     _, plan = interleaved()
     totals = plan.totals

@@ -76,6 +76,7 @@ def ends(draw: st.DrawFn) -> tuple[TensorSpec, TensorSpec]:
     return draw(strategies.specs(mesh=first, **given)), draw(one_op)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(ends())
 def test_each_rank_receives_only_what_it_lacks_and_values_are_exact(
@@ -202,6 +203,7 @@ def check_sent(plan: SyncPlan, values: Values) -> None:
     assert plan.bytes_sent == sum(t.bytes_sent for t in plan.transfers.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(syncs())
 def test_any_values_between_any_placements(case: tuple[Values, int, int]) -> None:
