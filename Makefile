@@ -4,7 +4,6 @@
 # test-all: every test, also the slow ones: before a release and every night;
 # plain: test-all without the three replacements that make tests cheap (CONTRIBUTING.md): hours;
 # sweep: the cases that the tests only sample;
-# mutants: mutations of the package, and which set of tests finds each;
 # docs: the pages as a site, docs/_build/html/index.html, where any warning is an error;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
@@ -36,7 +35,7 @@ export OMP_NUM_THREADS := 1
 # Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-all quick plain sweep mutants lint docs check certify opinfo versions hf integrations chaos gpus gpu kernels format
+.PHONY: setup demo test test-all quick plain sweep lint docs check certify opinfo versions hf integrations chaos gpus gpu kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -63,10 +62,6 @@ plain: setup
 
 sweep: setup
 	$(BIN)/python -m pytest -n $(JOBS) --dist load -m sweep $(ARGS)
-
-mutants: setup
-	$(BIN)/python -m tests.mutants --record all
-	$(BIN)/python -m tests.mutants $(ARGS)
 
 lint: setup
 	$(BIN)/ruff format --check .
