@@ -100,10 +100,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _named(item: pytest.Item, mark: str) -> bool:
-    """Whether a mark names the test's case, or no cases."""
-    found = item.get_closest_marker(mark)
-    callspec = getattr(item, "callspec", None)
-    return found is not None and (not found.args or (callspec and callspec.id in found.args))
+    """Whether the item's mark names its case, or no case at all."""
+    cases = next(item.iter_markers(mark)).args
+    return not cases or item.callspec.id in cases  # type: ignore[attr-defined]
 
 
 def _seconds(item: pytest.Item) -> float:

@@ -94,7 +94,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, str]]:
         case ast.comprehension(ifs=[test, *_]):
             yield "negate a condition", test, f"(not ({ast.unparse(test)}))"
         case ast.Expr(value=ast.Call(func=func)):
-            name = ast.unparse(func).rpartition(".")[2]
+            name = _name(func)
             for kind, pattern in REMOVED.items():
                 if pattern.search(name):
                     yield kind, node, "pass"
@@ -151,19 +151,10 @@ def drawn(num: int, seed: int, lines: Mapping[str, Mapping[int, Sequence[str]]])
 def record(which: str) -> None:
     """Run a set of tests, and keep which lines of the package each executes in this process."""
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    command = [
-        *PYTEST,
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        "--no-loadscope-reorder",
-        "-m",
-        MARKS[which],
-    ]
-    command += ["--cov=dtensor", "--cov-context=test", "--cov-report="]
+    options = "ARGS=--cov=dtensor --cov-context=test --cov-report="
     environment = {**os.environ, "COVERAGE_FILE": str(RECORD), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    make = ["make", {"default": "test", "all": "test-all"}[which], options]
+    subprocess.run(make, cwd=ROOT, env=environment, check=False)
 
 
 @cache
