@@ -233,7 +233,7 @@ def found_by(mutation: Mutation, which: str, most: int, skip: frozenset[str]) ->
             return "it does not end"
     if ran.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", ran.stdout, re.MULTILINE)
     return failed[1] if failed else f"exit status {ran.returncode}"
 
 
