@@ -5,10 +5,11 @@
       2.54 import  tests/opinfo/test_opinfo.py
       1.20 setup   ray_session
 
-A test's seconds are those of the process that runs it and of all processes below it, Ray's too; a
-process that Ray leaves without a parent counts for as long as it has one. A module that several
-files import counts for the first of them. Seconds of a core, unlike those of the clock, can be
-compared where other processes run.
+The seconds of a test are those of the process that runs it and of processes below it that have
+ended. For a test on Ray and for fixtures that tests share, processes below that still run count
+too: to read them takes up to 30 ms in a process with Ray's 250 threads, so other tests leave them
+out. A module that several files import counts for the first of them. Seconds of a core, unlike
+those of the clock, can be compared where other processes run.
 """
 
 from __future__ import annotations
@@ -41,33 +42,34 @@ class Seconds:
         self.fixtures: Counter[Row] = Counter()
 
     @contextmanager
-    def counted(self, kind: str, name: str) -> Iterator[None]:
-        before = seconds()
+    def counted(self, kind: str, node: pytest.Collector | pytest.Item) -> Iterator[None]:
+        clock = seconds if node.get_closest_marker("ray") else seconds_of_ended
+        before = clock()
         try:
             yield
         finally:
-            self.rows[kind, name] += seconds() - before
+            self.rows[kind, node.nodeid] += clock() - before
 
     @pytest.hookimpl(wrapper=True)
     def pytest_make_collect_report(self, collector: pytest.Collector) -> Any:
         if not isinstance(collector, pytest.Module):
             return (yield)
-        with self.counted("import", collector.nodeid):
+        with self.counted("import", collector):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Any:
-        with self.counted("setup", item.nodeid):
+        with self.counted("setup", item):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Any:
-        with self.counted("call", item.nodeid):
+        with self.counted("call", item):
             return (yield)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Any:
-        with self.counted("teardown", item.nodeid):
+        with self.counted("teardown", item):
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
@@ -123,10 +125,14 @@ def _table(rows: list[tuple[Row, float]]) -> str:
 
 
 def seconds() -> float:
-    """Of a core: of this process, those below it, and those of them that have ended."""
+    """Seconds of a core: of this process and of processes below it, also of those that run."""
+    return seconds_of_ended() + sum(_ticks(pid) for pid in _children("self")) / TICKS
+
+
+def seconds_of_ended() -> float:
+    """Seconds of a core: of this process and of processes below it that have ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    below = sum(_ticks(pid) for pid in _children("self"))
-    return time.process_time() + ended.ru_utime + ended.ru_stime + below / TICKS
+    return time.process_time() + ended.ru_utime + ended.ru_stime
 
 
 def _ticks(pid: str) -> int:

@@ -1,6 +1,6 @@
 """Mutations of the package, one at a time, and which set of tests finds each.
 
-    python -m tests.mutants --record all         # runs `make test-all`: which lines a test executes
+    python -m tests.mutants --record all         # runs all tests: which lines each executes
     python -m tests.mutants --num 40 --seed 0    # draws mutations, runs tests, writes a table
 
 A mutation negates a condition, drops a collective, swaps two operands, removes a wait, an undo or
@@ -26,7 +26,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import coverage
@@ -148,13 +148,41 @@ def drawn(num: int, seed: int, lines: Mapping[str, Mapping[int, Sequence[str]]])
 # -- which tests execute a line --------------------------------------------------------------------
 
 
-def record(which: str) -> None:
-    """Run a set of tests, and keep which lines of the package each executes in this process."""
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    options = "ARGS=--cov=dtensor --cov-context=test --cov-report="
-    environment = {**os.environ, "COVERAGE_FILE": str(RECORD), "OMP_NUM_THREADS": "1"}
-    make = ["make", {"default": "test", "all": "test-all"}[which], options]
-    subprocess.run(make, cwd=ROOT, env=environment, check=False)
+def record(which: str, jobs: int) -> None:
+    """Run a set of tests, and keep which lines of the package each executes in this process.
+
+    Several processes run a few files each: coverage's tracer has crashed where threads run, and a
+    process that crashes loses what it recorded; its files run again, each in a process of its own.
+    """
+    shutil.rmtree(RECORD.parent, ignore_errors=True)
+    RECORD.parent.mkdir(parents=True)
+    files = sorted({test.partition("::")[0] for test in members(which)})
+    batches = [files[i : i + 8] for i in range(0, len(files), 8)]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        crashed = [batch for batch in pool.map(partial(_recorded, which), batches) if batch]
+        alone = [[file] for batch in crashed for file in batch]
+        for batch in pool.map(partial(_recorded, which), alone):
+            if batch:
+                print(f"{batch} crashes: its lines are not known", flush=True)
+    whole = coverage.CoverageData(basename=str(RECORD))
+    for part in sorted(RECORD.parent.glob("part.*[0-9]")):
+        found = coverage.CoverageData(basename=str(part))
+        found.read()
+        whole.update(found)
+    whole.write()
+
+
+def _recorded(which: str, files: list[str]) -> list[str]:
+    """Record some files; returns them if the process crashed."""
+    name = re.sub(r"\W", "_", files[0]) + f".{len(files)}"
+    part = RECORD.parent / f"part.{name}"
+    command = [*PYTEST, "-m", MARKS[which], "-rfE", "--cov=dtensor", "--cov-context=test"]
+    command += ["--cov-report=", *files]
+    environment = {**os.environ, "COVERAGE_FILE": str(part), "OMP_NUM_THREADS": "1"}
+    with open(RECORD.parent / f"log.{name}", "w") as log:
+        ran = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    print(f"{name}: exit status {ran.returncode}", flush=True)
+    return [] if ran.returncode in (0, 1) else files
 
 
 @cache
@@ -254,7 +282,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=400, help="tests of a set for one mutation")
     args = parser.parse_args()
     if args.record:
-        return record(args.record)
+        return record(args.record, args.jobs)
     chosen = drawn(args.num, args.seed, executed("default"))
     for which in MARKS:
         breadth(which)

@@ -221,10 +221,10 @@ class Case:
 
 def case_of(row: Row) -> Case:
     model, placement, dtype = row["model"], row["placement"], row["dtype"]
-    layers = 4 if row["schedule"] in TWO_STAGES_A_RANK else 2
+    count = 4 if row["schedule"] in TWO_STAGES_A_RANK else 2
     tokens = model in ("gpt", "untied", "llama")
     axes = AXES.get(placement, {placement[:2]: 2})
-    stages = stages_of(model, layers) if placement in PIPELINES else None
+    stages = stages_of(model, count) if placement in PIPELINES else None
     in_16_bits = dtype in ("bf16", "masters")
     parameters = {"f64": torch.float64}.get(dtype, torch.bfloat16 if in_16_bits else torch.float32)
     pins = {} if placement in ("free", "single", "dp2", "dp4", "pp2", "pp2_dp2") else PINS[model]
@@ -236,9 +236,9 @@ def case_of(row: Row) -> Case:
     def build() -> nn.Module:
         torch.manual_seed(0)
         if model == "llama":
-            module: nn.Module = Llama(layers=layers)
+            module: nn.Module = Llama()
         elif tokens:
-            module = GPT(layers=layers, tied=model == "gpt")
+            module = GPT(tied=model == "gpt")
         else:
             module = Odd() if model == "odd" else Conv()
         with torch.no_grad():
@@ -251,10 +251,11 @@ def case_of(row: Row) -> Case:
                 norm.register_forward_hook(lambda _, args, y: dt.annotate(y, "b t@tp d"))
         return module.to(parameters)
 
-    plain_loss = loss_fn if tokens else square_error
+    # Not `dtype`: rows whose functions close over the same values share a graph.
+    plain_loss, autocast = loss_fn if tokens else square_error, dtype == "autocast"
 
     def loss(module: nn.Module, *data: Tensor) -> Any:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == "autocast"):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             return plain_loss(module, *data)
 
     return Case(
@@ -277,16 +278,17 @@ def case_of(row: Row) -> Case:
     )
 
 
-def stages_of(model: str, layers: int) -> dict[str, list[list[str]]]:
-    """One layer a stage: two stages, or four."""
+def stages_of(model: str, count: int) -> dict[str, list[list[str]]]:
+    """Two stages, or four."""
     if model in ("odd", "conv"):
-        rest = ["scale", "frozen"] if model == "odd" else []
+        last = ["scale", "frozen"] if model == "odd" else []
         cuts = [[f"layers.{i}.*"] for i in range(4)]
-        cuts = cuts if layers == 4 else [cuts[0] + cuts[1], cuts[2] + cuts[3]]
-        return {"pp": [*cuts[:-1], [*cuts[-1], *rest]]}
-    first = ["embed*"] if model == "llama" else ["embed*", "positions*"]
-    cuts = [[f"blocks.{i}.*"] for i in range(layers)]
-    return {"pp": [[*first, *cuts[0]], *cuts[1:-1], [*cuts[-1], "norm*", "head*"]]}
+    else:
+        last = ["norm*", "head*"]
+        first = ["embed*"] if model == "llama" else ["embed*", "positions*"]
+        cuts = [first, ["blocks.0.*"], ["blocks.1.*"], []]
+    cuts[-1] = [*cuts[-1], *last]
+    return {"pp": cuts if count == 4 else [cuts[0] + cuts[1], cuts[2] + cuts[3]]}
 
 
 def data_of(row: Row, seed: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
