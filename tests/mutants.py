@@ -1,12 +1,14 @@
 """Mutations of the package, one at a time, and which set of tests finds each.
 
-    python -m tests.mutants --record all         # runs all tests: which lines each executes
+    python -m tests.mutants --record             # which lines each test of the default set executes
     python -m tests.mutants --num 40 --seed 0    # draws mutations, runs tests, writes a table
 
 A mutation negates a condition, drops a collective, swaps two operands, removes a wait, an undo or
 a check, or shifts an index by one. Draws are spread over `ROOMS` and `KINDS`, on lines that the
-default set executes. Only tests that execute the line run, those that execute the fewest lines
-first, in a copy of the checkout; a set finds a mutation if one of its tests fails or does not end.
+default set executes. Of the default set only tests that execute the line run, those that execute
+the fewest lines first, in a copy of the checkout. If all pass, slow tests of the same files run,
+those of files with the largest share of such tests first. A set finds a mutation if one of its
+tests fails or does not end.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import coverage
@@ -148,36 +150,34 @@ def drawn(num: int, seed: int, lines: Mapping[str, Mapping[int, Sequence[str]]])
 # -- which tests execute a line --------------------------------------------------------------------
 
 
-def record(which: str, jobs: int) -> None:
-    """Run a set of tests, and keep which lines of the package each executes in this process.
+def record(jobs: int) -> None:
+    """Run the default set, and keep which lines of the package each test executes in its process.
 
-    Several processes run a few files each: coverage's tracer has crashed where threads run, and a
-    process that crashes loses what it recorded; its files run again, each in a process of its own.
+    Each process runs a few files: coverage's tracer has crashed where threads run, and a process
+    that crashes loses what it recorded. Its files run again, each in a process of its own.
     """
     shutil.rmtree(RECORD.parent, ignore_errors=True)
     RECORD.parent.mkdir(parents=True)
-    files = sorted({test.partition("::")[0] for test in members(which)})
+    files = sorted({test.partition("::")[0] for test in members("default")})
     batches = [files[i : i + 8] for i in range(0, len(files), 8)]
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        crashed = [batch for batch in pool.map(partial(_recorded, which), batches) if batch]
-        alone = [[file] for batch in crashed for file in batch]
-        for batch in pool.map(partial(_recorded, which), alone):
-            if batch:
-                print(f"{batch} crashes: its lines are not known", flush=True)
+        crashed = [batch for batch in pool.map(_recorded, batches) if batch]
+        for again in pool.map(_recorded, [[file] for batch in crashed for file in batch]):
+            if again:
+                print(f"{again[0]} crashes: its lines are not known", flush=True)
     whole = coverage.CoverageData(basename=str(RECORD))
-    for part in sorted(RECORD.parent.glob("part.*[0-9]")):
+    for part in sorted(RECORD.parent.glob("part.*")):
         found = coverage.CoverageData(basename=str(part))
         found.read()
         whole.update(found)
     whole.write()
 
 
-def _recorded(which: str, files: list[str]) -> list[str]:
+def _recorded(files: list[str]) -> list[str]:
     """Record some files; returns them if the process crashed."""
-    name = re.sub(r"\W", "_", files[0]) + f".{len(files)}"
+    name = re.sub(r"\W", "_", files[0]) + f"_{len(files)}"
+    command = [*PYTEST, "-rfE", "--cov=dtensor", "--cov-context=test", "--cov-report=", *files]
     part = RECORD.parent / f"part.{name}"
-    command = [*PYTEST, "-m", MARKS[which], "-rfE", "--cov=dtensor", "--cov-context=test"]
-    command += ["--cov-report=", *files]
     environment = {**os.environ, "COVERAGE_FILE": str(part), "OMP_NUM_THREADS": "1"}
     with open(RECORD.parent / f"log.{name}", "w") as log:
         ran = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
@@ -186,61 +186,66 @@ def _recorded(which: str, files: list[str]) -> list[str]:
 
 
 @cache
-def members(which: str) -> frozenset[str]:
-    """The tests of a set."""
+def members(which: str) -> dict[str, None]:
+    """The tests of a set, in their order."""
     command = [*PYTEST, "--collect-only", "-m", MARKS[which]]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return frozenset(line for line in ran.stdout.splitlines() if line.startswith("tests/"))
+    return dict.fromkeys(line for line in ran.stdout.splitlines() if line.startswith("tests/"))
 
 
 @cache
-def executed(which: str) -> dict[str, dict[int, list[str]]]:
-    """By file and line, the tests of a set that execute it, as recorded."""
+def executed() -> dict[str, dict[int, list[str]]]:
+    """By file and line, the tests of the default set that execute it, as recorded."""
     data = coverage.CoverageData(basename=str(RECORD))
     data.read()
+    tests = members("default")
     found: dict[str, dict[int, list[str]]] = {}
     for file in data.measured_files():
-        by_line = data.contexts_by_lineno(file)
         found[str(Path(file).relative_to(ROOT))] = {
-            line: sorted({test.rpartition("|")[0] for test in tests} & members(which))
-            for line, tests in by_line.items()
+            line: sorted({c.rpartition("|")[0] for c in contexts} & tests.keys())
+            for line, contexts in data.contexts_by_lineno(file).items()
         }
     return found
 
 
-def percent(which: str) -> float:
-    """The share of the package's lines that a set executes or that an import executes."""
+def percent() -> float:
+    """The share of the package's lines that the default set or an import executes."""
     lines = all_lines = 0
     measured = coverage.Coverage(data_file=str(RECORD), source=[str(ROOT / "dtensor")])
     measured.load()
-    for file, by_line in executed(which).items():
-        statements = set(measured.analysis2(str(ROOT / file))[1])
-        contexts = measured.get_data().contexts_by_lineno(str(ROOT / file))
-        imported = {line for line, tests in contexts.items() if "" in tests}
-        lines += len(statements & ({n for n, tests in by_line.items() if tests} | imported))
+    for file in sorted((ROOT / "dtensor").rglob("*.py")):
+        statements = set(measured.analysis2(str(file))[1])
+        contexts = measured.get_data().contexts_by_lineno(str(file))
+        lines += len(statements & {line for line, found in contexts.items() if found})
         all_lines += len(statements)
     return 100 * lines / all_lines
 
 
 @cache
-def breadth(which: str) -> dict[str, int]:
+def breadth() -> Counter[str]:
     """How many lines each test executes."""
-    found: dict[str, int] = defaultdict(int)
-    for tests in itertools.chain.from_iterable(x.values() for x in executed(which).values()):
-        for test in tests:
-            found[test] += 1
-    return found
+    return Counter(t for lines in executed().values() for tests in lines.values() for t in tests)
+
+
+def tests_of(mutation: Mutation, which: str, most: int) -> list[str]:
+    """Tests of the default set that execute the line, or slow tests of their files."""
+    tests = executed()[mutation.file][mutation.line]
+    if which == "default":
+        return sorted(tests, key=lambda test: (breadth()[test], test))[:most]
+    whole = Counter(test.partition("::")[0] for test in members("default"))
+    here = Counter(test.partition("::")[0] for test in tests)
+    slow = [
+        t for t in members("all") if t not in members("default") and t.partition("::")[0] in here
+    ]
+    return sorted(slow, key=lambda t: -here[f := t.partition("::")[0]] / whole[f])[:most]
 
 
 # -- one mutation ----------------------------------------------------------------------------------
 
 
-def found_by(mutation: Mutation, which: str, most: int, skip: frozenset[str]) -> str | None:
+def found_by(mutation: Mutation, which: str, most: int) -> str | None:
     """The first test of a set that fails under a mutation, or None."""
-    tests = [
-        t for t in executed(which).get(mutation.file, {}).get(mutation.line, ()) if t not in skip
-    ]
-    tests = sorted(tests, key=lambda test: (breadth(which)[test], test))[:most]
+    tests = tests_of(mutation, which, most)
     if not tests:
         return None
     with tempfile.TemporaryDirectory() as folder:
@@ -267,35 +272,27 @@ def found_by(mutation: Mutation, which: str, most: int, skip: frozenset[str]) ->
 
 def judged(mutation: Mutation, most: int) -> dict[str, str | None]:
     """By set, the test that finds a mutation; what the default set finds the other does, too."""
-    first = found_by(mutation, "default", most, frozenset())
-    if first is None:
-        return {"default": None, "all": found_by(mutation, "all", most, members("default"))}
-    return {"default": first, "all": first}
+    first = found_by(mutation, "default", most)
+    return {"default": first, "all": first or found_by(mutation, "all", most // 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", choices=list(MARKS))
+    parser.add_argument("--record", action="store_true")
     parser.add_argument("--num", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--most", type=int, default=400, help="tests of a set for one mutation")
+    parser.add_argument(
+        "--most", type=int, default=400, help="tests for one mutation; of slow tests a quarter"
+    )
     args = parser.parse_args()
     if args.record:
-        return record(args.record, args.jobs)
-    chosen = drawn(args.num, args.seed, executed("default"))
-    for which in MARKS:
-        breadth(which)
-        print(f"{percent(which):.2f} % of the lines of dtensor/ under {which}", flush=True)
-    lines = [
-        "# Mutations and the tests that find them",
-        "",
-        f"`python -m tests.mutants --num {args.num} --seed {args.seed}`: at most {args.most} tests"
-        " of a set for each, those that execute the fewest lines first.",
-        "",
-        "| line | mutation | found by the default set | found by all |",
-        "|---|---|---|---|",
-    ]
+        return record(args.jobs)
+    chosen = drawn(args.num, args.seed, executed())
+    breadth(), members("all")  # once, before threads ask
+    covered = f"{percent():.1f} % of the lines of dtensor/ are executed by the default set"
+    print(covered, flush=True)
+    lines = []
     counts = {"default": 0, "all": 0}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for mutation, found in zip(chosen, pool.map(lambda m: judged(m, args.most), chosen)):
@@ -308,9 +305,13 @@ def main() -> None:
             lines.append(f"| `{mutation.file}:{mutation.line}` | {words} | {' | '.join(tests)} |")
             print(json.dumps([mutation.file, mutation.line, words, found]), flush=True)
     share = f"{counts['default']} of the {counts['all']} that all tests find, of {len(chosen)}"
-    shares = (f"{percent(which):.1f} % under {which}" for which in MARKS)
-    lines[3] += f" The default set finds {share}. Lines of dtensor/ executed: {', '.join(shares)}."
-    TABLE.write_text("\n".join(lines) + "\n")
+    command = f"python -m tests.mutants --num {args.num} --seed {args.seed}"
+    TABLE.write_text(
+        "# Mutations and the tests that find them\n\n"
+        f"`{command}`: the default set finds {share}. {covered}.\n\n"
+        "| line | mutation | found by the default set | found by all |\n|---|---|---|---|\n"
+        + "".join(f"{line}\n" for line in lines)
+    )
     print(share)
 
 
