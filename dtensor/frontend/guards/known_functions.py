@@ -235,6 +235,7 @@ _PURE = (
     *("_io.TextIOWrapper.isatty", "_io.TextIOWrapper.close", "io.IOBase", "queue.Queue.put"),
     *("queue.Queue.qsize", "queue.Queue.empty", "queue.Queue.full"),
     "ray._private.log",  # it puts the time into what the program logs
+    "ray.experimental.tqdm_ray",  # in the place of print, below a progress bar
     *("time.sleep", "time.struct_time", "time.strftime", "time.strptime", "time.mktime"),
     *("multiprocessing.sharedctypes", "multiprocessing.context", "multiprocessing.synchronize"),
     *(
