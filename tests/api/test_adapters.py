@@ -10,13 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.extras import missing
-
-pytest.importorskip("peft", reason=missing("peft"))
-pytest.importorskip("transformers", reason=missing("transformers"))
-
-from peft import LoraConfig, get_peft_model
-
 import dtensor as dt
 from tests.huggingface import batch, loss_fn
 from tests.training import train_torch
@@ -52,6 +45,8 @@ def config(targets: list[str], **options: Any) -> LoraConfig:
 def peft(targets: list[str], **options: Any) -> nn.Module:
 
     torch.manual_seed(1)
+    from peft import get_peft_model
+
     return get_peft_model(qwen(), config(targets, **options))  # type: ignore[arg-type]
 
 

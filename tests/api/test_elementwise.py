@@ -116,7 +116,9 @@ KINDS: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize(
+    "placed", ["tp2", *(pytest.param(p, marks=pytest.mark.slow) for p in ("zero1", "pp2")), "zero3"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_as_in_torch(kind: str, placed: str) -> None:
     both = Both(KINDS[kind], placed)

@@ -270,7 +270,7 @@ def _mask(kind: str, shape: tuple[int, ...], device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("layout", ["contiguous", "fused"])
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "fused"])
 @pytest.mark.parametrize("shape", [*SHAPES, (4, 8, 2, 1, 40, 64)], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_masked(device: str, shape: tuple[int, ...], layout: str, mask: str) -> None:

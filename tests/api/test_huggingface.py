@@ -101,6 +101,7 @@ def test_the_collectives_are_megatrons(name: str) -> None:
     assert kinds(plan, "optimizer") == Counter()
 
 
+@pytest.mark.default("gpt2")
 @pytest.mark.parametrize("name", MODELS)
 def test_one_value_crosses_between_stages(name: str) -> None:
     plan = make_step(name, "pp2_tp2").plan(*batch())

@@ -168,6 +168,7 @@ def test_scores_that_come_late_make_texts_stale_and_never_more_than_stated(stale
     assert num == 25 and 0 < worst <= staleness
 
 
+@pytest.mark.slow
 def test_prompts_that_end_and_a_generator_of_ones_own() -> None:
     policy, actor, _ = make()
     with dt.launch(TRAIN, PLAY):

@@ -39,6 +39,7 @@ def test_the_verifier_agrees_with_nccl() -> None:
     assert [d for made in programs if (d := disagreement(made, (0, 1))) is not None] == []
 
 
+@pytest.mark.default("OneFOneB-1-3")
 @pytest.mark.parametrize(
     ("schedule", "v", "p"), [(dt.GPipe, 1, 2), (dt.LoopedBFS, 2, 2), (dt.OneFOneB, 1, 3)]
 )

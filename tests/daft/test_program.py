@@ -93,6 +93,7 @@ def test_text_parses_back(items: list[Instruction]) -> None:
     assert parse_instructions(text) == tuple(items)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(
     st.one_of(st.text(), st.from_regex(r"\A(F0 stage 1|\w*)(: \w+ .*( over| from stage)? \w+)?\Z"))

@@ -78,6 +78,7 @@ def test_only_a_checked_fix_is_told():
     assert kinds == {("all_reduce", "tp")}
 
 
+@pytest.mark.slow
 def test_what_a_page_draws_of_a_type_is_what_each_rank_holds():
     plan = gpt_plan()
     specs = {str(spec): spec for spec in plan.value_specs().values()}

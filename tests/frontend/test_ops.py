@@ -48,6 +48,7 @@ def test_attention(h: int, g: int, t: int, s: int, is_causal: bool, transposed: 
     assert lse.is_contiguous() and not lse.requires_grad
 
 
+@pytest.mark.slow
 def test_attention_keeps_the_rules_of_operators() -> None:
     q, k = heads(4, 5, True), heads(2, 7, True)
     torch.library.opcheck(dt.attention.default, (q, k, k, True, 0.3))
@@ -93,7 +94,7 @@ MASKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("h", "g", "t", "s"), [(4, 4, 5, 5), (4, 2, 1, 7), (6, 2, 33, 40)])
 def test_attention_masked(h: int, g: int, t: int, s: int, mask: str, transposed: bool) -> None:

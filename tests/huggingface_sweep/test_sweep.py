@@ -48,6 +48,7 @@ def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record.verdict == "wrong"
 
 
+@pytest.mark.slow
 def test_a_missing_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._BUILDERS, "dt.gated.default")
     record = judge("llama")

@@ -99,6 +99,7 @@ def test_not_counted(name: str, reason: str) -> None:
     assert (record.verdict, record.note) == ("not counted", reason)
 
 
+@pytest.mark.slow
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sums of a part of a dim do not know of the parts before it."""
     monkeypatch.setitem(registry._BUILDERS, "aten.cumsum.default", pattern("... -> ..."))

@@ -130,7 +130,9 @@ def run(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow), BF16], ids=str
+)
 def test_where_a_tensor_is_cut_changes_no_bit(variant: str, dtype: torch.dtype) -> None:
     """Whole, and in pieces of 37 and 7 elements; beside torch, and its state as torch has it."""
     kind, given = VARIANTS[variant]
