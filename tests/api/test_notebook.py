@@ -16,6 +16,7 @@ from jupyter_client.manager import KernelManager
 from tests.chaos.watch import processes_of, running
 
 SETUP = '''
+get_ipython().run_line_magic("xmode", "Minimal")  # IPython asserts that each frame has a line
 import time, torch, dtensor as dt
 import torch.nn.functional as F
 
