@@ -17,7 +17,6 @@ import argparse
 import ast
 import concurrent.futures
 import itertools
-import json
 import os
 import random
 import re
@@ -291,27 +290,29 @@ def main() -> None:
     chosen = drawn(args.num, args.seed, executed())
     breadth(), members("all")  # once, before threads ask
     covered = f"{percent():.1f} % of the lines of dtensor/ are executed by the default set"
+    command = f"python -m tests.mutants --num {args.num} --seed {args.seed}"
     print(covered, flush=True)
-    lines = []
+    rows: list[str] = []
     counts = {"default": 0, "all": 0}
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
         for mutation, found in zip(chosen, pool.map(lambda m: judged(m, args.most), chosen)):
             source = (ROOT / mutation.file).read_bytes()
             old = source[mutation.start : mutation.end].decode()
-            for which, test in found.items():
-                counts[which] += test is not None
             words = f"{mutation.kind}: `{old}` to `{mutation.new}`".replace("|", "\\|")
             tests = (f"`{test}`" if test else "-" for test in found.values())
-            lines.append(f"| `{mutation.file}:{mutation.line}` | {words} | {' | '.join(tests)} |")
-            print(json.dumps([mutation.file, mutation.line, words, found]), flush=True)
-    share = f"{counts['default']} of the {counts['all']} that all tests find, of {len(chosen)}"
-    command = f"python -m tests.mutants --num {args.num} --seed {args.seed}"
-    TABLE.write_text(
-        "# Mutations and the tests that find them\n\n"
-        f"`{command}`: the default set finds {share}. {covered}.\n\n"
-        "| line | mutation | found by the default set | found by all |\n|---|---|---|---|\n"
-        + "".join(f"{line}\n" for line in lines)
-    )
+            rows.append(f"| `{mutation.file}:{mutation.line}` | {words} | {' | '.join(tests)} |")
+            for which, test in found.items():
+                counts[which] += test is not None
+            share = (
+                f"{counts['default']} of the {counts['all']} that all tests find, of {len(rows)}"
+            )
+            TABLE.write_text(
+                "# Mutations and the tests that find them\n\n"
+                f"`{command}`: the default set finds {share}. {covered}.\n\n"
+                "| line | mutation | found by the default set | found by all |\n|---|---|---|---|\n"
+                + "".join(f"{row}\n" for row in rows)
+            )
+            print(rows[-1], flush=True)
     print(share)
 
 
