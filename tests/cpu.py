@@ -125,12 +125,12 @@ def _table(rows: list[tuple[Row, float]]) -> str:
 
 
 def seconds() -> float:
-    """Seconds of a core: of this process and of processes below it, also of those that run."""
+    """Seconds of a core that this process and all processes below it have taken so far."""
     return seconds_of_ended() + sum(_ticks(pid) for pid in _children("self")) / TICKS
 
 
 def seconds_of_ended() -> float:
-    """Seconds of a core: of this process and of processes below it that have ended."""
+    """Seconds of a core that this process and ended processes below it have taken so far."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + ended.ru_utime + ended.ru_stime
 

@@ -194,7 +194,7 @@ def members(which: str) -> dict[str, None]:
 
 @cache
 def executed() -> dict[str, dict[int, list[str]]]:
-    """By file and line, the tests of the default set that execute it, as recorded."""
+    """Read the record: file -> line -> the tests of the default set that execute that line."""
     data = coverage.CoverageData(basename=str(RECORD))
     data.read()
     tests = members("default")

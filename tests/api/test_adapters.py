@@ -43,10 +43,9 @@ def config(targets: list[str], **options: Any) -> LoraConfig:
 
 
 def peft(targets: list[str], **options: Any) -> nn.Module:
-
-    torch.manual_seed(1)
     from peft import get_peft_model
 
+    torch.manual_seed(1)
     return get_peft_model(qwen(), config(targets, **options))  # type: ignore[arg-type]
 
 
