@@ -296,7 +296,7 @@ class PlanCache:
         asked = call.key()
         known = self._plans.get((asked, others), [])
         if known and known[0].same() and self._agrees(known[0]):
-            self.latest = known[0]
+            self.latest, self._asked = known[0], asked
             self._used.move_to_end(id(known[0]))
             return known[0]
         found, changed = self._known(known)

@@ -156,12 +156,13 @@ def _key_text(key: Any) -> str:
 
 class _Seen:
     """A box, because the export restores the root's own attributes. ``changes``: what the call has
-    changed besides tensors."""
+    changed besides tensors; ``values``: tensors whose values its Python read, with the values."""
 
     out_tree: OutTree
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
+        self.values: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.wrote: ProgramWrites | None = None  # before it has run
 
 
@@ -199,6 +200,7 @@ class CallAsModule(nn.Module):
         finally:
             self.seen.wrote = ProgramWrites(self.recorder, alone=self.before.alone and is_alone())
             self.seen.changes += filter(self.seen.wrote.may, self.before.changes())
+            self.seen.values += watch.values.pairs()
         if watch.given is not None:
             left = [*pytree.tree_leaves(out), *_held(self.call).values()]
             if (stale := watch.given.end(left)) is not None:

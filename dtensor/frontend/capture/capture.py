@@ -200,6 +200,7 @@ class _Capture:
                 if not each_call:
                     before.put_back(wrote)
         self.ran = root.recorder.codes()
+        self.values = root.seen.values
 
     def check_tensors(self) -> None:
         if lost := [change for change in self.changes if change.has_tensors]:
@@ -218,7 +219,8 @@ class _Capture:
     def with_reads(self) -> Graph:
         """The graph, with what it read as that is now."""
         constants = [(c.name, c.value) for c in self.graph.inputs if isinstance(c, Const)]
-        reads = Guards(self.call.roots, self.ran, constants, custom_ops(self.graph.fx))
+        ops = custom_ops(self.graph.fx)
+        reads = Guards(self.call.roots, self.ran, constants, ops, values=self.values)
         return replace(self.graph, reads=reads)
 
 

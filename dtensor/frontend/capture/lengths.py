@@ -248,7 +248,12 @@ def _exported(call: FlatCall, grads: Grads, dims: Dims, known: ExecutedCode | No
         layouts=tuple(_layout(x, i, dims) for i, x in enumerate(call.tensors)),
         guards=found,
         out_tree=root.seen.out_tree,
-        reads=Guards(call.roots, ran, [(str(i), x) for i, x in enumerate(constants)]),
+        reads=Guards(
+            call.roots,
+            ran,
+            [(str(i), x) for i, x in enumerate(constants)],
+            values=root.seen.values,
+        ),
         constants=constants,
         grads=grads,
     )

@@ -26,6 +26,7 @@ from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.capture.value_reads import ValueReads
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
 from dtensor.frontend.guards.side_effects import Change, line_of_change
@@ -117,6 +118,7 @@ class RefusalMode(TorchFunctionMode):
             from dtensor.frontend.capture.seen_device import DevicesOfCalls
 
             self.devices = DevicesOfCalls(device)
+        self.values = ValueReads()
         self.own, self.inputs = parameters, inputs
         self.given: DataAssignments | None = None
 
@@ -187,9 +189,13 @@ class RefusalMode(TorchFunctionMode):
             stale = self.given.stale(_opened((*args, *kwargs.values())))
             if stale is not None:
                 raise other_memory(stale, source_here())
+        untraced: list[torch.Tensor] = []
         for value in _opened((*args, *kwargs.values())):
             calls_back |= isinstance(value, FunctionType)
-            if isinstance(value, torch.Tensor) and _is_stray(value):
+            if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+                continue
+            untraced.append(value)
+            if _is_stray(value):
                 raise planning_error(
                     "A tensor that requires grad is used but was not passed in: its gradient "
                     "would be lost.",
@@ -197,6 +203,8 @@ class RefusalMode(TorchFunctionMode):
                     source=source_here(),
                     fix="pass the module as an argument, as in loss_fn(model, x)",
                 )
+        if untraced:
+            return self._made(self.values.watched(func, args, kwargs, untraced))
         if calls_back:
             return self._made(func(*args, **kwargs))
         with self.recorder.paused():
@@ -214,10 +222,12 @@ class RefusalMode(TorchFunctionMode):
 
 
 def _opened(values: Iterable[Any]) -> Iterator[Any]:
-    """The values, of lists and tuples their items."""
+    """The values, of lists, tuples and slices their items."""
     for value in values:
         if type(value) in (list, tuple):
-            yield from value
+            yield from _opened(value)
+        elif type(value) is slice:
+            yield from (value.start, value.stop, value.step)
         else:
             yield value
 

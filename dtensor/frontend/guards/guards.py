@@ -36,6 +36,7 @@ from dtensor.frontend.guards.walk import (
     ExecutedCode,
     Reached,
     Roots,
+    attribute_of,
     has_hooks,
     items_of,
     walk,
@@ -100,7 +101,8 @@ def custom_ops(graph: fx.Graph) -> dict[str, Definition]:
 
 class Guards:
     """What one program read. ``caught``: the constants of the program that the user holds.
-    ``ops``: its custom ops, as `custom_ops` has them."""
+    ``ops``: its custom ops, as `custom_ops` has them. ``values``: tensors whose values its Python
+    read, each with a copy of them."""
 
     def __init__(
         self,
@@ -109,6 +111,7 @@ class Guards:
         constants: Sequence[Any] = (),
         ops: Mapping[str, Definition] = NO_OPS,
         *,
+        values: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         searched: bool = False,
     ) -> None:
         self.roots: Roots = roots
@@ -124,11 +127,13 @@ class Guards:
             tensor = value if place is None else tensors[place]
             stamp = (value._version, value.data_ptr())
             self.caught.append(CapturedTensor(name, place, tensor, value.clone(), stamp))
+        self.values = values
+        self._places = [places.get(_storage(tensor)) for tensor, _ in values]
         self._take(reached)
 
     def of(self, constants: Sequence[Any], ops: Mapping[str, Definition]) -> Guards:
         """Of another graph of the same program, at the same time."""
-        return Guards(self.roots, self.ran, constants, ops, searched=True)
+        return Guards(self.roots, self.ran, constants, ops, values=self.values, searched=True)
 
     def _walk(self) -> Reached:
         reached = walk(self.roots, self.ran, search=not self._searched)
@@ -156,7 +161,7 @@ class Guards:
         self._sets = [(s, frozenset(s)) for s in self._sized if isinstance(s, (set, frozenset))]
         self._objects = reached.objects
         self._types = list(map(type, reached.objects))
-        self._attributes = [(o, n, object.__getattribute__(o, n)) for _, o, n in reached.attributes]
+        self._attributes = [(o, n, _attribute(o, n)) for _, o, n in reached.attributes]
         self._containers = [(c, items_of(c) or []) for c in reached.containers]
         self._variables = [(v, v.get(None)) for _, v in reached.variables]
         self._arrays = [(a, bytes(a)) for _, a in reached.arrays]
@@ -170,6 +175,12 @@ class Guards:
         for caught in self.caught:
             if caught.place is not None:
                 caught.tensor = tensors[caught.place]
+        self._read = [
+            (tensor if place is None else tensors[place], value)
+            for place, (tensor, value) in zip(self._places, self.values, strict=True)
+        ]
+        paths = [path for path, _ in (*reached.parameters, *reached.tensors)]
+        self._read_paths = ["a tensor" if p is None else paths[p] for p in self._places]
 
     def _now_flags(self) -> list[Any]:
         with DisableTorchFunctionSubclass():
@@ -207,6 +218,7 @@ class Guards:
             )
             and all(bytes(array) == kept for array, kept in self._arrays)
             and all(asked() == given for asked, given in self._asked)
+            and all(_holds(tensor, value) for tensor, value in self._read)
             and self._around == _around(self.reached)
             and all(definition_of(name) == before for name, before in self.ops.items())
         )
@@ -239,6 +251,9 @@ class Guards:
             if self._around != _around(reached):
                 return "torch's default dtype, its global hooks, or the environment"
             self._take(reached)
+            for path, (tensor, value) in zip(self._read_paths, self._read, strict=True):
+                if not _holds(tensor, value):
+                    return f"{path}: {_numbers(value)} -> {_numbers(tensor)}"
             return None
         for index, path in enumerate(before.paths):
             if index >= len(now.paths) or now.paths[index] != path:
@@ -262,7 +277,7 @@ class Guards:
 def _attribute(value: Any, name: str) -> Any:
     """As `getattr`, without asking the object's own methods; None where it is not there."""
     try:
-        return object.__getattribute__(value, name)
+        return attribute_of(value, name)
     except AttributeError:
         return None
 
@@ -292,6 +307,18 @@ def _storage(x: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 def _bits(x: torch.Tensor) -> torch.Tensor:
     """What tells 0.0 from -0.0, and a nan from a number."""
     return x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _holds(x: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a tensor has the dtype, shape and bits of a value."""
+    with DisableTorchFunctionSubclass():
+        same = x.dtype == value.dtype and x.shape == value.shape
+        return same and torch.equal(_bits(x.detach()), _bits(value))
+
+
+def _numbers(x: torch.Tensor) -> str:
+    text = str(x.tolist())
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _words(entry: Any) -> str:

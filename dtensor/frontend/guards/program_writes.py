@@ -18,6 +18,7 @@ from __future__ import annotations
 import dis
 import os
 import random
+import re
 import sys
 import sysconfig
 from collections import deque
@@ -77,6 +78,7 @@ class ProgramWrites:
     """``recorder``: of what ran; ``alone``: whether no other thread was there."""
 
     def __init__(self, recorder: CodeRecorder, *, alone: bool) -> None:
+        self._recorder = recorder
         calls = None if alone or has_started() else recorder.calls()
         self._codes = None if calls is None else [c for c in calls if not _is_ours(c)]
         self._others: list[CodeType] = []  # of these what may store in what the user holds
@@ -141,6 +143,16 @@ class ProgramWrites:
                 return drawn and self._names(name)
             case _:
                 return True
+
+    def names(self, path: str) -> bool:
+        """Whether code that ran says the last name of a path, as that of an iterator."""
+        codes = self._recorder.codes()
+        words = re.findall(r"[^\W\d]\w*", path.partition(" (")[0])[-1:]
+        return codes is None or any(
+            word in (*code.co_names, *code.co_freevars, *code.co_varnames)
+            for code in codes.codes.values()
+            for word in words
+        )
 
     def ran(self, code: CodeType | None) -> bool:
         return self._codes is None or any(code is one for one in self._codes)

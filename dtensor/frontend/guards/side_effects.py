@@ -22,6 +22,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import length_hint
 from types import CellType, CodeType, GeneratorType, GetSetDescriptorType, ModuleType
 from typing import Any
 
@@ -31,7 +32,7 @@ from torch import nn
 
 from dtensor.frontend.call_lock import PerThread
 from dtensor.frontend.guards.program_writes import ProgramWrites, is_alone
-from dtensor.frontend.guards.walk import ITERATORS, MOST_ITEMS, PLAIN, ExecutedCode, Reached
+from dtensor.frontend.guards.walk import MOST_ITEMS, PLAIN, ExecutedCode, Reached, is_iterator
 from dtensor.frontend.source import Source, line_of
 
 _RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # an LSTM's parameters a second time
@@ -140,7 +141,8 @@ class StateBefore:
         return [
             (path, generator, state)
             for (path, generator), state in pairs
-            if _state(generator) != state and wrote.drew(path, generator)
+            if (wrote.names(path) if state is _UNKNOWN else _state(generator) != state)
+            and wrote.drew(path, generator)
         ]
 
     def forget_cached(self, wrote: ProgramWrites) -> None:
@@ -287,6 +289,8 @@ def _shown(value: Any) -> str:
 
 # -- random numbers --------------------------------------------------------------------------------
 
+_UNKNOWN = object()
+_CALLS = type(iter(int, 1))
 _GENERATORS: dict[str, Any] = {
     "Python's random": random,
     "numpy.random": np.random,
@@ -317,13 +321,17 @@ def _state(generator: Any) -> object:
 
 
 def _position(iterator: Any) -> object:
-    """Python's own iterators pickle as what they read from and where they are."""
+    """Python's iterators pickle as what they read from and where they are, or have a length that is
+    left. Of others, and of those that call a function, the position is unknown."""
+    if isinstance(iterator, _CALLS):
+        return _UNKNOWN
     try:
         with warnings.catch_warnings(action="ignore"):  # that it will not be so from 3.14 on
             parts = iterator.__reduce__()
     except TypeError:
-        return None
-    return [_position(p) if isinstance(p, ITERATORS) else repr(p) for p in _flat(parts)]
+        return _UNKNOWN
+    found = [_position(p) if is_iterator(p) else repr(p) for p in _flat(parts)]
+    return _UNKNOWN if any(p is _UNKNOWN for p in found) else [length_hint(iterator), *found]
 
 
 def _flat(parts: Any) -> Iterator[Any]:

@@ -36,6 +36,7 @@ import itertools
 import mmap
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +45,6 @@ from types import (
     CellType,
     CodeType,
     FunctionType,
-    GeneratorType,
     MappingProxyType,
     MethodType,
     MethodWrapperType,
@@ -99,15 +99,8 @@ GLOBAL_BACKWARD_HOOKS = (
     torch_modules._global_backward_pre_hooks,
     torch_modules._global_backward_hooks,
 )
-ITERATORS = (
-    *(GeneratorType, itertools.count, itertools.cycle, itertools.chain, itertools.islice),
-    *(enumerate, zip, map, filter, type(iter([])), type(iter(())), type(iter({}))),
-    *(type(iter({}.values())), type(iter({}.items())), type(iter(range(0))), type(iter(set()))),
-    *(itertools.accumulate, itertools.compress, itertools.dropwhile, itertools.filterfalse),
-    *(itertools.starmap, itertools.takewhile, itertools.zip_longest, itertools.product, reversed),
-    *(itertools.repeat, itertools.permutations, itertools.combinations, itertools.groupby),
-    *(type(iter("")), type(iter(b"")), type(iter(bytearray()))),
-)
+_OF_ITERATORS = {"builtins", "itertools", "_collections", "collections", "array", "_struct", "re"}
+"""Modules of Python of which each class with a `__next__` is an iterator."""
 _VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _DATA = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, frozenset, tuple, collections.deque)
@@ -300,11 +293,24 @@ def items_of(value: Any) -> list[Any] | None:
 
 
 def space_of(value: Any) -> dict[str, Any]:
-    """The attributes that an object holds, without asking its own methods; {} where it has none."""
+    """The attributes that an object holds, without asking its own methods; {} where it has none. Of
+    a `threading.local` those of the thread that asks."""
     try:
-        return object.__getattribute__(value, "__dict__")
+        return attribute_of(value, "__dict__")
     except Exception:  # none, or a property of the user's in its place
         return {}
+
+
+def attribute_of(value: Any, name: str) -> Any:
+    """`getattr` without the object's own methods; raises AttributeError."""
+    own = threading.local if isinstance(value, threading.local) else object
+    return own.__getattribute__(value, name)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value is an iterator of Python's, from which code takes the next item."""
+    kind = type(value)
+    return hasattr(kind, "__next__") and module_of(kind) in _OF_ITERATORS
 
 
 def _is_outside(function: BuiltinFunctionType) -> bool:
@@ -446,7 +452,9 @@ class _Walker:
                 self._python_module(path, value)
             case type():
                 self._class(path, value)
-            case _ if isinstance(value, ITERATORS):
+            case threading.local():
+                self._thread_local(path, value)
+            case _ if is_iterator(value):
                 self.reached.randoms.append((path, value))
                 self._same(path, value)
             case list() | tuple() | collections.deque():
@@ -518,6 +526,19 @@ class _Walker:
         codes = () if self.ran is None else self.ran.codes.values()
         constants = (c for code in codes for one in nested(code) for c in one.co_consts)
         return {constant for constant in constants if isinstance(constant, str)}
+
+    def _thread_local(self, path: str, value: threading.local) -> None:
+        """Each thread has attributes of its own, so they are read from the object at each call."""
+        self._say(path, "thread local")
+        self._todo.append((path, type(value)))
+        space = space_of(value)
+        if self.ran is None:
+            self.reached.sized.append((f"{path}.*", space))
+        else:
+            self.asks(path, lambda: self.names.among(space_of(value)))
+        for name in self.names.among(space):
+            self.reached.attributes.append((f"{path}.{name}", value, name))
+            self._todo.append((f"{path}.{name}", space[name]))
 
     def _random(self, path: str, value: Any) -> None:
         self.reached.randoms.append((path, value))
