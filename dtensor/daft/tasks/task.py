@@ -410,7 +410,9 @@ OPERATIONS: Mapping[str, Callable[..., object]] = {
 
 
 def _flatten(given: object) -> tuple[list[Any], Any]:
-    return pytree.tree_flatten(given)
+    """The leaves, tensors without their gradients, and the structure."""
+    leaves, spec = pytree.tree_flatten(given)
+    return [x.detach() if isinstance(x, Tensor) else x for x in leaves], spec
 
 
 def _check_fold(op: Reduction, tensor: Tensor) -> None:

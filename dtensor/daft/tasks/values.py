@@ -3,20 +3,23 @@
     message = encode({"loss": 0.5, "logits": torch.ones(2, 3)}).message     # u8, a snapshot
     decode(message)                                                 # {"loss": 0.5, "logits": ...}
 
-A message is a head (kind, length of the pickle, number of buffers), the buffers' lengths, the
-pickle, and the buffers, aligned. Buffers are the out-of-band data of pickle's protocol 5: the bytes
-of tensors and of numpy arrays, anywhere in the value, in a user's own classes too. They are copied
-once, into the message; so a message never shares memory with its value, and one value is one
+A message is a head (kind, length of the pickle, numbers of buffers and of storages), the buffers'
+lengths, the storages' first bytes, the pickle, and the buffers, aligned. Buffers are the bytes of
+numpy arrays (the out-of-band data of pickle's protocol 5) and, of each storage that tensors of the
+value share, those that they span; anywhere in the value, in a user's own classes too. They are
+copied once, into the message; so a message never shares memory with its value, and one value is one
 transfer, whose size only the sender knows.
 
 A remote tensor is sent as its value: the module that defines such a class registers the function
 for it in `SENT_AS`.
 
-Invariants: a tensor comes out with its dtype, shape and bits, contiguous, without a gradient, on
-the CPU or, if the process has one, on the kind of device it came from; an array or tensor that a
-value holds twice is one again. Everything else is pickled by cloudpickle: classes and functions of
-a script, lambdas too. A failure is a message too, so that tasks that depend on a failed task get
-its root cause as their value.
+Invariants: a tensor comes out with its dtype, shape, strides, bits and attributes, on the CPU or,
+if the process has one, on the kind of device it came from. A parameter is one again, with its
+`requires_grad` and `grad`. A tensor that autograd has computed comes out without a gradient: what
+it was computed from is in another process. An array or tensor that a value holds twice is one
+again, and tensors that share a storage share one again. A hook on a gradient is refused. Everything
+else is pickled by cloudpickle: classes and functions of a script, lambdas too. A failure is a
+message too, so that tasks that depend on a failed task get its root cause as their value.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ _cloudpickle: Any = cloudpickle  # which has no types
 ALIGN = 64
 SMALL_BYTES = 1 << 12
 """A smaller message is in Python's memory, which is faster to get."""
-_HEAD = struct.Struct("<3Q")
+_HEAD = struct.Struct("<4Q")
 LARGE_BYTES = 1 << 22
 """Bytes of a buffer from which on a second core copies half of it."""
 
@@ -70,7 +73,6 @@ _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtyp
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PLAIN = frozenset("?bhilqBHILQefdFD")
 """numpy's characters of plain dtypes."""
-_OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8))
 
 
 class Placeholder:
@@ -86,6 +88,7 @@ class _ValuePickler(_cloudpickle.Pickler):
         )
         self.metas: list[tuple[torch.dtype, tuple[int, ...]]] = []
         self.placeholders: list[Placeholder] = []
+        self.storages: dict[int, Span] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)  # pyright: ignore[reportUnknownVariableType]
@@ -93,7 +96,7 @@ class _ValuePickler(_cloudpickle.Pickler):
             return self._tensor(obj)
         if kind is numpy.ndarray and _is_plain_array(obj):
             return _array, (pickle.PickleBuffer(obj), obj.dtype.char, obj.shape)
-        if obj is _array or obj is _tensor or obj is placeholder:
+        if obj is _array or obj is tensor_of or obj is placeholder or obj is _complete:
             return obj.__name__  # a third of the usual time
         if isinstance(obj, Placeholder):
             self.placeholders.append(obj)
@@ -105,14 +108,50 @@ class _ValuePickler(_cloudpickle.Pickler):
     def _tensor(self, tensor: Tensor) -> Any:
         shape = tuple(tensor.shape)
         self.metas.append((tensor.dtype, shape))
-        data, device = tensor.detach(), tensor.device.type
-        if device != "cpu" or data.is_conj() or data.is_neg():
-            data = data.cpu().resolve_conj().resolve_neg()
-        data = data.contiguous()
-        if tensor.dtype not in _OF_NUMPY:
-            data = data.view(-1).view(torch.uint8)
-        raw = pickle.PickleBuffer(data.numpy().data)
-        return _tensor, (raw, _NAMES[tensor.dtype], shape, device)
+        data = tensor.detach().resolve_conj().resolve_neg()
+        storage = data.untyped_storage()
+        span = self.storages.get(storage.data_ptr())
+        if span is None:
+            span = self.storages[storage.data_ptr()] = Span(len(self.storages), storage)
+        span.add(data)
+        strides = None if data.stride() == _dense(shape) else data.stride()
+        at, device = data.storage_offset(), tensor.device.type
+        where = (span.index, _NAMES[tensor.dtype], shape, strides, at, device)
+        kind = type(tensor) if tensor.is_leaf else Tensor  # no gradient goes on from here
+        wants_grad = tensor.is_leaf and tensor.requires_grad
+        attributes, grad = dict(vars(tensor)), tensor.grad if wants_grad else None
+        extra = bool(attributes) or grad is not None
+        if kind is Tensor and not (wants_grad or extra):
+            return tensor_of, where
+        if wants_grad and _has_hooks(tensor):
+            raise TypeError(f"a tensor {tensor.dtype}{list(shape)} has a hook on its gradient")
+        made = tensor_of, (*where, kind is not Tensor, wants_grad)
+        return (*made, (attributes, grad), None, None, _complete) if extra else made
+
+
+@dataclass(slots=True)
+class Span:
+    """The bytes of a storage that tensors of a value span: from a multiple of `ALIGN` on."""
+
+    index: int
+    storage: torch.UntypedStorage
+    begin: int = -1
+    end: int = 0
+
+    def add(self, data: Tensor) -> None:
+        size = data.element_size()
+        begin = data.storage_offset() * size
+        end = begin
+        if data.numel():
+            end += size + size * sum((n - 1) * s for n, s in zip(data.shape, data.stride()))
+        begin -= begin % ALIGN
+        self.begin = begin if self.begin < 0 else min(self.begin, begin)
+        self.end = max(self.end, end)
+
+    def raw(self) -> memoryview:
+        data = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
+        data.set_(self.storage, self.begin, (max(0, self.end - self.begin),), (1,))
+        return data.cpu().numpy().data
 
 
 def placeholder(index: int) -> object:
@@ -121,14 +160,70 @@ def placeholder(index: int) -> object:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, body: bytes, buffers: Sequence[Any], values: Sequence[object]) -> None:
+    """``storages``: of each the bytes that tensors span, and which byte of it is the first."""
+
+    def __init__(
+        self,
+        body: bytes,
+        buffers: Sequence[Any],
+        storages: Sequence[tuple[Any, int]],
+        values: Sequence[object],
+    ) -> None:
         super().__init__(io.BytesIO(body), buffers=buffers)
         self._values = values
+        self._spans = storages
+        self._storages: dict[int, torch.UntypedStorage] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module == __name__:
-            return self._values.__getitem__ if name == "placeholder" else globals()[name]
+            own = {"placeholder": self._values.__getitem__, "tensor_of": self._tensor}
+            return own[name] if name in own else globals()[name]
         return super().find_class(module, name)
+
+    def _tensor(
+        self,
+        index: int,
+        dtype: str,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        at: int,
+        device: str,
+        parameter: bool = False,
+        wants_grad: bool = False,
+    ) -> Tensor:
+        data, begin = self._spans[index]
+        if index not in self._storages:
+            held = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
+            held = held.cuda() if device == "cuda" and torch.cuda.is_available() else held
+            self._storages[index] = held.untyped_storage()
+        storage = self._storages[index]
+        tensor = torch.empty(0, dtype=_DTYPES[dtype], device=storage.device)
+        at -= begin // tensor.element_size()
+        tensor.set_(storage, at, shape, _dense(shape) if strides is None else strides)
+        if parameter:
+            return torch.nn.Parameter(tensor, wants_grad)
+        return tensor.requires_grad_(wants_grad)
+
+
+def tensor_of(*_: object) -> Tensor:
+    """A tensor of one of the message's storages; the decoder has them."""
+    raise LookupError("a tensor of a message that was decoded without its storages")
+
+
+def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def _complete(tensor: Tensor, more: tuple[dict[str, Any], Tensor | None]) -> None:
+    """Gives a tensor its attributes and its gradient, which may refer to it."""
+    attributes, grad = more
+    vars(tensor).update(attributes)
+    if grad is not None:
+        tensor.grad = grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +251,12 @@ def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
             f"  value: {type(value).__module__}.{type(value).__qualname__}\n"
             f"  Fix: give or return tensors, arrays and plain data."
         ) from error
+    spans = list(writer.storages.values())
     body, raws = file.getbuffer(), [buffer.raw() for buffer in taken]
-    lengths = [raw.nbytes for raw in raws]
-    begin = _HEAD.size + 8 * len(raws)
+    raws += [span.raw() for span in spans]
+    numbers = [raw.nbytes for raw in raws] + [span.begin for span in spans]
+    lengths = numbers[: len(raws)]
+    begin = _HEAD.size + 8 * len(numbers)
     offsets, total = _offsets(begin + len(body), lengths)
     if total < SMALL_BYTES:
         view = memoryview(bytearray(total))
@@ -166,8 +264,8 @@ def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
     else:
         message = room(total)
         view = message.numpy().data
-    _HEAD.pack_into(view, 0, kind, len(body), len(raws))
-    struct.pack_into(f"<{len(raws)}Q", view, _HEAD.size, *lengths)
+    _HEAD.pack_into(view, 0, kind, len(body), len(raws), len(spans))
+    struct.pack_into(f"<{len(numbers)}Q", view, _HEAD.size, *numbers)
     view[begin : begin + len(body)] = body
     for raw, offset in zip(raws, offsets):
         _copy(view[offset : offset + raw.nbytes], raw)
@@ -178,15 +276,17 @@ def decode(message: Tensor, values: Sequence[object] = (), *, copy: bool = True)
     """The value. Without `copy` its tensors are the message's memory, which must have no other
     reader."""
     view = message.numpy().data
-    kind, size, num = _HEAD.unpack_from(view)
+    kind, size, num, num_storages = _HEAD.unpack_from(view)
     assert kind == VALUE, "a failure has no value"
     if num and copy:
         view = message.clone().numpy().data
-    begin = _HEAD.size + 8 * num
-    lengths = struct.unpack_from(f"<{num}Q", view, _HEAD.size)
+    begin = _HEAD.size + 8 * (num + num_storages)
+    numbers = struct.unpack_from(f"<{num + num_storages}Q", view, _HEAD.size)
+    lengths, begins = numbers[:num], numbers[num:]
     offsets, _ = _offsets(begin + size, lengths)
     buffers = [view[at : at + length] for at, length in zip(offsets, lengths)]
-    return _Unpickler(bytes(view[begin : begin + size]), buffers, values).load()
+    storages = list(zip(buffers[num - num_storages :], begins))
+    return _Unpickler(bytes(view[begin : begin + size]), buffers, storages, values).load()
 
 
 def _offsets(end: int, lengths: Sequence[int]) -> tuple[list[int], int]:
@@ -210,7 +310,7 @@ def encode_failure(error: DaftError) -> Tensor:
 
 def failure_of(message: Tensor) -> DaftError | None:
     """The error that a message carries, if it is one."""
-    kind, size, _ = _preamble(message)
+    kind, size, *_ = _preamble(message)
     if kind == VALUE:
         return None
     failure = pickle.loads(message[_HEAD.size : _HEAD.size + size].numpy().data)
@@ -222,16 +322,13 @@ def is_failure(message: Tensor) -> bool:
     return _preamble(message)[0] != VALUE
 
 
-def _preamble(message: Tensor) -> tuple[int, int, int]:
+def _preamble(message: Tensor) -> tuple[int, int, int, int]:
     return _HEAD.unpack_from(message.numpy().data)
 
 
-def _tensor(data: Any, dtype: str, shape: tuple[int, ...], device: str) -> Tensor:
-    if len(data):
-        tensor = torch.frombuffer(data, dtype=_DTYPES[dtype]).view(shape)
-    else:
-        tensor = torch.empty(shape, dtype=_DTYPES[dtype])
-    return tensor.cuda() if device == "cuda" and torch.cuda.is_available() else tensor
+def _has_hooks(tensor: Tensor) -> bool:
+    held: Any = tensor
+    return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
 
 
 def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> numpy.ndarray[Any, Any]:

@@ -4,8 +4,9 @@
     matches("blocks.{0..3}.*.weight", "blocks.2.mlp.up.weight")      # True
 
 A glob is fnmatch's (``*`` crosses dots, ``?``, ``[0-1]``) with bash's braces: ``{a,b}`` and the
-numeric range ``{0..11}``. It means a tensor when it matches any of the tensor's names, so a tied
-parameter can be called by each of them.
+numeric range ``{0..11}``; other braces stand for themselves. A name matches itself, whatever is in
+it. A glob means a tensor when it matches any of the tensor's names, so a tied parameter can be
+called by each of them.
 
 Invariants: names are in the order of the module; the canonical name of a tied tensor is its first,
 as in a captured graph. Placements and stages are not known here.
@@ -77,34 +78,35 @@ def is_patterns(value: object) -> bool:
 
 def matches(glob: str, name: str) -> bool:
     """Whether the whole of ``name`` is of the form ``glob``; PlanningError for stray braces."""
-    return any(fnmatch.fnmatchcase(name, plain) for plain in expand(glob))
+    return glob == name or any(fnmatch.fnmatchcase(name, plain) for plain in expand(glob))
 
 
 @lru_cache(maxsize=4096)
 def expand(glob: str) -> tuple[str, ...]:
     """The globs without braces that ``glob`` stands for: ``b.{0..1}`` is ``b.0`` and ``b.1``."""
-    braces = _BRACES.search(glob)
-    if braces is None:
-        if "{" in glob or "}" in glob:
-            raise PlanningError(
-                f'the braces of the pattern "{glob}" do not pair up.\n'
-                f'fix: write "{{a,b}}" for alternatives, "{{0..11}}" for a range'
-            )
-        return (glob,)
-    inside = braces[1]
-    numbers = _RANGE.fullmatch(inside)
-    if numbers is not None:
-        lo, hi = int(numbers[1]), int(numbers[2])
-        parts = [str(i) for i in range(lo, hi + 1)]
-    else:
-        parts = [part.strip() for part in inside.split(",")] if "," in inside else []
-    if not parts:
+    for braces in _BRACES.finditer(glob):
+        inside = braces[1]
+        numbers = _RANGE.fullmatch(inside)
+        if numbers is not None:
+            lo, hi = int(numbers[1]), int(numbers[2])
+            parts = [str(i) for i in range(lo, hi + 1)]
+            if not parts:
+                raise PlanningError(
+                    f'"{{{inside}}}" in the pattern "{glob}" states no alternatives.\n'
+                    f'fix: write "{{a,b}}" for alternatives, "{{0..11}}" for an ascending range'
+                )
+        elif "," in inside:
+            parts = [part.strip() for part in inside.split(",")]
+        else:  # a name may have braces
+            continue
+        head, tail = glob[: braces.start()], glob[braces.end() :]
+        return tuple(chain.from_iterable(expand(head + part + tail) for part in parts))
+    if glob.count("{") != glob.count("}"):
         raise PlanningError(
-            f'"{{{inside}}}" in the pattern "{glob}" states no alternatives.\n'
-            f'fix: write "{{a,b}}" for alternatives, "{{0..11}}" for an ascending range'
+            f'the braces of the pattern "{glob}" do not pair up.\n'
+            f'fix: write "{{a,b}}" for alternatives, "{{0..11}}" for a range'
         )
-    head, tail = glob[: braces.start()], glob[braces.end() :]
-    return tuple(chain.from_iterable(expand(head + part + tail) for part in parts))
+    return (glob,)
 
 
 # -- a glob that matches nothing -------------------------------------------------------------------
