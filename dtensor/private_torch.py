@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._functorch import get_unwrapped as get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
+from torch._functorch import eager_transforms as eager_transforms
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
 )
@@ -42,20 +43,31 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException as Dynamic
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_temporarily
+from torch.autograd import forward_ad as forward_ad
 from torch.fx.graph import _Namespace
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_current_function_mode_stack as function_modes  # noqa: F401
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+)
 
 BatchNorm = _BatchNorm
 Namespace = _Namespace
 OpNamespace = _OpNamespace
 disable_current_modes = _disable_current_modes
+dispatch_modes = _get_current_dispatch_mode_stack
+pop_dispatch_mode = _pop_mode
 pytree = _pytree
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+pop_function_mode = _C._pop_torch_function_stack
+functorch_depth = _C._functorch.get_dynamic_layer_stack_depth
+pop_functorch_levels = _C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
+
 _torch: Any = torch  # whose types do not know all that it has
 
 # -- C++'s side of torch ---------------------------------------------------------------------------

@@ -59,6 +59,7 @@ from dtensor.frontend.capture.refusals import (
     data_dependent_errors,
     draws,
 )
+from dtensor.frontend.capture.torch_state import restored_on_failure
 from dtensor.frontend.capture.whole_layers import whole_layers
 from dtensor.frontend.graph import Const, Graph
 from dtensor.frontend.guards.guards import Guards, custom_ops
@@ -234,6 +235,7 @@ def _with(graph: Graph, met: list[Any], call: FlatCall) -> Graph:
 def in_capture() -> Iterator[list[AppliedFunctions]]:
     """Within, this thread captures; yields the custom Functions that were met."""
     with (
+        restored_on_failure(),
         capturing(),
         torch.enable_grad(),
         patched(below=CallAsModule.forward) as functions,

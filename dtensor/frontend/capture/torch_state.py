@@ -1,0 +1,80 @@
+"""Torch's modes and levels, put back after a capture that fails.
+
+    with restored_on_failure():
+        export(...)                  # raises inside torch.func.jvp: its level is closed again
+
+A context manager of torch's that is left while a program is traced may itself be traced, and not
+run. So after a failure the state of the process is compared with the one before, and put back:
+functorch's and forward AD's levels, modes of functions and of dispatch, gradients, autocast, the
+default dtype. The default device is a mode of functions. Inference mode has one guard, which C++
+ends. Not here: what the program of the user changes (guards/side_effects.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from dtensor.private_torch import (
+    dispatch_modes,
+    eager_transforms,
+    forward_ad,
+    function_modes,
+    functorch_depth,
+    pop_dispatch_mode,
+    pop_function_mode,
+    pop_functorch_levels,
+)
+
+_C: Any = torch._C
+
+
+@contextmanager
+def restored_on_failure() -> Iterator[None]:
+    """Within: torch's state is as it was if an exception leaves the block."""
+    depth, jvps, level = functorch_depth(), eager_transforms.JVP_NESTING, forward_ad._current_level
+    num_function_modes, num_dispatch_modes = len(function_modes()), len(dispatch_modes())
+    grad, forward_grad = torch.is_grad_enabled(), _C._is_fwd_grad_enabled()
+    dtype, autocast = torch.get_default_dtype(), _autocast()
+    try:
+        yield
+    except BaseException:
+        while len(function_modes()) > num_function_modes:
+            pop_function_mode()
+        while len(dispatch_modes()) > num_dispatch_modes:
+            pop_dispatch_mode()
+        if functorch_depth() > depth:
+            pop_functorch_levels(depth)
+        with suppress(RuntimeError):  # that no level is open
+            _C._exit_dual_level(level=level + 1)
+        forward_ad._current_level = level
+        eager_transforms.JVP_NESTING = jvps
+        torch._C._set_grad_enabled(grad)
+        _C._set_fwd_grad_enabled(forward_grad)
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        _set_autocast(autocast)
+        raise
+
+
+_DEVICES = ("cpu", "cuda")
+
+
+def _autocast() -> tuple[Any, ...]:
+    of_devices = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return of_devices, torch.is_autocast_cache_enabled(), nesting
+
+
+def _set_autocast(state: tuple[Any, ...]) -> None:
+    of_devices, cached, nesting = state
+    for device, enabled, dtype in of_devices:
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(cached)
+    while _autocast()[2] > nesting:
+        torch.autocast_decrement_nesting()
