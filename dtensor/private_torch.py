@@ -48,6 +48,7 @@ from torch.fx.graph import _Namespace
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_current_function_mode_stack as function_modes  # noqa: F401
 from torch.utils import _pytree
+from torch.utils._mode_utils import no_dispatch as no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,

@@ -7,7 +7,8 @@
 A call costs one message to each actor, which nobody waits for. Results are DTensors, replicated
 unless ``out`` pins them; their shards stay on the actors, and small ones (RETURNED_BYTES) come back
 too: reading them costs no further message, and waits for that call alone. A result may be an
-argument of the next call before it is there. A program is captured anew for new shapes, placements
+argument of the next call before it is there. Where an operand requires a gradient, results have one
+(compiled_gradient.py). A program is captured anew for new shapes, placements
 or modes, and cached: those of the `MOST_PLANS` plans that were used last.
 `out=` is stated for all results or in the shape of the result:
 
@@ -22,8 +23,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from dtensor.api.eager.compiled_gradient import Derivative, Differentiated, operands_of
 from dtensor.api.eager.execute_op import changed, lend
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Cell, Value, fresh_name
@@ -32,6 +35,7 @@ from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.api.model.stating.stated_placements import Stated, check_fit
 from dtensor.api.step.loaded_program import load
 from dtensor.api.step.plan_call import (
+    MOST_PLANS,
     PROFILER,
     BoundCall,
     Options,
@@ -85,6 +89,7 @@ class CompiledFunction:
         self._roles = Roles(detect_nan=detect_nan)
         self._options = options
         self._since = num_switches()
+        self._derivatives: dict[object, list[Derivative]] = {}
 
     def __repr__(self) -> str:
         return f"<compiled {self._name} on {self.mesh}, plans: {len(self.plans)}>"
@@ -105,8 +110,35 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, its tensors as DTensors. It does not wait for their values."""
         call = BoundCall.of(self.fn, args, kwargs)
+        operands = operands_of(call)
         with CALL_LOCK:
-            return self._run(call, self._planned(call))
+            derivative = self._derivative(call, operands) if operands else None
+            planned = self._planned(call)
+            if derivative is None or not derivative.with_gradient:
+                return planned.graph.unflatten(self._run(call, planned))
+        tensors = [call.leaves[i] for i in operands]
+        run = partial(self._run, call, planned)
+        results = Differentiated.apply(call, run, derivative, operands, *tensors)
+        return planned.graph.unflatten(results)
+
+    def _derivative(self, call: BoundCall, operands: tuple[int, ...]) -> Derivative:
+        known = self._derivatives.setdefault((call.key(), operands), [])
+        for one in known:
+            if one.graph.reads is None or one.graph.reads.same():
+                return one
+        for one in known:
+            if one.graph.reads is None or one.graph.reads.difference() is None:
+                return one
+        compiled = partial(self._like, options=replace(self._options, each_call=False))
+        graph = call.graph("tangents", each_call=self._options.each_call)
+        known.append(Derivative(graph, call, operands, compiled, self._name))
+        while len(self._derivatives) > MOST_PLANS:
+            del self._derivatives[next(iter(self._derivatives))]
+        return known[-1]
+
+    def _like(self, fn: Callable[..., Any], out: Out, options: Options) -> CompiledFunction:
+        """Another function on the same mesh."""
+        return CompiledFunction(fn, self.mesh, out, options, self._roles.detect_nan)
 
     def profile(self, n: int, *args: Any, **kwargs: Any) -> Profile:
         """Where the time of a call goes on each rank: of ``n`` timed ones, after a few to warm up.
@@ -121,7 +153,8 @@ class CompiledFunction:
         session = session_for(self.mesh_of(BoundCall.of(self.fn, args, kwargs)))
         return PROFILER.get()(n, session, lambda: self(*args, **kwargs), read, self.plans)
 
-    def _run(self, call: BoundCall, planned: Planned) -> Any:
+    def _run(self, call: BoundCall, planned: Planned) -> list[Any]:
+        """The tensors that the function returns, in their order."""
         lend(call.leaves, planned.changed)
         session = session_for(self.mesh_of(call))
         program = load(session, planned, self._roles, owner=self)
@@ -147,7 +180,7 @@ class CompiledFunction:
             results.append(DTensor.of(Cell(session, layout, value)))
         for index, leaf in sorted(planned.returned.items()):
             results.insert(index, call.leaves[leaf])
-        return planned.graph.unflatten(results)
+        return results
 
     def mesh_of(self, call: BoundCall) -> Mesh:
         """That which was stated, or where a switch has brought a module of the call since."""

@@ -29,7 +29,7 @@ from dtensor.api.eager.random_ops import draw
 from dtensor.api.eager.values import Alias, Cell, CellTensor
 from dtensor.api.eager.views import functional_form, view_step
 from dtensor.api.store.handle import layout_of
-from dtensor.private_torch import dispatch_has_kernel_for_dispatch_key
+from dtensor.private_torch import dispatch_has_kernel_for_dispatch_key, no_dispatch
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -62,8 +62,10 @@ def _handler_of(target: Any) -> Handler:
         return _take_apart
     if name.startswith("_fused_"):
         return _refuse_fused
-    if torch.Tag.inplace_view in target.tags or name in ("resize_", "set_", "resize_as_"):
+    if name in ("resize_", "set_", "resize_as_"):
         return _refuse_metadata
+    if torch.Tag.inplace_view in target.tags:
+        return _becomes_view
     if target.is_view:
         return _view
     if schema.is_mutable:
@@ -135,6 +137,18 @@ def _view(target: Any, args: Args, kwargs: Kwargs) -> Alias:
     names = [a.name for a in target._schema.arguments]
     rest += [kwargs[name] for name in names[1 + len(rest) :] if name in kwargs]
     return _seen_as(x, target, *rest)
+
+
+def _becomes_view(target: Any, args: Args, kwargs: Kwargs) -> CellTensor:
+    """``x.t_()``: x becomes the view that ``x.t()`` is."""
+    x = args[0]
+    packet = getattr(aten, target._schema.name.split("::")[1].removesuffix("_"))
+    overload = getattr(packet, target._overloadname, None) or packet.int  # transpose_.default
+    step = _view(overload, args, kwargs).view
+    with no_dispatch():  # the shape and strides that torch keeps of it
+        target(*args, **kwargs)
+    x._view, x._made = step, None
+    return x
 
 
 def _seen_as(x: CellTensor, target: Any, *args: Any) -> Alias:

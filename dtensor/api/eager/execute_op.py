@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from dtensor.api.eager.errors import elsewhere, located, note_line, op_name, plain, with_line
+from dtensor.api.eager.functions import is_given
 from dtensor.api.eager.op_program import CallKey, OneOp, PlannedOp, plan_op
 from dtensor.api.eager.policy import COUNTED, check
 from dtensor.api.eager.values import (
@@ -185,7 +186,7 @@ def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[Mesh
             first = x if first is None else first
             if x.session is not first.session:
                 raise elsewhere(target, first, x)
-        elif x.dim() and current_graph_task_id() == -1:
+        elif x.dim() and current_graph_task_id() == -1 and is_given(x):
             raise plain(target, operands)
     cell = like if first is None else first._cell
     assert cell is not None

@@ -9,6 +9,7 @@ They are rewritten by the code that rewrites them in a captured graph
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,12 +22,14 @@ from dtensor.api.eager.op_program import CallKey, OpGraph, placed
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import is_capturing
 from dtensor.frontend.capture.canonical import canonicalise
-from dtensor.private_torch import DisableTorchFunctionSubclass
+from dtensor.private_torch import DisableTorchFunctionSubclass, pytree
 
 aten: Any = torch.ops.aten
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_now = threading.local()
 _rewritten: dict[Any, fx.GraphModule | None] = {}
 
 
@@ -39,10 +42,28 @@ def torch_function(
             "fix: pass it as an argument, as in dt.compile(fn, mesh)(x, w)"
         )
     rewrite = _WHOLE.get(func)
-    with DisableTorchFunctionSubclass():
-        if rewrite is None:
-            return func(*args, **kwargs)
-        return rewrite(*args, **kwargs)
+    outer = getattr(_now, "given", None)
+    _now.given = (*args[:1], *args[2:]) if func in _RECURRENT else args, kwargs
+    try:
+        with DisableTorchFunctionSubclass():
+            if rewrite is None:
+                return func(*args, **kwargs)
+            return rewrite(*args, **kwargs)
+    finally:
+        _now.given = outer
+
+
+def is_given(x: torch.Tensor) -> bool:
+    """Whether a plain tensor is an argument of the torch function that runs, or a view of one, and
+    not made by it. The state of a recurrent layer counts as made: its module makes zeros."""
+    given = getattr(_now, "given", None)
+    if given is None:
+        return True
+    storage = x.untyped_storage().data_ptr()
+    return any(
+        type(y) in (torch.Tensor, torch.nn.Parameter) and y.untyped_storage().data_ptr() == storage
+        for y in pytree.tree_leaves(given)
+    )
 
 
 def _attention(
@@ -92,7 +113,21 @@ def _multi_head(*args: Any, **kwargs: Any) -> Any:
         return F.multi_head_attention_forward(*args, **kwargs)
 
 
+def _lstm(*args: Any) -> Any:
+    """In the ops of autograd's form, also where it is off: mkldnn's has no rule."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return torch.lstm(*args)
+
+
+def _fill_diagonal_(x: Any, value: Any, wrap: bool = False) -> Any:
+    """Torch's own form writes through a view with strides of its own."""
+    diagonal = torch.zeros(x.shape, dtype=torch.bool).fill_diagonal_(True, wrap)
+    return x.masked_fill_(diagonal, value)
+
+
 _WHOLE: dict[Any, Callable[..., Any]] = {
+    torch.Tensor.fill_diagonal_: _fill_diagonal_,
+    torch.lstm: _lstm,
     F.multi_head_attention_forward: _multi_head,
     F.scaled_dot_product_attention: _attention,
     F.cross_entropy: _cross_entropy,

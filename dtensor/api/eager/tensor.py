@@ -186,6 +186,10 @@ class DTensor(CellTensor):
             raise RuntimeError("numpy() of a tensor that requires grad: use x.detach().numpy()")
         return self.full_value().numpy()
 
+    def __format__(self, spec: str) -> str:
+        """As torch formats: a tensor of no dims as its number, which waits; others as objects."""
+        return format(self.item() if self.dim() == 0 else str(self), spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
             raise RuntimeError("only a leaf is deep-copied: this DTensor has history; x.detach()")

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast, get_args
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dtensor.api.model.as_module import AsModule
 from dtensor.api.model.initial_values import Init, InitialValues
@@ -293,6 +295,12 @@ def parallelize(
     fix = "dt.parallelize(GPT(config), mesh, {...})"
     check_kind("the first argument of parallelize", module, nn.Module, "an nn.Module", fix)
     check_mesh(mesh)
+    for name, x in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(x):
+            raise PlanningError(
+                f"{name} has no shape yet: it belongs to a lazy module.\n"
+                f"fix: call the module once on a batch before, which gives it one"
+            )
     plan = stage_of(module, mesh, stages)
     placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
     again = () if recompute is None else recompute_of(recompute, module)
@@ -316,7 +324,8 @@ def not_the_models(parameter: torch.Tensor) -> PlanningError:
     """The error for an optimizer's parameter that was never in the module."""
     return PlanningError(
         f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not one of the "
-        f"model's; fix: build it over model.parameters()"
+        f"model's.\nfix: build it over model.parameters(); to train a criterion's parameters too, "
+        f"parallelize nn.ModuleDict(dict(model=model, criterion=criterion))"
     )
 
 

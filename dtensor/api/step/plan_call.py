@@ -57,6 +57,7 @@ from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result
 from dtensor.frontend.guards.guards import Guards, custom_ops
 from dtensor.frontend.source import caller_level
 from dtensor.gc_pause import collector_paused
+from dtensor.numerics import dtype_name
 from dtensor.private_torch import pytree
 from dtensor.provider import Provider
 from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
@@ -685,6 +686,12 @@ def leaf_key(leaf: Any) -> object:
         case TensorSpec():
             return (contiguous_layout(leaf), leaf.requires_grad)
         case torch.Tensor():
+            if leaf.layout is not torch.strided:
+                raise PlanningError(
+                    f"an argument is a sparse or nested tensor ({leaf.layout}), which no rule "
+                    f"takes.\n  {dtype_name(leaf.dtype)}{list(leaf.shape)}\n"
+                    f"fix: pass x.to_dense(), or x.to_padded_tensor(0) of a nested one"
+                )
             return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         case float():
             return repr(leaf)  # 0.0 == -0.0, and nan is not nan

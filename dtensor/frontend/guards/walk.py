@@ -32,7 +32,6 @@ import enum
 import functools
 import gc
 import io
-import itertools
 import mmap
 import random
 import sys

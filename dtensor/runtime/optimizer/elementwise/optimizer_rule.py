@@ -217,6 +217,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
     if known_class(optimizer) is None and optimizer not in _STATED and not _certified(optimizer):
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
+        if type(optimizer).__module__.startswith("torch.optim"):  # torch's others are not
+            raise PlanningError(
+                f"{type(optimizer).__name__} updates an element from others than its own gradient "
+                f"and state, so on shards it would give other numbers.\n  known: {known}\n"
+                f"fix: one of these, as torch.optim.AdamW(model.parameters())"
+            )
         raise PlanningError(
             f"{type(optimizer).__name__} is not known to be elementwise, so on shards it could "
             f"give other numbers than on whole parameters.\n  known: {known}\n"

@@ -132,8 +132,8 @@ def _restrict(
 
     Each op keeps the strategies that read most of its settled operands as they are settled; where
     those agree on a split result, that is settled too. What is left open (where to resolve a
-    pending sum, operands that disagree, what no pin reaches) is for the exact solve. With
-    search="free" only what the user pinned is settled.
+    pending sum, operands that disagree, what no pin reaches, which of two operands is gathered) is
+    for the exact solve. With search="free" only what the user pinned is settled.
     """
     metas = axis_problem.flow.metas
     in_time = axis == MICROBATCH_AXIS
@@ -153,7 +153,11 @@ def _restrict(
                 s for s in strategies if same(s.results[0], stated, op.call.operands[0].shape, num)
             ) or (Strategy((stated,), (stated,), "stated"),)
         known = [(i, name) for i, name in enumerate(op.operands) if name in settled]
-        if known and len(strategies) > 1:
+        if (
+            known
+            and len(strategies) > 1
+            and (axis_problem.is_view(op) or not _splits_another(op, strategies, known))
+        ):
             agreeing = [_agreement(s, known, settled, metas, num) for s in strategies]
             best = max(agreeing)
             strategies = tuple(s for s, n in zip(strategies, agreeing, strict=True) if n == best)
@@ -173,6 +177,20 @@ def _restrict(
             strategies = tuple(dict.fromkeys((*strategies, *replicated)))
         result[op.name] = strategies
     return result
+
+
+def _splits_another(
+    op: Op, strategies: Sequence[Strategy], known: Sequence[tuple[int, str]]
+) -> bool:
+    """Whether a strategy reads the settled operands whole, or pending, and another one split. The
+    other one may come split, as an input that is split on the weights' axis does; which of them is
+    gathered is a question of price."""
+    settled = {index for index, _ in known}
+    return any(
+        any(isinstance(p, Shard) for i, p in enumerate(s.operands) if i not in settled)
+        and not any(isinstance(s.operands[i], Shard) for i in settled)
+        for s in strategies
+    )
 
 
 def _agreement(

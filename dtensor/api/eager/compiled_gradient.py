@@ -1,0 +1,189 @@
+"""The gradient of a compiled function: a program of its own, planned at the first backward.
+
+    f = compile(lambda x: x.square().sum(), mesh)
+    (f(x) + x.sum()).backward()              # x.grad == 2 * x + 1
+
+The call is captured a second time, with its backward. `gradient_graph` makes of that a program from
+the arguments and the gradients of the results to the gradients of the operands. It computes again
+what it needs of the forward, so nothing is kept between the two runs but the operands. They must
+not have changed in between, as in torch. A gradient is placed as its operand is, and replicated
+where the operand is pending. Not here: gradients of a module's parameters (`train_step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from dtensor.api.eager.tensor import DTensor
+from dtensor.api.step.plan_call import BoundCall
+from dtensor.errors import PlanningError
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.frontend.graph import (
+    Arg,
+    Grad,
+    Graph,
+    ModuleBuffer,
+    Mutation,
+    OutTree,
+    Param,
+    Result,
+    Tangent,
+)
+from dtensor.private_torch import pytree
+from dtensor.sharding.ops.call import is_random
+from dtensor.sharding.spec.placements import Partial
+
+if TYPE_CHECKING:
+    from dtensor.api.eager.compiled import CompiledFunction
+
+_FIX = "call it on x.detach(), or train with dt.train_step"
+
+
+def operands_of(call: BoundCall) -> tuple[int, ...]:
+    """The tensor leaves of a call that require a gradient, where autograd is on."""
+    if not torch.is_grad_enabled():
+        return ()
+    leaves = enumerate(call.leaves)
+    return tuple(i for i, x in leaves if isinstance(x, torch.Tensor) and x.requires_grad)
+
+
+def check_differentiable(graph: Graph, name: str) -> None:
+    """PlanningError where the backward could not compute the forward again."""
+    for op in dataflow(graph).ops:
+        if is_random(op.call):
+            raise PlanningError(
+                f"{name} draws random numbers and is called with operands that require a gradient: "
+                f"its backward would draw others.\n  {op.source}: {op.source_text}\n  fix: {_FIX}"
+            )
+    held = [x.name for x in graph.inputs if isinstance(x, (Param, ModuleBuffer))]
+    changed = [x.name for x in graph.outputs if isinstance(x, Mutation)]
+    if held or changed:
+        what = f"changes {changed[0]}" if changed else f"reads {held[0]}, a tensor of a module,"
+        raise PlanningError(
+            f"{name} {what} and is called with operands that require a gradient, which is not "
+            f"supported.\n  fix: {_FIX}"
+        )
+
+
+def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Graph:
+    """The graph from a call's leaves, and after them the gradients of its results, to the gradients
+    of the leaves ``operands``, those that have one."""
+    indices = {index: place for place, index in enumerate(operands)}
+    nodes: dict[int, Any] = {}
+    for node, output in zip(graph.output_nodes, graph.outputs, strict=True):
+        if isinstance(output, Grad) and isinstance(output.of, Arg):
+            nodes[indices[output.of.index]] = node
+    end = graph.fx.output_node()
+    end.args = (tuple(nodes[place] for place in sorted(nodes)),)
+    graph.fx.eliminate_dead_code()
+    for node in graph.fx.nodes:
+        node.meta["phase"] = "forward"  # of the new program, which has no backward
+    spec = pytree.tree_flatten([0] * len(nodes))[1]
+    return replace(
+        graph,
+        inputs=tuple(
+            Arg(num_leaves + x.output, f"gradient_{x.output}") if isinstance(x, Tangent) else x
+            for x in graph.inputs
+        ),
+        outputs=tuple(Result(i) for i in range(len(nodes))),
+        out_tree=OutTree(spec, (None,) * len(nodes), (True,) * len(nodes)),
+    )
+
+
+class Derivative:
+    """Of one captured call: ``with_gradient``, which of its results have one, and the program of
+    the backward. ``places``: which operands that gives a gradient."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        call: BoundCall,
+        operands: tuple[int, ...],
+        compiled: Callable[[Callable[..., Any], list[dict[str, Any]]], CompiledFunction],
+        name: str,
+    ) -> None:
+        self.graph: Graph = graph
+        self.with_gradient: tuple[int, ...] = tuple(
+            sorted(x.output for x in graph.inputs if isinstance(x, Tangent))
+        )
+        if not self.with_gradient:
+            return
+        check_differentiable(graph, name)
+        found = {x.of.index for x in graph.outputs if isinstance(x, Grad) and isinstance(x.of, Arg)}
+        self.places: tuple[int, ...] = tuple(p for p, i in enumerate(operands) if i in found)
+        self.compiled: CompiledFunction = compiled(
+            _gradient, [_placements(call.leaves[operands[place]]) for place in self.places]
+        )
+        self.compiled.graph = gradient_graph(graph, operands, len(call.leaves))
+
+    def numbers(self) -> list[int]:
+        """How often each tensor that the call closes over has changed."""
+        reads = self.graph.reads
+        assert reads is not None
+        reads.refresh()
+        return [caught.number for caught in reads.caught]
+
+    def __call__(self, call: BoundCall, gradients: Sequence[Any], num_results: int) -> list[Any]:
+        given = iter(gradients)
+        every = [next(given) if i in self.with_gradient else 0 for i in range(num_results)]
+        args = pytree.tree_unflatten(call.leaves, call.tree)
+        return self.compiled(args, every)
+
+
+def _gradient(call: Any, gradients: Any) -> Any:
+    raise AssertionError("a gradient's graph is not captured")
+
+
+def _placements(operand: torch.Tensor) -> dict[str, Any]:
+    if not isinstance(operand, DTensor):
+        return {}
+    placed = operand.spec.sharding
+    return {axis: p for axis, p in placed.items() if not isinstance(p, Partial)}
+
+
+class Differentiated(torch.autograd.Function):
+    """A call of a compiled function on operands that require a gradient. Returns its tensors."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        call: BoundCall,
+        run: Callable[[], list[Any]],
+        derivative: Derivative,
+        operands: tuple[int, ...],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        results = [x.detach() for x in run()]
+        ctx.call, ctx.derivative, ctx.operands = call, derivative, operands
+        ctx.numbers = derivative.numbers()
+        ctx.num_results = len(results)
+        ctx.at = [i for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
+        ctx.save_for_backward(*(call.leaves[i] for i in ctx.at))
+        without = [x for i, x in enumerate(results) if i not in derivative.with_gradient]
+        ctx.mark_non_differentiable(*without)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        leaves = list(ctx.call.leaves)
+        for index, tensor in zip(ctx.at, ctx.saved_tensors, strict=True):
+            leaves[index] = tensor.detach()  # raises if it has changed since
+        derivative: Derivative = ctx.derivative
+        if derivative.numbers() != ctx.numbers:
+            raise RuntimeError(
+                "a tensor that a compiled function closes over has changed between the call and "
+                "its backward.\n  fix: pass it as an argument"
+            )
+        wanted = [g for i, g in enumerate(gradients) if i in derivative.with_gradient]
+        found = derivative(replace(ctx.call, leaves=tuple(leaves)), wanted, ctx.num_results)
+        result: list[Any] = [None] * len(ctx.operands)
+        for place, gradient in zip(derivative.places, found, strict=True):
+            plain = not isinstance(leaves[ctx.operands[place]], DTensor)
+            result[place] = gradient.full_tensor() if plain else gradient
+        return (None, None, None, None, *result)
