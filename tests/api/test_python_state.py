@@ -296,6 +296,52 @@ WAYS: dict[str, Callable[[], Made]] = {
     for number, (name, own) in enumerate(numbers().items())
 }
 
+# -- values of tensors that Python reads -----------------------------------------------------------
+
+EIGHT = [float(i) for i in range(8)]
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda t: t.item(),
+    "float": float,
+    "tolist": lambda t: t.tolist(),
+    "repr": lambda t: float(repr(t)[7]),
+    "format": lambda t: float(f"{t:.1f}"),
+    "NumPy": lambda t: float(t.numpy()),
+    "an array": lambda t: float(np.asarray(t)),
+    "math": lambda t: math.sqrt(t),
+    "a copy": lambda t: float(copy.deepcopy(t)),
+    "range": lambda t: len(range(int(t))),
+    "an index of a list": lambda t: EIGHT[int(t)],
+    "alpha": lambda t: torch.add(torch.ones(()), torch.ones(()), alpha=t),
+    "full": lambda t: torch.full((), t),
+    "a tensor of tensors": lambda t: torch.tensor([[t], [t]]).sum(),
+    "as_tensor": lambda t: torch.as_tensor([t, 2.0]).sum(),
+}
+DERIVED: dict[str, Callable[[Tensor], Any]] = {
+    "truth of a difference": lambda t: 2.0 if t - 2 else 3.0,
+    "arange": lambda t: torch.arange(t + 1).sum(),
+    "a copy in whole numbers": lambda t: torch.ones(8)[: t.long()].sum(),
+}
+"""Reads of a tensor that an op has made, which are refused."""
+
+
+def read(how: Callable[[Tensor], Any]) -> Made:
+    t = torch.tensor(0.0)
+    return times(lambda: how(t), lambda i: t.fill_(1.0 + i))
+
+
+def in_a_dict() -> Made:
+    held = {"t": torch.tensor(1.0)}
+    return times(lambda: held["t"].item(), lambda i: held.update(t=torch.tensor(1.0 + i)))
+
+
+def of_a_thread() -> Made:
+    local = threading.local()
+    return times(lambda: local.t.item(), lambda i: setattr(local, "t", torch.tensor(1.0 + i)))
+
+
+WAYS |= {f"value, {name}": functools.partial(read, how) for name, how in READS.items()}
+WAYS |= {"value, in a dict": in_a_dict, "value, of a thread": of_a_thread}
+
 # -- tensors that are caught -----------------------------------------------------------------------
 
 
@@ -760,6 +806,13 @@ REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "a generator of Python": (lambda: drawing(random.Random(0), lambda rng: rng.random()), DRAWN),
     "a seed that forward sets": (lambda: model(set_seed, still), "torch's generator"),
     "an iterator": (lambda: drawing(itertools.count(1), next), ADVANCED),
+    "pairs": (lambda: drawing(itertools.pairwise(EIGHT), lambda it: next(it)[1]), ADVANCED),
+    "a reversed dict": (lambda: drawing(reversed(dict.fromkeys(EIGHT)), next), ADVANCED),
+    "what a function gives": (lambda: drawing(iter(iter(EIGHT).__next__, 9.0), next), ADVANCED),
+    **{
+        f"value, {name}": (functools.partial(read, how), "depends on a tensor's value")
+        for name, how in DERIVED.items()
+    },
     "a generator function's": (lambda: drawing((float(i) for i in range(9)), next), ADVANCED),
     "a hook of a parameter": (
         lambda: hooked(lambda m: m.up.weight.register_hook(lambda grad: grad * 2)),
@@ -816,6 +869,7 @@ def losses(make: Callable[[], Made], step_of: Callable[..., Any]) -> tuple[list[
 
 
 SAMPLE = (  # of each kind of thing that may change
+    *("what a thread has", *(name for name in WAYS if name.startswith("value"))),
     *("a closure cell", "a global in a helper", "a default argument", "a helper that is replaced"),
     *("an attribute of the model", "1, True and 1.0", "a slot", "a list that grows"),
     *("a tensor changed in place", "a large tensor replaced", "the sign of a zero"),
@@ -832,7 +886,7 @@ SAMPLE = (  # of each kind of thing that may change
 )
 
 
-@pytest.mark.default("a buffer assigned anew")
+@pytest.mark.default("a buffer assigned anew", "value, item")
 @pytest.mark.sample(*SAMPLE)
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
 @pytest.mark.parametrize("name", WAYS)
@@ -874,12 +928,25 @@ def test_a_value_that_changes_at_each_step_is_said_to_cost_a_capture() -> None:
 
 def test_a_number_that_is_an_argument_is_named() -> None:
     step = step_of(net(), lambda model, x, y, beta: cross_entropy(model, x, y) * beta)
-    with pytest.warns(UserWarning, match=r"the argument beta: 2.0 -> 3.0"):
+    with pytest.warns(UserWarning, match=r"the argument beta: 0.0 -> 3.0"):
         for i in range(4):
+            step.plan(*batch(0), 0.0)
             step.plan(*batch(i), float(i))
     step.plan(*batch(0), torch.tensor(0.5))
     step.plan(*batch(0), torch.tensor(0.7))
     assert len(step.plans) == 5
+
+
+def test_a_tensor_that_is_read_is_named() -> None:
+    t = torch.tensor(1.0)
+    step = step_of(net(), lambda model, x, y: cross_entropy(model, x, y) * t.item())
+    with pytest.warns(UserWarning, match=r"t \(closure of <lambda>\): 3.0 -> 4.0"):
+        for i in range(4):
+            step.plan(*batch(i))
+            t.add_(1)
+    t.fill_(1.0)
+    step.plan(*batch(0))
+    assert len(step.plans) == 4
 
 
 def test_an_equal_object_is_no_change() -> None:

@@ -74,6 +74,7 @@ from tests.daft.programs import (
 from tests.daft.task_programs import compared
 from tests.daft.test_several_programs import SHAPES, move, scale
 from tests.daft.undo import ADD, AGREE, CHECKED, NOTED
+from tests.daft.values import kinds, parts
 from tests.extras import missing
 
 MODES: list[Mode] = ["compiled", "interpreted", "timed"]
@@ -1324,6 +1325,24 @@ def test_arrays(session: daft.Session) -> None:
     assert found is again and found is not both
 
 
+@pytest.mark.default
+def test_what_a_tensor_has_besides_its_elements(session: daft.Session) -> None:
+    """As arguments of `spawn` and of a call, as a result, and from actor to actor."""
+    a = daft.spawn(Keeper)
+    for name, value in kinds().items():
+        wanted = parts(value)
+        assert parts(daft.spawn(Kept, value).get().get()) == wanted, name
+        assert parts(a.same(a.same(value)).get()) == wanted, name
+    whole, row = a.same([EYE, EYE[0]]).get()
+    row.zero_()
+    assert whole[0].sum() == 0
+    assert not a.call(lambda x: x * 2, torch.ones(2, requires_grad=True)).get().requires_grad
+    hooked = torch.ones(2, requires_grad=True)
+    hooked.register_hook(lambda grad: grad)
+    with pytest.raises(TypeError, match="a tensor torch.float32.2. has a hook on its gradient"):
+        a.same(hooked)
+
+
 def test_some_are_waited_for(session: daft.Session, backend: Backend, tmp_path: Path) -> None:
     a, b = daft.spawn(Model, 1), daft.spawn(Model, 2)
     a.meet_in(str(tmp_path)).get()
@@ -1608,6 +1627,7 @@ def test_a_half_submitted_step(session: daft.Session, monkeypatch: pytest.Monkey
 # -- what is kept of values that nobody has --------------------------------------------------------
 
 MANY = 1 << 20
+EYE = torch.eye(3)
 
 
 class Keeper:
@@ -1618,6 +1638,9 @@ class Keeper:
 
     def same(self, x: Any) -> Any:
         return x
+
+    def call(self, fn: Callable[[Any], Any], x: Any) -> Any:
+        return fn(x)
 
     def later(self, x: Any) -> Any:
         time.sleep(0.2)
@@ -1650,6 +1673,14 @@ class Keeper:
         return sum(len(o.streams) for o in gc.get_objects() if type(o) is HostedObject)
 
     def get_kept(self) -> Any:
+        return self.kept
+
+
+class Kept(Keeper):
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def get(self) -> Any:
         return self.kept
 
 

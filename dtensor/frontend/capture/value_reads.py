@@ -55,15 +55,13 @@ class ValueReads:
     ) -> Any:
         """``func(*args, **kwargs)``, where ``untraced`` are those of its tensors that were there
         before the capture."""
-        if func in _READS and isinstance(args[0], torch.Tensor):
-            if not any(isinstance(x, FakeTensor) for x in args):
-                for x in untraced:
-                    self.add(x)
-                with disable_current_modes():
-                    return func(*args, **kwargs)
-        if func in _BUILDS:
+        alone = func in _READS and not any(isinstance(x, FakeTensor) for x in args)
+        if alone or func in _BUILDS:
             for x in untraced:
                 self.add(x)
+        if alone:
+            with disable_current_modes():
+                return func(*args, **kwargs)
         with _Scalars(self):
             return func(*args, **kwargs)
 
