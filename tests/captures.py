@@ -46,7 +46,12 @@ def shared_capture(
     called = (fn.__code__, fn.__module__, closed_over)
     key = (*called, grads, around, str(tree), *of_main, *map(_key, leaves))
     found = _found.get(key)
-    if found is None or found.reads is None or found.reads.values or custom_ops(found.fx) != found.reads.ops:
+    if (
+        found is None
+        or found.reads is None
+        or found.reads.values
+        or custom_ops(found.fx) != found.reads.ops
+    ):
         _found[key] = capture(fn, args, kwargs, grads=grads, main=main)
         return _found[key]
     constants = [(c.name, c.value) for c in found.inputs if isinstance(c, Const)]

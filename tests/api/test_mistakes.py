@@ -44,7 +44,7 @@ X = torch.ones(4, 4)
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: step(make=lambda m: torch.optim.LBFGS(m.parameters())),
-        "LBFGS is not known to be elem",
+        "LBFGS updates an element from others",
     ),
     (
         lambda: step(make=lambda m: OwnAdam(m.parameters())),

@@ -38,9 +38,9 @@ def test_a_message_is_a_copy_of_any_value():
         found = decode(message, copy=copy)
         assert found["batch"].tokens is found["again"][0]
         assert found["batch"].tokens.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-        assert found["batch"].tokens.is_contiguous()
+        assert found["batch"].tokens.stride() == (1, 3)
         assert same(found["dtypes"], value["dtypes"])
-        assert found["again"][2].shape == (0, 5) and not found["again"][3].requires_grad
+        assert found["again"][2].shape == (0, 5) and found["again"][3].requires_grad
         assert (found["batch"].note, found["plain"]) == ("é", [None, 1.5, {"a"}])
     lost = daft.ActorLost(Failure(rank=None, actor="a", reason="gone"))
     assert isinstance(failure_of(encode_failure(lost)), daft.ActorLost)

@@ -1328,11 +1328,10 @@ def test_arrays(session: daft.Session) -> None:
 @pytest.mark.default
 def test_what_a_tensor_has_besides_its_elements(session: daft.Session) -> None:
     """As arguments of `spawn` and of a call, as a result, and from actor to actor."""
-    a = daft.spawn(Keeper)
-    for name, value in kinds().items():
-        wanted = parts(value)
-        assert parts(daft.spawn(Kept, value).get().get()) == wanted, name
-        assert parts(a.same(a.same(value)).get()) == wanted, name
+    a, values = daft.spawn(Keeper), kinds()
+    assert parts(daft.spawn(Kept, values).get().get()) == parts(values)
+    for name, value in values.items():
+        assert parts(a.same(a.same(value)).get()) == parts(value), name
     whole, row = a.same([EYE, EYE[0]]).get()
     row.zero_()
     assert whole[0].sum() == 0

@@ -22,11 +22,8 @@ def kinds() -> dict[str, Any]:
     decayed.no_decay = True  # type: ignore[attr-defined]
     tagged = torch.ones(2).as_subclass(Tagged)
     tagged.tag = "x"  # type: ignore[attr-defined]
-    tied, frozen, trained = (
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
-        nn.Linear(2, 2),
-        nn.LSTM(2, 3),
-    )
+    tied, frozen = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(2, 2)
+    trained = nn.LSTM(2, 3)
     tied[1].weight = tied[0].weight
     frozen.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(trained.parameters())
@@ -51,7 +48,6 @@ def kinds() -> dict[str, Any]:
         "no dims": torch.tensor(3.0),
         "empty": torch.empty(0, 3),
         "sparse": torch.eye(3).to_sparse(),
-        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
         "a tied module": tied,
         "a module with a frozen weight": frozen,
         "batch norm": nn.BatchNorm1d(3),
@@ -67,18 +63,13 @@ def parts(value: Any, seen: dict[Any, int] | None = None) -> Any:
             return "again", seen[id(value)]
         case Tensor():
             seen[id(value)] = len(seen)
-            plain = value.layout == torch.strided and not value.is_quantized
-            dense = value.dequantize() if value.is_quantized else value.to_dense()
+            plain = value.layout == torch.strided
             at = value.untyped_storage().data_ptr() if plain else 0
             return (
-                (
-                    type(value).__name__,
-                    isinstance(value, nn.Parameter),
-                    isinstance(value, nn.Buffer),
-                ),
+                (type(value), isinstance(value, nn.Parameter), isinstance(value, nn.Buffer)),
                 (value.dtype, tuple(value.shape), value.stride() if plain else None),
                 (value.requires_grad, {k: str(v) for k, v in vars(value).items()}),
-                dense.detach().tolist(),
+                value.detach().to_dense().tolist(),
                 seen.setdefault(("storage", at), len(seen)) if at else None,
                 parts(value.grad, seen),
             )

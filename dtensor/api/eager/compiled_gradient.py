@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -37,9 +37,6 @@ from dtensor.frontend.graph import (
 from dtensor.private_torch import pytree
 from dtensor.sharding.ops.call import is_random
 from dtensor.sharding.spec.placements import Partial
-
-if TYPE_CHECKING:
-    from dtensor.api.eager.compiled import CompiledFunction
 
 _FIX = "call it on x.detach(), or train with dt.train_step"
 
@@ -96,15 +93,16 @@ def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Gr
 
 
 class Derivative:
-    """Of one captured call: ``with_gradient``, which of its results have one, and the program of
-    the backward. ``places``: which operands that gives a gradient."""
+    """The backward of one captured call. ``with_gradient``: the results that have a gradient.
+    ``places``: the operands that receive one. ``compiled``: makes a `CompiledFunction` of a
+    function and the placements of its results."""
 
     def __init__(
         self,
         graph: Graph,
         call: BoundCall,
         operands: tuple[int, ...],
-        compiled: Callable[[Callable[..., Any], list[dict[str, Any]]], CompiledFunction],
+        compiled: Callable[[Callable[..., Any], list[dict[str, Any]]], Any],
         name: str,
     ) -> None:
         self.graph: Graph = graph
@@ -116,7 +114,7 @@ class Derivative:
         check_differentiable(graph, name)
         found = {x.of.index for x in graph.outputs if isinstance(x, Grad) and isinstance(x.of, Arg)}
         self.places: tuple[int, ...] = tuple(p for p, i in enumerate(operands) if i in found)
-        self.compiled: CompiledFunction = compiled(
+        self.compiled = compiled(
             _gradient, [_placements(call.leaves[operands[place]]) for place in self.places]
         )
         self.compiled.graph = gradient_graph(graph, operands, len(call.leaves))

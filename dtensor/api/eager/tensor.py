@@ -187,8 +187,8 @@ class DTensor(CellTensor):
         return self.full_value().numpy()
 
     def __format__(self, spec: str) -> str:
-        """As torch formats: a tensor of no dims as its number, which waits; others as objects."""
-        return format(self.item() if self.dim() == 0 else str(self), spec)
+        """With a format, as in ``f"{x:.2f}"``, a tensor of no dims is its number, which waits."""
+        return format(self.item() if spec and self.dim() == 0 else str(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:

@@ -140,10 +140,10 @@ class Span:
 
     def add(self, data: Tensor) -> None:
         size = data.element_size()
-        begin = data.storage_offset() * size
-        end = begin
+        begin = end = int(data.storage_offset()) * size
         if data.numel():
-            end += size + size * sum((n - 1) * s for n, s in zip(data.shape, data.stride()))
+            last = sum((n - 1) * s for n, s in zip(data.shape, data.stride(), strict=True))
+            end += size + size * int(last)
         begin -= begin % ALIGN
         self.begin = begin if self.begin < 0 else min(self.begin, begin)
         self.end = max(self.end, end)

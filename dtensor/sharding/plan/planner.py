@@ -21,6 +21,7 @@ from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, axis_problem_of, inner_mesh
 from dtensor.sharding.plan.choose.choose_axis import choose_axis
 from dtensor.sharding.plan.choose.choose_composites import cheapest
+from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
 from dtensor.sharding.plan.emit.values import rearranges
@@ -38,7 +39,17 @@ from dtensor.sharding.rules.rule import Rule
 
 @collector_paused()
 def plan(request: Request) -> Plan:
-    """Decide every placement and collective. Raises PlanningError."""
+    """Decide every placement and collective. With search="free" the plan that follows the pins is a
+    candidate too, and the cheapest by the printed prediction is taken. Raises PlanningError."""
+    candidates = [_planned(request)]
+    if request.search == "free":
+        candidates.append(_planned(replace(request, search="predictable")))
+    planned = min(candidates, key=lambda found: PlanTotals(found).cost.seconds)
+    verify(planned)
+    return Plan.of(planned)
+
+
+def _planned(request: Request) -> PlanRecord:
     flow = trained(request)
     if any(op.expand is not None for op in flow.ops):
         split = request.search != "free"
@@ -47,9 +58,7 @@ def plan(request: Request) -> Plan:
         planned = placed(request, flow)
     if request.recompute or any(op.checkpoint is not None for op in flow.ops):
         planned = recomputed(planned, request.recompute)
-    planned = finished(planned, request)
-    verify(planned)
-    return Plan.of(planned)
+    return finished(planned, request)
 
 
 def trained(request: Request) -> Dataflow:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -153,14 +153,8 @@ def _restrict(
                 s for s in strategies if same(s.results[0], stated, op.call.operands[0].shape, num)
             ) or (Strategy((stated,), (stated,), "stated"),)
         known = [(i, name) for i, name in enumerate(op.operands) if name in settled]
-        if (
-            known
-            and len(strategies) > 1
-            and (axis_problem.is_view(op) or not _splits_another(op, strategies, known))
-        ):
-            agreeing = [_agreement(s, known, settled, metas, num) for s in strategies]
-            best = max(agreeing)
-            strategies = tuple(s for s, n in zip(strategies, agreeing, strict=True) if n == best)
+        if known:
+            strategies = _following(strategies, known, settled, metas, num)
         if not in_time and (not axis_problem.free or (axis_problem.is_view(op) and known)):
             for index, name in enumerate(op.results):
                 if name is None or not strategies:
@@ -179,18 +173,30 @@ def _restrict(
     return result
 
 
-def _splits_another(
-    op: Op, strategies: Sequence[Strategy], known: Sequence[tuple[int, str]]
-) -> bool:
-    """Whether a strategy reads the settled operands whole, or pending, and another one split. The
-    other one may come split, as an input that is split on the weights' axis does; which of them is
-    gathered is a question of price."""
-    settled = {index for index, _ in known}
-    return any(
-        any(isinstance(p, Shard) for i, p in enumerate(s.operands) if i not in settled)
-        and not any(isinstance(s.operands[i], Shard) for i in settled)
-        for s in strategies
+def _following(
+    strategies: Sequence[Strategy],
+    known: Sequence[tuple[int, str]],
+    settled: Mapping[str, Placement],
+    metas: Mapping[str, Meta],
+    num: int,
+) -> tuple[Strategy, ...]:
+    """The strategies that read most settled operands as they are settled; and those that read none
+    of the split ones so, but an operand split that is not settled. It may come split, as an input
+    that is split on the weights' axis does: which operand is moved is a question of price."""
+    agreeing = [_agreement(s, known, settled, metas, num) for s in strategies]
+    best = max(agreeing, default=(0, 0))
+    indices = {index for index, _ in known}
+    return tuple(
+        strategy
+        for strategy, agreement in zip(strategies, agreeing, strict=True)
+        if agreement == best or (agreement[0] == 0 and _splits_another(strategy, indices))
     )
+
+
+def _splits_another(strategy: Strategy, indices: Collection[int]) -> bool:
+    """Whether an operand is read split whose index is not among ``indices``."""
+    operands = enumerate(strategy.operands)
+    return any(isinstance(p, Shard) for i, p in operands if i not in indices)
 
 
 def _agreement(
