@@ -21,7 +21,8 @@ that is handled when it comes: if its handler raises, the current change is half
 
 Invariants: a signal is handled by the handler that is installed then; if it comes twice before
 that, it is handled once. If an exception leaves our handler installed after a block, it calls the
-program's. Threads other than the main one are not affected: Python runs handlers only in the main
+program's. One that came in a block within a finalizer, where Python drops exceptions, is sent again
+(`_send`). Threads other than the main one are not affected: Python runs handlers only in the main
 thread. Within a block only a `Lock` may be waited for, for in a plain one no signal would act.
 """
 
@@ -34,6 +35,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -42,6 +44,8 @@ from typing import Any
 SAY_AFTER_S = 1.0
 LOOK_S = 0.05
 """How often a thread that waits for a lock polls."""
+RESEND_S = 0.02
+"""When a signal that came in a finalizer comes again."""
 _HERE = os.path.dirname(__file__) + os.sep
 _PASSED = (_HERE, os.path.dirname(os.__file__) + os.sep, "<")
 """Where files begin that are neither torch's nor the user's."""
@@ -338,12 +342,37 @@ def _call(number: int) -> None:
 
 def _handle() -> None:
     """Handle noted signals, and handlers that were cut off; the next ones too if one raises."""
+    if (noted or _after) and _is_in_finalizer():
+        again = [*_after, *noted]
+        _after.clear()
+        noted.clear()
+        _waits.clear()
+        _thread.start_new_thread(_send, (again,))
     waiting = _after or noted
     if waiting:
         try:
             _call(waiting.pop(0))
         finally:
             _handle()
+
+
+def _is_in_finalizer() -> bool:
+    """Whether Python prints and drops what is raised here: in a `__del__`, in a callback of a weak
+    reference."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or code.co_filename == weakref.__file__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send(numbers: list[int]) -> None:
+    """In a thread: let the signals come again once the main thread has left a finalizer."""
+    time.sleep(RESEND_S)
+    for number in numbers:
+        signal.pthread_kill(threading.main_thread().ident or 0, number)  # wakes one that sleeps
 
 
 def _end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -86,6 +87,33 @@ def test_it_acts_at_a_safe_place(handlers: Handlers) -> None:
         with waits_may_act(), pytest.raises(Stop):
             wait()
     assert handlers.came == [USR1, USR2]
+
+
+def in_del() -> object:
+    class Dropped:
+        def __del__(self) -> None:
+            with defer_signals():
+                signal.raise_signal(USR1)
+
+    return Dropped()
+
+
+def in_callback() -> object:
+    dropped = Handlers()
+    weakref.finalize(dropped, in_del)
+    return dropped
+
+
+@pytest.mark.parametrize("finalized", [in_del, in_callback])
+def test_one_that_comes_in_a_finalizer_is_not_dropped(
+    handlers: Handlers, finalized: Callable[[], object]
+) -> None:
+    """Python drops what is raised there."""
+    handlers.does = handlers.stops
+    with pytest.raises(Stop):
+        finalized()
+        assert handlers.came == []
+        threading.Event().wait(60)
 
 
 def test_held_back_nothing_acts(handlers: Handlers) -> None:

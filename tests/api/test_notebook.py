@@ -50,6 +50,7 @@ step = made(module)
 '''
 LAUNCH = "run = dt.launch(mesh)"
 BEGUN = "print('begun', flush=True)\n"
+DEADLINE_S = 300.0
 BAD_LABEL = "float(step(x, y + 70))"
 
 
@@ -86,7 +87,8 @@ class Notebook:
         return self.kernel.provisioner.pid
 
     def __call__(self, code: str, interrupt_at: str | None = None) -> Ran:
-        """Run a cell. ``interrupt_at``: the kernel is interrupted when that is printed."""
+        """Run a cell. ``interrupt_at``: the kernel is interrupted when that is printed.
+        TimeoutError after `DEADLINE_S`, with what the cell printed."""
         text: list[str] = []
         error: list[str] = []
 
@@ -103,7 +105,14 @@ class Notebook:
         def show(message: Any) -> None:
             shows.get(message["msg_type"], lambda _: None)(message["content"])
 
-        self.client.execute_interactive(code, output_hook=show, timeout=None, store_history=True)
+        run = self.client.execute_interactive
+        try:
+            run(code, output_hook=show, timeout=DEADLINE_S, store_history=True)
+        except TimeoutError:
+            sent = interrupt_at is not None and interrupt_at in "".join(text)
+            raise TimeoutError(
+                f"a cell has not ended. printed: {text}, interrupted: {sent}\n{code}"
+            ) from None
         return Ran("".join(text), "".join(error))
 
 
