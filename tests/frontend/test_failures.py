@@ -10,17 +10,23 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import jacfwd, jvp, vmap
 
 import dtensor as dt
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
+from dtensor.frontend.capture.refusals import RefusalMode
+from dtensor.private_torch import dispatch_modes, function_modes, functorch_depth
 
 
 class Part(nn.Module):
@@ -231,3 +237,80 @@ def test_what_a_terminal_shows(tmp_path: Path) -> None:
         "  train.py:9: step = dt.train_step(model, lambda model, x: model(x).sum(), optimizer)"
         in (lines)
     )
+
+
+# -- torch's own state after a failure -------------------------------------------------------------
+
+
+def _dual(x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        return forward_ad.unpack_dual(dual.sin() * 2).tangent + x
+
+
+def _in_modes(x: Tensor) -> Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("cpu"):
+        y = x @ x + torch.ones(3, 3)
+    with torch.inference_mode():
+        z = torch.zeros(3, 3) + 1
+    return y + z.clone()
+
+
+def _in_float64(x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    y = x.double() + torch.ones(3, 3)
+    torch.set_default_dtype(torch.float32)
+    return y.float() * 2
+
+
+STATEFUL: dict[str, Callable[[Tensor], Any]] = {
+    "jvp": lambda x: jvp(lambda a: a.sin() * a, (x,), (torch.ones_like(x),))[1] + x,
+    "jvp of jvp": lambda x: jvp(lambda a: jvp(torch.sin, (a,), (a,))[1] * 2, (x,), (x,))[1] + x,
+    "jacfwd": lambda x: jacfwd(lambda a: a.sin() * 2)(x[0]) + x,
+    "vmap": lambda x: vmap(lambda row: row.sin() * row.sum())(x) + x,
+    "vmap of jvp": lambda x: vmap(lambda r: jvp(torch.sin, (r,), (r,))[1] + 1)(x) * 2,
+    "dual numbers": _dual,
+    "modes": _in_modes,
+    "default dtype": _in_float64,
+    "no gradient": lambda x: torch.no_grad()(lambda a: a.sin() * a)(x) + x,
+    "nothing of these": lambda x: x.cos() + x,
+}
+
+
+def torchs_state() -> tuple[Any, ...]:
+    with torch.no_grad():
+        made = torch.ones(2) + 1
+    return (
+        made.dtype,
+        made.device,
+        functorch_depth(),
+        (forward_ad._current_level, torch._C._is_fwd_grad_enabled()),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        len(function_modes()),
+        len(dispatch_modes()),
+        jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))[1].item(),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func.jvp
+@pytest.mark.parametrize("name", list(STATEFUL))
+def test_torch_is_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure at each call of torch of the program: none of its modes and levels stays open."""
+    before, real = torchs_state(), RefusalMode.__torch_function__
+    fails_at = calls = 0
+
+    def failing(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == fails_at:
+            raise ZeroDivisionError
+        return real(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(RefusalMode, "__torch_function__", failing)
+    while calls >= fails_at:
+        calls, fails_at = 0, fails_at + 1
+        with suppress(PlanningError, ZeroDivisionError):
+            capture(STATEFUL[name], (torch.ones(3, 3),), grads="none")
+        assert torchs_state() == before, f"call {fails_at}"
+    assert fails_at > 2
