@@ -176,6 +176,73 @@ def test_training_and_evaluation_mode() -> None:
     close(f(model.train(), x), 2 * x)
 
 
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def _sum(found: Any) -> Any:
+    return found.sum() if isinstance(found, Tensor) else sum(x.sum() for x in found)
+
+
+DIFFERENTIATED: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
+    "a product": (lambda x, w: (x @ w).relu(), _sum),
+    "two results": (lambda x, w: (x @ w, x.square().sum()), _sum),
+    "one result of two": (lambda x, w: (x * 2, w.exp()), lambda found: found[1].sum()),
+    "an operand that has none": (lambda x, w: x * 2, _sum),
+    "a result without one": (lambda x, w: ((x @ w).sum(), x.argmax()), lambda found: found[0]),
+    "the operand itself": (lambda x, w: (x, (x @ w).softmax(-1).square()), _sum),
+    "a normed row": (lambda x, w: F.layer_norm(x @ w, (5,)).sin(), _sum),
+}
+
+
+@pytest.mark.parametrize("name", list(DIFFERENTIATED))
+@pytest.mark.parametrize("placed", [{}, dict(tp=dt.Row()), dict(tp=dt.Column())], ids=str)
+def test_gradients_go_through_a_compiled_function(name: str, placed: dict[str, Any]) -> None:
+    """Twice, to where the operands are placed, in a sum with an eager op."""
+    fn, loss = DIFFERENTIATED[name]
+    compiled = dt.compile(fn, TP3)
+    for _ in range(2):
+        plain = [torch.randn(4, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)]
+        ours = [dt.distribute(x.detach(), TP3, **placed).requires_grad_() for x in plain]
+        with dt.implicit_redistribution("allow"):
+            for given, run in ((plain, fn), (ours, compiled)):
+                (loss(run(*given)) + given[0].sum()).backward()
+        for x, due in zip(ours, plain, strict=True):
+            if due.grad is not None:
+                close(x.grad, due.grad)
+                assert x.grad.spec == x.spec
+            else:  # an unused operand of one Function has zeros
+                assert x.grad is None or not x.grad.full_tensor().any()
+
+
+def test_what_has_no_gradient_through_a_compiled_function() -> None:
+    def leaf() -> Any:
+        return dt.distribute(torch.ones(3), TP2).requires_grad_()
+
+    noise, factor, x = dt.compile(torch.rand_like, TP2), torch.ones(3), leaf()
+    f = dt.compile(lambda x: (x * factor).square().sum(), TP2)
+    with torch.no_grad():
+        assert not f(x).requires_grad
+    dropped = dt.compile(lambda x: F.dropout(x, 0.5), TP2)
+    with pytest.raises(
+        dt.PlanningError, match="(?s)draws random numbers.*fix: call it on x.detach"
+    ):
+        dropped(x)
+    assert not noise(x).requires_grad
+    module = torch.nn.Linear(3, 3)
+    model = dt.parallelize(module, TP2)
+    with pytest.raises(dt.PlanningError, match="reads weight, a tensor of a module, and is called"):
+        dt.compile(lambda m, x: m(x), TP2)(model, x)
+    y = f(x)
+    factor.add_(1)
+    with pytest.raises(RuntimeError, match="closes over has changed"):
+        y.backward()
+    y = f(x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
 # -- planning without running ----------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch.autograd.function import once_differentiable
 
 from dtensor.api.eager.tensor import DTensor
@@ -71,18 +72,20 @@ def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Gr
     """The graph from a call's leaves, and after them the gradients of its results, to the gradients
     of the leaves ``operands``, those that have one."""
     indices = {index: place for place, index in enumerate(operands)}
-    nodes: dict[int, Any] = {}
+    nodes: dict[int, fx.Node] = {}
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    made.graph_copy(graph.fx, copies)
     for node, output in zip(graph.output_nodes, graph.outputs, strict=True):
         if isinstance(output, Grad) and isinstance(output.of, Arg):
-            nodes[indices[output.of.index]] = node
-    end = graph.fx.output_node()
-    end.args = (tuple(nodes[place] for place in sorted(nodes)),)
-    graph.fx.eliminate_dead_code()
-    for node in graph.fx.nodes:
+            nodes[indices[output.of.index]] = copies[node]
+    made.output(tuple(nodes[place] for place in sorted(nodes)))
+    made.eliminate_dead_code()
+    for node in made.nodes:
         node.meta["phase"] = "forward"  # of the new program, which has no backward
     spec = pytree.tree_flatten([0] * len(nodes))[1]
     return replace(
         graph,
+        fx=made,
         inputs=tuple(
             Arg(num_leaves + x.output, f"gradient_{x.output}") if isinstance(x, Tangent) else x
             for x in graph.inputs
