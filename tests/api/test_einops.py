@@ -129,7 +129,7 @@ def test_heads_are_split_and_gradients_are_torchs(kind: type[nn.Module], mesh: d
 
 
 def refused(model: nn.Module, mesh: dt.Mesh, pins: dict[str, Any]) -> str:
-    placed = dt.parallelize(model, mesh, pins)
+    placed = dt.parallelize(model, mesh, pins, misaligned="error")
     with pytest.raises(dt.PlanningError) as caught:
         dt.compile(lambda model, x: model(x), mesh).plan(placed, an_input(2, 5, 24))
     return re.sub(r"\.py:\d+", ".py:N", str(caught.value))

@@ -84,10 +84,15 @@ class Heads(nn.Module):
         return self.q(x).view(b, t, self.heads, 16).softmax(-1)
 
 
+def strict(model: nn.Module, mesh: Mesh, pins: Mapping[str, Any], x: Tensor) -> Plan:
+    placed = dt.parallelize(model, mesh, pins, misaligned="error")
+    return dt.compile(lambda model, x: model(x), mesh).plan(placed, x)
+
+
 def test_a_pin_that_cuts_heads_proposes_the_unit() -> None:
-    x = spec("f32[2,4,16]", TP4)
+    x = torch.empty(2, 4, 16)
     assert_expected_inline(
-        refused(plan_of, Heads(22), TP4, {"q.weight": dict(tp=Row())}, x),
+        refused(strict, Heads(22), TP4, {"q.weight": dict(tp=Row())}, x),
         """\
 the pin tp=Shard(0) on q.weight does not line up with the program's use of that dim.
   q.weight: f32[352,16], dim 0: 4 ranks hold 88, 88, 88, 88 of 352
@@ -96,13 +101,13 @@ the pin tp=Shard(0) on q.weight does not line up with the program's use of that 
 fix: tp=Shard(0, unit=16), which lines up
   or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
-    plan_of(Heads(22), TP4, {"q.weight": dict(tp=Shard(0, unit=16))}, x)  # the fix
+    strict(Heads(22), TP4, {"q.weight": dict(tp=Shard(0, unit=16))}, x)  # the fix
 
 
 def test_a_pin_across_fused_qkv_proposes_the_blocks() -> None:
-    model, x = CausalSelfAttention(16, 4, bias=False), spec("f32[2,4,16]", TP2)
+    model, x = CausalSelfAttention(16, 4, bias=False), torch.empty(2, 4, 16)
     assert_expected_inline(
-        refused(plan_of, model, TP2, {"qkv.weight": dict(tp=Row())}, x),
+        refused(strict, model, TP2, {"qkv.weight": dict(tp=Row())}, x),
         """\
 the pin tp=Shard(0) on qkv.weight does not line up with the program's use of that dim.
   qkv.weight: f32[48,16], dim 0: 2 ranks hold 24, 24 of 48
@@ -111,7 +116,7 @@ the pin tp=Shard(0) on qkv.weight does not line up with the program's use of tha
 fix: tp=Shard(0, blocks=3), which lines up
   or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
-    plan_of(model, TP2, {"qkv.weight": dict(tp=Shard(0, blocks=3))}, x)  # the fix
+    strict(model, TP2, {"qkv.weight": dict(tp=Shard(0, blocks=3))}, x)  # the fix
 
 
 @pytest.mark.slow
@@ -119,7 +124,7 @@ def test_too_few_kv_heads_propose_splitting_the_axis() -> None:
     model = Llama(width=32, heads=4, groups=2, layers=1)
     pins = {"*.attn.k.weight": dict(tp=Row())}
     assert_expected_inline(
-        refused(plan_of, model, TP4, pins, spec("i64[4,8]", TP4)),
+        refused(strict, model, TP4, pins, torch.zeros(4, 8, dtype=torch.int64)),
         """\
 the pin tp=Shard(0) on blocks.0.attn.k.weight (*.attn.k.weight) does not line up with the program's use of that dim.
   blocks.0.attn.k.weight: f32[16,32], dim 0: 4 ranks hold 4, 4, 4, 4 of 16
@@ -130,15 +135,15 @@ fix: split the axis, as in Mesh(tp=2, tp_rep=2), and tp=Shard(0), which lines up
   or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
     split = Mesh(tp=2, tp_rep=2)
-    plan_of(model, split, pins, spec("i64[4,8]", split))  # the fix
+    strict(model, split, pins, torch.zeros(4, 8, dtype=torch.int64))  # the fix
 
 
 def test_too_few_heads_for_an_axis_that_cannot_be_split() -> None:
     mesh = Mesh(tp=3)
-    model, x = CausalSelfAttention(24, 4, bias=False), spec("f32[2,4,24]", mesh)
+    model, x = CausalSelfAttention(24, 4, bias=False), torch.empty(2, 4, 24)
     pins = {"qkv.weight": dict(tp=Row(blocks=3))}
     assert_expected_inline(
-        refused(plan_of, model, mesh, pins, x),
+        refused(strict, model, mesh, pins, x),
         """\
 the pin tp=Shard(0, blocks=3) on qkv.weight does not line up with the program's use of that dim.
   qkv.weight: f32[72,24], dim 0: 3 ranks hold 24, 24, 24 of 72
@@ -148,15 +153,15 @@ the pin tp=Shard(0, blocks=3) on qkv.weight does not line up with the program's 
 fix: an axis of 2 ranks, Mesh(tp=2), and tp=Shard(0, blocks=3), which lines up
   or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
-    plan_of(model, TP2, pins, spec("f32[2,4,24]", TP2))  # the fix
+    strict(model, TP2, pins, torch.empty(2, 4, 24))  # the fix
 
 
 def test_a_minor_axis_is_told_the_unit_alone() -> None:
     mesh = Mesh(dp=2, tp=4)
-    x = spec("f32[2,4,16]", mesh)
+    x = torch.empty(2, 4, 16)
     pins = {"q.weight": dict(dp=Row(), tp=Row())}
     assert_expected_inline(
-        refused(plan_of, Heads(20), mesh, pins, x),
+        refused(strict, Heads(20), mesh, pins, x),
         """\
 the pin tp=Shard(0) on q.weight does not line up with the program's use of that dim.
   q.weight: f32[320,16], dim 0: 4 ranks hold 80, 80, 80, 80 of 320
@@ -165,7 +170,7 @@ the pin tp=Shard(0) on q.weight does not line up with the program's use of that 
 fix: tp=Shard(0, unit=16), which lines up
   or parallelize(..., misaligned="gather"): stored so, and gathered before use""",
     )
-    plan_of(Heads(20), mesh, {"q.weight": dict(dp=Row(), tp=Shard(0, unit=16))}, x)  # the fix
+    strict(Heads(20), mesh, {"q.weight": dict(dp=Row(), tp=Shard(0, unit=16))}, x)  # the fix
 
 
 # -- the program -----------------------------------------------------------------------------------

@@ -341,7 +341,8 @@ def test_a_buffer_that_forward_changes() -> None:
 
 
 def test_a_word_that_is_neither() -> None:
-    with pytest.raises(dt.PlanningError, match='misaligned=\'gathr\': it is "error" or "gather"'):
+    match = 'misaligned=\'gathr\': it is "redistribute", "error" or "gather"'
+    with pytest.raises(dt.PlanningError, match=match):
         dt.parallelize(MLP(), TP4, {}, misaligned="gathr")
 
 

@@ -45,7 +45,9 @@ def reached(
         Pin(value=names[label], placement=p, by=label, opens=len(metas[names[label]].shape) > 1)
         for label, p in stated.items()
     ]
-    return reach(flow, rules_of(flow), pins, "tp", num, labels=labels, **options)
+    return reach(
+        flow, rules_of(flow), pins, "tp", num, labels=labels, misaligned="error", **options
+    )
 
 
 def split_values(found: Reach) -> set[str]:

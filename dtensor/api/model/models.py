@@ -200,7 +200,8 @@ class Models:
     @property
     def misaligned(self) -> OnMisaligned:
         stated = [model.misaligned for model in self.parts.values()]
-        return "gather" if "gather" in stated else "error"
+        words: tuple[OnMisaligned, ...] = ("gather", "error")
+        return next((word for word in words if word in stated), "redistribute")
 
     @property
     def recompute(self) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class ParallelModule(AsModule):
         init: Init | None = None,
         zero: tuple[str, int] | None = None,
         recompute: tuple[str, ...] = (),
-        misaligned: OnMisaligned = "error",
+        misaligned: OnMisaligned = "redistribute",
         patterns: Mapping[str, StatedRoles] | None = None,
     ) -> None:
         self.labels = Labels(module)
@@ -257,7 +257,7 @@ def parallelize(
     init: Init | None = None,
     zero: Mapping[str, int] | None = None,
     recompute: Sequence[str] | None = None,
-    misaligned: str = "error",
+    misaligned: str = "redistribute",
 ) -> ParallelModule:
     """Place a module's parameters by globs over their names; the module is not changed.
 
@@ -281,10 +281,11 @@ def parallelize(
         recompute: globs over names of modules whose activations are not kept for the backward but
             computed again; `train_step` takes it too.
         misaligned: the treatment of a placement that does not line up with a program's use of the
-            dim (352 rows over 4 ranks, used as 22 heads of 16): "error" refuses it, and names one
-            that does; "gather" stores the parameter, its gradient and the optimizer's state with
-            it,
-            gathers it before use, and computes as if it were Replicate().
+            dim (352 rows over 4 ranks, used as 22 heads of 16). "redistribute" ends the split
+            there: the activation is gathered or exchanged before that op, and the plan names the
+            op, the bytes and a placement that lines up. "error" refuses the placement. "gather"
+            stores the parameter, its gradient and the optimizer's state with it, gathers the
+            parameter before use, and computes as if it were Replicate().
 
     Raises:
         PlanningError: a glob without a match, an axis that the mesh lacks, a placement that does

@@ -29,11 +29,31 @@ WriteHow = Literal["in place", "at the commit", "copied"]
 
 
 @dataclass(frozen=True, slots=True)
+class Misaligned:
+    """A pin that does not line up with the program.
+
+    ``by``: the name for which the user wrote it; ``why``: how an op, on the user's line ``source``,
+    changes the dim. ``ops``: all ops of that kind, before which the activation is redistributed; ()
+    if the pin states only how the value is stored. ``fix``: a placement of the same dim that lines
+    up, if there is one.
+    """
+
+    axis: str
+    placement: Shard
+    by: str
+    why: str
+    source: str
+    ops: tuple[str, ...] = ()
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """One factor that an axis splits: its size, the pin that opened it, the values that it splits.
 
     ``values``: labels of the parameters it splits besides the pinned one; ``label``: the pinned
-    value's name for users; ``reached``: every value that the pin reaches, itself first.
+    value's name for users; ``reached``: every value that the pin reaches, itself first;
+    ``misaligned``: the ops at which the split ends because they use the dim in other parts.
     """
 
     by: str
@@ -42,21 +62,7 @@ class Opened:
     values: tuple[str, ...]
     label: str
     reached: tuple[str, ...] = field(repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Misaligned:
-    """A pin that does not line up with the program, so it states only how the value is stored.
-
-    ``by``: the name for which the user wrote it; ``why``: how an op, on the user's line ``source``,
-    changes the dim.
-    """
-
-    axis: str
-    placement: Shard
-    by: str
-    why: str
-    source: str
+    misaligned: Misaligned | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dtensor.sharding.spec.placements import Placement, Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 Search = Literal["predictable", "free"]
-OnMisaligned = Literal["error", "gather"]
+OnMisaligned = Literal["redistribute", "error", "gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,10 @@ class Request(PlanTerms):
     a statement may stay split. pending_results: likewise a pending one may stay pending; it is
     priced as if it were reduced. search: "predictable" splits only values that pins reach; "free"
     lifts that. stored_whole: labels of the parameters to which ``zero`` does not apply. misaligned:
-    "error" refuses a parameter's pin that does not line up with the program; "gather" uses it only
-    for the parameter's storage. recompute: full names of the modules whose forward runs again in
-    the backward.
+    if a parameter's pin does not line up with the program, "redistribute" changes the placement of
+    the activation before the op, "error" refuses the pin, and "gather" uses it only for the
+    parameter's storage. recompute: full names of the modules whose forward runs again in the
+    backward.
     """
 
     pins: Mapping[str, Mapping[str, Placement]]
@@ -81,7 +82,7 @@ class Request(PlanTerms):
     split_results: bool = False
     pending_results: bool = False
     stored_whole: frozenset[str] = frozenset()
-    misaligned: OnMisaligned = "error"
+    misaligned: OnMisaligned = "redistribute"
     recompute: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:

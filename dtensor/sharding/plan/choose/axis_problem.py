@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from dtensor.sharding.plan.choose.opened_factors import Rules
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.record import Misaligned, Opened
-from dtensor.sharding.plan.request import Pin, Request
+from dtensor.sharding.plan.request import OnMisaligned, Pin, Request
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.rules.rule import Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
@@ -50,7 +50,7 @@ class AxisProblem:
     mixed: frozenset[str]  # values that depend on the batch and on parameters
     bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
     split_results: bool = False  # a result on which nothing is stated may stay split
-    gathers: bool = False  # pins that do not line up with the program are storage
+    misaligned: OnMisaligned = "redistribute"
 
     def labels(self) -> dict[str, str]:
         return {i.name: i.label for i in self.flow.inputs if i.kind in ("parameter", "buffer")}
@@ -100,7 +100,7 @@ def axis_problem_of(request: Request, inner: Mesh, rules: Rules) -> AxisProblem:
         free=request.search == "free",
         bucketed=request.training is not None,
         split_results=request.split_results,
-        gathers=request.misaligned == "gather",
+        misaligned=request.misaligned,
         mixed=flow.batch_values & flow.depending("parameter", "buffer", "tangent"),
     )
 

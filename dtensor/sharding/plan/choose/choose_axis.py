@@ -62,7 +62,7 @@ def choose_axis(axis_problem: AxisProblem, axis: str, done: Sequence[AxisChoice]
         axis,
         num,
         free=axis_problem.free and axis != MICROBATCH_AXIS,
-        gathers=axis_problem.gathers,
+        misaligned=axis_problem.misaligned,
         labels=axis_problem.labels(),
     )
     pins = {value: pin for value, pin in pins.items() if value not in reached.misaligned}

@@ -13,7 +13,8 @@ and the optimizer's state have the stored placement. Not here: finding the pin a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.dataflow import Dataflow, Op
@@ -36,61 +37,71 @@ _MAX_AXES_TRIED = 3
 _AS_STORAGE = 'or parallelize(..., misaligned="gather"): stored so, and gathered before use'
 
 
-def as_storage(rules: Mapping[str, Rule], pin: Pin, crooked: Crooked, axis: str) -> Misaligned:
-    """The pin as storage, with the reason."""
-    op, value, shard = crooked
-    assert isinstance(pin.placement, Shard)
-    rule = rules[op.name]
-    why = f"{op.call.name} sees it as {_describe(rule, _dim_of(rule, op, value, shard))}"
-    return Misaligned(axis, pin.placement, pin.by, why, op.source)
+@dataclass(frozen=True, slots=True)
+class MisalignedPin:
+    """A pin that does not line up with ``places`` of the program over ``num`` ranks of ``axis``."""
+
+    flow: Dataflow
+    rules: Mapping[str, Rule]
+    pin: Pin
+    places: Sequence[Crooked]
+    axis: str
+    num: int
+
+    def record(self) -> Misaligned:
+        """The pin, with the reason: the first op of the program with which it does not line up."""
+        places = {op.name: (op, value, shard) for op, value, shard in reversed(self.places)}
+        op, value, shard = next(places[op.name] for op in self.flow.ops if op.name in places)
+        assert isinstance(self.pin.placement, Shard)
+        why = _why(self.rules[op.name], op, value, shard)
+        return Misaligned(
+            self.axis, self.pin.placement, self.pin.by, why, op.source, ops=tuple(places)
+        )
+
+    def error(self, label: str, lines_up: LinesUp) -> PlanningError:
+        """``label``: the user's name of the pinned value."""
+        (op, value, shard), pin, axis, num = self.places[0], self.pin, self.axis, self.num
+        assert isinstance(pin.placement, Shard)
+        meta, at = self.flow.metas[pin.value], pin.placement.dim
+        on = label if pin.by == label else f"{label} ({pin.by})"
+        lines = [
+            f"the pin {axis}={pin.stated or pin.placement!r} on {on} does not line up with the "
+            f"program's use of that dim.",
+            f"  {label}: {meta}, dim {at}: {num} ranks hold "
+            f"{_counts(pin.placement, meta.shape[at], num)} of {meta.shape[at]}",
+            f"  {_why(self.rules[op.name], op, value, shard)} in {value}: {self.flow.metas[value]}",
+        ]
+        if op.source:
+            lines.append(f"  {op.source}: {op.source_text}")
+        fix = self.fix(lines_up)
+        whole = _parts(self.rules[op.name], _dim_of(self.rules[op.name], op, value, shard))
+        if not fix.startswith(f"{axis}=") and any(not s for s in index_sets(Shard(0), whole, num)):
+            lines.append(f"  {whole} parts over {num} ranks: {_counts(Shard(0), whole, num)}")
+        lines += [f"fix: {fix or f'{axis}=Replicate(), or another dim'}", f"  {_AS_STORAGE}"]
+        return PlanningError("\n".join(lines))
+
+    def fix(self, lines_up: LinesUp) -> str:
+        """A placement of the same dim that ``lines_up``, or that over fewer ranks; "" for none."""
+        (op, value, shard), axis, num = self.places[0], self.axis, self.num
+        rule = self.rules[op.name]
+        dim = _dim_of(rule, op, value, shard)
+        for ranks in (num, *_fewer(num, _parts(rule, dim))):
+            fix = _proposal(self.flow, self.rules, self.pin, dim, rule, ranks, lines_up)
+            if fix is None:
+                continue
+            if ranks == num:
+                return f"{axis}={fix}, which lines up"
+            if num % ranks == 0:
+                mesh = f"split the axis, as in Mesh({axis}={ranks}, {axis}_rep={num // ranks})"
+            else:
+                mesh = f"an axis of {ranks} ranks, Mesh({axis}={ranks})"
+            return f"{mesh}, and {axis}={fix}, which lines up"
+        return ""
 
 
-def misaligned(
-    flow: Dataflow,
-    rules: Mapping[str, Rule],
-    pin: Pin,
-    label: str,
-    crooked: Crooked,
-    axis: str,
-    num: int,
-    lines_up: LinesUp,
-) -> PlanningError:
-    """``label``: the user's name of the pinned value."""
-    op, value, shard = crooked
-    rule = rules[op.name]
-    assert isinstance(pin.placement, Shard)
-    meta, at = flow.metas[pin.value], pin.placement.dim
-    dim = _dim_of(rule, op, value, shard)
-    on = label if pin.by == label else f"{label} ({pin.by})"
-    lines = [
-        f"the pin {axis}={pin.stated or pin.placement!r} on {on} does not line up with the "
-        f"program's use of that dim.",
-        f"  {label}: {meta}, dim {at}: {num} ranks hold "
-        f"{_counts(pin.placement, meta.shape[at], num)} of {meta.shape[at]}",
-        f"  {as_storage(rules, pin, crooked, axis).why} in {value}: {flow.metas[value]}",
-    ]
-    if op.source:
-        lines.append(f"  {op.source}: {op.source_text}")
-    whole = min((rule.size[product[0]] for product in dim if product), default=1)
-    fix = _proposal(flow, rules, pin, dim, rule, num, lines_up)
-    if fix is not None:
-        lines += [f"fix: {axis}={fix}, which lines up", f"  {_AS_STORAGE}"]
-        return PlanningError("\n".join(lines))
-    if any(not s for s in index_sets(Shard(0), whole, num)):
-        lines.append(f"  {whole} parts over {num} ranks: {_counts(Shard(0), whole, num)}")
-    for fewer in _fewer(num, whole):
-        fix = _proposal(flow, rules, pin, dim, rule, fewer, lines_up)
-        if fix is None:
-            continue
-        if num % fewer == 0:
-            mesh = f"split the axis, as in Mesh({axis}={fewer}, {axis}_rep={num // fewer})"
-        else:
-            mesh = f"an axis of {fewer} ranks, Mesh({axis}={fewer})"
-        lines += [f"fix: {mesh}, and {axis}={fix}, which lines up", f"  {_AS_STORAGE}"]
-        return PlanningError("\n".join(lines))
-    return PlanningError(
-        "\n".join([*lines, f"fix: {axis}=Replicate(), or another dim", f"  {_AS_STORAGE}"])
-    )
+def _parts(rule: Rule, dim: Dim) -> int:
+    """The size of the smallest major factor of a dim: the parts that ranks may hold."""
+    return min((rule.size[product[0]] for product in dim if product), default=1)
 
 
 def _fewer(num: int, whole: int) -> list[int]:
@@ -111,9 +122,11 @@ def _dim_of(rule: Rule, op: Op, value: str, shard: Shard) -> Dim:
     return rule.results[op.results.index(value)][shard.dim]
 
 
-def _describe(rule: Rule, dim: Dim) -> str:
+def _why(rule: Rule, op: Op, value: str, shard: Shard) -> str:
+    dim = _dim_of(rule, op, value, shard)
     parts = [" x ".join(str(rule.size[f]) for f in product) for product in dim]
-    return f"{len(parts)} parts of {', '.join(parts)}" if len(parts) > 1 else parts[0]
+    seen = f"{len(parts)} parts of {', '.join(parts)}" if len(parts) > 1 else parts[0]
+    return f"{op.call.name} sees it as {seen}"
 
 
 def _proposal(

@@ -8,9 +8,10 @@ ever split on that axis, so Megatron's pins give Megatron's collectives and noth
     up.weight row -> matmul's f -> gelu -> matmul's contraction -> down.weight column
 
 A pin on a 1-D parameter opens nothing. An annotation opens its factor up to the next contraction.
-A pin that does not line up with a view or a split on its way is an error with a proposal that was
-tried, or opens nothing and is storage (misaligned.py). The result lists, for every op, the one-axis
-strategies that the planner may choose from.
+A pin that does not line up with a view or a split on its way ends there, and the planner
+redistributes the activation before that op. On request it is an error instead, or it opens nothing
+and is storage (misaligned.py). The result lists, for every op, the one-axis strategies that the
+planner may choose from.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
-from dtensor.sharding.plan.choose.misaligned import Crooked, as_storage, misaligned
+from dtensor.sharding.plan.choose.misaligned import Crooked, MisalignedPin
 from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.record import Misaligned, Opened
-from dtensor.sharding.plan.request import Pin
+from dtensor.sharding.plan.request import OnMisaligned, Pin
 from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
@@ -69,12 +71,12 @@ class _Closure:
     def has(self, value: str, shard: Shard) -> bool:
         return self.key(value, shard) in self.shardings.get(value, {})
 
-    def open(self, pin: Pin) -> tuple[list[str], Crooked | None]:
-        """Follow one pin; the values it reaches, and the first place where it does not line up."""
+    def open(self, pin: Pin) -> tuple[list[str], list[Crooked]]:
+        """Follow one pin; the values it reaches, and the places where it does not line up."""
         assert isinstance(pin.placement, Shard)
         queue = [(pin.value, pin.placement)]
         reached: list[str] = []
-        crooked: Crooked | None = None
+        crooked: list[Crooked] = []
         while queue:
             value, shard = queue.pop()
             key = self.key(value, shard)
@@ -87,7 +89,7 @@ class _Closure:
             reached.append(value)
             for op, _, strategy in around(self.flow, self.rules, value, plain, self.num):
                 if strategy == CROOKED:
-                    crooked = crooked or (op, value, plain)
+                    crooked.append((op, value, plain))
                     continue
                 ends = pin.until_contraction and self.rules[op.name].flops > 0
                 if strategy is None or ends:
@@ -106,46 +108,55 @@ def reach(
     num: int,
     *,
     free: bool = False,
-    gathers: bool = False,
+    misaligned: OnMisaligned = "redistribute",
     labels: Mapping[str, str] | None = None,
 ) -> Reach:
     """The closure of ``pins`` on an axis of ``num`` ranks.
 
-    ``free`` opens every factor of every op instead (search="free"). Raises PlanningError for a
-    parameter's pin that does not line up with what the program does to the dim, unless it
-    ``gathers``.
+    ``free`` opens every factor of every op instead (search="free"). ``labels``: the user's names of
+    parameters and buffers. Raises PlanningError for the pin of one that does not line up with what
+    the program does to the dim, if ``misaligned`` is "error".
     """
     closure = _Closure(flow, rules, num)
     labels = labels or {}
     opened: list[Opened] = []
     stored: dict[str, Misaligned] = {}
+    fixes: dict[object, str] = {}
     for pin in pins:
         if not pin.opens or not isinstance(pin.placement, Shard):
             continue
         if closure.has(pin.value, pin.placement):
             continue
-        if gathers and pin.value in labels:  # tried apart: one that is storage opens nothing
-            _, crooked = _Closure(flow, rules, num).open(pin)
-            if crooked is not None:
-                stored[pin.value] = as_storage(rules, pin, crooked, axis)
+        if misaligned == "gather" and pin.value in labels:
+            _, places = _Closure(flow, rules, num).open(pin)  # a pin that is storage opens nothing
+            if places:
+                at = MisalignedPin(flow, rules, pin, places, axis, num)
+                stored[pin.value] = replace(at.record(), ops=())
                 continue
-        reached, crooked = closure.open(pin)
-        if crooked is not None and pin.value in labels:
-            raise misaligned(
-                flow,
-                rules,
-                pin,
-                labels[pin.value],
-                crooked,
-                axis,
-                num,
-                lambda shard, ranks, pin=pin: _lines_up(flow, rules, pin, shard, ranks),
-            )
+        reached, places = closure.open(pin)
+        ends: Misaligned | None = None
+        if places and axis != MICROBATCH_AXIS:
+            at = MisalignedPin(flow, rules, pin, places, axis, num)
+            if misaligned == "error" and pin.value in labels:
+                raise at.error(labels[pin.value], partial(_lines_up, flow, rules, pin))
+            ends = at.record()
+            key = replace(ends, ops=())
+            if pin.value in labels and key not in fixes:  # alike layers have the same fix
+                fixes[key] = at.fix(partial(_lines_up, flow, rules, pin))
+            ends = replace(ends, fix=fixes.get(key, ""))
         others = tuple(dict.fromkeys(labels[v] for v in reached if v in labels and v != pin.value))
         size = flow.metas[pin.value].shape[pin.placement.dim]
         label = labels.get(pin.value, pin.value)
         opened.append(
-            Opened(pin.by, pin.placement.dim, size, others, label, tuple(dict.fromkeys(reached)))
+            Opened(
+                pin.by,
+                pin.placement.dim,
+                size,
+                others,
+                label,
+                tuple(dict.fromkeys(reached)),
+                ends,
+            )
         )
     if free:
         _open_everything(closure)
@@ -162,14 +173,12 @@ def reach(
 def crooked(flow: Dataflow, rules: Rules, pins: Sequence[Pin], num: int) -> Crooked | None:
     """The first place where a pin does not line up over ``num`` ranks; None: all do."""
     closure = _Closure(flow, rules, num)
-    opened = (closure.open(pin)[1] for pin in pins)
-    return next((place for place in opened if place is not None), None)
+    return next((place for pin in pins for place in closure.open(pin)[1]), None)
 
 
 def _lines_up(flow: Dataflow, rules: Rules, pin: Pin, shard: Shard, num: int) -> bool:
     """Whether the pin, stated as ``shard``, would go through over ``num`` ranks."""
-    _, crooked = _Closure(flow, rules, num).open(replace(pin, placement=shard))
-    return crooked is None
+    return crooked(flow, rules, [replace(pin, placement=shard)], num) is None
 
 
 def _open_everything(closure: _Closure) -> None:

@@ -10,11 +10,15 @@ plans (plan/swapped_pairs.py).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from math import prod
 
-from dtensor.sharding.plan.record import PlanRecord, SwappedPair
-from dtensor.sharding.plan.steps import updates_of
-from dtensor.sharding.plan.text.words import collapse, wrapped
+from dtensor.sharding.plan.cost.seconds import collectives_of
+from dtensor.sharding.plan.cost.totals import PlanTotals
+from dtensor.sharding.plan.record import Misaligned, PlanRecord, SwappedPair
+from dtensor.sharding.plan.steps import Step, updates_of
+from dtensor.sharding.plan.text.words import collapse, size_text, wrapped
 from dtensor.sharding.spec.placements import Shard
 
 WIDTH = 100
@@ -33,6 +37,48 @@ def notices_of(plan: PlanRecord) -> list[str]:
     for pair in plan.swapped:
         lines += wrapped(_swapped(pair), "hint  ", WIDTH)
     return lines
+
+
+def split_ends(totals: PlanTotals) -> list[str]:
+    """The pins whose split ends at an op that it does not line up with, and what that sends."""
+    groups: dict[Misaligned, tuple[dict[str, None], dict[str, None]]] = {}
+    for _, opened in totals.plan.opened:
+        for item in opened:
+            if (pin := item.misaligned) is not None:
+                labels, ops = groups.setdefault(replace(pin, ops=()), ({}, {}))
+                labels[item.label] = None
+                ops.update(dict.fromkeys(pin.ops))
+    lines: list[str] = []
+    for pin, (labels, ops) in groups.items():
+        at = f" ({pin.source})" if pin.source else ""
+        sent = _redistributed_bytes(totals.plan, pin.axis, ops)
+        text = (
+            f"{', '.join(collapse(list(labels)))} as {pin.placement!r} on {pin.axis}, which does "
+            f"not line up: {pin.why}{at}; the activation is redistributed before it, "
+            f"{size_text(sent)} sent a step; pinned by {pin.by}"
+        )
+        text += f"; fix: {pin.fix}" if pin.fix else ""
+        lines += wrapped(text, "ends    ", WIDTH)
+    return lines
+
+
+def _redistributed_bytes(plan: PlanRecord, axis: str, ops: Collection[str]) -> int:
+    """The bytes that a rank sends over the axis in a step to bring split operands to the ops."""
+    makers = {name: step for step in plan.steps for name in step.gives if name}
+    waiting = [n for step in plan.steps if step.op and step.op.name in ops for n in step.reads]
+    moved: dict[str, Step] = {}
+    while waiting:
+        name = waiting.pop()
+        step = makers.get(name)
+        if step is None or name in moved:
+            continue
+        if any(m.axis == axis and not m.reduces for m in step.moves):
+            moved[name] = step
+        if step.moves or step.viewed:
+            waiting.append(step.reads[0])
+    return sum(
+        c.bytes_sent * c.times for step in moved.values() for c in collectives_of(plan, step)
+    )
 
 
 def _splits_little(plan: PlanRecord, axis: str) -> str:

@@ -47,7 +47,7 @@ from dtensor.sharding.plan.steps import (
     updates_of,
 )
 from dtensor.sharding.plan.storage import LEVELS
-from dtensor.sharding.plan.text.notices import notices_of
+from dtensor.sharding.plan.text.notices import notices_of, split_ends
 from dtensor.sharding.plan.text.words import (
     call_text,
     collapse,
@@ -95,7 +95,14 @@ def render(
     description in the head.
     """
     plan = totals.plan
-    text = [_head(plan), *_autocast(plan), *_axes(totals), *_stored(plan), *_statistics(plan)]
+    text = [
+        _head(plan),
+        *_autocast(plan),
+        *_axes(totals),
+        *split_ends(totals),
+        *_stored(plan),
+        *_statistics(plan),
+    ]
     text += [*notices_of(plan), *note]
     for stage in range(plan.num_stages):
         if plan.num_stages > 1:
