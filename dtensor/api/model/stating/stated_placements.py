@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -228,9 +229,10 @@ def restated(spec: TensorSpec) -> dict[str, Placement]:
     }
     for order in itertools.permutations(placements):
         stated = {axis: placements[axis] for axis in order}
-        trial = make_spec(spec.shape, spec.dtype, spec.mesh, stated)
-        if trial.placements == spec.placements:
-            return stated
+        with suppress(PlanningError):  # in another order a unit may not fit the pieces
+            trial = make_spec(spec.shape, spec.dtype, spec.mesh, stated)
+            if trial.placements == spec.placements:
+                return stated
     return placements
 
 
