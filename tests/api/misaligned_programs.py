@@ -209,7 +209,7 @@ def random_shard(draw: random.Random, shape: tuple[int, ...]) -> dt.Shard:
     size = shape[dim]
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     first = draw.randrange(1, size)
-    blocks = draw.choice([1, 1, draw.choice(divisors), (first, size - first)])
+    blocks = draw.choice([1, draw.choice(divisors), (first, size - first)])
     least = math.gcd(*blocks) if isinstance(blocks, tuple) else size // blocks
     unit = draw.choice([n for n in divisors if least % n == 0]) if draw.random() < 0.4 else 1
     return dt.Shard(dim, blocks, unit)

@@ -1,13 +1,13 @@
-"""Pins that do not line up with the program, kept as storage: `parallelize(misaligned="gather")`.
+"""Pins that do not line up with the program: activations are redistributed, or parameters are
+gathered (`parallelize(misaligned="gather")`).
 
 Any pin that fits its parameter runs, with torch's numbers; the parameter, its gradient and the
-optimizer's state lie as pinned, and the plan says what is gathered, why, and at what price.
+optimizer's state lie as pinned, and the plan says what is communicated, why, and at what price.
 """
 # ruff: noqa: E501  (plans stand as they are printed)
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import dtensor as dt
 from dtensor.sharding.plan.steps import Update
 from dtensor.sharding.spec.spec import make_spec
+from tests.api.misaligned_programs import Case, random_shard
 from tests.models import MLP, loss_fn
 from tests.training import (
     MEGATRON,
@@ -155,18 +156,6 @@ def test_sums_over_the_axis_are_scattered_in_each_backward() -> None:
 
 
 # -- what is computed ------------------------------------------------------------------------------
-
-
-def random_shard(draw: random.Random, shape: tuple[int, ...]) -> dt.Shard:
-    """One that fits: any dim, blocks equal or not, any unit."""
-    dim = draw.randrange(len(shape))
-    size = shape[dim]
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    first = draw.randrange(1, size)
-    blocks = draw.choice([1, draw.choice(divisors), (first, size - first)])
-    least = math.gcd(*blocks) if isinstance(blocks, tuple) else size // blocks
-    unit = draw.choice([n for n in divisors if least % n == 0]) if draw.random() < 0.4 else 1
-    return dt.Shard(dim, blocks, unit)
 
 
 @pytest.mark.slow
@@ -354,3 +343,51 @@ def test_a_pin_that_lines_up_is_used_as_pinned() -> None:
         for word in ("gather", "error")
     ]
     assert texts[0] == texts[1] and "stored" not in texts[0]
+
+
+# -- activations that are redistributed ------------------------------------------------------------
+
+
+class Grouped(nn.Module):
+    """12 features in 3 groups; over 2 ranks a split of the features cuts the second group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 12), nn.GroupNorm(3, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.norm(self.a(x)))
+
+
+def test_an_activation_is_gathered_before_a_norm_over_groups() -> None:
+    pins = {"a.weight": dict(tp=dt.Row())}
+    x = torch.randn(6, 8)
+    mesh = dt.Mesh(tp=2)
+    plan = step_of(mesh, pins, module=Grouped(), misaligned="redistribute")[2].plan(x)
+    assert [(c.key, c.bytes_sent) for c in plan.collectives] == [("all_gather@tp", 144)]
+    (item,) = [item for item in plan.inputs if item.label == "a.weight"]
+    assert str(item.held) == str(item.state) == "f32[12@tp,8]"
+    head = re.sub(r":\d+", ":N", str(plan).partition("\n\ninputs")[0])
+    assert_expected_inline(
+        head.partition("\n")[2],
+        """\
+axis tp    splits a.weight dim 0 (12), with a.bias; opened by a.weight
+ends    a.weight as Shard(0) on tp, which does not line up: aten.native_group_norm.default sees it
+        as 3 x 4 (test_misaligned.py:N); the activation is redistributed before it, 144 B sent a
+        step; pinned by a.weight; fix: tp=Shard(0, unit=4), which lines up""",
+    )
+    assert "its split ends where aten.native_group_norm.default sees it" in plan.explain("a.weight")
+    aligned = {"a.weight": dict(tp=dt.Row(unit=4))}
+    text = str(step_of(mesh, aligned, module=Grouped(), misaligned="error")[2].plan(x))
+    assert "ends " not in text
+
+
+@pytest.mark.default("0", "5", "10", "19")
+@pytest.mark.parametrize("seed", range(60))
+def test_random_programs_under_random_pins(seed: int) -> None:
+    """Slices, splits, pads, norms over groups and views: no pin is refused, no number is wrong."""
+    case = Case.of(seed)
+    try:
+        case.check()
+    except Exception as error:
+        raise AssertionError(str(case)) from error

@@ -200,8 +200,9 @@ class Models:
     @property
     def misaligned(self) -> OnMisaligned:
         stated = [model.misaligned for model in self.parts.values()]
-        words: tuple[OnMisaligned, ...] = ("gather", "error")
-        return next((word for word in words if word in stated), "redistribute")
+        if "gather" in stated:
+            return "gather"
+        return "error" if "error" in stated else "redistribute"
 
     @property
     def recompute(self) -> tuple[str, ...]:

@@ -55,8 +55,8 @@ def _compared(
         for value, stated in request.pins.items()
     }
     try:
-        other = plan(replace(request, pins=pins))
-    except PlanningError:  # they do not go together so
+        other = plan(replace(request, pins=pins, misaligned="error"))
+    except PlanningError:  # they do not go together so, or would be gathered instead of reduced
         return []
     num, other_num = _num_reduced(planned, axis), _num_reduced(other, axis)
     if other_num >= num:

@@ -45,7 +45,7 @@ def cheapest(
     over_batch = dict.fromkeys(_kind(op) for op in flow.ops if op.over_batch and keep_split)
     if any(kind in over_batch for kind in _gathered(best)):
         split = _written_out(flow, over_batch)
-        with suppress(PlanningError):  # a pin does not line up with them: they stay fused
+        with suppress(PlanningError):  # misaligned="error" refuses them: they stay fused
             flow, best = split, make(split)
     written: dict[Kind, None] = {}
     current = best
@@ -57,7 +57,7 @@ def cheapest(
         written.update(dict.fromkeys(kinds))
         try:
             current = make(_written_out(flow, written))
-        except PlanningError:  # a pin does not line up with the simpler ops: they stay fused
+        except PlanningError:  # misaligned="error" refuses the simpler ops: they stay fused
             break
         if PlanTotals(current).estimate < PlanTotals(best).estimate:
             best, chosen = current, tuple(written)

@@ -1,13 +1,14 @@
-"""A pin that does not line up with the program's use of its dim: the error, or the record.
+"""A pin that does not line up with the program's use of its dim: the record, or the error.
 
     q.weight f32[352,16] pinned Row() over tp=4, viewed as 22 heads of 16: ranks would hold 88 rows,
     5 heads and a half.  fix: state tp=Shard(0, unit=16), which was tried on the whole program.
 
 If no blocks and no unit give each rank a part (2 kv heads over 4 ranks), a smaller axis is
-proposed, tried likewise. With misaligned="gather" the pin is the value's stored placement: it is
-used whole, gathered before that as in ZeRO's level 3 (passes/gather_stored.py), and its gradient
-and the optimizer's state have the stored placement. Not here: finding the pin and the place
-(opened_factors.py).
+proposed, tried likewise. The split ends at the view, and the planner redistributes the activation
+before it as for any op that needs it so. With misaligned="gather" the pin is the value's stored
+placement: the value is gathered before use as in ZeRO's level 3 (passes/gather_stored.py), and its
+gradient and the optimizer's state have the stored placement. The pin and the places are found in
+opened_factors.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan.cost.seconds import step_times
 from dtensor.sharding.plan.dataflow import Op
-from dtensor.sharding.plan.record import PlannedInput, PlanRecord, Region
+from dtensor.sharding.plan.record import Misaligned, PlannedInput, PlanRecord, Region
 from dtensor.sharding.plan.steps import (
     Accumulate,
     Compute,
@@ -56,8 +56,11 @@ class PlanIndex:
             for name in dict.fromkeys(step.reads):
                 self.readers[name].append(step)
         self.opened: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+        self.ends: dict[tuple[str, str], Misaligned] = {}  # by axis and pinned value
         for axis, opened in plan.opened:
             for number, each in enumerate(opened):
+                if each.misaligned is not None:
+                    self.ends[axis, each.reached[0]] = each.misaligned
                 for name in each.reached:
                     self.opened[axis, name][number] = each.by
         self._more: dict[str, list[str]] = defaultdict(list)  # why it runs again, or is saved
@@ -134,7 +137,9 @@ def _input(index: PlanIndex, item: PlannedInput) -> list[str]:
                 f"up: {pin.why}; gathered before use{_from(pin.source)}"
             )
         elif by := index.pinned.get((axis, item.name)):
-            lines.append(f"on {axis}: {placement!r}, pinned by {by}")
+            end = index.ends.get((axis, item.name))
+            text = f"; its split ends where {end.why}{_from(end.source)}" if end else ""
+            lines.append(f"on {axis}: {placement!r}, pinned by {by}{text}")
         elif axis == MICROBATCH_AXIS:
             continue
         elif isinstance(placement, Shard):

@@ -1,11 +1,12 @@
-"""What a plan says of a training step's placements that are seldom meant.
+"""What a plan says of placements that are seldom meant.
 
+    ends    a.weight as Shard(0) on tp, which does not line up: ... 144 B sent a step; fix: ...
     warning tp splits 2% of the parameters (up.bias), ...
     hint    3 all_reduces over tp, and 1 with "up.weight" and "down.weight" turned round: ...
 
-Invariants: nothing for a step whose axes each split an input, the stages, what zero stores or a
-tenth of the parameters, and whose pairs are the right way round. Not here: the comparison of two
-plans (plan/swapped_pairs.py).
+Invariants: no "ends" for a plan whose pins all line up; no other line for a training step whose
+axes each split an input, the stages, what zero stores or a tenth of the parameters, and whose pairs
+are the right way round. Not here: the comparison of two plans (plan/swapped_pairs.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import replace
 from math import prod
 
 from dtensor.sharding.plan.cost.seconds import collectives_of
-from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.record import Misaligned, PlanRecord, SwappedPair
 from dtensor.sharding.plan.steps import Step, updates_of
 from dtensor.sharding.plan.text.words import collapse, size_text, wrapped
@@ -39,25 +39,31 @@ def notices_of(plan: PlanRecord) -> list[str]:
     return lines
 
 
-def split_ends(totals: PlanTotals) -> list[str]:
+def split_ends(plan: PlanRecord) -> list[str]:
     """The pins whose split ends at an op that it does not line up with, and what that sends."""
     groups: dict[Misaligned, tuple[dict[str, None], dict[str, None]]] = {}
-    for _, opened in totals.plan.opened:
+    for _, opened in plan.opened:
         for item in opened:
             if (pin := item.misaligned) is not None:
                 labels, ops = groups.setdefault(replace(pin, ops=()), ({}, {}))
                 labels[item.label] = None
                 ops.update(dict.fromkeys(pin.ops))
     lines: list[str] = []
+    kinds = {item.label: item.kind for item in plan.inputs}
     for pin, (labels, ops) in groups.items():
+        stored = any(kinds.get(label) in ("parameter", "buffer") for label in labels)
+        sent = _redistributed_bytes(plan, pin.axis, ops)
+        if not sent and not stored:
+            continue
         at = f" ({pin.source})" if pin.source else ""
-        sent = _redistributed_bytes(totals.plan, pin.axis, ops)
+        price = f"the activation is redistributed before it, {size_text(sent)} sent a step"
         text = (
             f"{', '.join(collapse(list(labels)))} as {pin.placement!r} on {pin.axis}, which does "
-            f"not line up: {pin.why}{at}; the activation is redistributed before it, "
-            f"{size_text(sent)} sent a step; pinned by {pin.by}"
+            f"not line up: {pin.why}{at}; {price if sent else 'nothing is sent for it'}; "
+            f"pinned by {pin.by}"
         )
-        text += f"; fix: {pin.fix}" if pin.fix else ""
+        if stored:
+            text += f"; fix: {pin.fix}" if pin.fix else "; no other split of the dim lines up"
         lines += wrapped(text, "ends    ", WIDTH)
     return lines
 

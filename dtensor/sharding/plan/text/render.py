@@ -99,7 +99,7 @@ def render(
         _head(plan),
         *_autocast(plan),
         *_axes(totals),
-        *split_ends(totals),
+        *split_ends(plan),
         *_stored(plan),
         *_statistics(plan),
     ]
