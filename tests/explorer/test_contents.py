@@ -72,7 +72,7 @@ def test_only_a_checked_fix_is_told():
     assert not any(row.get("h") for row in plain["steps"])
     removed = [row for row in turned["steps"] if [0, 1] in row.get("h", [])]
     assert removed
-    assert turned["hints"][0]["opposite"] == "Shard(1)"
+    assert turned["hints"][0]["opposite"] == "Shard(0)"
     other = contents(mlp_plan())
     kinds = {(row["v"], row["a"][0]) for row in other["steps"] if row["k"] == "comm"}
     assert kinds == {("all_reduce", "tp")}
