@@ -136,10 +136,6 @@ def test_one_axis_may_be_stated_plainly_beside_a_role() -> None:
             {"*.qkv": dict(tp=dt.ColumnParallel(blocks=5))},
             "tp=Shard(0, blocks=5) does not fit blocks.0.attn.qkv.weight",
         ),
-        (
-            {"*.qkv": dict(tp=dt.ColumnParallel())},
-            "fix: tp=Shard(0, blocks=3), which lines up",
-        ),
         ({"*.up": dict(tp=dt.RowParallel(), dp=3)}, '"*.up" names the axis "dp"'),
     ],
 )  # fmt: skip

@@ -217,7 +217,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
         )
     if known_class(optimizer) is None and optimizer not in _STATED and not _certified(optimizer):
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
-        if type(optimizer).__module__.startswith("torch.optim"):  # torch's others are not
+        kind = type(optimizer)
+        if kind not in ELEMENTWISE and kind.__module__.startswith("torch.optim"):
             raise PlanningError(
                 f"{type(optimizer).__name__} updates an element from others than its own gradient "
                 f"and state, so on shards it would give other numbers.\n  known: {known}\n"
