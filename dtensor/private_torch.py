@@ -46,6 +46,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily as unset_fake_t
 from torch.autograd import forward_ad as forward_ad
 from torch.fx.graph import _Namespace
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.transformer import _detect_is_causal_mask
 from torch.overrides import _get_current_function_mode_stack as function_modes  # noqa: F401
 from torch.utils import _pytree
 from torch.utils._mode_utils import no_dispatch as no_dispatch
@@ -57,6 +58,7 @@ from torch.utils._python_dispatch import (
 )
 
 BatchNorm = _BatchNorm
+detect_is_causal_mask = _detect_is_causal_mask
 Namespace = _Namespace
 OpNamespace = _OpNamespace
 disable_current_modes = _disable_current_modes
@@ -150,6 +152,16 @@ def decomposition_table() -> Any:
     from torch._decomp import global_decomposition_table
 
     return global_decomposition_table["post_autograd"]
+
+
+def node_of_tensor(x: torch.Tensor) -> tuple[Any, Any]:
+    """The node of a traced tensor in the graph that is being traced, and the module with the
+    graph's constants; (None, None) if there is none."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+    mode = get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(x, mode.tracer, None)
+    return (None, None) if slot is None else (slot.proxy.node, mode.tracer.root)
 
 
 def aot_descriptors() -> Any:

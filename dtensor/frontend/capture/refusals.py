@@ -40,6 +40,8 @@ from dtensor.private_torch import (
     FakeTensor,
     HigherOrderOperator,
     OpOverload,
+    detect_is_causal_mask,
+    disable_current_modes,
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
@@ -148,6 +150,12 @@ class RefusalMode(TorchFunctionMode):
             if check is not None:
                 torch.ops.dt.ask(args[0], check.passes, check.message)
                 return check.passes
+            value = self.values.known(args[0])
+            if value is not None:
+                with disable_current_modes():
+                    return func(value)
+            if sys._getframe(1).f_code is _CAUSAL_HINT and func is torch.Tensor.__bool__:
+                return False  # the mask itself is applied, which gives the same numbers
             if func is torch.Tensor.__float__ and sys._getframe(1).f_code is _BATCH_NORM:
                 raise planning_error(
                     "A batch norm that averages all batches (momentum=None) cannot be captured: "
@@ -248,6 +256,8 @@ def _is_stray(x: torch.Tensor) -> bool:
 _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _CTC = (F.ctc_loss, torch.ctc_loss)
 _BATCH_NORM = BatchNorm.forward.__code__
+_CAUSAL_HINT = detect_is_causal_mask.__code__
+"""It compares the values of a mask, so that attention may leave the mask out."""
 _GAUSSIAN_NLL = FunctionType(
     F.gaussian_nll_loss.__code__,
     {**vars(F), "has_torch_function_variadic": lambda *_: False},

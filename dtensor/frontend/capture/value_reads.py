@@ -7,17 +7,27 @@
 Such a tensor exists while the program is captured, and what is read from it becomes a number of the
 graph. So each read is kept with the value that was read, and compared before each later call
 (guards.py). `RefusalMode` (refusals.py) passes on each call of torch that is given such a tensor.
-Values of traced tensors are not known then: it refuses them.
+
+A traced tensor has a value if the program computes it from constants: `known` then runs its ops.
+`RefusalMode` refuses a read of any other traced tensor.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
-from dtensor.private_torch import FakeTensor, TorchDispatchMode, disable_current_modes
+from dtensor.private_torch import (
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
+    disable_current_modes,
+    node_of_tensor,
+)
 
 _READS = {
     *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__),
@@ -30,6 +40,8 @@ _READS = {
 """Functions that give a value of Python, or memory. They run as outside of a capture."""
 _BUILDS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
 """Functions that read the tensors in a list without an op."""
+MAX_KNOWN = 1 << 26
+"""Elements of the tensors that are computed while a program is captured, at most."""
 
 
 class ValueReads:
@@ -64,6 +76,80 @@ class ValueReads:
                 return func(*args, **kwargs)
         with _Scalars(self):
             return func(*args, **kwargs)
+
+    def known(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the value of a traced tensor that the program computes from constants alone, else
+        None. The constants that were there before the capture count as read."""
+        node, root = node_of_tensor(x)
+        if node is None or torch.is_autocast_enabled("cpu"):
+            return None
+        needed = _needed(node)
+        if needed is None:
+            return None
+        values: dict[fx.Node, Any] = {}
+        with disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for each in node.graph.nodes:
+                if each not in needed:
+                    continue
+                if each.op == "get_attr":
+                    constant = getattr(root, str(each.target))
+                    if isinstance(constant, FakeTensor):
+                        return None
+                    self.add(constant)
+                    values[each] = constant.detach().clone()
+                else:
+                    args, kwargs = fx.map_arg((each.args, each.kwargs), values.__getitem__)
+                    values[each] = each.target(*args, **kwargs)
+        return values[node]
+
+
+def _needed(node: fx.Node) -> set[fx.Node] | None:
+    """Return the nodes that give ``node`` its value, with the ops that change one of them in place;
+    None if one of them is an argument of the program, random, uninitialised, or large."""
+    changes = [
+        (n, {_base(x) for x in n.all_input_nodes}) for n in node.graph.nodes if _is_in_place(n)
+    ]
+    needed: set[fx.Node] = set()
+    bases: set[fx.Node] = set()
+    waiting, size = [node], 0
+    while waiting:
+        each = waiting.pop()
+        if each in needed:
+            continue
+        value = each.meta.get("val")
+        size += value.numel() if isinstance(value, torch.Tensor) else 0
+        if size > MAX_KNOWN or not (each.op == "get_attr" or _is_computable(each)):
+            return None
+        needed.add(each)
+        bases.add(_base(each))
+        waiting += [*each.all_input_nodes, *(n for n, changed in changes if changed & bases)]
+    return needed
+
+
+def _is_computable(node: fx.Node) -> bool:
+    target: Any = node.target
+    if target is operator.getitem:
+        return True
+    return (
+        isinstance(target, OpOverload)
+        and target.namespace == "aten"
+        and not target._schema.name.startswith(("aten::empty", "aten::new_empty"))
+        and torch.Tag.nondeterministic_seeded not in target.tags
+    )
+
+
+def _is_in_place(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node whose memory ``node`` may be a view of."""
+    target: Any = node.target
+    is_view = target is operator.getitem or (
+        isinstance(target, OpOverload) and any(r.alias_info for r in target._schema.returns)
+    )
+    first = node.args[0] if is_view and node.args else None
+    return _base(first) if isinstance(first, fx.Node) else node
 
 
 class _Scalars(TorchDispatchMode):
