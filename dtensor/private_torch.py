@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import TCPStore as TCPStore
 from torch._C._functorch import get_unwrapped as get_unwrapped
 from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._functorch import eager_transforms as eager_transforms
+from torch._functorch import predispatch as predispatch
 from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
 )
@@ -160,8 +161,9 @@ def node_of_tensor(x: torch.Tensor) -> tuple[Any, Any]:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
     mode = get_proxy_mode()
-    slot = None if mode is None else get_proxy_slot(x, mode.tracer, None)
-    return (None, None) if slot is None else (slot.proxy.node, mode.tracer.root)
+    if mode is None or (slot := get_proxy_slot(x, mode.tracer, None)) is None:
+        return None, None
+    return slot.proxy.node, mode.tracer.root
 
 
 def aot_descriptors() -> Any:

@@ -29,9 +29,10 @@ import torch
 from torch import fx
 
 import dtensor.sharding.ops.attention  # noqa: F401  (registers the dt ops)
+from dtensor.frontend.capture.forward_mode import inside
 from dtensor.frontend.capture.random_ops import RANDOM_OPS, randomise
-from dtensor.frontend.capture.refusals import asks_for_data, is_idle_dropout
-from dtensor.frontend.graph import USERS_META, Writer, bound
+from dtensor.frontend.capture.refusals import asks_for_data, is_idle_dropout, planning_error
+from dtensor.frontend.graph import USERS_META, Writer, bound, type_text
 from dtensor.frontend.source import source_of_trace
 from dtensor.private_torch import OpOverload
 
@@ -52,26 +53,36 @@ _MADE = {aten.mul.Tensor, aten.add.Tensor}
 """Of what is recognised; the anchors that are elementwise count where one of these reads them."""
 
 
-def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -> list[Any]:
+def canonicalise(
+    module: fx.GraphModule, numbers: Iterator[int] | None = None, *, forward_mode: bool = False
+) -> list[Any]:
     """Rewrites `module` and the graphs nested in it (no_grad, autocast), in place; returns the
-    patterns that it met. ``numbers``: of random ops, one each; else they stay as they are."""
+    patterns that it met. ``numbers``: of random ops, one each; else they stay as they are.
+    ``forward_mode``: all of it may be derived in forward mode."""
     met: list[Any] = []
+    derived = set(module.graph.nodes) if forward_mode else inside(module.graph)
     for child in module.children():
         if isinstance(child, fx.GraphModule):
-            met += canonicalise(child, numbers)
+            met += canonicalise(child, numbers, forward_mode=bool(derived))
             # Differentiation calls it as a module: run node by node, its ops keep their own lines,
             # modules and checkpoints, which they would lose to those of the region.
             child.forward = fx.Interpreter(child).run
-    met += _recognise(module.graph) if _has_anchor(module.graph) else []
+    met += _recognise(module.graph) if _has_anchor(module.graph) and not derived else []
     for node in list(module.graph.nodes):
         if is_idle_dropout(node):
             node.replace_all_uses_with(node.args[0])
             module.graph.erase_node(node)
             continue
         is_random = node.target in RANDOM_OPS
-        if is_random and numbers is not None and randomise(module.graph, node, numbers):
+        if (
+            is_random
+            and numbers is not None
+            and randomise(module.graph, node, numbers, forward_mode=node in derived)
+        ):
             continue
-        if node.target is dt.ask.default:
+        if node in derived and isinstance(node.target, OpOverload):
+            _check_derivative(node)
+        elif node.target is dt.ask.default:
             _settle_check(module.graph, node)
         elif node.target is aten.cross_entropy_loss.default:
             _cross_entropy(module.graph, node)
@@ -86,6 +97,20 @@ def canonicalise(module: fx.GraphModule, numbers: Iterator[int] | None = None) -
     module.graph.lint()
     module.recompile()
     return met
+
+
+def _check_derivative(node: fx.Node) -> None:
+    """Raises PlanningError for an operator of this project: none has a forward-mode derivative."""
+    name = node.target.name()  # type: ignore[union-attr]
+    if name.startswith("dt::") and node.all_input_nodes:
+        raise planning_error(
+            f"{name} has no forward-mode derivative: a tangent would be lost.",
+            *(type_text(x.meta["val"]) for x in node.all_input_nodes),
+            source=source_of_trace(node.meta.get("stack_trace") or ""),
+            fix="leave out the check, as with validate_args=False of a distribution"
+            if node.target is dt.ask.default
+            else "call it outside of the function that is derived",
+        )
 
 
 def _borrow_line(module: fx.GraphModule, node: fx.Node) -> None:

@@ -23,7 +23,7 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from dtensor.frontend.capture.call_as_module import (
 )
 from dtensor.frontend.capture.canonical import canonicalise
 from dtensor.frontend.capture.decompose import Held
+from dtensor.frontend.capture.forward_mode import PlainZeros, is_nested
 from dtensor.frontend.capture.layers import print_of, segments_of
 from dtensor.frontend.capture.patches import (
     export_joint,
@@ -307,7 +308,8 @@ def _differentiate(
                 return stitch(forward, segments, tensors, mode)
             except NotAlone:
                 pass
-        return export_joint(forward, tensors)
+        with PlainZeros() if is_nested(forward.graph) else nullcontext():
+            return export_joint(forward, tensors)
     except Exception as error:
         from dtensor.frontend.capture.failures import of_backward
 

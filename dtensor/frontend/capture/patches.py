@@ -15,6 +15,7 @@
 - What `torch.utils.checkpoint` runs is captured, under a number: meta["custom"][CHECKPOINT].
 - `module.to(x.device)`, `.float()` and the like do nothing where they change nothing; else they are
   refused.
+- Forward-mode derivatives (forward_mode.py).
 - What `torch.nn.utils.parametrize.cached()` keeps is the capture's own.
 
 The joint export of forward and backward, `export_joint`, is private to torch too.
@@ -58,6 +59,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
 from dtensor.frontend.call_lock import CALL_LOCK, PerThread, is_capturing, started
+from dtensor.frontend.capture import forward_mode
 from dtensor.frontend.capture.autocast import AUTOCAST, CAPTURED_ON, program_device
 from dtensor.frontend.capture.refusals import ASSIGNED, is_same_memory, planning_error
 from dtensor.frontend.capture.thread_patches import (
@@ -69,7 +71,7 @@ from dtensor.frontend.capture.thread_patches import (
 )
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import places_below, source_here
-from dtensor.private_torch import compile_lock
+from dtensor.private_torch import compile_lock, forward_ad
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.functions import AppliedFunctions
@@ -85,7 +87,7 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
     from torch._decomp import decompositions
     from torch.export import _trace
     from torch.fx import graph_module
-    from torch.fx.experimental import symbolic_shapes
+    from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
     numbers = itertools.count()  # of checkpoints
     functions: list[AppliedFunctions] = []  # at most one, where there is a custom Function
@@ -97,6 +99,9 @@ def patched(*, below: FunctionType) -> Iterator[list[AppliedFunctions]]:
         (decompositions, "select_one_layer_lstm_function", lambda _: _written_lstm),
         (_Patcher, "patch_method", _patched_here),
         (Thread, "start", _noted),
+        (forward_ad.dual_level, "__enter__", forward_mode.entered),
+        (forward_ad.dual_level, "__exit__", forward_mode.left),
+        (proxy_tensor, "snapshot_fake", forward_mode.batched_snapshot),
         (_trace, "_override_builtin_ops", lambda _: _builtins_here),
         # It would put back what other threads have assigned; what the program has, side_effects.py
         # sees.

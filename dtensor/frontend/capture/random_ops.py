@@ -36,18 +36,21 @@ _ANY_DTYPE = {aten.randint, aten.randint_like, aten.bernoulli, aten.bernoulli_}
 _ALPHA = 1.7580993408473766  # of self-normalising networks, as in torch
 
 
-def randomise(graph: fx.Graph, node: fx.Node, numbers: Iterator[int]) -> bool:
-    """Rewrites a call of one of `RANDOM_OPS`, in place; whether it was random."""
+def randomise(
+    graph: fx.Graph, node: fx.Node, numbers: Iterator[int], *, forward_mode: bool = False
+) -> bool:
+    """Rewrites a call of one of `RANDOM_OPS`, in place; whether it was random. ``forward_mode``: it
+    may be derived in forward mode, which `dt.dropout` cannot be: ones are dropped from instead."""
     target: Any = node.target
     if target is dt.dropout_add.default:
         node.update_kwarg("op", next(numbers))
     elif target is aten.native_dropout.default:
-        _native_dropout(_RandomCall(graph, node, numbers))
+        _native_dropout(_RandomCall(graph, node, numbers, forward_mode))
     elif target is aten.scaled_dot_product_attention.default and bound(node)["dropout_p"] > 0:
-        c = _RandomCall(graph, node, numbers)
+        c = _RandomCall(graph, node, numbers, forward_mode)
         c.replace(_written_attention(c))
     elif target in _FORMS and _can_be_drawn(node):
-        c = _RandomCall(graph, node, numbers)
+        c = _RandomCall(graph, node, numbers, forward_mode)
         if not target._schema.is_mutable:
             c.replace(_FORMS[target](c))
         else:
@@ -71,9 +74,12 @@ class _RandomCall(Writer):
     ``x``: the tensor that is dropped from, drawn like or drawn into.
     """
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, numbers: Iterator[int]) -> None:
+    def __init__(
+        self, graph: fx.Graph, node: fx.Node, numbers: Iterator[int], forward_mode: bool
+    ) -> None:
         super().__init__(graph, node)
         self.numbers = numbers
+        self.forward_mode = forward_mode
         self.a = bound(node)
         self.x: Any = self.a.get("input", self.a.get("self"))
         val = node.meta["val"]
@@ -83,6 +89,9 @@ class _RandomCall(Writer):
         return {"at_seed": 0, "at_step": 0, "op": next(self.numbers)}
 
     def dropout(self, x: fx.Node, p: float) -> fx.Node:
+        if self.forward_mode:
+            self.forward_mode = False  # the ones have no tangent
+            return self(aten.mul.Tensor, x, self.dropout(self(aten.ones_like.default, x), p))
         return self(operator.getitem, self(dt.dropout.default, x, p, **self.key()), 0)
 
     def factory(self, op: Any, *args: Any, shape: Any = None, dtype: Any = None) -> fx.Node:

@@ -26,6 +26,7 @@ from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
+from dtensor.frontend.capture.forward_mode import made_outside
 from dtensor.frontend.capture.value_reads import ValueReads
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
@@ -42,6 +43,7 @@ from dtensor.private_torch import (
     OpOverload,
     detect_is_causal_mask,
     disable_current_modes,
+    functorch_depth,
     get_unwrapped,
     is_functorch_wrapped_tensor,
 )
@@ -147,6 +149,13 @@ class RefusalMode(TorchFunctionMode):
             )
         if func in _ASKS and not _is_constant(args[0]):
             check = check_of_torch() if func is torch.Tensor.__bool__ else None
+            if check is not None and functorch_depth():
+                raise planning_error(
+                    f"torch checks values inside a derivative or vmap: {check.message}.",
+                    type_text(args[0]),
+                    source=source_here(),
+                    fix="leave out the check, as with validate_args=False of a distribution",
+                )
             if check is not None:
                 torch.ops.dt.ask(args[0], check.passes, check.message)
                 return check.passes
@@ -192,6 +201,8 @@ class RefusalMode(TorchFunctionMode):
         if func is F.gaussian_nll_loss:  # what torch runs for a function is not seen but for this
             with self:
                 return _GAUSSIAN_NLL(*args, **kwargs)
+        if (tensor := made_outside(func, args, kwargs)) is not None:
+            return tensor
         calls_back = False
         if self.given is not None:
             stale = self.given.stale(_opened((*args, *kwargs.values())))
@@ -242,6 +253,8 @@ def _opened(values: Iterable[Any]) -> Iterator[Any]:
 
 def _is_constant(x: torch.Tensor) -> bool:
     """Whether torch knows x's value while capturing (torch.tensor(3.0)), or x is no traced one."""
+    while is_functorch_wrapped_tensor(x):  # within torch.func.jvp
+        x = get_unwrapped(x)
     return not isinstance(x, FakeTensor) or x.constant is not None
 
 

@@ -1,0 +1,150 @@
+"""Forward-mode derivatives (jvp, jacfwd, dual numbers) inside a program that is captured.
+
+    def loss_fn(model, x):
+        return jvp(model, (x,), (v,))[1].square().mean()     # through norms, torch.ones, zeros_like
+
+torch's export records the calls of functorch; the joint export runs them again and differentiates
+them. The first has three faults, which this module mends:
+
+- An operand without a tangent gets a tensor that torch knows to be zero. The kernels for it answer
+  on the meta device if tensors are fake. `PlainZeros` makes a plain zero tensor instead. The joint
+  export needs it only if one jvp is inside another (`is_nested`): inf * 0 differs.
+- A tensor that is made inside becomes a constant without values. `made_outside` makes it below
+  functorch's levels. The program may read it, but may not write a tangent into it.
+- torch detaches the value of a node below functorch's levels, where the tensors of jacfwd cannot be
+  read: `batched_snapshot`.
+
+The operators of this project have no forward-mode derivative: a tangent would be lost. Therefore
+canonical.py writes none `inside` a jvp, and refuses those that the program calls there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from dtensor.private_torch import (
+    TorchDispatchMode,
+    forward_ad,
+    functorch_depth,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    predispatch,
+    temporarily_clear_interpreter_stack,
+)
+
+_ZEROS = torch.ops.aten._efficientzerotensor.default
+_NEW: set[Callable[..., Any]] = {
+    *(torch.zeros, torch.ones, torch.full, torch.empty, torch.eye, torch.arange),
+    *(torch.linspace, torch.logspace, torch.tril_indices, torch.triu_indices),
+}
+_LIKE: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.zeros_like: torch.zeros,
+    torch.ones_like: torch.ones,
+    torch.full_like: torch.full,
+    torch.empty_like: torch.empty,
+}
+_NEW_OF: dict[Callable[..., Any], Callable[..., Any]] = {
+    Tensor.new_zeros: torch.zeros,
+    Tensor.new_ones: torch.ones,
+    Tensor.new_full: torch.full,
+    Tensor.new_empty: torch.empty,
+}
+
+
+def made_outside(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the tensor that ``func`` makes inside a jvp; None for any other call, and for
+    functorch's own calls, which write into what they make."""
+    if not functorch_depth() or forward_ad._current_level < 0:
+        return None
+    if sys._getframe(2).f_globals.get("__name__", "").startswith("torch._functorch"):
+        return None
+    options = {k: v for k, v in kwargs.items() if k != "memory_format"}
+    if like := _LIKE.get(func) or _NEW_OF.get(func):
+        x, *rest = args
+        args = (x.shape, *rest) if func in _LIKE else tuple(rest)
+        func = like
+        options["dtype"] = options.get("dtype") or x.dtype
+    elif func not in _NEW:
+        return None
+    with temporarily_clear_interpreter_stack():
+        return func(*args, **options)
+
+
+def inside(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes of an exported graph that run while a dual level is open."""
+    nodes: set[fx.Node] = set()
+    level = 0
+    for node in graph.nodes:
+        level += (node.target is predispatch._enter_dual_level) - (
+            node.target is predispatch._exit_dual_level
+        )
+        if level:
+            nodes.add(node)
+    return nodes
+
+
+def is_nested(graph: fx.Graph) -> bool:
+    """Return whether the graph has several forward-mode derivatives."""
+    calls = [n for n in graph.nodes if n.target is predispatch._jvp_increment_nesting]
+    return len(calls) > 1
+
+
+class PlainZeros(TorchDispatchMode):
+    """Make a plain zero tensor where torch makes one that it knows to be zero."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _ZEROS:
+            func = torch.ops.aten.zeros.default
+        return func(*args, **(kwargs or {}))
+
+
+def entered(plain: Any) -> Any:
+    """`dual_level.__enter__` with `PlainZeros`."""
+
+    def enter(level: Any) -> Any:
+        level.plain_zeros = PlainZeros()
+        level.plain_zeros.__enter__()
+        return plain(level)
+
+    return enter
+
+
+def left(plain: Any) -> Any:
+    """`dual_level.__exit__` with `PlainZeros`."""
+
+    def leave(level: Any, *error: Any) -> Any:
+        try:
+            return plain(level, *error)
+        finally:
+            level.plain_zeros.__exit__(*error)
+
+    return leave
+
+
+def batched_snapshot(plain: Any) -> Any:
+    """`snapshot_fake`, which gives a node its value, for tensors of functorch's levels too."""
+
+    def snapshot(value: Tensor, include_real: bool = False) -> Tensor | None:
+        # Not at the top: it loads torch's compiler, and with it triton where that is installed.
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+        if not is_functorch_wrapped_tensor(value):
+            return plain(value, include_real)
+        inner: Any = value
+        while is_functorch_wrapped_tensor(inner):
+            inner = get_unwrapped(inner)
+        with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing(), inner.fake_mode:
+            return torch.empty(value.shape, dtype=value.dtype)
+
+    return snapshot
