@@ -113,6 +113,8 @@ def op_packet(name: str) -> OpOverloadPacket:
 
 foreach_add_: Any = _torch._foreach_add_
 foreach_copy_: Any = _torch._foreach_copy_
+pack_padded: Any = _torch._pack_padded_sequence
+pad_packed: Any = _torch._pad_packed_sequence
 fused_adam_: Any = _torch._fused_adam_
 fused_adamw_: Any = _torch._fused_adamw_
 gelu: Any = _C._nn.gelu

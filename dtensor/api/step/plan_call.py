@@ -21,7 +21,7 @@ import inspect
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -139,6 +139,20 @@ class BoundCall:
         """The parallelized modules among them."""
         leaves = (self.fn, *self.leaves)
         return [leaf for leaf in leaves if isinstance(leaf, ParallelModule)]
+
+    def absent(self) -> set[str]:
+        """Return the names of the arguments that are None, or are None by default."""
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.tree)
+        names = zip(leaf_names(self.fn, args, kwargs), self.leaves, strict=True)
+        absent = {name for name, leaf in names if leaf is None}
+        with suppress(ValueError, TypeError):  # a builtin without a signature
+            fn = self.fn.forward if isinstance(self.fn, nn.Module) else self.fn
+            defaults = inspect.signature(fn).bind(*args, **kwargs)
+            before = set(defaults.arguments)
+            defaults.apply_defaults()
+            given = defaults.arguments.items()
+            absent |= {name for name, value in given if value is None and name not in before}
+        return absent
 
     def shapes(self) -> BoundCall:
         """Such a call: of its tensors there are the shapes, of its DTensors the specs."""
@@ -403,15 +417,18 @@ def _switched(planned: Planned) -> bool:
 
 
 def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
-    """The argument in which the keys of two calls differ, where that is one, and a number."""
+    """Return the argument in which the keys of two calls differ, if only its numbers differ."""
     if before is None or before[0] != now[0]:
         return None
     pairs = list(zip(before[1], now[1], strict=True))
     differing = [i for i, (a, b) in enumerate(pairs) if a != b]
-    if len(differing) != 1 or type(call.leaves[differing[0]]) not in (int, float):
+    if not differing or any(type(call.leaves[i]) not in (int, float) for i in differing):
         return None
     args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
-    name = leaf_names(call.fn, args, kwargs)[differing[0]]
+    names = leaf_names(call.fn, args, kwargs)
+    name, *others = {names[i].partition(".")[0] for i in differing}
+    if others:
+        return None
     a, b = (key[1] if isinstance(key, tuple) else key for key in pairs[differing[0]])
     return f"the argument {name}: {a} -> {b}"
 
@@ -477,7 +494,7 @@ def _request(
     named = _arguments(flow, graph)
     metas = {entry.name: item.meta for item, entry in named}
     leaves = {entry.name: call.leaves[entry.index] for _, entry in named}
-    pins = _input_pins(metas, leaves, options, mesh, stages)
+    pins = _input_pins(metas, leaves, options, mesh, stages, call.absent())
     planner_input = planner_pins(flow, models.placements, pins)
     stated = dict(planner_input.pins)
     settled: set[str] = set()
@@ -604,11 +621,12 @@ def _input_pins(
     options: Options,
     mesh: Mesh,
     stages: StagePlan,
+    absent: Collection[str],
 ) -> InputPins:
     """The pins of arguments: what ``inputs`` states, else how DTensors and specs are placed."""
     if isinstance(options.inputs, InputPins):
         return options.inputs
-    pins = input_pins(metas, options.inputs, mesh, stage_axis=stages.axis)
+    pins = input_pins(metas, options.inputs, mesh, stage_axis=stages.axis, absent=absent)
     merged: dict[str, Mapping[str, Placement]] = dict(pins.pins)
     for name, leaf in leaves.items():
         if isinstance(leaf, (TensorHandle, TensorSpec)):

@@ -24,15 +24,18 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import PerThread, is_capturing
 from dtensor.frontend.capture.autocast import Surrounding, region
+from dtensor.frontend.capture.packed_sequences import StandIn
 from dtensor.frontend.capture.refusals import (
     RefusalMode,
     assigned_attribute,
     hooks_on_gradients,
     other_memory,
+    packed_data,
     planning_error,
     requires_grad_kept,
     stored_by_torch,
@@ -209,6 +212,8 @@ class CallAsModule(nn.Module):
         if self.grads == "loss":
             self._check_loss(out)
         flat, spec = pytree.tree_flatten(out)
+        if any(isinstance(leaf, (StandIn, PackedSequence)) for leaf in flat):
+            raise packed_data(source_of_callable(self.call.fn))
         is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)
         self.seen.out_tree = OutTree(
             spec=spec,

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.forward_mode import made_outside
+from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
 from dtensor.frontend.capture.value_reads import ValueReads
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
@@ -140,13 +141,16 @@ class RefusalMode(TorchFunctionMode):
             if (answered := self.devices.answer(func, args)) is not None:
                 return answered[0]
             args, kwargs = self.devices.on_the_cpu(func, args, kwargs)
-        if func in _RECURRENT and torch.is_autocast_enabled("cuda"):
+        if func in RECURRENT and torch.is_autocast_enabled("cuda"):
             raise planning_error(
                 f'{func.__name__} under torch.autocast("cuda") is cuDNN\'s there, with casts of '
                 f"its own, which no list says.",
                 source=source_here(),
                 fix='torch.autocast("cuda", enabled=False) around it, and a cast of its input',
             )
+        packed = packed_result(func, args, kwargs, self.values, lambda: packed_data(source_here()))
+        if packed is not None:
+            return packed[0]
         if func in _ASKS and not _is_constant(args[0]):
             check = check_of_torch() if func is torch.Tensor.__bool__ else None
             if check is not None and functorch_depth():
@@ -266,7 +270,6 @@ def _is_stray(x: torch.Tensor) -> bool:
     return x.requires_grad and not isinstance(x, FakeTensor)
 
 
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _CTC = (F.ctc_loss, torch.ctc_loss)
 _BATCH_NORM = BatchNorm.forward.__code__
 _CAUSAL_HINT = detect_is_causal_mask.__code__
@@ -402,6 +405,17 @@ def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:
             case _:
                 pass
     return None
+
+
+def packed_data(source: Source | None) -> PlanningError:
+    """For a packed sequence that is read as a tensor, or is an argument or a result."""
+    return planning_error(
+        "The shape and order of a packed sequence depend on the lengths, whose values are not "
+        "known when the program is planned.",
+        source=source,
+        fix="call pad_packed_sequence(..., total_length=number of steps) and use the padded tensor "
+        "with a mask; pack inside the program, and pass the padded tensor and the lengths",
+    )
 
 
 def requires_grad_kept(name: str, source: Source | None) -> PlanningError:

@@ -80,6 +80,9 @@ class ValueReads:
     def known(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return the value of a traced tensor that the program computes from constants alone, else
         None. The constants that were there before the capture count as read."""
+        if not isinstance(x, FakeTensor):
+            self.add(x)
+            return x
         node, root = node_of_tensor(x)
         if node is None or torch.is_autocast_enabled("cpu"):
             return None

@@ -18,7 +18,7 @@ Whether a placement lines up with what the program does is the planner's to say,
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -139,12 +139,14 @@ def input_pins(
     mesh: Mesh,
     *,
     stage_axis: str | None = None,
+    absent: Collection[str] = (),
 ) -> InputPins:
     """The pins of a function's tensor arguments, given by name in the order of the call.
 
     ``inputs``: placements by axis, for each argument that has the batch dim (its dim 0 is as long
     as that of the first argument that has dims); or such dicts by argument name, where "batch"
-    means each tensor of a pytree argument ("batch.0", "batch.ids").
+    means each tensor of a pytree argument ("batch.0", "batch.ids"). ``absent``: the arguments that
+    are None in this call, of which placements may be stated too.
 
     The batch is carried by the arguments whose dim 0 is as long as that of the first argument
     pinned along dim 0, or of the first with dims; not by one that was named and left whole.
@@ -167,9 +169,9 @@ def input_pins(
         for key, stated in inputs.items():
             assert isinstance(stated, Mapping)
             check_stated(stated, f"inputs of {key}", mesh, stage_axis)
-            matches = [name for name in arguments if name == key or name.startswith(f"{key}.")]
-            if not matches:
-                raise _no_argument(key, arguments)
+            matches = [name for name in arguments if _is_named(name, key)]
+            if not matches and not any(_is_named(name, key) for name in absent):
+                raise _no_argument(key, arguments, absent)
             for name in matches:
                 check_fit(name, arguments[name], stated, "inputs", mesh)
                 pins[name] = dict(stated)
@@ -253,8 +255,14 @@ def _batch(arguments: Mapping[str, Meta], pins: Mapping[str, Stated]) -> tuple[s
     return tuple(n for n in with_dims if arguments[n].shape[0] == size and n not in unpinned)
 
 
-def _no_argument(name: str, arguments: Mapping[str, Meta]) -> PlanningError:
-    near = nearest(name, arguments)
+def _is_named(name: str, key: str) -> bool:
+    return name == key or name.startswith(f"{key}.")
+
+
+def _no_argument(
+    name: str, arguments: Mapping[str, Meta], absent: Collection[str]
+) -> PlanningError:
+    near = nearest(name, [*arguments, *absent])
     return PlanningError(
         f'inputs names "{name}", which is no tensor argument that the program uses.\n'
         f"  tensor arguments: {_metas(arguments)}\n"

@@ -1,0 +1,260 @@
+"""Packed sequences of a program that is captured, computed as padded sequences.
+
+    packed = pack_padded_sequence(x, lengths, batch_first=True)   # x: f32[b,t,d], lengths: i64[b]
+    output, state = gru(packed)                                   # over f32[t,b,d], with a mask
+    y, lengths = pad_packed_sequence(output, batch_first=True, total_length=t)
+
+torch packs the rows that are in use, so the shape of `packed.data` is a value of the lengths. Here
+`Packed` stands for the data: the padded rows, and the lengths, which stay a tensor. A step beyond
+the end of a sequence leaves its state as it is, so results and gradients are torch's, one program
+serves all lengths, and each rank runs the sequences that it holds.
+
+Invariants: the stand-ins answer what torch's own code asks; anything else is refused. The batch is
+never sorted: `Unsorted` stands for the permutation. A batch that is not sorted is computed too if
+`enforce_sorted` is True, where torch raises. If torch pads to the longest sequence, the program
+checks that one is as long as the padded rows.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import rnn
+
+from dtensor.errors import PlanningError
+from dtensor.frontend.capture.value_reads import ValueReads
+from dtensor.private_torch import disable_current_modes, pack_padded, pad_packed
+
+Refuse = Callable[[], PlanningError]
+RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_PACKS = rnn.pack_padded_sequence.__code__
+_PADS = rnn.pad_packed_sequence.__code__
+_OF_TORCH = {rnn.__name__, nn.RNNBase.__module__}
+
+
+class StandIn:
+    """A part of a packed sequence that is no tensor here."""
+
+    def __init__(self, refuse: Refuse) -> None:
+        self.refuse = refuse
+        self.device = torch.device("cpu")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self.refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError("torch asks RefusalMode first")
+
+    def refused(self, *_: Any) -> Any:
+        raise self.refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __pow__ = refused
+    __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = __getitem__ = refused
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __len__ = __iter__ = refused
+    __hash__ = object.__hash__
+
+
+class Packed(StandIn):
+    """The data. ``rows``: [t, b, ...], zero beyond the ``lengths``, i64[b]."""
+
+    def __init__(self, refuse: Refuse, rows: Tensor, lengths: Tensor) -> None:
+        super().__init__(refuse)
+        self.rows = rows
+        self.lengths = lengths
+        self.dtype: torch.dtype = rows.dtype
+        self.is_cuda = False
+
+    def dim(self) -> int:
+        return self.rows.dim() - 1
+
+    def size(self, dim: int) -> int:
+        if dim != -1:
+            raise self.refuse()
+        return self.rows.size(-1)
+
+    def to(self, *args: Any, **kwargs: Any) -> Packed:
+        rows = self.rows.to(*args, **kwargs)
+        return self if rows is self.rows else Packed(self.refuse, rows, self.lengths)
+
+
+class BatchSizes(StandIn):
+    """How many sequences have each step. ``is_exact``: one of them is as long as the rows."""
+
+    def __init__(self, refuse: Refuse, steps: int, batch: int, is_exact: bool) -> None:
+        super().__init__(refuse)
+        self.steps, self.batch = steps, batch
+        self.is_exact = is_exact
+
+    def __getitem__(self, step: int) -> int:
+        if step != 0:
+            raise self.refuse()
+        return self.batch
+
+    def size(self, _dim: int) -> int:
+        return self.steps
+
+
+class Unsorted(StandIn):
+    """The permutation that sorts a batch by length, and its inverse: the batch stays as it is."""
+
+    def to(self, *_: Any, **__: Any) -> Unsorted:
+        return self
+
+    cpu = to
+    scatter_ = to
+
+    def numel(self) -> int:
+        return 0
+
+
+def packed_result(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: ValueReads, refuse: Refuse
+) -> tuple[Any] | None:
+    """Return the result of a call of torch that has to do with packed sequences, in a tuple; None
+    for any other call. Raises what ``refuse`` returns for a call that has no padded form."""
+    if func is pack_padded:
+        return (_packed(*args, reads=reads, refuse=refuse),)
+    caller = sys._getframe(2)
+    by_torch = caller.f_globals.get("__name__") in _OF_TORCH
+    if func is torch.sort and caller.f_code is _PACKS:
+        return ((args[0], Unsorted(refuse)),)
+    if any(isinstance(x, StandIn) for x in (*args, *kwargs.values())):
+        match args:
+            case (Packed(), *_) if func in RECURRENT and by_torch:
+                return (_recurrent(func, *args),)
+            case (Packed(), *_) if func is pad_packed:
+                return (_padded(*args),)
+            case (x, *_) if func in _PERMUTES and by_torch:
+                return (x,)
+            case _:
+                raise refuse()
+    if func is pad_packed or (func is Tensor.__getitem__ and by_torch):
+        raise refuse()  # a packed sequence of tensors: an argument
+    return None
+
+
+_PERMUTES = (Tensor.index_select, Tensor.__getitem__, torch.empty_like)
+
+
+def _packed(
+    x: Tensor, lengths: Tensor, batch_first: bool, *, reads: ValueReads, refuse: Refuse
+) -> tuple[Packed, BatchSizes]:
+    rows = x.transpose(0, 1) if batch_first else x
+    steps, batch = rows.shape[:2]
+    if lengths.shape != (batch,):
+        raise RuntimeError(
+            f"Expected `len(lengths)` to be equal to batch_size, but got {lengths.numel()} "
+            f"(batch_size={batch})"
+        )
+    fits = (lengths > 0) & (lengths <= steps)
+    message = f"Lengths of packed sequences are to be 1 to {steps}"
+    known = reads.known(lengths)
+    if known is None:
+        torch.ops.dt.ask(fits.all(), True, message)
+    else:
+        with disable_current_modes():
+            numbers = known.tolist()
+        if not 0 < min(numbers) <= max(numbers) <= steps:
+            raise RuntimeError(f"{message}, but got {numbers}")
+        steps = max(numbers)
+        rows = rows[:steps]
+    rows = torch.where(_in_use(rows, lengths), rows, 0)
+    sizes = BatchSizes(refuse, steps, batch, known is not None)
+    return Packed(refuse, rows, lengths), sizes
+
+
+def _in_use(rows: Tensor, lengths: Tensor) -> Tensor:
+    """Return which rows are within their sequence: bool[t, b, 1, ...]."""
+    mask = torch.arange(rows.shape[0])[:, None] < lengths
+    return mask.reshape(*mask.shape, *[1] * (rows.dim() - 2))
+
+
+def _padded(
+    packed: Packed, sizes: BatchSizes, batch_first: bool, padding: float, total: int
+) -> tuple[Tensor, Tensor]:
+    rows, lengths = packed.rows, packed.lengths
+    caller = sys._getframe(3)
+    stated = caller.f_code is not _PADS or caller.f_locals["total_length"] is not None
+    if not (sizes.is_exact or stated):
+        longest = (lengths.max() == sizes.steps).expand(lengths.shape)
+        message = f"pad_packed_sequence: no sequence has {sizes.steps} steps, as the padded rows do"
+        torch.ops.dt.ask(longest.all(), True, f"{message}; state total_length={sizes.steps}")
+    rows = torch.where(_in_use(rows, lengths), rows, padding)
+    after = [0, 0] * (rows.dim() - 1) + [0, total - sizes.steps]
+    rows = F.pad(rows, after, value=padding) if after[-1] else rows
+    return rows.transpose(0, 1) if batch_first else rows, lengths
+
+
+def _recurrent(
+    func: Any,
+    packed: Packed,
+    _sizes: BatchSizes,
+    hx: Any,
+    weights: Sequence[Tensor],
+    biased: bool,
+    layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+) -> tuple[Any, ...]:
+    """The layers of `torch.lstm` and the others, step by step; the states at the ends of the
+    sequences, h_n: [layers * directions, b, ...]."""
+    starts = hx if func is torch.lstm else (hx,)
+    directions = 2 if bidirectional else 1
+    per_layer = len(weights) // (layers * directions)
+    x, in_use = packed.rows, _in_use(packed.rows, packed.lengths)
+    ends: list[tuple[Tensor, ...]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(directions):
+            n = layer * directions + direction
+            w_ih, w_hh, *others = weights[n * per_layer : (n + 1) * per_layer]
+            b_ih, b_hh = others[:2] if biased else (None, None)
+            projection = others[-1] if len(others) % 2 else None
+            inputs = F.linear(x, w_ih, b_ih)
+            state = tuple(start[n] for start in starts)
+            steps: list[Tensor] = [x] * len(x)
+            for t in range(len(x))[:: -1 if direction else 1]:
+                hidden = F.linear(state[0], w_hh, b_hh)
+                new = _CELLS[func](inputs[t], hidden, state, projection)
+                pairs = zip(new, state, strict=True)
+                state = tuple(torch.where(in_use[t], now, before) for now, before in pairs)
+                steps[t] = state[0]
+            ends.append(state)
+            outputs.append(torch.stack(steps))
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and train and layer < layers - 1:
+            x = F.dropout(x, dropout)
+    finals = [torch.stack(states) for states in zip(*ends, strict=True)]
+    return Packed(packed.refuse, x, packed.lengths), *finals
+
+
+def _lstm(
+    x: Tensor, hidden: Tensor, state: tuple[Tensor, ...], projection: Tensor | None
+) -> tuple[Tensor, ...]:
+    i, f, g, o = (x + hidden).chunk(4, -1)
+    c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (h if projection is None else F.linear(h, projection)), c
+
+
+def _gru(x: Tensor, hidden: Tensor, state: tuple[Tensor, ...], _: object) -> tuple[Tensor, ...]:
+    (r, z, n), (r_h, z_h, n_h) = x.chunk(3, -1), hidden.chunk(3, -1)
+    new = (n + (r + r_h).sigmoid() * n_h).tanh()
+    return (new + (z + z_h).sigmoid() * (state[0] - new),)
+
+
+_CELLS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
+    torch.lstm: _lstm,
+    torch.gru: _gru,
+    torch.rnn_tanh: lambda x, hidden, *_: ((x + hidden).tanh(),),
+    torch.rnn_relu: lambda x, hidden, *_: ((x + hidden).relu(),),
+}
