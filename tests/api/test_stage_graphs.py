@@ -24,6 +24,7 @@ from tests.training import (
     assert_losses_close,
     assert_trains_as_torch,
     gradients_of,
+    sgd,
 )
 
 D, VOCAB = 8, 11
@@ -224,6 +225,88 @@ def test_with_zero_on_both() -> None:
     assert_trains_as_torch(
         where, data, build=two_mlps, loss=square_error, zero={"dp": 2}, clip=None, atol=2e-6
     )
+
+
+# -- terms over parameters of several stages -------------------------------------------------------
+
+
+def penalty(m: nn.Module) -> Tensor:
+    return torch.stack([p.square().sum() for p in m.parameters()]).sum()
+
+
+def vector_norm(m: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(m.parameters()).norm()
+
+
+def orthogonality(m: nn.Module) -> Tensor:
+    weights = [p for p in m.parameters() if p.dim() == 2]
+    return torch.stack([(w @ w.T - torch.eye(len(w))).norm() for w in weights]).max()
+
+
+def difference(m: Any) -> Tensor:
+    return (m.first.up.weight - m.second.up.weight.detach()).square().sum() * m.head.weight.norm()
+
+
+def after_term(term: Callable[[Any], Tensor]) -> Callable[..., Any]:
+    """A loss that forms ``term`` before the forward, and returns it as a metric too."""
+
+    def loss(m: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        value = 0.01 * term(m)
+        return square_error(m, x, y) + value, {"term": value.detach()}
+
+    return loss
+
+
+TERM_STAGES = [["first.*"], ["second.*"], ["head.*"]]
+
+
+@pytest.mark.default("vector_norm-axes0-OneFOneB-None")
+@pytest.mark.parametrize(
+    ("term", "axes", "schedule", "zero"),
+    [
+        (vector_norm, dict(pp=3), dt.OneFOneB, None),
+        (penalty, dict(pp=3, tp=2), dt.ZBH1, None),
+        (orthogonality, dict(pp=3, dp=2), dt.GPipe, {"dp": 3}),
+        (difference, dict(pp=3, dp=2), dt.OneFOneB, {"dp": 2}),
+    ],
+)
+def test_a_term_over_parameters_of_several_stages(
+    term: Callable[[Any], Tensor],
+    axes: dict[str, int],
+    schedule: Callable[[int], dt.Schedule],
+    zero: dict[str, int] | None,
+) -> None:
+    pins = {f"{name}.{at}": TP2[at] for name in ("first", "second") for at in TP2}
+    placed = Placed(
+        axes=axes,
+        pins=pins if "tp" in axes else {},
+        inputs=dict(dp=dt.Row()) if "dp" in axes else None,
+        stages={"pp": TERM_STAGES},
+    )
+    loss, data = after_term(term), [rows() for _ in range(3)]
+    options: dict[str, Any] = dict(schedule=schedule(4), zero=zero, clip=None, make=sgd)
+    assert_trains_as_torch(placed, data, build=two_mlps, loss=loss, **options)
+
+
+def test_only_scalars_of_a_penalty_cross_stages_once_a_step() -> None:
+    placed = Placed(axes=dict(pp=2), stages={"pp": [["first.*"], ["second.*", "head.*"]]})
+    plans = [
+        Run.of(placed, module=two_mlps(), loss=loss, clip=None).step.plan(*rows())
+        for loss in (square_error, after_term(penalty))
+    ]
+    plain, with_penalty = ([s for s in p.steps if isinstance(s, Transfer)] for p in plans)
+    scalars = [s for s in with_penalty if s.spec.shape == ()]
+    assert len(with_penalty) == len(plain) + len(scalars)
+    assert [(s.stage, s.to_stage, s.once) for s in scalars] == [(0, 1, True)] * 4
+
+
+def test_the_gradient_of_a_difference_crosses_stages_once_a_step() -> None:
+    placed = Placed(axes=dict(pp=2), stages={"pp": [["first.*"], ["second.*", "head.*"]]})
+    run = Run.of(placed, module=two_mlps(), loss=after_term(difference), clip=None)
+    weight = run.module.get_parameter("first.up.weight").shape
+    crossing = [s for s in run.step.plan(*rows()).steps if isinstance(s, Transfer)]
+    weights = [(s.stage, s.to_stage, s.once) for s in crossing if s.spec.shape == weight]
+    assert weights == [(0, 1, True), (1, 0, True)]
 
 
 # -- arguments and buffers that late stages use, or several ----------------------------------------

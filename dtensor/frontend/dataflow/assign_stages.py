@@ -11,6 +11,10 @@ are sent from that stage. A backward op runs where its forward op ran, a sum of 
 these are. The gradient of a parameter that several stages use leaves as one contribution per stage,
 to be summed once.
 
+A term over parameters of several stages (a penalty, a norm of all parameters) is formed on the
+latest of their stages: ops on the parameters of one stage stay there, and their results are sent to
+the op that joins them. Their backward runs on the parameters' own stage too.
+
 Not here: the stages' parameters (api/model/stating/stages.py), transfers of values
 (sharding/plan/emit/values.py).
 """
@@ -78,8 +82,9 @@ class _Stager:
             for name in op.results:
                 if name is not None:
                     self.places[name] = place
-            if op.phase == "forward" and op.seq is not None and place.stage is not None:
-                self.by_seq[op.seq] = place.stage
+            stages = place.allowed or () if place.stage is None else (place.stage,)
+            if op.phase == "forward" and op.seq is not None and len(stages) == 1:
+                (self.by_seq[op.seq],) = stages
         return self._copy_floating()
 
     def _input_place(self, item: Input) -> _Place:
@@ -92,27 +97,22 @@ class _Stager:
     def _op_place(self, op: Op) -> _Place:
         operands = [self.places[name] for name in op.operands]
         fixed = [p.stage for p in operands if p.stage is not None]
-        allowed: frozenset[int] | None = None
-        for place in operands:
-            if place.stage is None and place.allowed is not None:
-                allowed = place.allowed if allowed is None else allowed & place.allowed
-        if allowed is not None and not allowed:
-            raise self._apart(op)
+        held = [p.allowed for p in operands if p.stage is None and p.allowed is not None]
+        allowed = frozenset.intersection(*held) if held else None
         batch = any(p.stage is None and p.allowed is None for p in operands)
         batch = batch and not self.flow.batch_values.isdisjoint(op.operands)
         if not fixed and (allowed is None or (allowed and not batch)):
             lie = [p.home for p in operands if p.home is not None]
             return _Place(None, allowed, max(lie, default=None))
+        latest = max((*fixed, *map(min, held)), default=0)
         if op.phase == "backward":
-            stage = self._backward_stage(op, fixed, allowed)
-        else:
-            latest = max(fixed, default=0)
-            choices = [s for s in sorted(allowed or range(latest, self.num_stages)) if s >= latest]
-            if not choices:
-                raise self._too_early(op, latest)
-            home = self._module_stage(op.module)
-            stage = home if home is not None and home in choices else choices[0]
-        return _Place(stage)
+            return _Place(self._backward_stage(op, fixed or [latest], allowed))
+        home = self._module_stage(op.module)
+        choices = [s for s in sorted(allowed or ()) if s >= latest]
+        if held and not choices and home is not None and home < latest:
+            raise self._too_early(op, latest)
+        choices = choices or list(range(latest, self.num_stages))
+        return _Place(home if home in choices else choices[0])
 
     def _module_stage(self, path: str) -> int | None:
         """The stage of the parameters of the innermost module around ``path`` that has any."""
@@ -129,29 +129,13 @@ class _Stager:
         stage = self.by_seq.get(op.seq) if op.seq is not None else None
         if len(fixed) == len(op.operands) > 1 and op.call.name == "aten.add.Tensor":
             stage = None  # gradients are added where they are, so that one value is sent
-        if stage is None:
-            stage = min(fixed, default=0)
-        if allowed is not None and stage not in allowed:
-            nearest = [(abs(s - stage), s) for s in allowed]
-            stage = min(nearest)[1]
-        return stage
+        if stage is not None:
+            return stage
+        stage = min(fixed)
+        return min(allowed, key=lambda s: (abs(s - stage), s)) if allowed else stage
 
     def _too_early(self, op: Op, latest: int) -> PlanningError:
-        return self._misplaced(
-            op,
-            f"{op.call.name} needs a parameter of an earlier stage than its inputs.",
-            f"move the parameter to stage {latest} in stages=",
-        )
-
-    def _apart(self, op: Op) -> PlanningError:
-        return self._misplaced(
-            op,
-            f"{op.call.name} needs parameters of stages that share none.",
-            "put its operands on one stage in stages=",
-        )
-
-    def _misplaced(self, op: Op, fact: str, fix: str) -> PlanningError:
-        lines = [fact]
+        lines = [f"{op.call.name} needs a parameter of an earlier stage than its inputs."]
         for name in op.operands:
             place = self.places[name]
             where = (
@@ -162,7 +146,7 @@ class _Stager:
             lines.append(f"  {name}: {self.flow.metas[name]}, {where}")
         if op.source:
             lines.append(f"  {op.source}: {op.source_text}")
-        lines.append(f"fix: {fix}")
+        lines.append(f"fix: move the parameter to stage {latest} in stages=")
         return PlanningError("\n".join(lines))
 
     # -- floating ops are repeated where they are used -----------------------------------------
@@ -184,7 +168,7 @@ class _Stager:
                 for old, new in zip(op.results, results, strict=True):
                     if old is not None and new is not None:
                         renamed[old, stage] = new
-                operands = tuple(renamed.get((n, stage), n) for n in op.operands)
+                operands = tuple(renamed.get((n, self._origin(n, stage)), n) for n in op.operands)
                 ops.append(
                     replace(
                         op,
@@ -199,12 +183,23 @@ class _Stager:
             replace(item, stages=self._fed(item, needed.get(item.name, set())))
             for item in self.flow.inputs
         )
-        final = tuple(replace(o, value=renamed.get((o.value, o.stage), o.value)) for o in outputs)
+        final = tuple(
+            replace(o, value=renamed.get((o.value, self._origin(o.value, o.stage)), o.value))
+            for o in outputs
+        )
         flow = replace(
             self.flow, inputs=inputs, ops=tuple(ops), outputs=final, num_stages=self.num_stages
         )
         flow.verify()
         return flow
+
+    def _origin(self, name: str, stage: int) -> int:
+        """Return the stage from which an op of ``stage`` has a value: its own, or for a floating
+        value that its stage cannot compute the nearest that can, before it where there is one."""
+        place = self.places[name]
+        if place.stage is not None or not place.allowed or stage in place.allowed:
+            return stage
+        return max((s for s in place.allowed if s < stage), default=min(place.allowed))
 
     def _fed(self, item: Input, needed: set[int]) -> tuple[int, ...]:
         """The stages that hold an input."""
@@ -243,7 +238,8 @@ class _Stager:
                 if stage is None or stage not in (place.allowed or (stage,)):
                     stage = min(place.allowed) if place.allowed else self.num_stages - 1
                 written = homes.get(output.value) if output.kind == "mutation" else None
-                needed.setdefault(output.value, set()).update(written or {stage})
+                origins = {self._origin(output.value, at) for at in written or {stage}}
+                needed.setdefault(output.value, set()).update(origins)
         for op in reversed(self.flow.ops):
             place = self.op_places[op.name]
             stages: set[int] = set()
@@ -255,7 +251,7 @@ class _Stager:
             needed[op.name] = stages
             for name in op.operands:
                 if self.places[name].stage is None:
-                    needed.setdefault(name, set()).update(stages)
+                    needed.setdefault(name, set()).update(self._origin(name, s) for s in stages)
         for output, item in self._mutations():
             if not needed.get(item.name):  # it is written and never read
                 stage = self.places[output.value].stage
@@ -282,14 +278,18 @@ class _Stager:
                 stages = needed[output.value]
                 stage = place.home if place.home in stages else min(stages)
             assert stage is not None
-            if output.kind != "gradient" or len(self.held.get(str(output.of), ())) < 2:
-                outputs.append(replace(output, stage=stage))
+            held = self.held.get(str(output.of), ()) if output.kind == "gradient" else ()
+            if len(held) < 2:
+                outputs.append(replace(output, stage=held[0] if held else stage))
                 continue
             terms, sums = self._terms(output.value)
             dropped |= sums
             by_stage: dict[int, list[str]] = {}
             for term in terms:
-                by_stage.setdefault(self.places[term].stage or 0, []).append(term)
+                made_on = self.places[term].stage
+                made_on = min(needed[term]) if made_on is None else made_on
+                at = max((s for s in held if s <= made_on), default=min(held))
+                by_stage.setdefault(at, []).append(term)
             for at in sorted(needed.get(self._named(output), set()) - by_stage.keys()):
                 by_stage[at] = [self._zeros(output.value, at, extra)]  # it is updated there too
             for at in sorted(by_stage):

@@ -139,7 +139,7 @@ class Emitter:
         first = self.copies[value][0]
         there = [c for c in self.on(value, first.stage) if c.phase == first.phase]
         copy, path = self._cheapest(there, wanted)
-        smallest = _smallest(copy.spec, path)
+        smallest = _smallest(copy, path, self.request.num_microbatches)
         sender = replace(by, stage=first.stage, phase=first.phase)
         copy = self._moved(copy, value, path[:smallest], sender)
         copy = self.transfer(copy, value, replace(by, phase=first.phase))
@@ -214,10 +214,13 @@ def rearranges(op: Op, rule: Rule) -> bool:
     return result is not None and math.prod(result.shape) == math.prod(op.call.operands[0].shape)
 
 
-def _smallest(spec: TensorSpec, path: Sequence[Move]) -> int:
+def _smallest(copy: Copy, path: Sequence[Move], num_microbatches: int) -> int:
     """How many moves of a way to make before a value crosses: it crosses where it is smallest, so
-    that it is gathered on the far side."""
-    sizes = [spec.max_local_nbytes, *(move.dst.max_local_nbytes for move in path)]
+    that it is gathered on the far side, and once a step rather than with each microbatch."""
+    sizes = [copy.spec.max_local_nbytes * (1 if copy.once else num_microbatches)]
+    for move in path:
+        times = 1 if copy.once and _whole_in_time(move.dst) else num_microbatches
+        sizes.append(move.dst.max_local_nbytes * times)
     return max(i for i, size in enumerate(sizes) if size == min(sizes))
 
 
