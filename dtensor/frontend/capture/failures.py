@@ -33,7 +33,7 @@ from torch import nn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
-from dtensor.frontend.capture.refusals import RefusalMode, planning_error
+from dtensor.frontend.capture.refusals import FLEX, RefusalMode, flex_attention, planning_error
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import (
     OURS,
@@ -57,6 +57,8 @@ def of_program(error: Exception, root: CallAsModule) -> Exception:
     by = raised_by(error)
     if by == "dtensor":
         return error
+    if any(f.f_globals.get("__name__") == FLEX for f, _ in frames):
+        raise flex_attention(source_of_exception(error)) from error
     running, source = _running_module(frames, root.call), source_of_exception(error)
     if by is not None or isinstance(error, Warning):
         if running:
@@ -107,6 +109,8 @@ def _fix(error: Exception) -> str:
         near = difflib.get_close_matches(error.name, dir(error.obj), 1, cutoff=0.8)
         if near:
             return f"is {near[0]} meant?"
+    if re.search(r"dtype|scalar type|Input type", str(error)):
+        return "give the operands dtypes that go together: x.float(), or x.long() of indices"
     return "change that line or what reaches it; to see it alone, make the call in plain torch"
 
 

@@ -358,8 +358,8 @@ def assigned_attribute(
     if {name.rpartition(".")[2] for name in names} == _OF_A_SCALER:
         stored = StoredByTorch("torch.amp.GradScaler", f"leave it out: {_NO_SCALER}")
     fix = (
-        "return the tensor, or register it as a buffer and change it in place; a cache that "
-        "stays as it is: let one call of the module fill it before"
+        "return it from forward; if it needs no gradient, register it as a buffer and change it in "
+        "place; a cache that stays as it is: let one call of the module fill it before"
     )
     return planning_error(
         "The program stores a tensor in an attribute of a module, which would be lost.",
@@ -415,6 +415,17 @@ def packed_data(source: Source | None) -> PlanningError:
         source=source,
         fix="call pad_packed_sequence(..., total_length=number of steps) and use the padded tensor "
         "with a mask; pack inside the program, and pass the padded tensor and the lengths",
+    )
+
+
+FLEX = "torch.nn.attention.flex_attention"
+
+
+def flex_attention(source: Source | None) -> PlanningError:
+    return planning_error(
+        f"{FLEX} is not supported: its score_mod and mask_mod are programs of their own.",
+        source=source,
+        fix="torch.nn.functional.scaled_dot_product_attention with attn_mask=, or is_causal=True",
     )
 
 
@@ -478,6 +489,7 @@ def assigned_names(warning: str) -> list[str]:
 
 _DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
 _ITEMS = {"item", "_local_scalar_dense"}
+_PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "mv", "dot"}
 _TABLES = {"embedding", "embedding_bag"}
 _STRIDED = {"as_strided", "as_strided_copy", "as_strided_scatter", "resize", "resize_as"}
 
@@ -497,6 +509,8 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
         if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
             source = source_of_trace(node.meta.get("stack_trace") or "")
             raise asks_for_data(f"{_op_name(node)}: a value or size that depends on data", source)
+        if _op_name(node) in _PRODUCTS:
+            _check_product(node)
         if _op_name(node) == "_sample_dirichlet":  # of Beta too; it has no derivative of its own
             raise _no_form(node)
         if differentiated and _op_name(node) in _TABLES and bound(node)["sparse"]:
@@ -506,6 +520,18 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):
             check_forward(child, differentiated and name not in quiet)
+
+
+def _check_product(node: fx.Node) -> None:
+    """Raises for a product of real and complex numbers, which torch's fake tensors take."""
+    values = [x.meta["val"] for x in node.all_input_nodes]
+    if len({x.dtype.is_complex for x in values}) > 1:
+        raise planning_error(
+            f"{_op_name(node)} does not take real and complex operands together.",
+            *map(type_text, values),
+            source=source_of_trace(node.meta.get("stack_trace") or ""),
+            fix="make all of them complex, or pass x.real",
+        )
 
 
 def _check_table(node: fx.Node) -> None:
@@ -526,6 +552,8 @@ def check_joint(graph: fx.Graph) -> None:
     for node in graph.nodes:
         source = source_of_trace(node.meta.get("stack_trace") or "")
         if isinstance(node.target, HigherOrderOperator):
+            if "flex_attention" in node.target.name():
+                raise flex_attention(source)
             raise planning_error(
                 f"Control flow inside the graph is not supported yet: {node.target.name()}.",
                 source=source,

@@ -299,7 +299,8 @@ def _drop_unused(
 
 
 def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
-    """Runs the final graph on fake tensors: rewrites may change strides, never shapes or dtypes."""
+    """Runs the final graph on fake tensors: rewrites may change strides, never shapes or dtypes.
+    A product of two dtypes stays as it was captured: the planner refuses it (planner.py)."""
 
     def val(node: fx.Node) -> Any:
         return node.meta["val"]
@@ -314,7 +315,12 @@ def _refresh_vals(graph: fx.Graph, mode: FakeTensorMode) -> None:
                     new = node.target(*fx.map_arg(node.args, val), **fx.map_arg(node.kwargs, val))
                     known[call] = tuple(new) if isinstance(new, (tuple, list)) else new
                 new = known[call]
-                for a, b in zip(_tensors(node.meta["val"]), _tensors(new), strict=True):
+                pairs = list(zip(_tensors(node.meta["val"]), _tensors(new), strict=True))
+                operands = {x.dtype for n in node.all_input_nodes for x in _tensors(val(n))}
+                if len(operands) > 1 and any(a.dtype != b.dtype for a, b in pairs):
+                    new = node.meta["val"]
+                    pairs = []
+                for a, b in pairs:
                     assert a.shape == b.shape, f"{node.format_node()}: {a}, {b}"
                     assert a.dtype == b.dtype, f"{node.format_node()}: {a}, {b}"
                 node.meta["val"] = new

@@ -163,6 +163,7 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
     fix = _other_batch(flow, {meta.dtype for meta in metas.values()})
     widest = reduce(torch.promote_types, (meta.dtype for meta in metas.values()))
     given = " and ".join(sorted({dtype_name(meta.dtype) for meta in metas.values()}))
+    floats = all(meta.dtype.is_floating_point for meta in metas.values())
     other = next((name for name, meta in metas.items() if meta.dtype != widest), "one of them")
     return PlanningError(
         "\n".join(
@@ -171,21 +172,24 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
                 *(f"  {name}: {meta}" for name, meta in metas.items()),
                 *([f"  {op.source}: {op.source_text}"] if op.source else []),
                 fix
-                or f"fix: make {other} {dtype_name(widest)}, as with .to({widest}), or run it "
-                f"under torch.autocast",
+                or f"fix: make {other} {dtype_name(widest)}, as with .to({widest})"
+                + (", or run it under torch.autocast" if floats else ""),
             ]
         )
     )
 
 
 def _other_batch(flow: Dataflow, dtypes: set[torch.dtype]) -> str:
-    """What to do where float64 of the batch, which numpy makes by default, meets parameters of
-    float32."""
-    parameter_dtypes = {
-        flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"
-    } & dtypes
-    given = [i for i in flow.inputs if i.kind == "argument"]
-    wide = [i.label for i in given if flow.metas[i.name].dtype == torch.float64]
-    if torch.float64 not in dtypes or parameter_dtypes != {torch.float32} or not wide:
+    """Return the fix if an argument of another dtype meets parameters of float32; of float64, which
+    numpy makes by default, of another float, or of integers."""
+    parameters = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"} & dtypes
+    others = dtypes - {torch.float32}
+    given = [i for i in flow.inputs if i.kind == "argument" and flow.metas[i.name].dtype in others]
+    if parameters != {torch.float32} or not given:
         return ""
-    return f'fix: pass {wide[0]}.float(), of a numpy array {wide[0]}.astype("float32")'
+    x, dtype = given[0].label, flow.metas[given[0].name].dtype
+    if dtype == torch.float64:
+        return f'fix: pass {x}.float(), of a numpy array {x}.astype("float32")'
+    if not dtype.is_floating_point:
+        return f"fix: pass {x}.float()"
+    return f"fix: pass {x}.float(), call model.to({dtype}) first, or compute under torch.autocast"
