@@ -167,7 +167,7 @@ class Storing(nn.Module):
     The program stores a tensor in an attribute of a module, which would be lost.
       last
       test_refusals.py:N: self.last = x * 2
-    fix: return the tensor, or register it as a buffer and change it in place; a cache that stays as it is: let one call of the module fill it before
+    fix: return it from forward; if it needs no gradient, register it as a buffer and change it in place; a cache that stays as it is: let one call of the module fill it before
     """  # noqa: E501
 
     last: Tensor | None = None
