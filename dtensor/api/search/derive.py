@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.choose.contractions import Contraction, contractions_of
 from dtensor.sharding.plan.choose.opened_factors import crooked
@@ -41,7 +41,6 @@ from dtensor.sharding.spec.placements import (
     blocks_of,
     counted,
     fits,
-    index_sets,
     same,
     simplest,
     units_of,
@@ -99,7 +98,6 @@ class _Split:
     units: int
     followed: _Followed
     any_size: bool  # it lines up over axes of any size, not only over ``size``
-    cuts_groups: bool = False  # query heads are split, and their keys and values stay whole
 
     @property
     def in_attention(self) -> bool:
@@ -124,7 +122,6 @@ class _Derivation:
     flow: Dataflow
     size: int | None
     rules: Mapping[str, Rule]
-    cutting: Mapping[str, Rule]  # the rules of a split that cuts groups of heads
     batch: frozenset[str]  # the values that depend on arguments
     contractions: Mapping[str, tuple[Contraction, ...]]  # of each parameter of two dims and more
     weights: Mapping[tuple[str, int], str]  # (op, operand) to the parameter that it contracts
@@ -134,14 +131,10 @@ class _Derivation:
     taken: list[tuple[list[str], tuple[int, ...]]] = field(
         default_factory=list[tuple[list[str], tuple[int, ...]]]
     )
-    # of equal layers, by name without numbers, and whether groups are cut: the boundaries found,
-    # the reasons for none
-    boundaries: dict[tuple[str, bool], _Candidate] = field(
-        default_factory=dict[tuple[str, bool], _Candidate]
-    )
-    refused: dict[tuple[str, bool], str] = field(default_factory=dict[tuple[str, bool], str])
+    # of equal layers, by name without numbers: the boundaries found, the reasons for none
+    boundaries: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
+    refused: dict[str, str] = field(default_factory=dict[str, str])
     blocks: dict[int, list[_Blocks]] = field(default_factory=dict[int, list[_Blocks]])
-    shared: set[str] = field(default_factory=set[str])  # weights of keys that every rank has
     adapters: set[str] = field(default_factory=set[str])  # other weights' reasons omit them
 
     @staticmethod
@@ -158,8 +151,7 @@ class _Derivation:
         return _Derivation(
             flow=flow,
             size=size,
-            rules={name: replace(rule, fallback=None) for name, rule in rules.items()},
-            cutting={name: rule.fallback or rule for name, rule in rules.items()},
+            rules=rules,
             batch=batch,
             contractions=contractions,
             weights=weights,
@@ -216,31 +208,25 @@ class _Derivation:
     def _product(self, value: str) -> Contraction | None:
         return next((c for c in self.contractions[value] if not c.lookup), None)
 
-    def _split(self, value: str, *, cuts_groups: bool = False) -> _Split | None:
+    def _split(self, value: str) -> _Split | None:
         """The finest split of the weight's output dim that gets through; else why there is none."""
         product = self._product(value)
         if product is None:
             return None
         obstacle: _Obstacle | None = None
-        alike = without_numbers(self._label(value)), cuts_groups
-        rules = self.cutting if cuts_groups else self.rules
+        alike = without_numbers(self._label(value))
         if alike in self.refused:
             self.whole[value] = self.refused[alike]
             return None
         for shard, sizes, any_size in self._candidates(value, product.output_dim, alike):
-            followed = self._through(value, shard, sizes, rules)
+            followed = self._through(value, shard, sizes)
             if not followed.gets_through:
                 obstacle = obstacle or followed.obstacle
                 continue
             self.boundaries[alike] = shard, sizes[-1:], any_size
             units = units_of(shard, self.flow.metas[value].shape[shard.dim])
             return _Split(
-                value=value,
-                shard=shard,
-                units=units,
-                followed=followed,
-                any_size=any_size,
-                cuts_groups=cuts_groups,
+                value=value, shard=shard, units=units, followed=followed, any_size=any_size
             )
         if obstacle is None:
             self.whole[value] = "no boundary of its output dim lines up with the ops on it"
@@ -317,16 +303,14 @@ class _Derivation:
                 waiting += self._inputs(op)
         return products
 
-    def _through(
-        self, value: str, shard: Shard, sizes: Sequence[int], rules: Mapping[str, Rule]
-    ) -> _Followed:
+    def _through(self, value: str, shard: Shard, sizes: Sequence[int]) -> _Followed:
         for num in sizes:
-            followed = self._follow(value, shard, num, rules)
+            followed = self._follow(value, shard, num)
             if not followed.gets_through:
                 break
         return followed
 
-    def _follow(self, value: str, shard: Shard, num: int, rules: Mapping[str, Rule]) -> _Followed:
+    def _follow(self, value: str, shard: Shard, num: int) -> _Followed:
         """The split of a parameter over an axis of ``num`` ranks, up to the first obstacle: the
         many trials of a derivation must be cheap."""
         followed = _Followed()
@@ -342,7 +326,7 @@ class _Derivation:
                 continue
             followed.shards[value] = plain
             followed.ends |= value in returned
-            for op, tensor, strategy in around(self.flow, rules, value, plain, num):
+            for op, tensor, strategy in around(self.flow, self.rules, value, plain, num):
                 if strategy == CROOKED:
                     followed.crooked = True
                 elif strategy is None:
@@ -372,7 +356,7 @@ class _Derivation:
         followed.summed.update(dict.fromkeys(summed))
         return not summed
 
-    def _candidates(self, value: str, dim: int, alike: tuple[str, bool]) -> Iterator[_Candidate]:
+    def _candidates(self, value: str, dim: int, alike: str) -> Iterator[_Candidate]:
         """Cuts of the dim and the axes of their trials: first the cut of an equal layer, then cuts
         for axes of any size, then for ``size`` alone; finest first."""
         size = self.flow.metas[value].shape[dim]
@@ -394,7 +378,7 @@ class _Derivation:
             v.name for v in self.flow.inputs if v.name in shards and self.contractions.get(v.name)
         ]
         rows = [v for v in split.followed.summed if v != split.value]
-        if split.value in self.chosen or split.value in self.shared:
+        if split.value in self.chosen:
             return
         if not rows and not self._is_vocabulary(split):
             self.whole[split.value] = "no weight contracts the split of its output dim"
@@ -402,8 +386,6 @@ class _Derivation:
         taken = next((v for v in reached if v in self.chosen), None)
         if taken is not None:
             self.whole[split.value] = f"its output dim would also split {self._label(taken)}"
-            return
-        if self._take_heads(split, reached):
             return
         if self.size is not None and split.units < self.size:
             for value in reached:
@@ -422,26 +404,6 @@ class _Derivation:
         any_size = split.any_size and self.size is None
         self.taken.append((reached, _SIZES if any_size else (self.size or _SIZES[-1],)))
 
-    def _take_heads(self, split: _Split, reached: list[str]) -> bool:
-        """Where groups of heads leave ranks without one, split the query heads alone instead."""
-        if self.size is None or split.cuts_groups or not split.in_attention:
-            return False
-        if all(index_sets(Shard(0), split.units, self.size)):
-            return False
-        columns = [v for v in reached if v not in split.followed.summed]
-        for value in columns:
-            heads = self._split(value, cuts_groups=True)
-            if heads is None or heads.units < max(self.size, split.units + 1):
-                continue
-            self._take(heads)
-            if value in self.chosen:
-                keys = [v for v in columns if v not in self.chosen]
-                why = f"each rank has all {split.units} heads, and takes those of its query heads"
-                self.whole |= dict.fromkeys(keys, why)
-                self.shared.update(keys)
-                return True
-        return False
-
     def _placement(self, split: _Split, value: str) -> Shard:
         """The placement of the split on a weight that it reaches, with its boundaries stated."""
         shard = split.followed.shards[value]
@@ -454,8 +416,6 @@ class _Derivation:
             trial = with_unit(shard, max(1, unit))
             if fits(trial, shape[shard.dim]) and same(trial, shard, shape, _SIZES[-1]):
                 shard = trial
-        if self.size is not None and split.cuts_groups:
-            shard = _dealt_evenly(shard, shape[shard.dim], self.size)
         if self.size is not None:
             plain = simplest(shard, shape, self.size)
             assert isinstance(plain, Shard)
@@ -532,9 +492,7 @@ class _Derivation:
             self.whole[value] = "a table whose rows are not chosen by an argument"
         elif rows <= features:
             self.whole[value] = f"a table of only {rows} rows of {features}"
-        elif self._follow(
-            value, Shard(table.contracted_dim), self.size or 2, self.rules
-        ).gets_through:
+        elif self._follow(value, Shard(table.contracted_dim), self.size or 2).gets_through:
             why = "vocabulary: rows of other ranks give zeros, and one sum joins them"
             self.chosen[value] = Choice(self._label(value), Shard(table.contracted_dim), why)
             self.taken.append(([value], (self.size or _SIZES[-1],)))
@@ -543,16 +501,6 @@ class _Derivation:
 def _fits(shard: Shard, dim: int, size: int) -> bool:
     """Whether these boundaries fit a dim of this size: equal names may differ in size."""
     return shard.dim == dim and fits(shard, size)
-
-
-def _dealt_evenly(shard: Shard, size: int, num: int) -> Shard:
-    """The cut of a dim of ``size`` at the same units, in two blocks if ``num`` ranks would else
-    have numbers of units that differ by more than 1."""
-    units = size // shard.unit
-    each, more = divmod(units, num)
-    if -(-units // num) * (num - 1) + each <= units or shard.blocks != 1:
-        return shard
-    return Shard(shard.dim, (each * num * shard.unit, more * shard.unit), shard.unit)
 
 
 def _list(labels: Iterable[str], beside: str) -> str:
