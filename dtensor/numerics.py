@@ -1,4 +1,5 @@
-"""Facts about numbers that every layer shares: the names of dtypes, and the one order of reduction.
+"""Facts about numbers that every layer shares: the names of dtypes, contiguous strides, and the
+one order of reduction.
 
     dtype_name(torch.bfloat16)                   # "bf16"
     fold([a0, a1, a2], "sum")                    # ((a0 + a1) + a2), in rank order
@@ -257,3 +258,13 @@ for _own in (
     register_reduction(_own)
 BUILT_IN = frozenset(REDUCTIONS)
 """The reductions that every process has."""
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -357,8 +357,8 @@ def _handle() -> None:
 
 
 def _is_in_finalizer() -> bool:
-    """Whether Python prints and drops what is raised here: in a `__del__`, in a callback of a weak
-    reference."""
+    """Return whether the stack contains a `__del__` or a finalizer of `weakref`. Python drops an
+    exception that leaves one."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -369,7 +369,7 @@ def _is_in_finalizer() -> bool:
 
 
 def _send(numbers: list[int]) -> None:
-    """In a thread: let the signals come again once the main thread has left a finalizer."""
+    """Send signals to the main thread again, from another thread, after `RESEND_S`."""
     time.sleep(RESEND_S)
     for number in numbers:
         signal.pthread_kill(threading.main_thread().ident or 0, number)  # wakes one that sleeps

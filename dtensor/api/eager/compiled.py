@@ -51,6 +51,7 @@ from dtensor.daft import TaskError
 from dtensor.errors import PlanningError, check_callable
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.graph import Graph
+from dtensor.frontend.guards.guards import Guards
 from dtensor.runtime.lower.detect_nan import DetectNan, checked_detect
 from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.sharding.plan.dataflow import Dataflow
@@ -123,15 +124,14 @@ class CompiledFunction:
 
     def _derivative(self, call: BoundCall, operands: tuple[int, ...]) -> Derivative:
         known = self._derivatives.setdefault((call.key(), operands), [])
-        for one in known:
-            if one.graph.reads is None or one.graph.reads.same():
-                return one
-        for one in known:
-            if one.graph.reads is None or one.graph.reads.difference() is None:
-                return one
+        for unchanged in (Guards.same, lambda reads: reads.difference() is None):
+            for derivative in known:
+                if unchanged(derivative.reads):
+                    return derivative
         compiled = partial(self._like, options=replace(self._options, each_call=False))
         graph = call.graph("tangents", each_call=self._options.each_call)
         known.append(Derivative(graph, call, operands, compiled, self._name))
+        del known[:-MOST_PLANS]
         while len(self._derivatives) > MOST_PLANS:
             del self._derivatives[next(iter(self._derivatives))]
         return known[-1]

@@ -1,4 +1,5 @@
-"""The gradient of a compiled function: a program of its own, planned at the first backward.
+"""The gradient of a compiled function: a program of its own, captured at the first call with
+operands that require one, and planned at the first backward.
 
     f = compile(lambda x: x.square().sum(), mesh)
     (f(x) + x.sum()).backward()              # x.grad == 2 * x + 1
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
 
+from dtensor.api.eager.op_program import without_pending
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.step.plan_call import BoundCall
 from dtensor.errors import PlanningError
@@ -35,9 +37,10 @@ from dtensor.frontend.graph import (
     Result,
     Tangent,
 )
+from dtensor.frontend.guards.guards import Guards
 from dtensor.private_torch import pytree
 from dtensor.sharding.ops.call import is_random
-from dtensor.sharding.spec.placements import Partial
+from dtensor.sharding.spec.placements import Placement
 
 _FIX = "call it on x.detach(), or train with dt.train_step"
 
@@ -51,7 +54,7 @@ def operands_of(call: BoundCall) -> tuple[int, ...]:
 
 
 def check_differentiable(graph: Graph, name: str) -> None:
-    """PlanningError where the backward could not compute the forward again."""
+    """Raise PlanningError if the backward cannot compute the forward again."""
     for op in dataflow(graph).ops:
         if is_random(op.call):
             raise PlanningError(
@@ -69,8 +72,8 @@ def check_differentiable(graph: Graph, name: str) -> None:
 
 
 def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Graph:
-    """The graph from a call's leaves, and after them the gradients of its results, to the gradients
-    of the leaves ``operands``, those that have one."""
+    """Return the graph that computes the gradients of the leaves ``operands`` which have one. Its
+    arguments are the leaves of the call, then the gradients of its results."""
     indices = {index: place for place, index in enumerate(operands)}
     nodes: dict[int, fx.Node] = {}
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -105,10 +108,11 @@ class Derivative:
         graph: Graph,
         call: BoundCall,
         operands: tuple[int, ...],
-        compiled: Callable[[Callable[..., Any], list[dict[str, Any]]], Any],
+        compiled: Callable[[Callable[..., Any], list[dict[str, Placement]]], Any],
         name: str,
     ) -> None:
-        self.graph: Graph = graph
+        assert graph.reads is not None
+        self.reads: Guards = graph.reads
         self.with_gradient: tuple[int, ...] = tuple(
             sorted(x.output for x in graph.inputs if isinstance(x, Tangent))
         )
@@ -124,10 +128,8 @@ class Derivative:
 
     def numbers(self) -> list[int]:
         """How often each tensor that the call closes over has changed."""
-        reads = self.graph.reads
-        assert reads is not None
-        reads.refresh()
-        return [caught.number for caught in reads.caught]
+        self.reads.refresh()
+        return [caught.number for caught in self.reads.caught]
 
     def __call__(self, call: BoundCall, gradients: Sequence[Any], num_results: int) -> list[Any]:
         given = iter(gradients)
@@ -140,11 +142,8 @@ def _gradient(call: Any, gradients: Any) -> Any:
     raise AssertionError("a gradient's graph is not captured")
 
 
-def _placements(operand: torch.Tensor) -> dict[str, Any]:
-    if not isinstance(operand, DTensor):
-        return {}
-    placed = operand.spec.sharding
-    return {axis: p for axis, p in placed.items() if not isinstance(p, Partial)}
+def _placements(operand: torch.Tensor) -> dict[str, Placement]:
+    return without_pending(operand.spec) if isinstance(operand, DTensor) else {}
 
 
 class Differentiated(torch.autograd.Function):

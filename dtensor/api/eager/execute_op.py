@@ -34,13 +34,14 @@ from dtensor.api.eager.values import (
     ViewStep,
     fresh_name,
 )
-from dtensor.api.store.handle import Layout, contiguous_strides, layout_of
+from dtensor.api.store.handle import Layout, layout_of
 from dtensor.api.store.session import MeshSession
 from dtensor.api.values.randomness import Counter, numbers_fed
 from dtensor.daft import DaftError, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.kernels.registry import current
+from dtensor.numerics import contiguous_strides
 from dtensor.private_torch import current_graph_task_id
 from dtensor.runtime.lower.program import lower
 from dtensor.sharding.ops.call import STEP

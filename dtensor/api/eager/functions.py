@@ -22,13 +22,13 @@ from dtensor.api.eager.op_program import CallKey, OpGraph, placed
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import is_capturing
 from dtensor.frontend.capture.canonical import canonicalise
+from dtensor.frontend.capture.packed_sequences import RECURRENT
 from dtensor.private_torch import DisableTorchFunctionSubclass, pytree
 
 aten: Any = torch.ops.aten
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _now = threading.local()
 _rewritten: dict[Any, fx.GraphModule | None] = {}
 
@@ -43,7 +43,7 @@ def torch_function(
         )
     rewrite = _WHOLE.get(func)
     outer = getattr(_now, "given", None)
-    _now.given = (*args[:1], *args[2:]) if func in _RECURRENT else args, kwargs
+    _now.given = (*args[:1], *args[2:]) if func in RECURRENT else args, kwargs
     try:
         with DisableTorchFunctionSubclass():
             if rewrite is None:

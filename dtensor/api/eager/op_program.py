@@ -183,7 +183,7 @@ def plan_op(op: OneOp) -> PlannedOp:
     if op.pinned is not None:
         wanted = {int(o.of): op.pinned for o in flow.outputs}
     elif op.write is not None:
-        wanted = {0: _kept(op.operands[op.write][0].spec)}
+        wanted = {0: without_pending(op.operands[op.write][0].spec)}
     planned = _plan(op, flow, wanted)
     extra = _reductions(planned) if op.target is not None else []
     if extra:
@@ -245,8 +245,8 @@ def _as_stated(op: OneOp, spec: TensorSpec) -> TensorSpec:
     return stated if alike(stated, spec) else spec
 
 
-def _kept(spec: TensorSpec) -> dict[str, Placement]:
-    """The placements that an in-place op keeps: all except pending sums, which may end."""
+def without_pending(spec: TensorSpec) -> dict[str, Placement]:
+    """Return the placements of a spec that are no pending sums, as an in-place op keeps them."""
     return {a: p for a, p in spec.sharding.items() if not isinstance(p, Partial)}
 
 

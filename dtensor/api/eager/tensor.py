@@ -187,7 +187,8 @@ class DTensor(CellTensor):
         return self.full_value().numpy()
 
     def __format__(self, spec: str) -> str:
-        """With a format, as in ``f"{x:.2f}"``, a tensor of no dims is its number, which waits."""
+        """A tensor without dims is formatted as its number if ``spec`` is not empty, as in
+        ``f"{x:.2f}"``; this waits for the number. Other tensors are formatted as their text."""
         return format(self.item() if spec and self.dim() == 0 else str(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dtensor.numerics import contiguous_strides
 from dtensor.sharding.spec.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -41,15 +42,6 @@ def contiguous_layout(spec: TensorSpec) -> Layout:
 def contiguous(layout: Layout) -> Layout:
     """The same spec without other strides; equal specs are told by identity then."""
     return contiguous_layout(layout.spec)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 class TensorHandle(torch.Tensor):

@@ -47,6 +47,7 @@ from dtensor.daft.errors import (
     HostError,
     TaskError,
 )
+from dtensor.numerics import contiguous_strides
 
 _cloudpickle: Any = cloudpickle  # which has no types
 
@@ -114,7 +115,7 @@ class _ValuePickler(_cloudpickle.Pickler):
         if span is None:
             span = self.storages[storage.data_ptr()] = Span(len(self.storages), storage)
         span.add(data)
-        strides = None if data.stride() == _dense(shape) else data.stride()
+        strides = None if data.stride() == contiguous_strides(shape) else data.stride()
         at, device = data.storage_offset(), tensor.device.type
         where = (span.index, _NAMES[tensor.dtype], shape, strides, at, device)
         kind = type(tensor) if tensor.is_leaf else Tensor  # no gradient goes on from here
@@ -199,7 +200,7 @@ class _Unpickler(pickle.Unpickler):
         storage = self._storages[index]
         tensor = torch.empty(0, dtype=_DTYPES[dtype], device=storage.device)
         at -= begin // tensor.element_size()
-        tensor.set_(storage, at, shape, _dense(shape) if strides is None else strides)
+        tensor.set_(storage, at, shape, contiguous_strides(shape) if strides is None else strides)
         if parameter:
             return torch.nn.Parameter(tensor, wants_grad)
         return tensor.requires_grad_(wants_grad)
@@ -208,14 +209,6 @@ class _Unpickler(pickle.Unpickler):
 def tensor_of(*_: object) -> Tensor:
     """A tensor of one of the message's storages; the decoder has them."""
     raise LookupError("a tensor of a message that was decoded without its storages")
-
-
-def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
 
 
 def _complete(tensor: Tensor, more: tuple[dict[str, Any], Tensor | None]) -> None:

@@ -100,7 +100,8 @@ def canonicalise(
 
 
 def _check_derivative(node: fx.Node) -> None:
-    """Raises PlanningError for an operator of this project: none has a forward-mode derivative."""
+    """Raise PlanningError if the node calls an operator of this project with tensors: none of these
+    operators has a forward-mode derivative."""
     name = node.target.name()  # type: ignore[union-attr]
     if name.startswith("dt::") and node.all_input_nodes:
         raise planning_error(

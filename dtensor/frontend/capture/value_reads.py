@@ -65,8 +65,8 @@ class ValueReads:
         kwargs: Mapping[str, Any],
         untraced: Sequence[torch.Tensor],
     ) -> Any:
-        """``func(*args, **kwargs)``, where ``untraced`` are those of its tensors that were there
-        before the capture."""
+        """Return ``func(*args, **kwargs)``, and note what it reads. ``untraced``: the tensors among
+        its arguments that existed before the capture."""
         alone = func in _READS and not any(isinstance(x, FakeTensor) for x in args)
         if alone or func in _BUILDS:
             for x in untraced:

@@ -145,7 +145,7 @@ class ProgramWrites:
                 return True
 
     def names(self, path: str) -> bool:
-        """Whether code that ran says the last name of a path, as that of an iterator."""
+        """Return whether code that ran contains the last name of the path of an iterator."""
         codes = self._recorder.codes()
         words = re.findall(r"[^\W\d]\w*", path.partition(" (")[0])[-1:]
         return codes is None or any(

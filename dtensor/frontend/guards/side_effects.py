@@ -321,8 +321,8 @@ def _state(generator: Any) -> object:
 
 
 def _position(iterator: Any) -> object:
-    """Python's iterators pickle as what they read from and where they are, or have a length that is
-    left. Of others, and of those that call a function, the position is unknown."""
+    """Return what the iterator pickles as, and how many items are left, which together change with
+    each item drawn; `_UNKNOWN` if it does not pickle or calls a function."""
     if isinstance(iterator, _CALLS):
         return _UNKNOWN
     try:

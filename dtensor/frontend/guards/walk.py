@@ -292,8 +292,8 @@ def items_of(value: Any) -> list[Any] | None:
 
 
 def space_of(value: Any) -> dict[str, Any]:
-    """The attributes that an object holds, without asking its own methods; {} where it has none. Of
-    a `threading.local` those of the thread that asks."""
+    """The attributes that an object holds, without asking its own methods; {} where it has none. A
+    `threading.local` has those of the current thread."""
     try:
         return attribute_of(value, "__dict__")
     except Exception:  # none, or a property of the user's in its place

@@ -180,9 +180,10 @@ def _following(
     metas: Mapping[str, Meta],
     num: int,
 ) -> tuple[Strategy, ...]:
-    """The strategies that read most settled operands as they are settled; and those that read none
-    of the split ones so, but an operand split that is not settled. It may come split, as an input
-    that is split on the weights' axis does: which operand is moved is a question of price."""
+    """Return the strategies that read most settled operands as they are settled. Return those too
+    that read no settled split operand so, but split an operand that is not settled: it may come
+    split, as an input that is split on the weights' axis does. The solve decides by price which
+    operand is moved."""
     agreeing = [_agreement(s, known, settled, metas, num) for s in strategies]
     best = max(agreeing, default=(0, 0))
     indices = {index for index, _ in known}
