@@ -524,7 +524,7 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
 
 def _check_product(node: fx.Node) -> None:
     """Raises for a product of real and complex numbers, which torch's fake tensors take."""
-    values = [x.meta["val"] for x in node.all_input_nodes]
+    values = [x.meta["val"] for x in node.all_input_nodes if "val" in x.meta]  # else ours
     if len({x.dtype.is_complex for x in values}) > 1:
         raise planning_error(
             f"{_op_name(node)} does not take real and complex operands together.",
