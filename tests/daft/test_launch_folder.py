@@ -40,7 +40,7 @@ from tests.daft.test_status import ALL
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary files go, and nothing is yet; /tmp is not looked at."""
-    (own := tmp_path / "tmp").mkdir()
+    (own := tmp_path / "t").mkdir()  # short: a socket of multiprocessing is below
     monkeypatch.setattr(tempfile, "tempdir", str(own))
     monkeypatch.setattr(launch_folder, "ALSO", str(own))
     return own
