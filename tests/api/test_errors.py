@@ -22,6 +22,7 @@ from dtensor.api.model.stating.stated_placements import input_pins, planner_pins
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
@@ -288,6 +289,19 @@ aten.mm.default does not take bf16 and f32 together.
   test_errors.py:N: lambda x, weight: F.linear(x.bfloat16().relu(), weight),
 fix: make relu f32, as with .to(torch.float32), or run it under torch.autocast""",
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fix"),
+    [
+        (torch.bfloat16, "pass x.float(), or call model.to(torch.bfloat16), or use torch.autocast"),
+        (torch.int64, "pass x.float()"),
+    ],
+)
+def test_a_batch_of_another_dtype_than_the_weights(dtype: torch.dtype, fix: str) -> None:
+    model = dt.parallelize(nn.Linear(4, 4), TP2)
+    text = refused(dt.compile(lambda m, x: m(x), TP2).plan, model, torch.ones(2, 4, dtype=dtype))
+    assert text.splitlines()[1::3] == [f"  x: {dtype_name(dtype)}[2,4]", f"fix: {fix}"]
 
 
 def test_item() -> None:

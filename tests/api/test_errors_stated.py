@@ -183,6 +183,7 @@ inputs names "tokns", which is no tensor argument that the program uses.
   tensor arguments: tokens: i64[8,16], labels: i64[8]
 fix: write "tokens\"""",
     )
+    assert input_pins(arguments, {"mask": dict(dp=Row())}, MESH, absent={"mask"}).pins == {}
     assert_expected_inline(
         refused(input_pins, arguments, dict(dp=Shard(1)), MESH),
         """\

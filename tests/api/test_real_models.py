@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
+from torch.func import jvp
+from torch.nn.utils import parametrizations, rnn
 
 import dtensor as dt
 from tests.training import Placed, assert_trains_as_torch
@@ -92,6 +93,74 @@ def test_an_lstm_over_a_split_batch() -> None:
         "forward all_reduce@dp": 1,
         "optimizer all_reduce@dp": 2,
     }
+
+
+class Packed(nn.Module):
+    """An LSTM over the words of each text, which are followed by zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6)
+        self.lstm = nn.LSTM(6, 5, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        lengths = (tokens != 0).sum(1).cpu()
+        x = self.embed(tokens)
+        packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        output, (h, _) = self.lstm(packed)
+        padded, known = rnn.pad_packed_sequence(output, batch_first=True)
+        return self.head(h.transpose(0, 1).flatten(1) + padded.sum(1) / known[:, None])
+
+
+def test_packed_sequences_over_a_split_batch() -> None:
+    """One plan serves all lengths: they stay a tensor."""
+    tokens = torch.randint(1, 12, (4, 3))
+    first, second = tokens.clone(), tokens.clone()
+    first[1, 2:], second[2, 1:] = 0, 0
+    batches = [(x, torch.randint(0, 4, (4,))) for x in (first, second)]
+    placed = Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row()))
+    assert trained(Packed(), placed, batches)["optimizer all_reduce@dp"] == 2
+
+
+class Causal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        return self.head(self.encoder(x, mask=mask).mean(1))
+
+
+def test_torch_reads_a_mask_that_is_made_of_constants() -> None:
+    """It asks whether the mask is causal, and then leaves it to the attention."""
+    module = Causal()
+    batches = [(torch.randn(4, 3, 8), torch.randint(0, 4, (4,)))]
+    trained(module, Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row())), batches)
+
+
+class Derived(nn.Module):
+    """A derivative along a direction, through a norm, a loss and tensors that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def f(x: Tensor) -> Tensor:
+            scores = self.net(x) * torch.ones(4) + torch.zeros_like(x[:, :4])
+            entropy = F.cross_entropy(scores, torch.arange(len(x)), reduction="none")
+            return scores + entropy[:, None]
+
+        return jvp(f, (x,), (torch.ones_like(x),))[1]
+
+
+def test_forward_mode_derivatives_lose_no_tangent() -> None:
+    batches = [(torch.randn(4, 6), torch.randint(0, 4, (4,)))]
+    trained(Derived(), Placed(axes=dict(dp=2), inputs=dict(dp=dt.Row())), batches)
 
 
 def test_norms_of_weights() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtensor.errors import PlanningError
@@ -162,6 +163,25 @@ def changed_argument(x: Tensor) -> Tensor:
     return x * 2
 
 
+def packed_data(x: Tensor) -> Tensor:
+    """
+    The shape and order of a packed sequence depend on the lengths, whose values are not known when the program is planned.
+      test_refusals.py:N: return nn.utils.rnn.pack_padded_sequence(x, (x > 0).sum(1)).data
+    fix: call pad_packed_sequence(..., total_length=number of steps) and use the padded tensor with a mask; pack inside the program, and pass the padded tensor and the lengths
+    """  # noqa: E501
+    return nn.utils.rnn.pack_padded_sequence(x, (x > 0).sum(1)).data
+
+
+def flexible_attention(x: Tensor) -> Tensor:
+    """
+    torch.nn.attention.flex_attention is not supported: its score_mod and mask_mod are programs of their own.
+      test_refusals.py:N: return flex_attention(x, x, x)
+    fix: torch.nn.functional.scaled_dot_product_attention with attn_mask=, or is_causal=True
+    """  # noqa: E501
+    x = x[None, None]
+    return flex_attention(x, x, x)
+
+
 class Storing(nn.Module):
     """
     The program stores a tensor in an attribute of a module, which would be lost.
@@ -224,6 +244,8 @@ REFUSED = [
     (gradient_inside, (torch.randn(2, requires_grad=True),), "loss"),
     (Average(), (X,), "loss"),
     (changed_argument, (X,), "none"),
+    (packed_data, (X,), "none"),
+    (flexible_attention, (X,), "none"),
     (Storing(), (X,), "none"),
     (closed_over, (torch.randn(2, 16),), "tangents"),
     (loss_of_rows, MODEL_AND_X, "loss"),
@@ -271,8 +293,22 @@ def test_other_questions_about_data(ask: Any) -> None:
 
 
 def test_a_number_made_in_the_program_may_be_asked_for() -> None:
-    graph = capture(lambda x: x * float(torch.tensor(3.0)), (torch.randn(2),), grads="none")
-    assert [n.args[1] for n in graph.nodes] == [3.0]
+    def fn(x: Tensor) -> Tensor:
+        steps = torch.zeros(4)
+        steps[1:].fill_(1.0)
+        return x * float(torch.tensor(3.0)) + steps.sum().item()
+
+    graph = capture(fn, (torch.randn(2),), grads="none")
+    assert [n.args[1] for n in graph.nodes] == [3.0, 3.0]
+
+
+def test_a_constant_that_is_changed_by_an_argument_may_not_be_asked_for() -> None:
+    def fn(x: Tensor) -> Tensor:
+        steps = torch.zeros(4)
+        steps[1:].copy_(x)
+        return x * steps.sum().item()
+
+    assert ".item() of f32[]" in refused(fn, torch.randn(3))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from dtensor.private_torch import (
+    DisableTorchFunction,
     FakeTensor,
     OpOverload,
     TorchDispatchMode,
@@ -55,7 +56,7 @@ class ValueReads:
 
     def add(self, x: torch.Tensor) -> None:
         if id(x) not in self._found:
-            with disable_current_modes(), torch._C.DisableTorchFunction():
+            with disable_current_modes(), DisableTorchFunction():
                 self._found[id(x)] = (x, x.detach().clone())
 
     def watched(
@@ -90,7 +91,7 @@ class ValueReads:
         if needed is None:
             return None
         values: dict[fx.Node, Any] = {}
-        with disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with disable_current_modes(), DisableTorchFunction(), torch.no_grad():
             for each in node.graph.nodes:
                 if each not in needed:
                     continue

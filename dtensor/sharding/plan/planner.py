@@ -136,7 +136,7 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
         ):
             (name,) = maker.operands
         metas[labels.get(name, name)] = flow.metas[name]
-    fix = _other_batch(flow, {meta.dtype for meta in metas.values()})
+    fix = _other_batch(flow, metas)
     widest = reduce(torch.promote_types, (meta.dtype for meta in metas.values()))
     given = " and ".join(sorted({dtype_name(meta.dtype) for meta in metas.values()}))
     floats = all(meta.dtype.is_floating_point for meta in metas.values())
@@ -155,17 +155,21 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
     )
 
 
-def _other_batch(flow: Dataflow, dtypes: set[torch.dtype]) -> str:
-    """Return the fix if an argument of another dtype meets parameters of float32; of float64, which
-    numpy makes by default, of another float, or of integers."""
+def _other_batch(flow: Dataflow, metas: Mapping[str, Meta]) -> str:
+    """Return the fix if an argument of another dtype meets parameters of float32, or if the batch
+    is float64, which numpy makes by default. ``metas``: the operands."""
+    dtypes = {meta.dtype for meta in metas.values()}
     parameters = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"} & dtypes
-    others = dtypes - {torch.float32}
-    given = [i for i in flow.inputs if i.kind == "argument" and flow.metas[i.name].dtype in others]
-    if parameters != {torch.float32} or not given:
+    if parameters != {torch.float32}:
         return ""
-    x, dtype = given[0].label, flow.metas[given[0].name].dtype
-    if dtype == torch.float64:
-        return f'fix: pass {x}.float(), of a numpy array {x}.astype("float32")'
-    if not dtype.is_floating_point:
-        return f"fix: pass {x}.float()"
-    return f"fix: pass {x}.float(), call model.to({dtype}) first, or compute under torch.autocast"
+    for item in flow.inputs:
+        x, dtype = item.label, flow.metas[item.name].dtype
+        if item.kind != "argument" or dtype not in dtypes - {torch.float32}:
+            continue
+        if dtype == torch.float64:
+            return f'fix: pass {x}.float(), of a numpy array {x}.astype("float32")'
+        if x in metas and not dtype.is_floating_point:
+            return f"fix: pass {x}.float()"
+        if x in metas:
+            return f"fix: pass {x}.float(), or call model.to({dtype}), or use torch.autocast"
+    return ""
