@@ -65,6 +65,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Shapes]] = {
     "written": (written, [(5, 6), (6,)]),
     "conv": (lambda a, w: F.conv1d(a, w, padding=1), [(2, 4, 6), (3, 4, 3)]),
     "sort": (lambda a: a.sort(1).values, [(5, 6)]),
+    "bools": (lambda a: a[[True, False, False, True, True]] * a[:, [0, 2]].sum(), [(5, 6)]),
+    "powers": (lambda a: torch.vander(a, 3) * torch.combinations(a).sum(), [(5,)]),
     "diagonal": (lambda a: a.diagonal() * 2, [(5, 6)]),
 }
 

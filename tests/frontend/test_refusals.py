@@ -166,10 +166,10 @@ def changed_argument(x: Tensor) -> Tensor:
 def packed_data(x: Tensor) -> Tensor:
     """
     The shape and order of a packed sequence depend on the lengths, whose values are not known when the program is planned.
-      test_refusals.py:N: return nn.utils.rnn.pack_padded_sequence(x, (x > 0).sum(1)).data
+      test_refusals.py:N: return nn.utils.rnn.pack_padded_sequence(x, (x > 0).sum(0)).data.sum()
     fix: call pad_packed_sequence(..., total_length=number of steps) and use the padded tensor with a mask; pack inside the program, and pass the padded tensor and the lengths
     """  # noqa: E501
-    return nn.utils.rnn.pack_padded_sequence(x, (x > 0).sum(1)).data
+    return nn.utils.rnn.pack_padded_sequence(x, (x > 0).sum(0)).data.sum()
 
 
 def flexible_attention(x: Tensor) -> Tensor:

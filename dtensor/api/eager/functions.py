@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx
@@ -125,8 +126,48 @@ def _fill_diagonal_(x: Any, value: Any, wrap: bool = False) -> Any:
     return x.masked_fill_(diagonal, value)
 
 
+def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
+    """Torch's own form selects by a mask, whose size is a value."""
+    return x[torch.combinations(torch.arange(len(x)), r, with_replacement)]
+
+
+def _vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+    """Torch's own form writes into a tensor that it makes."""
+    powers = torch.arange(len(x) if N is None else N)
+    return x[:, None] ** (powers if increasing else powers.flip(0))
+
+
+def _get(x: Any, index: Any) -> Any:
+    return x[_without_masks(index)]
+
+
+def _set(x: Any, index: Any, value: Any) -> None:
+    x[_without_masks(index)] = value
+
+
+def _without_masks(index: Any) -> Any:
+    """The index with the positions of True in lists and numpy arrays of bools."""
+    items: list[Any] = []
+    for item in index if isinstance(index, tuple) else (index,):
+        known = isinstance(item, (list, np.ndarray)) and len(item) > 0
+        mask = np.asarray(item) if known and not _has_tensors(item) else None
+        if mask is None or mask.dtype != bool:
+            items.append(item)
+        else:
+            items += map(torch.from_numpy, mask.nonzero())
+    return tuple(items) if isinstance(index, tuple) or len(items) != 1 else items[0]
+
+
+def _has_tensors(item: Any) -> bool:
+    return any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item))
+
+
 _WHOLE: dict[Any, Callable[..., Any]] = {
     torch.Tensor.fill_diagonal_: _fill_diagonal_,
+    torch.Tensor.__getitem__: _get,
+    torch.Tensor.__setitem__: _set,
+    torch.combinations: _combinations,
+    torch.vander: _vander,
     torch.lstm: _lstm,
     F.multi_head_attention_forward: _multi_head,
     F.scaled_dot_product_attention: _attention,

@@ -213,7 +213,7 @@ class CallAsModule(nn.Module):
             self._check_loss(out)
         flat, spec = pytree.tree_flatten(out)
         if any(isinstance(leaf, (StandIn, PackedSequence)) for leaf in flat):
-            raise packed_data(source_of_callable(self.call.fn))
+            raise packed_data(source=source_of_callable(self.call.fn))
         is_tensor = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)
         self.seen.out_tree = OutTree(
             spec=spec,

@@ -30,7 +30,7 @@ from dtensor.errors import PlanningError
 from dtensor.frontend.capture.value_reads import ValueReads
 from dtensor.private_torch import disable_current_modes, pack_padded, pad_packed
 
-Refuse = Callable[[], PlanningError]
+Refuse = Callable[..., PlanningError]
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _PACKS = rnn.pack_padded_sequence.__code__
 _PADS = rnn.pad_packed_sequence.__code__
@@ -149,25 +149,25 @@ def _packed(
 ) -> tuple[Packed, BatchSizes]:
     rows = x.transpose(0, 1) if batch_first else x
     steps, batch = rows.shape[:2]
-    if lengths.shape != (batch,):
-        raise RuntimeError(
-            f"Expected `len(lengths)` to be equal to batch_size, but got {lengths.numel()} "
-            f"(batch_size={batch})"
-        )
-    fits = (lengths > 0) & (lengths <= steps)
-    message = f"Lengths of packed sequences are to be 1 to {steps}"
     known = reads.known(lengths)
-    if known is None:
-        torch.ops.dt.ask(fits.all(), True, message)
-    else:
+    numbers: list[int] = []
+    if known is not None:
         with disable_current_modes():
             numbers = known.tolist()
-        if not 0 < min(numbers) <= max(numbers) <= steps:
-            raise RuntimeError(f"{message}, but got {numbers}")
+    if lengths.shape != (batch,) or any(not 0 < n <= steps for n in numbers):
+        raise refuse(
+            f"A packed sequence has one length of 1 to {steps} for each of {batch} sequences.",
+            f"lengths: {numbers or list(lengths.shape)}",
+            fix="pass the lengths of the sequences, and batch_first=True if the batch is dim 0",
+        )
+    if numbers:
         steps = max(numbers)
         rows = rows[:steps]
+    else:
+        fits = (lengths > 0) & (lengths <= steps)
+        torch.ops.dt.ask(fits.all(), True, f"Lengths of packed sequences are to be 1 to {steps}")
     rows = torch.where(_in_use(rows, lengths), rows, 0)
-    sizes = BatchSizes(refuse, steps, batch, known is not None)
+    sizes = BatchSizes(refuse, steps, batch, bool(numbers))
     return Packed(refuse, rows, lengths), sizes
 
 

@@ -148,7 +148,7 @@ class RefusalMode(TorchFunctionMode):
                 source=source_here(),
                 fix='torch.autocast("cuda", enabled=False) around it, and a cast of its input',
             )
-        packed = packed_result(func, args, kwargs, self.values, lambda: packed_data(source_here()))
+        packed = packed_result(func, args, kwargs, self.values, packed_data)
         if packed is not None:
             return packed[0]
         if func in _ASKS and not _is_constant(args[0]):
@@ -407,15 +407,16 @@ def stored_by_torch(module: nn.Module, name: str) -> StoredByTorch | None:
     return None
 
 
-def packed_data(source: Source | None) -> PlanningError:
+def packed_data(
+    fact: str = "The shape and order of a packed sequence depend on the lengths, whose values are "
+    "not known when the program is planned.",
+    *operands: str,
+    fix: str = "call pad_packed_sequence(..., total_length=number of steps) and use the padded "
+    "tensor with a mask; pack inside the program, and pass the padded tensor and the lengths",
+    source: Source | None = None,
+) -> PlanningError:
     """For a packed sequence that is read as a tensor, or is an argument or a result."""
-    return planning_error(
-        "The shape and order of a packed sequence depend on the lengths, whose values are not "
-        "known when the program is planned.",
-        source=source,
-        fix="call pad_packed_sequence(..., total_length=number of steps) and use the padded tensor "
-        "with a mask; pack inside the program, and pass the padded tensor and the lengths",
-    )
+    return planning_error(fact, *operands, source=source or source_here(), fix=fix)
 
 
 FLEX = "torch.nn.attention.flex_attention"
