@@ -704,11 +704,13 @@ def leaf_key(leaf: Any) -> object:
         case TensorSpec():
             return (contiguous_layout(leaf), leaf.requires_grad)
         case torch.Tensor():
-            if leaf.layout is not torch.strided:
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                kind = "nested" if leaf.is_nested else "sparse"
+                shape = f"{leaf.size(0)} tensors" if leaf.is_nested else list(leaf.shape)
                 raise PlanningError(
-                    f"an argument is a sparse or nested tensor ({leaf.layout}), which no rule "
-                    f"takes.\n  {dtype_name(leaf.dtype)}{list(leaf.shape)}\n"
-                    f"fix: pass x.to_dense(), or x.to_padded_tensor(0) of a nested one"
+                    f"an argument is a {kind} tensor ({leaf.layout}), which no rule takes.\n"
+                    f"  {shape} of {dtype_name(leaf.dtype)}\n"
+                    f"fix: pass x.{'to_padded_tensor(0)' if leaf.is_nested else 'to_dense()'}"
                 )
             return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         case float():
