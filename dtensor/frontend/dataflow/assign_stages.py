@@ -54,8 +54,8 @@ def staged(
 
     ``stages``: canonical name of a parameter or buffer to the stages that hold it; ``homes``: each
     of its names to those of that name, which say on which of the stages a module's ops are; ``at``:
-    name of an argument to its only stage. Raises PlanningError where an op would need a parameter
-    of a stage before its inputs'.
+    name of an argument to its only stage. Raises PlanningError if an op of a module needs a
+    parameter of an earlier stage than the op's inputs.
     """
     homes = stages if homes is None else homes
     return _Stager(flow, stages, homes, at or {}, num_stages).assign()
