@@ -350,3 +350,25 @@ def test_one_of_keys_and_values_that_is_repeated_is_not_grouped() -> None:
         return squares(F.scaled_dot_product_attention(q, interleaved(k), v))
 
     captured(fn, heads(), heads(G, seed=1), heads(seed=2))
+
+
+def test_one_head_of_keys_is_a_group() -> None:
+    """Without enable_gqa torch broadcasts it."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        seen = (torch.arange(T) <= lengths[:, None])[:, None, None]
+        return squares(F.scaled_dot_product_attention(q, k, v, seen))
+
+    graph = captured(fn, heads(), heads(1, seed=1), heads(1, seed=2), torch.tensor([2, 5]))
+    assert masks(graph) == [(B, 1, 1, T)]
+
+
+def test_attention_that_stays_written_out_hides_what_a_mask_hides() -> None:
+    """The values are narrower than the keys."""
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        seen = (torch.arange(T) <= lengths[:, None])[:, None, None]
+        return squares(F.scaled_dot_product_attention(q, k, v[..., : D // 2], seen))
+
+    graph = captured(fn, heads(), heads(seed=1), heads(seed=2), torch.tensor([2, 5]))
+    assert not masks(graph)

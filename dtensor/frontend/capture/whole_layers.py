@@ -10,6 +10,7 @@ kernels: multilabel_margin_loss with targets that end early (-1) comes out wrong
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -93,7 +94,11 @@ def _written_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """What SDPBackend.MATH would choose, which is a choice of the process."""
+    """What SDPBackend.MATH would choose, which is a choice of the process. That op adds its mask to
+    the scores, whatever the mask's dtype."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        added = torch.zeros_like(attn_mask, dtype=query.dtype)
+        attn_mask = added.masked_fill(~attn_mask, -math.inf)
     written = torch.ops.aten._scaled_dot_product_attention_math.default
     return written(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
                    enable_gqa=enable_gqa)[0]  # fmt: skip

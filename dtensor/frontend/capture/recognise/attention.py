@@ -108,7 +108,8 @@ def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
         raise NoMatch(f"its queries have {q.dim()} dims and not 4")
     if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]) or k.shape != v.shape:
         raise NoMatch("its queries, keys and values are of other sizes")
-    if q.shape[1] != k.shape[1] and not (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0):
+    shares = k.shape[1] == 1 or (a["enable_gqa"] and q.shape[1] % k.shape[1] == 0)
+    if q.shape[1] != k.shape[1] and not shares:
         raise NoMatch("its queries and keys have other numbers of heads")
     if a["attn_mask"] is not None:
         if a["is_causal"]:  # torch raises where it runs
