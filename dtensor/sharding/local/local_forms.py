@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor.numerics import is_narrow
+from dtensor.numerics import accumulation_dtype, is_narrow
 from dtensor.private_torch import flash_attention_for_cpu
 
 aten: Any = torch.ops.aten
@@ -203,3 +203,40 @@ def flash_attention_backward(
         grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )
     return dq, dk, dv
+
+
+def attention_of_heads(
+    op: Callable[..., Any], kv_heads: Sequence[int], q: Tensor, k: Tensor, v: Tensor, *args: Any
+) -> Any:
+    """The attention op with these heads of k and v [b g s d]: one for each query head, or for as
+    many query heads each."""
+    return op(q, _heads(k, kv_heads), _heads(v, kv_heads), *args)
+
+
+def attention_of_heads_backward(
+    op: Callable[..., Any],
+    kv_heads: Sequence[int],
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *args: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its gradients: those of k and v are this rank's part of a sum, 0 for the other heads."""
+    dq, dk, dv = op(grad, q, _heads(k, kv_heads), _heads(v, kv_heads), *args)
+    return dq, _heads_backward(dk, kv_heads, k), _heads_backward(dv, kv_heads, v)
+
+
+def _heads(x: Tensor, heads: Sequence[int]) -> Tensor:
+    """The heads of x [b g s d], without a copy where they are neighbours."""
+    first, num = heads[0] if heads else 0, len(heads)
+    if list(heads) == list(range(first, first + num)):
+        return x[:, first : first + num]
+    return torch.cat([x[:, i : i + 1] for i in heads], 1)
+
+
+def _heads_backward(grad: Tensor, heads: Sequence[int], x: Tensor) -> Tensor:
+    total = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
+    for i, head in enumerate(heads):
+        total[:, head] += grad[:, i]
+    return total.to(x.dtype)

@@ -110,7 +110,8 @@ class Rule:
     call, 0 if memory traffic dominates. kind: see `Kind`. dtypes: the allowed combinations of
     operands' dtypes (dtypes.py). of_loss: its sums over a split factor are parts of a loss, one
     number a row: they stay pending. parts: how a rank leaves its part of a sum of 16 bits in
-    float32; None: it cannot (`Parts`).
+    float32; None: it cannot (`Parts`). fallback: the rule for a shard that does not line up with
+    the factors of this one; ``localize`` of this rule serves both.
     """
 
     operands: tuple[Dims, ...]
@@ -127,6 +128,7 @@ class Rule:
     dtypes: Dtypes = "promote"
     of_loss: bool = False
     parts: Parts = None
+    fallback: Rule | None = None
 
     @cached_property
     def size(self) -> dict[str, int]:

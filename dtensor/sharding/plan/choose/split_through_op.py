@@ -53,13 +53,13 @@ def split_by(op: Op, strategy: Strategy) -> Iterator[tuple[str, Shard]]:
 def through(rule: Rule, tensor: int, shard: Shard, num: int) -> Through:
     """The strategy of an op of which ``tensor`` (operands first, then results) lies as ``shard``.
 
-    CROOKED where the shard does not line up with the factors of its dim; None where the op cannot
-    be split so.
+    CROOKED where the shard does not line up with the factors of its dim, by the rule or its
+    fallback; None where the op cannot be split so.
     """
     dims = (*rule.operands, *rule.results)[tensor]
     assignment = rule.match(dims, shard, num)
     if assignment is None:
-        return CROOKED
+        return CROOKED if rule.fallback is None else through(rule.fallback, tensor, shard, num)
     return rule.apply(_complete(rule, assignment), num)
 
 

@@ -68,54 +68,82 @@ def _linear(call: OpCall) -> Rule:
     return make(call, "... k, n k, n -> ... n", linear=((0, 2), (1, 2)), addends=(2,))
 
 
-def _attention(call: OpCall) -> Rule:
-    heads = _heads(call, 0, 1)
-    text = f"b {heads} t! e!, b g s! e!, b g s! f! -> b {heads} t! f!, b {heads} t!"
+def _by_heads(build: Callable[[OpCall, str, str], Rule], q: int) -> Builder:
+    """The rule of an attention op, from the terms of its query heads and of its key heads.
+
+    Groups of heads are split, with their keys and values. A split of query heads that cuts a group
+    leaves keys and values whole: each rank takes the heads that its queries use. ``q`` is the index
+    of the queries; keys and values follow them.
+    """
+
+    def by_heads(call: OpCall) -> Rule:
+        if call.operands[q].shape[1] == call.operands[q + 1].shape[1]:
+            return build(call, "g", "g")
+        grouped, cut = build(call, "(g r)", "g"), build(call, "h", "g!")
+        return replace(grouped, fallback=cut, localize=_of_used_heads(q))
+
+    return of_kind("attention", by_heads)
+
+
+def _attention(call: OpCall, h: str, g: str) -> Rule:
+    text = f"b {h} t! e!, b {g} s! e!, b {g} s! f! -> b {h} t! f!, b {h} t!"
     rule = make(call, text, sizes=_groups(call, 0, 1))
     return replace(rule, flops=_attention_flops(rule))
 
 
-def _attention_backward(call: OpCall) -> Rule:
-    heads = _heads(call, 1, 2)
+def _attention_backward(call: OpCall, h: str, g: str) -> Rule:
     text = (
-        f"b {heads} t! f!, b {heads} t! e!, b g s! e!, b g s! f!, b {heads} t! f!, b {heads} t! "
-        f"-> b {heads} t! e!, b g s! e!, b g s! f!"
+        f"b {h} t! f!, b {h} t! e!, b {g} s! e!, b {g} s! f!, b {h} t! f!, b {h} t! "
+        f"-> b {h} t! e!, b {g} s! e!, b {g} s! f!"
     )
     rule = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
     return replace(rule, flops=_attention_flops(rule) * 5 // 2)
 
 
-def _attention_masked(call: OpCall) -> Rule:
-    heads, mask = _heads(call, 0, 1), _mask_term(call, 3, 0, 1)
-    text = f"b {heads} t e!, b g s! e!, b g s! e!, {mask} -> b {heads} t e!, b {heads} t"
+def _attention_masked(call: OpCall, h: str, g: str) -> Rule:
+    mask = _mask_term(call, 3, h)
+    text = f"b {h} t e!, b {g} s! e!, b {g} s! e!, {mask} -> b {h} t e!, b {h} t"
     rule = make(call, text, sizes=_groups(call, 0, 1))
     return replace(rule, flops=_attention_flops(rule))
 
 
-def _attention_masked_backward(call: OpCall) -> Rule:
+def _attention_masked_backward(call: OpCall, h: str, g: str) -> Rule:
     """Each rank's queries give a part of the gradients of keys and values."""
-    q, kv, stats = f"b {_heads(call, 1, 2)} t e!", "b g s! e!", f"b {_heads(call, 1, 2)} t"
-    mask = _mask_term(call, 4, 1, 2)
-    text = f"{q}, {q}, {kv}, {kv}, {mask}, {q}, {stats} -> {q}, {kv}, {kv}"
+    q, kv, stats = f"b {h} t e!", f"b {g} s! e!", f"b {h} t"
+    text = f"{q}, {q}, {kv}, {kv}, {_mask_term(call, 4, h)}, {q}, {stats} -> {q}, {kv}, {kv}"
     rule = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
     return replace(rule, flops=_attention_flops(rule) * 5 // 2)
 
 
-def _mask_term(call: OpCall, mask: int, q: int, k: int) -> str:
+def _mask_term(call: OpCall, mask: int, heads: str) -> str:
     """Its dims, from the right: those of the scores, or 1."""
     shape = call.operands[mask].shape
-    named = ["b", _heads(call, q, k), "t", "s!"][4 - len(shape) :]
+    named = ["b", heads, "t", "s!"][4 - len(shape) :]
     return " ".join("1" if n == 1 else f for f, n in zip(named, shape, strict=True))
 
 
-def _heads(call: OpCall, q: int, k: int) -> str:
-    """Query heads: groups of r, or just the groups where each has one."""
-    return "g" if call.operands[q].shape[1] == call.operands[k].shape[1] else "(g r)"
-
-
 def _groups(call: OpCall, q: int, k: int) -> dict[str, int]:
-    groups = call.operands[k].shape[1]
-    return {"g": groups, "r": call.operands[q].shape[1] // max(1, groups)}
+    heads, groups = call.operands[q].shape[1], call.operands[k].shape[1]
+    return {"h": heads, "g": groups, "r": heads // max(1, groups)}
+
+
+def _of_used_heads(q: int) -> Localizer:
+    """Call the op with the key and value heads that the query heads of the rank use."""
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        group = call.operands[q].shape[1] // max(1, call.operands[q + 1].shape[1])
+        held = [i for lo, hi in local.operand_intervals(q + 1, 1) for i in range(lo, hi)]
+        heads = [i for lo, hi in local.operand_intervals(q, 1) for i in range(lo, hi)]
+        used = [held.index(head // group) for head in heads]
+        distinct = sorted(set(used))
+        if used == [i for i in distinct for _ in range(len(used) // len(distinct))]:
+            used = distinct  # the op repeats each for as many query heads
+        if len(used) == len(held):
+            return call
+        run = local_forms.attention_of_heads if q == 0 else local_forms.attention_of_heads_backward
+        return retarget(call, run, call.target, used, *call.args, **dict(call.kwargs))
+
+    return localize
 
 
 def _attention_flops(rule: Rule) -> int:
@@ -259,10 +287,10 @@ RULES: dict[str, Builder] = {
     "aten.addmv.default": _added("m k, k", "m", "m k"),
     "aten.addr.default": _added("m, n", "m n", "m n"),
     "aten.linear.default": _linear,
-    "dt.attention.default": of_kind("attention", _attention),
-    "dt.attention_backward.default": of_kind("attention", _attention_backward),
-    "dt.attention_masked.default": of_kind("attention", _attention_masked),
-    "dt.attention_masked_backward.default": of_kind("attention", _attention_masked_backward),
+    "dt.attention.default": _by_heads(_attention, 0),
+    "dt.attention_backward.default": _by_heads(_attention_backward, 1),
+    "dt.attention_masked.default": _by_heads(_attention_masked, 0),
+    "dt.attention_masked_backward.default": _by_heads(_attention_masked_backward, 1),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _masked,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _masked_backward,
     "aten._trilinear.default": _trilinear,
