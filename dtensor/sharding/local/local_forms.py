@@ -96,6 +96,47 @@ def strided_scatter(
     return torch.as_strided_scatter(x.contiguous(), source, size, stride, offset)
 
 
+def part_of_reshape(
+    x: Tensor, whole: Sequence[int], shape: Sequence[int], dim: int, positions: Sequence[int]
+) -> Tensor:
+    """These positions of a dim of x reshaped to ``whole``, as ``shape``."""
+    return picked(x.reshape(tuple(whole)), dim, positions).reshape(tuple(shape))
+
+
+def filled_reshape(
+    x: Tensor, whole: Sequence[int], shape: Sequence[int], dim: int, positions: Sequence[int]
+) -> Tensor:
+    """x at these positions of a dim of zeros [whole], reshaped to ``shape``."""
+    return _placed(x, x.new_zeros(tuple(whole)), dim, positions).reshape(tuple(shape))
+
+
+def picked(x: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
+    """These positions of a dim, without a copy where they are neighbours."""
+    parts = [x.narrow(dim, start, num) for start, num in _runs(positions)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _placed(x: Tensor, total: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
+    """``total`` with x added at these positions of a dim, of which one may occur twice."""
+    at = 0
+    for start, num in _runs(positions):
+        total.narrow(dim, start, num).add_(x.narrow(dim, at, num))
+        at += num
+    return total
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """The first position and the length of each run of neighbours; one empty run if there are
+    no positions."""
+    runs = list[tuple[int, int]]()
+    for position in positions:
+        if runs and position == sum(runs[-1]):
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((position, 1))
+    return runs or [(0, 0)]
+
+
 # -- layers and losses -----------------------------------------------------------------------------
 
 
@@ -210,7 +251,7 @@ def attention_of_heads(
 ) -> Any:
     """The attention op with these heads of k and v [b g s d]: one for each query head, or for as
     many query heads each."""
-    return op(q, _heads(k, kv_heads), _heads(v, kv_heads), *args)
+    return op(q, picked(k, 1, kv_heads), picked(v, 1, kv_heads), *args)
 
 
 def attention_of_heads_backward(
@@ -223,20 +264,9 @@ def attention_of_heads_backward(
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Its gradients: those of k and v are this rank's part of a sum, 0 for the other heads."""
-    dq, dk, dv = op(grad, q, _heads(k, kv_heads), _heads(v, kv_heads), *args)
-    return dq, _heads_backward(dk, kv_heads, k), _heads_backward(dv, kv_heads, v)
-
-
-def _heads(x: Tensor, heads: Sequence[int]) -> Tensor:
-    """The heads of x [b g s d], without a copy where they are neighbours."""
-    first, num = heads[0] if heads else 0, len(heads)
-    if list(heads) == list(range(first, first + num)):
-        return x[:, first : first + num]
-    return torch.cat([x[:, i : i + 1] for i in heads], 1)
-
-
-def _heads_backward(grad: Tensor, heads: Sequence[int], x: Tensor) -> Tensor:
-    total = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
-    for i, head in enumerate(heads):
-        total[:, head] += grad[:, i]
-    return total.to(x.dtype)
+    dq, dk, dv = op(grad, q, picked(k, 1, kv_heads), picked(v, 1, kv_heads), *args)
+    grads: list[Tensor] = []
+    for x, dx in ((k, dk), (v, dv)):
+        total = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
+        grads.append(_placed(dx, total, 1, kv_heads).to(x.dtype))
+    return dq, grads[0], grads[1]

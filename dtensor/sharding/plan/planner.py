@@ -32,9 +32,13 @@ from dtensor.sharding.plan.precision import uncast
 from dtensor.sharding.plan.record import PlanRecord, Timetable
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.verify import verify
+from dtensor.sharding.rules.build import resolve_dims
 from dtensor.sharding.rules.dtypes import accepts
 from dtensor.sharding.rules.registry import NoRule, rule_for
 from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.views import of_repeat
+
+_RESHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.default")
 
 
 @collector_paused()
@@ -123,7 +127,27 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
             raise NoRule(f"{fact}{where}\n{fix}") from error.__cause__
         if not accepts(rules[op.name].dtypes, tuple(meta.dtype for meta in op.call.operands)):
             raise _mixed(flow, op, rules)
+        if op.call.name in _RESHAPES:
+            rules[op.name] = _with_repeats(flow, op, rules[op.name])
     return rules
+
+
+def _with_repeats(flow: Dataflow, op: Op, rule: Rule) -> Rule:
+    """The rule of a view, with the fallback of `of_repeat` where it joins heads that an expand
+    repeated, or splits the gradient of such heads, which is then summed over the repeats."""
+    maker = flow.producers.get(op.operands[0])
+    if maker is not None and maker.call.name == "aten.expand.default":
+        before, after = maker.call.operands[0].shape, maker.call.result.shape
+        repeats = [i for i in range(1, len(before)) if before[i] == 1 != after[i]]
+        if len(before) == len(after) and len(repeats) == 1:
+            return of_repeat(rule, repeats[0], splits=False)
+    uses = [use.call for use, _ in flow.consumers.get(op.results[0] or "", ())]
+    if op.phase == "backward" and {call.name for call in uses} == {"aten.sum.dim_IntList"}:
+        dims = {resolve_dims(call.args[1], len(op.call.result.shape)) for call in uses}
+        dim, *more = dims.pop()
+        if not dims and not more and dim > 0:
+            return of_repeat(rule, dim, splits=True)
+    return rule
 
 
 def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:

@@ -138,7 +138,7 @@ def _of_used_heads(q: int) -> Localizer:
         distinct = sorted(set(used))
         if used == [i for i in distinct for _ in range(len(used) // len(distinct))]:
             used = distinct  # the op repeats each for as many query heads
-        if len(used) == len(held):
+        if used == list(range(len(held))):
             return call
         run = local_forms.attention_of_heads if q == 0 else local_forms.attention_of_heads_backward
         return retarget(call, run, call.target, used, *call.args, **dict(call.kwargs))
@@ -148,7 +148,7 @@ def _of_used_heads(q: int) -> Localizer:
 
 def _attention_flops(rule: Rule) -> int:
     size = rule.size
-    pairs = math.prod(size.get(factor, 1) for factor in ("b", "h", "g", "r", "t", "s"))
+    pairs = math.prod(size.get(factor, 1) for factor in ("b", "h", "t", "s"))
     return 2 * (size["e"] + size.get("f", size["e"])) * pairs
 
 

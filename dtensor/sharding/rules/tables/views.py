@@ -13,12 +13,13 @@ Invariants: linear in the one operand; sizes in arguments are made local from th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from dtensor.sharding.ops.call import Local, OpCall
+from dtensor.sharding.local import local_forms
+from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import (
     broadcast,
     linear_groups,
@@ -119,6 +120,60 @@ def _view(call: OpCall) -> Rule:
 def _reshape(call: OpCall, local: Local) -> OpCall:
     # reshape, not view: a shard may be a strided piece of what was contiguous as a whole.
     return retarget(call, aten.reshape.default, call.args[0], list(local.result_shape()))
+
+
+def of_repeat(rule: Rule, dim: int, *, splits: bool) -> Rule:
+    """The rule of a view that joins ``dim``, a dim of repeats, to the dim before it.
+
+        b g r s d -> b (g r) s d      with fallback      b g! r! s d -> b h s d
+
+    A shard of (g r) that cuts a group takes its part of the whole. ``splits``: the view goes the
+    other way, as in the gradient, whose sum over r is taken next: each rank fills its part into
+    zeros, and the result is a pending sum.
+    """
+    apart, joined = (rule.results, rule.operands) if splits else (rule.operands, rule.results)
+    pair = (*apart[0][dim - 1][0][-1:], *apart[0][dim][0])
+    at = next((i for i, (product,) in enumerate(joined[0]) if set(pair) <= set(product)), None)
+    if len(pair) != 2 or at is None:
+        return rule
+    (product,) = joined[0][at]
+    first = product.index(pair[0])
+    heads = (*product[:first], "h", *product[first + 2 :])
+    cut = (tuple((heads,) if i == at else d for i, d in enumerate(joined[0])),)
+    fallback = replace(
+        rule,
+        operands=cut if splits else apart,
+        results=apart if splits else cut,
+        sizes=(*rule.sizes, ("h", rule.size[pair[0]] * rule.size[pair[1]])),
+        whole=rule.whole | set(pair),
+        localize=None,
+    )
+    parts = [i for i, (factors,) in enumerate(apart[0]) if set(factors) & set(product)]
+    return replace(rule, fallback=fallback, localize=_part_of_repeat(at, parts, splits))
+
+
+def _part_of_repeat(at: int, parts: list[int], splits: bool) -> Localizer:
+    """``parts``: the dims that the view joins to dim ``at``."""
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        operand, result = local.operand_shape(0), local.result_shape()
+        if math.prod(operand) == math.prod(result):
+            return _reshape(call, local)
+        intervals = local.result_intervals if splits else local.operand_intervals
+        sizes = (call.result if splits else call.operands[0]).shape
+        whole = [0]
+        for dim in parts:
+            spans = intervals(0, dim)
+            whole = [i * sizes[dim] + j for i in whole for lo, hi in spans for j in range(lo, hi)]
+        held = (local.operand_intervals if splits else local.result_intervals)(0, at)
+        places = {index: i for i, index in enumerate(whole)}
+        positions = [places[i] for lo, hi in held for i in range(lo, hi)]
+        run = local_forms.filled_reshape if splits else local_forms.part_of_reshape
+        joined = list(operand if splits else result)
+        joined[at] = len(whole)
+        return retarget(call, run, call.args[0], joined, list(result), at, positions)
+
+    return localize
 
 
 def _expand(call: OpCall) -> Rule:
