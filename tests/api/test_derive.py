@@ -100,9 +100,9 @@ def test_fused_heads_outside_of_their_projections() -> None:
     # vocabulary: rows of other ranks give zeros, and one sum joins them
     "table": dict(tp=dt.Row()),
     # column: 6 heads, 12 wide, each attended alone
-    "mixed": dict(tp=dt.Column(unit=12)),
+    "mixed": dict(tp=dt.Column(blocks=(48, 24), unit=12)),
     # row: it contracts the dim that mixed splits
-    "out": dict(tp=dt.Row(unit=4)),
+    "out": dict(tp=dt.Row(blocks=(16, 8), unit=4)),
     # column: elementwise ops lead to back; 2 projections in one
     "gated": dict(tp=dt.Column(blocks=2)),
     # row: it contracts the dim that gated splits

@@ -191,14 +191,10 @@ def test_llama_over_three_ranks() -> None:
 {
     # vocabulary: rows of other ranks give zeros, and one sum joins them
     "model.embed_tokens.weight": dict(tp=dt.Row()),
-    # column with k_proj and v_proj: 4 groups of heads, 16 wide, each attended alone
-    "model.layers.*.self_attn.q_proj.weight": dict(tp=dt.Row(unit=16)),
-    # column with q_proj and v_proj: 4 groups of heads, 8 wide, each attended alone
-    "model.layers.*.self_attn.k_proj.weight": dict(tp=dt.Row(unit=8)),
-    # column with q_proj and k_proj: 4 groups of heads, 8 wide, each attended alone
-    "model.layers.*.self_attn.v_proj.weight": dict(tp=dt.Row(unit=8)),
-    # row: it contracts the dim that q_proj and k_proj and v_proj split
-    "model.layers.*.self_attn.o_proj.weight": dict(tp=dt.Column(unit=16)),
+    # column: 8 heads, 8 wide, each attended alone
+    "model.layers.*.self_attn.q_proj.weight": dict(tp=dt.Row(unit=8)),
+    # row: it contracts the dim that q_proj splits
+    "model.layers.*.self_attn.o_proj.weight": dict(tp=dt.Column(unit=8)),
     # column with up_proj: elementwise ops lead to down_proj
     "model.layers.*.mlp.gate_proj.weight": dict(tp=dt.Row()),
     # column with gate_proj: elementwise ops lead to down_proj
@@ -207,17 +203,22 @@ def test_llama_over_three_ranks() -> None:
     "model.layers.*.mlp.down_proj.weight": dict(tp=dt.Column()),
     # vocabulary: the loss is computed on its parts
     "lm_head.weight": dict(tp=dt.Row()),
+    # whole: model.layers.*.self_attn.k_proj.weight
+    #   each rank has all 4 heads, and takes those of its query heads
+    # whole: model.layers.*.self_attn.v_proj.weight
+    #   each rank has all 4 heads, and takes those of its query heads
 }""",
     )
 
 
 def test_llama_with_fewer_groups_of_heads_than_ranks() -> None:
     placements = derived("llama", 8)
-    assert not [pattern for pattern in placements if "attn" in pattern]
-    assert placements.reasons["model.layers.*.self_attn.q_proj.weight"] == (
-        "4 groups of heads are too few for 8 ranks; fix: size=4, on an axis of 4 beside one of 2"
+    attention = {pattern for pattern in placements if "attn" in pattern}
+    assert attention == {f"model.layers.*.self_attn.{name}_proj.weight" for name in "qo"}
+    assert placements.reasons["model.layers.*.self_attn.k_proj.weight"] == (
+        "each rank has all 4 heads, and takes those of its query heads"
     )
-    assert [pattern for pattern in derived("llama", 4) if "attn" in pattern]
+    assert [pattern for pattern in derived("llama", 4) if "k_proj" in pattern]
 
 
 def test_bert() -> None:

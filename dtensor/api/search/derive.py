@@ -16,8 +16,8 @@ is a row's.
 Invariants: a chosen split was followed through the whole forward program over axes of 7, 5, 3 and 2
 ranks, or over ``size`` where no boundaries suit all of these, and met no op that needs the dim
 whole; with a backward given, it lines up with that too, as the planner requires of a pin. Splits
-that reach less are chosen first: a hidden dim before a residual stream. Not here: names by pattern,
-text (api/search/placements.py).
+of heads are chosen first, then those that reach less: a hidden dim before a residual stream. Not
+here: names by pattern, text (api/search/placements.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dtensor.sharding.plan.choose.contractions import Contraction, contractions_of
 from dtensor.sharding.plan.choose.opened_factors import crooked
@@ -41,6 +41,7 @@ from dtensor.sharding.spec.placements import (
     blocks_of,
     counted,
     fits,
+    index_sets,
     same,
     simplest,
     units_of,
@@ -51,6 +52,7 @@ _SIZES = (7, 5, 3, 2)  # axes that a split must line up over: over one it may by
 # a cut, the axes to try it over, whether they represent axes of any size
 _Candidate = tuple[Shard, tuple[int, ...], bool]
 _Blocks = int | tuple[int, ...]
+_Alike = tuple[str, int, bool]  # a name without numbers, a dim, whether groups of heads are cut
 _MAX_JOINED = 16  # products that one sum joins: a weight and its adapters
 _SOFTMAX = ("softmax", "dt.attention")
 
@@ -81,6 +83,7 @@ class _Followed:
     summed: dict[str, None] = field(default_factory=dict[str, None])
     ops: dict[str, None] = field(default_factory=dict[str, None])
     ends: bool = False  # in a loss, or in a result of the program
+    grouped: int | None = None  # the place of the attention of groups of heads that is split
     obstacle: _Obstacle | None = None
     crooked: bool = False
 
@@ -98,6 +101,7 @@ class _Split:
     units: int
     followed: _Followed
     any_size: bool  # it lines up over axes of any size, not only over ``size``
+    cuts_groups: bool = False  # query heads are split, and their keys and values stay whole
 
     @property
     def in_attention(self) -> bool:
@@ -122,19 +126,23 @@ class _Derivation:
     flow: Dataflow
     size: int | None
     rules: Mapping[str, Rule]
+    cutting: Mapping[str, Rule]  # the rules of a split that cuts groups of heads
     batch: frozenset[str]  # the values that depend on arguments
     contractions: Mapping[str, tuple[Contraction, ...]]  # of each parameter of two dims and more
     weights: Mapping[tuple[str, int], str]  # (op, operand) to the parameter that it contracts
+    places: Mapping[str, int]  # of each op in the program
+    grouped: Mapping[str, int]  # the same of attention of fewer key heads than query heads
     chosen: dict[str, Choice] = field(default_factory=dict[str, Choice])
     whole: dict[str, str] = field(default_factory=dict[str, str])
     # labels chosen together, and the axes over which they line up
     taken: list[tuple[list[str], tuple[int, ...]]] = field(
         default_factory=list[tuple[list[str], tuple[int, ...]]]
     )
-    # of equal layers, by name without numbers: the boundaries found, the reasons for none
-    boundaries: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
-    refused: dict[str, str] = field(default_factory=dict[str, str])
+    # of equal layers: the boundaries found, the reasons for none
+    boundaries: dict[_Alike, _Candidate] = field(default_factory=dict[_Alike, _Candidate])
+    refused: dict[_Alike, str] = field(default_factory=dict[_Alike, str])
     blocks: dict[int, list[_Blocks]] = field(default_factory=dict[int, list[_Blocks]])
+    shared: set[str] = field(default_factory=set[str])  # weights of keys that every rank has
     adapters: set[str] = field(default_factory=set[str])  # other weights' reasons omit them
 
     @staticmethod
@@ -148,10 +156,18 @@ class _Derivation:
         weights = {
             (c.op.name, c.operand): value for value, found in contractions.items() for c in found
         }
+        places = {op.name: i for i, op in enumerate(flow.ops)}
         return _Derivation(
             flow=flow,
+            places=places,
+            grouped={
+                op.name: places[op.name]
+                for op in flow.ops
+                if rules[op.name].kind == "attention" and _has_groups(op)
+            },
             size=size,
-            rules=rules,
+            rules={name: replace(rule, fallback=None) for name, rule in rules.items()},
+            cutting={name: rule.fallback or rule for name, rule in rules.items()},
             batch=batch,
             contractions=contractions,
             weights=weights,
@@ -160,7 +176,7 @@ class _Derivation:
     def choose(self) -> None:
         splits = [s for value in self.contractions if (s := self._split(value)) is not None]
         order = {value: i for i, value in enumerate(self.contractions)}
-        for split in sorted(splits, key=lambda s: (len(s.followed.shards), order[s.value])):
+        for split in sorted(splits, key=lambda s: (*_preference(s), order[s.value])):
             base = self._adapted(split)
             if base is None:
                 self._take(split)
@@ -168,6 +184,9 @@ class _Derivation:
                 label = self._label(split.value)
                 self.whole[split.value] = f"it adapts {_list([base], label)}, and fits its split"
                 self.adapters |= {split.value, *split.followed.summed}
+        for value in self.contractions:
+            if value not in self.chosen and self.grouped:
+                self._take_row(value)
         for value in self.contractions:
             if value not in self.chosen:
                 self._look_up(value)
@@ -208,25 +227,30 @@ class _Derivation:
     def _product(self, value: str) -> Contraction | None:
         return next((c for c in self.contractions[value] if not c.lookup), None)
 
-    def _split(self, value: str) -> _Split | None:
+    def _split(self, value: str, *, cuts_groups: bool = False) -> _Split | None:
         """The finest split of the weight's output dim that gets through; else why there is none."""
         product = self._product(value)
         if product is None:
             return None
         obstacle: _Obstacle | None = None
-        alike = without_numbers(self._label(value))
+        alike = without_numbers(self._label(value)), product.output_dim, cuts_groups
         if alike in self.refused:
             self.whole[value] = self.refused[alike]
             return None
         for shard, sizes, any_size in self._candidates(value, product.output_dim, alike):
-            followed = self._through(value, shard, sizes)
+            followed = self._through(value, shard, sizes, cuts_groups=cuts_groups)
             if not followed.gets_through:
                 obstacle = obstacle or followed.obstacle
                 continue
             self.boundaries[alike] = shard, sizes[-1:], any_size
             units = units_of(shard, self.flow.metas[value].shape[shard.dim])
             return _Split(
-                value=value, shard=shard, units=units, followed=followed, any_size=any_size
+                value=value,
+                shard=shard,
+                units=units,
+                followed=followed,
+                any_size=any_size,
+                cuts_groups=cuts_groups,
             )
         if obstacle is None:
             self.whole[value] = "no boundary of its output dim lines up with the ops on it"
@@ -303,16 +327,22 @@ class _Derivation:
                 waiting += self._inputs(op)
         return products
 
-    def _through(self, value: str, shard: Shard, sizes: Sequence[int]) -> _Followed:
+    def _through(
+        self, value: str, shard: Shard, sizes: Sequence[int], *, cuts_groups: bool
+    ) -> _Followed:
         for num in sizes:
-            followed = self._follow(value, shard, num)
+            followed = self._follow(value, shard, num, cuts_groups=cuts_groups)
             if not followed.gets_through:
                 break
         return followed
 
-    def _follow(self, value: str, shard: Shard, num: int) -> _Followed:
+    def _follow(
+        self, value: str, shard: Shard, num: int, *, cuts_groups: bool = False
+    ) -> _Followed:
         """The split of a parameter over an axis of ``num`` ranks, up to the first obstacle: the
-        many trials of a derivation must be cheap."""
+        many trials of a derivation must be cheap. ``cuts_groups``: an op before an attention that
+        needs the dim whole is no obstacle, since the planner gathers keys and values there."""
+        rules = self.cutting if cuts_groups else self.rules
         followed = _Followed()
         returned = {o.value for o in self.flow.outputs if o.kind == "result"}
         queue = deque([(value, shard)])
@@ -326,9 +356,11 @@ class _Derivation:
                 continue
             followed.shards[value] = plain
             followed.ends |= value in returned
-            for op, tensor, strategy in around(self.flow, self.rules, value, plain, num):
+            for op, tensor, strategy in around(self.flow, rules, value, plain, num):
                 if strategy == CROOKED:
                     followed.crooked = True
+                elif self._is_gathered(op, strategy, followed):
+                    continue
                 elif strategy is None:
                     # A value without arguments (a mask) is made whole; each rank takes its part.
                     if tensor < len(op.operands) or value in self.batch:
@@ -337,8 +369,16 @@ class _Derivation:
                     followed.obstacle = followed.obstacle or _Obstacle(op, "sums over")
                 else:
                     followed.ops[op.call.name] = None
+                    if cuts_groups and op.name in self.grouped:
+                        followed.grouped = self.grouped[op.name]
                     queue += split_by(op, strategy)
         return followed
+
+    def _is_gathered(self, op: Op, strategy: Strategy | None, followed: _Followed) -> bool:
+        """Whether an op before an attention of groups of heads takes the dim whole."""
+        if followed.grouped is None or self.places[op.name] > followed.grouped:
+            return False
+        return strategy is None or self._sums_unasked(op, strategy, followed)
 
     def _sums_unasked(self, op: Op, strategy: Strategy, followed: _Followed) -> bool:
         """Whether there is a pending sum of neither a weight nor a loss."""
@@ -356,7 +396,7 @@ class _Derivation:
         followed.summed.update(dict.fromkeys(summed))
         return not summed
 
-    def _candidates(self, value: str, dim: int, alike: str) -> Iterator[_Candidate]:
+    def _candidates(self, value: str, dim: int, alike: _Alike) -> Iterator[_Candidate]:
         """Cuts of the dim and the axes of their trials: first the cut of an equal layer, then cuts
         for axes of any size, then for ``size`` alone; finest first."""
         size = self.flow.metas[value].shape[dim]
@@ -364,7 +404,8 @@ class _Derivation:
             yield self.boundaries[alike]
         if size not in self.blocks:
             self.blocks[size] = _blocks(self.flow, self.rules, size)
-        for sizes, any_size in ((_SIZES, True), ((self.size or 2,), False)):
+        every_size = _SIZES if self.size in (None, *_SIZES) else (self.size, *_SIZES)
+        for sizes, any_size in ((every_size, True), ((self.size or 2,), False)):
             for blocks in self.blocks[size]:
                 parts = block_sizes(blocks, size)
                 for unit in range(1, min(parts) // 2 + 1):
@@ -378,7 +419,7 @@ class _Derivation:
             v.name for v in self.flow.inputs if v.name in shards and self.contractions.get(v.name)
         ]
         rows = [v for v in split.followed.summed if v != split.value]
-        if split.value in self.chosen:
+        if split.value in self.chosen or split.value in self.shared:
             return
         if not rows and not self._is_vocabulary(split):
             self.whole[split.value] = "no weight contracts the split of its output dim"
@@ -386,6 +427,8 @@ class _Derivation:
         taken = next((v for v in reached if v in self.chosen), None)
         if taken is not None:
             self.whole[split.value] = f"its output dim would also split {self._label(taken)}"
+            return
+        if self._take_heads(split, reached):
             return
         if self.size is not None and split.units < self.size:
             for value in reached:
@@ -404,10 +447,62 @@ class _Derivation:
         any_size = split.any_size and self.size is None
         self.taken.append((reached, _SIZES if any_size else (self.size or _SIZES[-1],)))
 
+    def _take_heads(self, split: _Split, reached: list[str]) -> bool:
+        """Where groups of heads leave ranks without one, split the query heads alone instead, as
+        evenly as possible."""
+        if self.size is None or split.cuts_groups or not split.in_attention:
+            return False
+        if all(index_sets(Shard(0), split.units, self.size)):
+            return False
+        columns = [v for v in reached if v not in split.followed.summed]
+        for value in columns:
+            heads = self._split(value, cuts_groups=True)
+            if heads is None or heads.units < self.size:
+                continue
+            self._take(heads)
+            if value in self.chosen:
+                keys = [v for v in columns if v not in self.chosen]
+                why = f"each rank has all {split.units} heads, and takes those of its query heads"
+                self.whole |= dict.fromkeys(keys, why)
+                self.shared.update(keys)
+                return True
+        return False
+
+    def _take_row(self, value: str) -> None:
+        """Place a weight that contracts query heads, and the fused projection that they are sliced
+        from: the split reaches the projection through the attention."""
+        product = self._product(value)
+        if product is None:
+            return
+        dim, size = product.contracted_dim, self.flow.metas[value].shape[product.contracted_dim]
+        alike, num = (without_numbers(self._label(value)), dim, True), self.size or _SIZES[0]
+        for candidate, sizes, any_size in self._candidates(value, dim, alike):
+            if alike in self.refused or units_of(candidate, size) < num:
+                break
+            shard = _dealt_evenly(candidate, size, num) if self.size is not None else candidate
+            followed = self._through(value, shard, (*sizes, num), cuts_groups=True)
+            shards = followed.shards
+            columns = [v for v in self.contractions if v in shards and v not in followed.summed]
+            if not followed.gets_through or followed.grouped is None or len(columns) != 1:
+                continue
+            self.boundaries[alike] = candidate, sizes[-1:], any_size
+            self._take(
+                _Split(
+                    value=columns[0],
+                    shard=shards[columns[0]],
+                    units=units_of(candidate, size),
+                    followed=followed,
+                    any_size=False,
+                    cuts_groups=True,
+                )
+            )
+            return
+        self.refused[alike] = ""
+
     def _placement(self, split: _Split, value: str) -> Shard:
         """The placement of the split on a weight that it reaches, with its boundaries stated."""
-        shard = split.followed.shards[value]
-        shape = self.flow.metas[value].shape
+        shards = split.followed.shards
+        shard, shape = shards[value], self.flow.metas[value].shape
         if value == split.value:
             shard = split.shard
         elif split.any_size:
@@ -416,6 +511,9 @@ class _Derivation:
             trial = with_unit(shard, max(1, unit))
             if fits(trial, shape[shard.dim]) and same(trial, shard, shape, _SIZES[-1]):
                 shard = trial
+        blocks = {shards[v].blocks for v in self.contractions if v in shards}
+        if self.size is not None and split.cuts_groups and blocks == {1}:
+            shard = _dealt_evenly(shard, shape[shard.dim], self.size)
         if self.size is not None:
             plain = simplest(shard, shape, self.size)
             assert isinstance(plain, Shard)
@@ -433,6 +531,8 @@ class _Derivation:
         fused = f"; {len(parts)} projections in one" if len(parts) > 1 else ""
         others = self._names([v for v in columns if v != value])
         beside = f" with {_list(others, label)}" if others else ""
+        if split.cuts_groups and len(parts) > 1:
+            return f"column: {split.units} query heads, beside keys and values that are gathered"
         if split.in_attention and split.any_size:
             width = min(parts) // split.units
             return (
@@ -498,9 +598,30 @@ class _Derivation:
             self.taken.append(([value], (self.size or _SIZES[-1],)))
 
 
+def _preference(split: _Split) -> tuple[bool, int]:
+    """The order of splits: heads before the features of one head, then those that reach less."""
+    return not split.in_attention, len(split.followed.shards)
+
+
 def _fits(shard: Shard, dim: int, size: int) -> bool:
     """Whether these boundaries fit a dim of this size: equal names may differ in size."""
     return shard.dim == dim and fits(shard, size)
+
+
+def _has_groups(op: Op) -> bool:
+    """Whether an attention op has fewer key heads than query heads."""
+    heads = [meta.shape[1] for meta in op.call.operands[:3] if len(meta.shape) == 4]
+    return len(set(heads)) > 1
+
+
+def _dealt_evenly(shard: Shard, size: int, num: int) -> Shard:
+    """The cut of a dim of ``size`` at the same units, in two blocks if ``num`` ranks would else
+    have numbers of units that differ by more than 1."""
+    units = size // shard.unit
+    each, more = divmod(units, num)
+    if -(-units // num) * (num - 1) + each <= units or shard.blocks != 1:
+        return shard
+    return Shard(shard.dim, (each * num * shard.unit, more * shard.unit), shard.unit)
 
 
 def _list(labels: Iterable[str], beside: str) -> str:

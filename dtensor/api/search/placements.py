@@ -73,8 +73,9 @@ def for_model(
     Args:
         example_args, example_kwargs: a call of the model; tensors may be on the meta device.
         axis: the name of the mesh's axis that the placements are on.
-        size: ranks of the axis. With it, heads that do not divide get a ``unit``, and what has
-            fewer heads than ranks stays whole; without it every boundary is stated.
+        size: ranks of the axis. With it, heads that do not divide get a ``unit``, query
+            heads are split alone where groups of them would leave a rank without one, and weights
+            with fewer parts than ranks stay whole; without it every boundary is stated.
 
     What it places lines up with the forward and, where the model has one, with the backward.
     Raises PlanningError where the model cannot be captured or an op has no rule.
