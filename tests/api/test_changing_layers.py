@@ -3,11 +3,13 @@ the module holds, and all is as in plain torch."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import dtensor as dt
 from dtensor.errors import PlanningError
@@ -248,3 +250,69 @@ def test_a_new_step_over_a_changed_model() -> None:
             placed.optimizer, old = old, placed.optimizer
             placed.step, old_step = old_step, placed.step
             assert differences(placed, plain) == []
+
+
+# -- casts between calls ---------------------------------------------------------------------------
+
+CASTS = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
+PLACED = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
+
+
+def of_two() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.up, net.norm, net.down = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+    return net, copy.deepcopy(net)
+
+
+def test_a_module_is_cast_between_calls_of_a_function() -> None:
+    net, plain = of_two()
+    model = dt.parallelize(net, dt.Mesh(tp=2), PLACED)
+    f = dt.compile(lambda m, x: m(x), model.mesh)
+    with dt.launch(model.mesh):
+        for dtype in CASTS:
+            net.to(dtype), plain.to(dtype)
+            x = torch.randn(6, 4, dtype=dtype)
+            found, expected = f(model, x), plain(x)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.full_tensor(), expected, rtol=0.02, atol=0.02)
+
+
+def test_a_module_is_cast_between_steps() -> None:
+    """Each cast rounds, so that a value of before it shows."""
+    net, plain = of_two()
+    model = dt.parallelize(net, dt.Mesh(tp=2), PLACED)
+    opt, plain_opt = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, plain))
+    step = dt.train_step(model, lambda m, x: m(x).square().mean(), opt)
+    with dt.launch(model.mesh):
+        for dtype in CASTS * 2:
+            net.to(dtype), plain.to(dtype)
+            for _ in range(2):
+                x = torch.randn(6, 4, dtype=dtype)
+                loss = plain(x).square().mean()
+                plain_opt.zero_grad()
+                loss.backward()
+                plain_opt.step()
+                assert float(step(x)) == pytest.approx(loss.item(), rel=0.02)
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(p, plain.get_parameter(name), rtol=0.02, atol=0.005)
+
+
+def test_a_module_is_cast_when_its_optimizer_has_a_state() -> None:
+    """torch.optim.AdamW raises at its step; a new one works in both."""
+    net, _ = of_two()
+    model = dt.parallelize(net, dt.Mesh(tp=2), PLACED)
+
+    def make() -> dt.TrainStep:
+        opt = torch.optim.AdamW(net.parameters(), lr=0.1)
+        return dt.train_step(model, lambda m, x: m(x).square().mean(), opt)
+
+    step = make()
+    with dt.launch(model.mesh):
+        float(step(torch.randn(6, 4)))
+        net.double()
+        x = torch.randn(6, 4, dtype=torch.float64)
+        with pytest.raises(PlanningError, match=r"cast to f64 after AdamW had made its exp_avg"):
+            step(x)
+        losses = [float(step(x)) for step in [make()] for _ in range(9)]
+    assert losses[-1] < losses[0] and net.up.weight.dtype == torch.float64

@@ -103,6 +103,14 @@ class LoadedProgram:
                 room -= nbytes
         return frozenset(returned)
 
+    def reads_former(self, state: Mapping[str, TensorSpec]) -> bool:
+        """Whether one of these values, by name on the ranks, has another shape or dtype here."""
+        own = _held(self.planned.plan, self._state)
+        return any(
+            (own[name].shape, own[name].dtype) != (state[name].shape, state[name].dtype)
+            for name in own.keys() & state.keys()
+        )
+
     def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Put tensors, by the labels of the program's constants, or replacements of them."""
         plan, store = self.planned.plan, self.session.launch.store
@@ -247,6 +255,14 @@ class LoadedPrograms:
                     del plans[key]
                     yield from programs.values()
 
+    def unload_former(self, state: Mapping[str, TensorSpec]) -> None:
+        """Unload programs that read values with these names in another shape or dtype: the module
+        was cast since."""
+        for plans in (*self._ownerless, *(plans for _, plans in list(self._of.values()))):
+            for key, (_, programs) in list(plans.items()):
+                if any(program.reads_former(state) for program in programs.values()):
+                    _unload(plans, key)
+
     def evict(self) -> None:
         """Unload programs that need not stay, to make room for one more plan."""
         for plans in self._ownerless[:]:
@@ -260,9 +276,13 @@ class LoadedPrograms:
 def _evict(plans: _ByPlan, most: int) -> None:
     for key, (_, programs) in list(plans.items())[: max(0, len(plans) - most)]:
         if not any(program.running for program in programs.values()):
-            del plans[key]
-            for program in programs.values():
-                program.unload()
+            _unload(plans, key)
+
+
+def _unload(plans: _ByPlan, key: int) -> None:
+    _, programs = plans.pop(key)
+    for program in programs.values():
+        program.unload()
 
 
 _ByPlan: TypeAlias = OrderedDict[int, tuple[Planned, dict[object, LoadedProgram]]]
@@ -290,6 +310,7 @@ def load(
     if key not in programs:
         programs_of(session).evict()
         state = state_names(session, planned)
+        programs_of(session).unload_former(_held(planned.plan, state))
         lowered = lower(
             planned.plan,
             grid,
@@ -349,6 +370,11 @@ def _fused(
         numbers = known.difference(buffers, unknown)
         given.append(buffers | dict.fromkeys(numbers, 0))
     return fused(program, given)
+
+
+def _held(plan: Plan, state: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """The spec in which each value is held, by its name in the actors' tables."""
+    return {state[i.name]: i.held for i in plan.inputs if i.name in state}
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:

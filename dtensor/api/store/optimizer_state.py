@@ -30,6 +30,7 @@ from dtensor.api.store.store import Source
 from dtensor.api.values.lazy_parameters import Entries, LazyOptimizerState
 from dtensor.api.values.on_disk import OnDisk
 from dtensor.errors import PlanningError
+from dtensor.numerics import dtype_name
 from dtensor.runtime.lower.program import holders, on_mesh
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import OptimizerRule, rule_of
 from dtensor.runtime.optimizer.shard_optimizer import MASTER, value_name
@@ -80,8 +81,7 @@ def place_optimizer(
     name = home.name if home else f"{model_home.prefix}optimizer {len(model_home.optimizers)}"
     updated = updated_by(session.ranks, plan, groups, keys, name, models.labels, rule)
     known = {} if home is None else home.owner.stored
-    if known:
-        _check_as_before(known, updated)
+    cast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
     elsewhere = any(w in known and not set(updated[w].at) <= set(known[w].at) for w in updated)
     if home is None or not home.current or elsewhere:
         held: object = optimizer.state
@@ -100,7 +100,7 @@ def place_optimizer(
         if home.rule is not rule:  # its options have another kind than before
             home.take_rule(rule)
             session.put([{name: rule.on_rank(masters)} for _ in range(session.mesh.size)])
-        new = {which: updated[which] for which in updated if which not in known}
+        new = {w: own for w, own in updated.items() if w not in known or w in cast}
     home.parameters |= {label: model.seen.tensors[label] for label, _ in updated}
     _put_state(session, home, new)
     home.keys, home.placed = keys, plan
@@ -186,15 +186,29 @@ def updated_by(
 
 
 def _check_as_before(
-    known: Mapping[tuple[str, str], StoredTensor], updated: Mapping[tuple[str, str], StoredTensor]
-) -> None:
-    for (label, key), now in updated.items():
-        before = known.get((label, key), now)
-        if not alike(before.spec, now.spec):
+    home: OptimizerHome, updated: Mapping[tuple[str, str], StoredTensor]
+) -> set[tuple[str, str]]:
+    """PlanningError if a value's placement has changed, or the dtype of one that a step has made.
+    Returns the values that no step has made and whose dtype has changed."""
+    cast = set[tuple[str, str]]()
+    for which, now in updated.items():
+        before = home.owner.stored.get(which, now).spec
+        if not alike(before, now.spec):
             raise PlanningError(
-                f"{key} of {label} is stored as {before.spec}, this program needs it stored as "
+                f"{which[1]} of {which[0]} is stored as {before}, this program needs it stored as "
                 f"{now.spec}"
             )
+        changed = before.dtype != now.spec.dtype and before.dtype.is_floating_point
+        if changed and not home.rule.entry(which[1]).number:
+            cast.add(which)
+    for label, key in sorted(cast & home.values().keys() if cast else ()):
+        kind, dtype = type(home.optimizer).__name__, home.owner.stored[label, key].spec.dtype
+        raise PlanningError(
+            f"{label} was cast to {dtype_name(updated[label, key].spec.dtype)} after {kind} had "
+            f"made its {key}, which is {dtype_name(dtype)}.\n"
+            f"fix: make a new {kind} after the cast, and a step with it"
+        )
+    return cast
 
 
 def _left(rest: Entries, taken: Set[tuple[torch.Tensor, str]]) -> Entries:

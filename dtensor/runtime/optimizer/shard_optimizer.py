@@ -192,7 +192,7 @@ class ShardOptimizer:
             if not isinstance(given["lr"], float | int | torch.Tensor):
                 raise TypeError(f"lr={given['lr']!r} of {self.kind.__name__} is not a number.")
         if what is not self._what:
-            if what.groups != self.groups:
+            if what.groups != self.groups or self._is_cast(shards):
                 self._forget(what.groups)
             self._what, self._runs = what, []
         if len(values) != len(self._seen) or any(map(is_not, values, self._seen)):
@@ -238,6 +238,16 @@ class ShardOptimizer:
         self._runs: list[FlatRun] = []  # that it updated, where they are the same still
         self._unbound: list[FlatRun] = []
         self._bound: dict[tuple[FlatRun, str], torch.Tensor] = {}  # what values are views of
+
+    def _is_cast(self, shards: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a shard has another dtype than the run that was made of it: the module was
+        cast."""
+        return any(
+            member.name in shards and shards[member.name].dtype != key.stored
+            for key, runs in self.runs.items()
+            for run in runs
+            for member in run.members
+        )
 
     def _know(self, names: Sequence[tuple[str, str]], values: tuple[torch.Tensor, ...]) -> None:
         """Other values than at the step before: of other parameters, or put since."""
