@@ -446,7 +446,7 @@ def test_a_write_that_fails_is_named_and_leaves_what_was_there(
         future.get()
 
 
-def test_a_save_waits_for_the_one_under_way(
+def test_a_save_and_a_load_wait_for_the_save_under_way(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     run, write = Run("one"), saving.write_part
@@ -464,6 +464,7 @@ def test_a_save_waits_for_the_one_under_way(
         run.step(*batch(0))
         dt.save(tmp_path / "1", run.model)
         dt.save(tmp_path / "2", run.model)
+        assert dt.load(tmp_path / "2", run.model).step == 1
         run.step(*batch(1))
     assert order == ["begin 1", "end 1", "begin 2", "end 2"]
     assert sorted(os.listdir(tmp_path)) == ["1", "2"]

@@ -53,7 +53,7 @@ from dtensor.runtime.checkpoint.saving import load_program
 
 _ONE_SAVE = threading.RLock()
 _LAST: list[Saved] = []
-"""The save that the next one waits for."""
+"""The save that the next one, and a load, wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ def save(
     raises its failure: `from_pretrained(path)` may follow. Within a launch "dcp" is written while
     steps run, and the returned `Saved` raises its failure; if it is not read, the next save or the
     launch's end raises it; at the latest the process's end prints it, and its status is not 0. It
-    waits for a running save. Raises PlanningError for state that cannot be written as requested.
+    waits for a running save, and so do `load` and `resume`. Raises PlanningError for state that
+    cannot be written as requested.
     """
     _check_path("save", path)
     check_parallel("save", model)
@@ -145,6 +146,7 @@ def load(
     step reads the optimizer's state, and damage within its files is an error there.
     """
     _check_path("load", path)
+    _wait_for_save()
     check_parallel("load", model)
     optimizer = checked_optional(optimizer)
     check_word("dtype", dtype, ("saved", "model"))
@@ -194,6 +196,7 @@ def resume(
     the errors of `load`.
     """
     _check_path("resume", path)
+    _wait_for_save()
     newest = os.fspath(path)
     if not Path(path, "manifest.json").exists():
         if os.path.exists(path) and not os.path.isdir(path):
@@ -210,6 +213,13 @@ def resume(
             "resume has an optimizer and no model.\nfix: dt.resume(path, model, opt)"
         )
     return _told(Checkpoint.open(newest), newest)
+
+
+def _wait_for_save() -> None:
+    """Wait for the last save, which may write what is read next; its failure stays unread."""
+    with _ONE_SAVE:
+        if _LAST:
+            _LAST[-1].join()
 
 
 def _told(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Loaded:

@@ -242,8 +242,8 @@ class Generator:
         if number != self.model.seen.number:
             if forward_of(self.model.module, self.length) != forward:
                 raise PlanningError(
-                    f"{type(self.model.module).__name__} has other layers than when this generator "
-                    f"was made, and its caches are for those.\n"
+                    f"{type(self.model.module).__name__} has other layers, or another dtype, than "
+                    f"when this generator was made, and its caches are for those.\n"
                     f"fix: gen = dt.generator(model, slots={self.slots}, length={self.length}), "
                     f"anew"
                 )

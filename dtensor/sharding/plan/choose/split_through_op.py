@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Literal
 
 from dtensor.sharding.plan.dataflow import Dataflow, Op
-from dtensor.sharding.rules.rule import Assignment, Rule, Strategy
+from dtensor.sharding.rules.rule import Assignment, Dim, Rule, Strategy
 from dtensor.sharding.spec.placements import Shard
 
 CROOKED: Literal["crooked"] = "crooked"
@@ -54,13 +54,23 @@ def through(rule: Rule, tensor: int, shard: Shard, num: int) -> Through:
     """The strategy of an op of which ``tensor`` (operands first, then results) lies as ``shard``.
 
     CROOKED where the shard does not line up with the factors of its dim, by the rule or its
-    fallback; None where the op cannot be split so.
+    fallback, or gives ranks other pieces of a fused dim; None where the op cannot be split so.
     """
     dims = (*rule.operands, *rule.results)[tensor]
     assignment = rule.match(dims, shard, num)
-    if assignment is None:
+    if assignment is None or _splits_pieces(rule, dims[shard.dim], assignment):
         return CROOKED if rule.fallback is None else through(rule.fallback, tensor, shard, num)
     return rule.apply(_complete(rule, assignment), num)
+
+
+def _splits_pieces(rule: Rule, dim: Dim, assignment: Assignment) -> bool:
+    """Whether ranks get different pieces of a dim whose pieces the op needs together, and which a
+    placement in blocks would split alike: the halves of glu."""
+    return any(
+        product[0] in rule.whole and product[0] in assignment and not rule.whole.issuperset(product)
+        for product in dim
+        if len(product) > 1
+    )
 
 
 def _complete(rule: Rule, assignment: Assignment) -> Assignment:

@@ -59,7 +59,7 @@ def split_ends(plan: PlanRecord) -> list[str]:
         price = f"the activation is redistributed before it, {size_text(sent)} sent a step"
         text = (
             f"{', '.join(collapse(list(labels)))} as {pin.placement!r} on {pin.axis}, which does "
-            f"not line up: {pin.why}{at}; {price if sent else 'nothing is sent for it'}; "
+            f"not line up: {pin.why}{at}; {price if sent else 'nothing is sent before it'}; "
             f"pinned by {pin.by}"
         )
         if stored:
