@@ -382,6 +382,33 @@ ends    a.weight as Shard(0) on tp, which does not line up: aten.native_group_no
     assert "ends " not in text
 
 
+class Gated(nn.Module):
+    """The halves of 12 features are multiplied; over 2 ranks a split in one block parts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 12), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(nn.functional.glu(self.a(x)))
+
+
+def test_the_halves_of_a_gate_line_up_in_two_blocks() -> None:
+    x = torch.randn(6, 8)
+    pins = {"a.weight": dict(tp=dt.Row()), "b.weight": dict(tp=dt.Column())}
+    text = str(step_of(dt.Mesh(tp=2), pins, module=Gated(), misaligned="redistribute")[2].plan(x))
+    assert "aten.glu.default sees it as 2 x 6" in text
+    assert (
+        " ".join(text.split()).count(
+            "72 B sent a step; pinned by a.weight; fix: tp=Shard(0, blocks=2)"
+        )
+        == 1
+    )
+    pins["a.weight"] = dict(tp=dt.Row(blocks=2))
+    plan = step_of(dt.Mesh(tp=2), pins, module=Gated(), misaligned="error")[2].plan(x)
+    assert [c.key for c in plan.collectives] == ["all_reduce@tp"]
+
+
 @pytest.mark.default("0", "5", "10", "19")
 @pytest.mark.parametrize("seed", range(60))
 def test_random_programs_under_random_pins(seed: int) -> None:

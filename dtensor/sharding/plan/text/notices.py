@@ -17,7 +17,7 @@ from math import prod
 
 from dtensor.sharding.plan.cost.seconds import collectives_of
 from dtensor.sharding.plan.record import Misaligned, PlanRecord, SwappedPair
-from dtensor.sharding.plan.steps import Step, updates_of
+from dtensor.sharding.plan.steps import Compute, Step, updates_of
 from dtensor.sharding.plan.text.words import collapse, size_text, wrapped
 from dtensor.sharding.spec.placements import Shard
 
@@ -82,6 +82,9 @@ def _redistributed_bytes(plan: PlanRecord, axis: str, ops: Collection[str]) -> i
             moved[name] = step
         if step.moves or step.viewed:
             waiting.append(step.reads[0])
+        elif isinstance(step, Compute) and not step.flops:  # an elementwise op, as a bias
+            shapes = [spec.shape for _, _, spec in step.gives_as()][:1]
+            waiting += [read for _, read, spec in step.reads_as() if [spec.shape] == shapes]
     return sum(
         c.bytes_sent * c.times for step in moved.values() for c in collectives_of(plan, step)
     )
