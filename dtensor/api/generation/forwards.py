@@ -364,25 +364,16 @@ def _noted(names: Mapping[int, str], stack: list[str]) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(module: nn.Module, copies: Mapping[str, int] | None = None) -> Iterator[None]:
-    """Within, a module in train mode is in eval mode, with all its parts; as before after.
-    ``copies``: by the name of an attention of transformers, how often its cache holds each head:
-    it repeats heads for so many times fewer queries."""
-    if not module.training and not copies:
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Within, a module in train mode is in eval mode, with all its parts; as before after."""
+    if not module.training:
         yield
         return
     training = [part for part in module.modules() if part.training]
-    grouped: list[Any] = []
     for part in training:
         part.training = False
     try:
-        for name, num in (copies or {}).items():
-            attention: Any = module.get_submodule(name)
-            grouped.append((attention, attention.num_key_value_groups))
-            attention.num_key_value_groups //= num
         yield
     finally:
-        for attention, groups in grouped:
-            attention.num_key_value_groups = groups
         for part in training:
             part.training = True

@@ -43,7 +43,6 @@ from dtensor.api.generation.forwards import evaluating, forward_of
 from dtensor.api.generation.programs import (
     axes_of_slots,
     caches_of,
-    copies_of,
     decode_program,
     live_spec,
     prefill_program,
@@ -133,10 +132,7 @@ class Generator:
         self.rows: int = pieces * (
             rows_per_rank if rows_per_rank == 1 else -(-rows_per_rank // VECTOR) * VECTOR
         )
-        self._copies = copies_of(model, forward) if prefill is None else {}
-        self.caches: ParallelModule = caches_of(
-            model, forward, self.rows, length, self.rows_over, self._copies
-        )
+        self.caches: ParallelModule = caches_of(model, forward, self.rows, length, self.rows_over)
         self._decode = decode_program(forward, model.mesh, self.rows_over, topology)
         self._prefill = prefill_program(forward, model.mesh, self.rows_over, topology)
         self._apart = None
@@ -171,7 +167,7 @@ class Generator:
         launches nothing."""
         check_word("which", which, ("prefill", "decode"))
         self._check_placed()
-        with CALL_LOCK, evaluating(self.model.module, self._copies):
+        with CALL_LOCK, evaluating(self.model.module):
             self._settle()
             live = live_spec(self.model, self.rows, self.rows_over)
             if which == "decode":
@@ -215,7 +211,7 @@ class Generator:
             refuse_no_prefill()
         check_length(t, slot, min(self.buckets[-1], self.length - 1), self.slots)
         self._check_placed()
-        with CALL_LOCK, evaluating(self.model.module, self._copies):
+        with CALL_LOCK, evaluating(self.model.module):
             self._settle()
         return self._apart.transfer_plan(t, slot, ranks)
 
@@ -431,13 +427,13 @@ class Generator:
                 self._begin_again()
         try:
             if not self._settled:
-                with CALL_LOCK, evaluating(self.model.module, self._copies):
+                with CALL_LOCK, evaluating(self.model.module):
                     self._settle()
             asked = self._admit()
             seated = ((row, r) for row, r in enumerate(self._seats) if r is not None)
             sitting = tuple((row, r) for row, r in seated if not r.done)
             if sitting:
-                with CALL_LOCK, evaluating(self.model.module, self._copies):
+                with CALL_LOCK, evaluating(self.model.module):
                     outputs = self._decode(self.model, self.caches, self._live)
                     self._went(sitting, outputs, whole=True)
             self._read(self.ahead if asked or sitting else 0)
@@ -479,7 +475,7 @@ class Generator:
             for first in range(0, len(group), self.prefill_batch):
                 some = group[first : first + self.prefill_batch]
                 asked = [self._arguments(request, row) for row, request in some]
-                with CALL_LOCK, evaluating(self.model.module, self._copies):
+                with CALL_LOCK, evaluating(self.model.module):
                     outputs = self._prefill(
                         self.model, self.caches, self._live, *self._filled(asked)
                     )

@@ -28,15 +28,13 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Of one layer's cache: (heads, head dim) of keys and of values, their dtype, the name of
-    the module that keeps them, and how often its slots hold each head: once for each rank that
-    uses it."""
+    """Of one layer's cache: (heads, head dim) of keys and of values, their dtype, and the name of
+    the module that keeps them."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
     dtype: torch.dtype
     module: str
-    copies: int = 1
 
     @property
     def bytes_per_position(self) -> int:
@@ -54,20 +52,12 @@ class KVSlots(nn.Module):
         super().__init__()
         self.rows: int = rows
         self.length: int = length
-        self.copies: dict[int, int] = {number: layer.copies for number, layer in layers.items()}
         for number, layer in layers.items():
             for name, (heads, dim) in (("k", layer.keys), ("v", layer.values)):
-                empty = torch.zeros(rows, heads * layer.copies, length, dim, dtype=layer.dtype)
+                empty = torch.zeros(rows, heads, length, dim, dtype=layer.dtype)
                 self.register_buffer(f"{name}{number}", empty)
         self.register_buffer("request", torch.zeros(rows, 2, dtype=torch.int64))
         self.register_buffer("knobs", torch.zeros(rows, 2))
-
-    def copied(self, layer: int, new: Tensor) -> Tensor:
-        """Repeat each head of [b, heads, t, dim] as often as the layer's slots hold it."""
-        copies = self.copies[layer]
-        if copies == 1:
-            return new
-        return new.index_select(1, torch.arange(new.shape[1] * copies) // copies)
 
 
 class Decoding:
@@ -84,7 +74,7 @@ class Decoding:
         """Writes the token's [rows, heads, 1, dim]; gives [rows, heads, length, dim]."""
         kept: list[Tensor] = []
         for name, new in (("k", k), ("v", v)):
-            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, new)
+            buffer = self.slots.get_buffer(f"{name}{layer}")
             if new.shape not in self._places:
                 self._places[new.shape] = self.pos[:, None, :, None].expand(new.shape)
             at = self._places[new.shape]
@@ -117,7 +107,6 @@ class Prefill:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the prompts' [b, heads, num, dim] into their rows, and gives them back."""
-        k, v = self.slots.copied(layer, k), self.slots.copied(layer, v)
         for name, new in (("k", k), ("v", v)):
             buffer = self.slots.get_buffer(f"{name}{layer}")
             kept = new if new.shape[2] <= self.slots.length else new[:, :, : self.slots.length]

@@ -13,10 +13,8 @@ Not here: the submission of runs (generator.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +31,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import dealt
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Placement, Replicate, Row, Shard, index_sets
+from dtensor.sharding.spec.placements import Placement, Replicate, Row
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 CACHES = "kv_cache."
@@ -113,55 +111,17 @@ def axes_of_slots(model: ParallelModule) -> dict[str, Placement]:
     return {axis: Row() for axis, n in model.mesh.shape.items() if n > 1 and axis not in split}
 
 
-def copies_of(model: ParallelModule, forward: Forward) -> dict[str, int]:
-    """How often slots hold each head of keys, by the name of the attention, where ranks split its
-    query heads within groups: so often that each rank has whole groups of fewer queries.
-
-    Each rank then keeps the heads that it uses. Attention of which this saves no memory is left
-    out, and so are modules of users, which repeat heads in their own way.
-    """
-    copies: dict[str, int] = {}
-    for layer in forward.layers.values():
-        (heads, dim), attention = layer.keys, model.module.get_submodule(layer.module)
-        groups: Any = getattr(attention, "num_key_value_groups", 1)
-        for axis, shard in _shards_of_queries(model, layer.module, heads * groups * dim):
-            sets = index_sets(shard, heads * groups * dim, model.mesh.axis_size(axis))
-            bounds = [bound for intervals in sets for span in intervals for bound in span]
-            unit = math.gcd(groups * dim, *bounds) // dim  # 0 if a head is cut
-            held = max(sum(hi - lo for lo, hi in intervals) for intervals in sets)
-            if 0 < unit < groups and held // (unit * dim) < heads:
-                copies[layer.module] = groups // unit
-    return copies
-
-
-def _shards_of_queries(model: ParallelModule, name: str, size: int) -> list[tuple[str, Shard]]:
-    """The placement of the weight of ``size`` rows in an attention, if it is on one axis."""
-    shards: list[tuple[str, Shard]] = []
-    for stated in model.placements:
-        if stated.name.startswith(f"{name}.") and stated.name.endswith(".weight"):
-            weight = model.module.get_parameter(stated.name)
-            for axis, placed in stated.placements.items():
-                if isinstance(placed, Shard) and placed.dim == 0 and weight.shape[0] == size:
-                    shards.append((axis, placed))
-    return shards if len(shards) == 1 else []
-
-
 def caches_of(
     model: ParallelModule,
     forward: Forward,
     rows: int,
     length: int,
     over: Split,
-    copies: Mapping[str, int] | None = None,
 ) -> ParallelModule:
-    """A module on the meta device: each rank makes its own zeros. ``copies``: see `copies_of`."""
-    layers = {
-        number: replace(layer, copies=(copies or {}).get(layer.module, 1))
-        for number, layer in forward.layers.items()
-    }
+    """A module on the meta device: each rank makes its own zeros."""
 
     def build() -> KVSlots:
-        return KVSlots(layers, rows, length)
+        return KVSlots(forward.layers, rows, length)
 
     with torch.device("meta"):
         slots = build()
