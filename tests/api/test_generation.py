@@ -314,6 +314,21 @@ def test_plans_and_the_summary() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_each_rank_keeps_the_kv_heads_that_it_uses(family: str) -> None:
+    """4 query heads over 4 ranks share 2 of keys: each rank has the projection of both and keeps
+    the one that its query head uses."""
+    pins: dict[str, dict[str, dt.Placement]] = {
+        "*.q_proj.weight": dict(tp=dt.Row(unit=16)),
+        "*.o_proj.weight": dict(tp=dt.Column(unit=16)),
+    }
+    gen = dt.generator(dt.parallelize(build(family), dt.Mesh(tp=4), pins), slots=2, length=32)
+    texts = gen(PROMPTS[:2], max_new_tokens=6)
+    assert [list(text.tokens) for text in texts] == by_transformers(build(family), PROMPTS[:2], 6)
+    assert gen.summary().caches == ("f32[2,4@tp,32,16]",)  # 1 head on each rank
+
+
 def test_stages_without_a_cache() -> None:
     """Embeddings and head alone; and stages of a schedule of their own, claimed by training."""
     stages = [["*embed*"], ["*layers.0.*"], ["*layers.1.*"], ["model.norm*", "lm_head*"]]

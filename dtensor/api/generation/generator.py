@@ -14,6 +14,8 @@ late: tokens of a slot after its end are dropped, and the slot stays free until 
 
 The caches are placed like the model: slots over every axis that splits no weight, heads as the
 planner splits them with the attention's projections, each layer's on the stage of its attention.
+With fewer heads than ranks each rank keeps the heads that its query heads use (not with
+``prefill=``, where every rank keeps all).
 
 Invariants: the tokens of a request are a function of its prompt, its options and its seed, to the
 bit in the same program. They do not depend on its slot, on other requests, on time or on ``ahead``.
@@ -43,6 +45,7 @@ from dtensor.api.generation.forwards import evaluating, forward_of
 from dtensor.api.generation.programs import (
     axes_of_slots,
     caches_of,
+    copies_of_heads,
     decode_program,
     live_spec,
     prefill_program,
@@ -142,6 +145,7 @@ class Generator:
             )
         self._switches = self._now_switches()
         self._settled = False
+        self._shares_graphs = False  # with generators on other meshes, so caches have no copies
         self._one = RLock()  # taken before CALL_LOCK
         self._asked = Counter("generate")  # counts requests without a stated seed
         self._numbers = 0
@@ -187,6 +191,7 @@ class Generator:
             ("decode", self.rows): self._decode,
             ("prefill", self.rows, self._width(bucket), self.prefill_batch): self._prefill,
         }
+        self._shares_graphs = True
         for key, program in programs.items():
             program.graph = graphs.get(key)
         both = self.plan("decode"), self.plan("prefill", bucket)
@@ -248,7 +253,13 @@ class Generator:
     def _settle(self) -> None:
         if not self._settled:
             live = live_spec(self.model, self.rows, self.rows_over)
-            settle_caches(self.caches, self._decode.plan(self.model, self.caches, live))
+            plan = self._decode.plan(self.model, self.caches, live)
+            copies = copies_of_heads(plan) if self._apart is None else {}
+            if copies and not self._shares_graphs:
+                sizes, (forward, _) = (self.rows, self.length), self._made_for
+                self.caches = caches_of(self.model, forward, *sizes, self.rows_over, copies)
+                plan = self._decode.plan(self.model, self.caches, live)
+            settle_caches(self.caches, plan)
             self._settled = True
 
     # -- all at once ------------------------------------------------------------------------------

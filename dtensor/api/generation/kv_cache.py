@@ -18,12 +18,14 @@ Padding of the prompt is overwritten before it is live. Not here: who sits in wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import dtensor.sharding.ops.heads  # noqa: F401  (registers torch.ops.dt.pick_heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +45,36 @@ class LayerShape:
 
 
 class KVSlots(nn.Module):
-    """The buffers; ``rows`` slots of ``length`` positions."""
+    """The buffers; ``rows`` slots of ``length`` positions. ``copies``: by layer whose heads lie on
+    several ranks each, the head that is kept at each index of dim 1."""
 
     request: Tensor
     knobs: Tensor
 
-    def __init__(self, layers: Mapping[int, LayerShape], rows: int, length: int) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, LayerShape],
+        rows: int,
+        length: int,
+        copies: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
         super().__init__()
         self.rows: int = rows
         self.length: int = length
+        self.copies: dict[int, list[int]] = {n: list(c) for n, c in (copies or {}).items()}
         for number, layer in layers.items():
             for name, (heads, dim) in (("k", layer.keys), ("v", layer.values)):
+                heads = len(self.copies.get(number, range(heads)))
                 empty = torch.zeros(rows, heads, length, dim, dtype=layer.dtype)
                 self.register_buffer(f"{name}{number}", empty)
         self.register_buffer("request", torch.zeros(rows, 2, dtype=torch.int64))
         self.register_buffer("knobs", torch.zeros(rows, 2))
+
+    def copied(self, layer: int, new: Tensor) -> Tensor:
+        """Heads [b, heads, n, dim] as the layer's cache keeps them."""
+        if layer not in self.copies:
+            return new
+        return torch.ops.dt.pick_heads(new, list(range(new.shape[1])), self.copies[layer])
 
 
 class Decoding:
@@ -73,12 +90,16 @@ class Decoding:
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the token's [rows, heads, 1, dim]; gives [rows, heads, length, dim]."""
         kept: list[Tensor] = []
-        for name, new in (("k", k), ("v", v)):
-            buffer = self.slots.get_buffer(f"{name}{layer}")
+        for name, given in (("k", k), ("v", v)):
+            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, given)
             if new.shape not in self._places:
                 self._places[new.shape] = self.pos[:, None, :, None].expand(new.shape)
             at = self._places[new.shape]
-            kept.append(buffer.scatter_(2, at, new.to(buffer.dtype)))
+            written = buffer.scatter_(2, at, new.to(buffer.dtype))
+            if layer in self.slots.copies:
+                heads = list(range(given.shape[1]))
+                written = torch.ops.dt.pick_heads(written, self.slots.copies[layer], heads)
+            kept.append(written)
         return kept[0], kept[1]
 
     def mask(self, window: int | None = None) -> Tensor:
@@ -107,8 +128,8 @@ class Prefill:
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the prompts' [b, heads, num, dim] into their rows, and gives them back."""
-        for name, new in (("k", k), ("v", v)):
-            buffer = self.slots.get_buffer(f"{name}{layer}")
+        for name, given in (("k", k), ("v", v)):
+            buffer, new = self.slots.get_buffer(f"{name}{layer}"), self.slots.copied(layer, given)
             kept = new if new.shape[2] <= self.slots.length else new[:, :, : self.slots.length]
             padded = F.pad(kept, (0, 0, 0, self.slots.length - kept.shape[2]))
             buffer.index_copy_(0, self.row, padded.to(buffer.dtype))

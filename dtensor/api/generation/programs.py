@@ -13,7 +13,8 @@ Not here: the submission of runs (generator.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,13 +28,16 @@ from dtensor.api.model.stating.stages import StagePlan
 from dtensor.api.store.session import MeshSession
 from dtensor.errors import PlanningError
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
+from dtensor.sharding.ops.heads import copies_for
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import dealt
+from dtensor.sharding.plan.steps import Compute
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Placement, Replicate, Row
+from dtensor.sharding.spec.placements import Placement, Replicate, Row, index_sets
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
+_KEYS = re.compile(r"kv_cache\.k(\d+)")
 CACHES = "kv_cache."
 """The prefix of the caches' names in the programs."""
 
@@ -117,17 +121,49 @@ def caches_of(
     rows: int,
     length: int,
     over: Split,
+    copies: Mapping[int, Sequence[int]] | None = None,
 ) -> ParallelModule:
-    """A module on the meta device: each rank makes its own zeros."""
+    """A module on the meta device: each rank makes its own zeros. ``copies``: as in `KVSlots`."""
 
     def build() -> KVSlots:
-        return KVSlots(forward.layers, rows, length)
+        return KVSlots(forward.layers, rows, length, copies)
 
     with torch.device("meta"):
         slots = build()
     caches = parallelize(slots, model.mesh, {"*": over} if over else {}, init=build)
     caches.stage_plan = _stages_of_caches(model.stage_plan, forward)
     return caches
+
+
+def copies_of_heads(decode: Plan) -> dict[int, list[int]]:
+    """For each layer whose query heads are split while every rank has all heads of its keys: the
+    heads that the layer's cache keeps, so that each rank has those which its query heads use."""
+    makers = {name: step for step in decode.steps for name in step.gives}
+    labels = {item.name: item.label for item in decode.inputs}
+    copies: dict[int, list[int]] = {}
+    for step in decode.steps:
+        if not isinstance(step, Compute) or step.rule.fallback is None:
+            continue
+        if step.rule.kind == "attention":
+            queries, keys, value = *step.operand_specs[:2], step.operands[1]
+        else:  # a view that joins repeats of the heads
+            queries, keys, value = step.result_specs[0], step.operand_specs[0], step.operands[0]
+        while value in makers:
+            value = makers[value].reads[0]
+        kept = _KEYS.fullmatch(labels.get(value, ""))
+        cuts = [] if queries is None or keys.cuts(1) else queries.cuts(1)
+        if kept is None or queries is None or len(cuts) != 1:
+            continue
+        ((shard, num),) = cuts
+        heads, groups = queries.shape[1], keys.shape[1]
+        used = [
+            sorted({i * groups // heads for start, stop in held for i in range(start, stop)})
+            for held in index_sets(shard, heads, num)
+        ]
+        kept_heads, _ = copies_for(used)
+        if len(kept_heads) < num * groups:
+            copies[int(kept[1])] = kept_heads
+    return copies
 
 
 def settle_caches(caches: ParallelModule, decode: Plan) -> None:

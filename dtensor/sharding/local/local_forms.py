@@ -110,6 +110,13 @@ def filled_reshape(
     return _placed(x, x.new_zeros(tuple(whole)), dim, positions).reshape(tuple(shape))
 
 
+def heads_at(x: Tensor, positions: Sequence[int]) -> Tensor:
+    """The heads of x [b h s d] at these positions, without a copy where all are one head."""
+    if len(positions) > 1 and len(set(positions)) == 1:
+        return x.narrow(1, positions[0], 1).expand(-1, len(positions), -1, -1)
+    return picked(x, 1, positions)
+
+
 def picked(x: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
     """These positions of a dim, without a copy where they are neighbours."""
     parts = [x.narrow(dim, start, num) for start, num in _runs(positions)]

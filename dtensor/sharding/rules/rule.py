@@ -111,7 +111,8 @@ class Rule:
     operands' dtypes (dtypes.py). of_loss: its sums over a split factor are parts of a loss, one
     number a row: they stay pending. parts: how a rank leaves its part of a sum of 16 bits in
     float32; None: it cannot (`Parts`). fallback: the rule for a shard that does not line up with
-    the factors of this one; ``localize`` of this rule serves both.
+    the factors of this one; ``localize`` of this rule serves both. narrow: gives a strategy over so
+    many ranks the placements of operands of which each rank reads a part.
     """
 
     operands: tuple[Dims, ...]
@@ -129,6 +130,7 @@ class Rule:
     of_loss: bool = False
     parts: Parts = None
     fallback: Rule | None = None
+    narrow: Callable[[Strategy, int], Strategy] | None = None
 
     @cached_property
     def size(self) -> dict[str, int]:
@@ -187,7 +189,8 @@ class Rule:
             placed = [
                 Partial(self.reduce) if i in self.addends else p for i, p in enumerate(placed)
             ]
-        return Strategy(tuple(placed), tuple(results), "split", tuple(sorted(assignment)))
+        strategy = Strategy(tuple(placed), tuple(results), "split", tuple(sorted(assignment)))
+        return strategy if self.narrow is None else self.narrow(strategy, num)
 
     def _combines(self, result: int, assignment: Assignment) -> bool:
         """Whether a result without the assigned factors is combined from the ranks' parts."""

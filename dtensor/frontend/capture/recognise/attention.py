@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import dtensor.sharding.ops.attention_masked  # noqa: F401  (registers the op)
+import dtensor.sharding.ops.attention_masked
+import dtensor.sharding.ops.heads  # noqa: F401  (registers the op)
 from dtensor.frontend.capture.recognise.constants import Constants, NotConstant, Writes
 from dtensor.frontend.capture.recognise.matching import NoMatch
 from dtensor.frontend.graph import Writer, bound
@@ -131,6 +132,33 @@ def attention(graph: fx.Graph, node: fx.Node, writes: Writes) -> str:
         op, pair = "dt.attention_masked", call(_MASKED, *tensors, mask, scale)
     call.replace(call(operator.getitem, pair, 0))
     return op
+
+
+def read_copies(graph: fx.Graph) -> None:
+    """In place: heads that are picked from a cache and then repeated are picked once for each
+    query head, so that each rank may read its own copies."""
+    for pick in graph.find_nodes(op="call_function", target=dt.pick_heads.default):
+        source, have, heads = pick.args
+        repeats = [
+            (node, node.meta["val"].shape[1])
+            for target in (*_RESHAPES, aten.repeat_interleave.self_int)
+            for node in graph.find_nodes(op="call_function", target=target)
+            if _unrepeated(node) is pick
+        ]
+        for user in list(pick.users):
+            if user.target is aten.scaled_dot_product_attention.default:
+                num = bound(user)["query"].meta["val"].shape[1]
+                if bound(user)["enable_gqa"] and num > len(heads):
+                    repeats.append((user, num))
+        for node, num in repeats:
+            each = [head for head in heads for _ in range(num // len(heads))]
+            repeated = Writer(graph, pick)(dt.pick_heads.default, source, list(have), each)
+            b, _, s, d = pick.meta["val"].shape
+            repeated.meta["val"] = pick.meta["val"].new_empty((b, num, s, d))
+            if node in pick.users:
+                node.replace_input_with(pick, repeated)
+            else:
+                node.replace_all_uses_with(repeated)
 
 
 def _learned(mask: fx.Node) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from dtensor.frontend.capture.memory_rewrites import keep_layout
-from dtensor.frontend.capture.recognise.attention import Mask, attention, settle_mask
+from dtensor.frontend.capture.recognise.attention import Mask, attention, read_copies, settle_mask
 from dtensor.frontend.capture.recognise.constants import Constants, Writes
 from dtensor.frontend.capture.recognise.dropout import dropped_sum
 from dtensor.frontend.capture.recognise.gates import gate
@@ -72,6 +72,7 @@ def recognise(graph: fx.Graph) -> list[PatternMatch]:
 def _attentions(
     graph: fx.Graph, constants: Constants, order: Mapping[fx.Node, int]
 ) -> Iterator[tuple[int, PatternMatch]]:
+    read_copies(graph)
     attentions = graph.find_nodes(op="call_function", target=_ATTENTION)
     known: dict[Mask, bool | None] = {}
     for node in attentions:

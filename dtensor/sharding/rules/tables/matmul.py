@@ -4,6 +4,7 @@
     addmm       "n, m k, k n -> m n"        k split: x must be pending too, to be added once
     attention   "b (g r) t e, b g s e, b g s f -> b (g r) t f, b (g r) t"
     attention_masked   "b (g r) t e, b g s e, b g s e, b 1 t s -> b (g r) t e, b (g r) t"
+    pick_heads  "b c! s d -> b h s d"    c is split where it has a copy for each rank
     flash attention (CPU)   "b h t e!, b h s! e!, b h s! e!, 1 h t s! -> b h t e!, b h t"
     _trilinear              "a o1 i, o i j, a o1 j -> a o"       linear in {a}, {b}, {c}
     _cdist_forward          "... p m!, ... r m! -> ... p r"
@@ -26,6 +27,7 @@ from typing import Any
 import dtensor.sharding.ops.attention_masked  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
+from dtensor.sharding.ops.heads import copies_for, positions_of
 from dtensor.sharding.rules.build import (
     Groups,
     broadcast,
@@ -36,9 +38,10 @@ from dtensor.sharding.rules.build import (
     retarget,
 )
 from dtensor.sharding.rules.registry import Builder, no_rule
-from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.rule import Rule, Strategy
 from dtensor.sharding.rules.tables.localizers import contiguous, positional, unless_empty
 from dtensor.sharding.rules.tables.unsplittable import Unsplittable
+from dtensor.sharding.spec.placements import Shard, index_sets, simplest
 
 _PRODUCT: Groups = ((0,), (1,))
 
@@ -150,6 +153,31 @@ def _attention_flops(rule: Rule) -> int:
     size = rule.size
     pairs = math.prod(size.get(factor, 1) for factor in ("b", "h", "t", "s"))
     return 2 * (size["e"] + size.get("f", size["e"])) * pairs
+
+
+def _pick_heads(call: OpCall) -> Rule:
+    """A split of the result leaves the operand whole, unless it has the copies for that split."""
+    have, heads = list(call.args[1]), list(call.args[2])
+
+    def narrow(strategy: Strategy, num: int) -> Strategy:
+        (placed,) = strategy.results
+        if not isinstance(placed, Shard) or placed.dim != 1:
+            return strategy
+        spans = index_sets(placed, len(heads), num)
+        used = [sorted({heads[i] for lo, hi in span for i in range(lo, hi)}) for span in spans]
+        copies, blocks = copies_for(used)
+        if copies != have:
+            return strategy
+        cut = simplest(Shard(1, blocks), call.operands[0].shape, num)
+        return replace(strategy, operands=(cut,))
+
+    def localize(call: OpCall, local: Local) -> OpCall:
+        held = [have[i] for lo, hi in local.operand_intervals(0, 1) for i in range(lo, hi)]
+        asked = [heads[i] for lo, hi in local.result_intervals(0, 1) for i in range(lo, hi)]
+        return retarget(call, local_forms.heads_at, call.args[0], positions_of(held, asked))
+
+    rule = make(call, "b c! s d -> b h s d", linear=((0,),), localize=localize)
+    return replace(rule, narrow=narrow)
 
 
 # -- the CPU's kernel, which takes a mask ----------------------------------------------------------
@@ -291,6 +319,7 @@ RULES: dict[str, Builder] = {
     "dt.attention_backward.default": _by_heads(_attention_backward, 1),
     "dt.attention_masked.default": _by_heads(_attention_masked, 0),
     "dt.attention_masked_backward.default": _by_heads(_attention_masked_backward, 1),
+    "dt.pick_heads.default": of_kind("view", _pick_heads),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _masked,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _masked_backward,
     "aten._trilinear.default": _trilinear,
