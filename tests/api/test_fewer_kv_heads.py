@@ -89,16 +89,32 @@ def test_trains_as_torch(family: str, heads: int, kv_heads: int, ranks: int) -> 
     )
 
 
-@pytest.mark.slow
+@pytest.mark.default("Llama-8-2-4")
 @pytest.mark.parametrize(("family", "heads", "kv_heads", "ranks"), CASES)
 def test_generates_as_transformers(family: str, heads: int, kv_heads: int, ranks: int) -> None:
+    """Each rank keeps the key heads that its query heads use, and at least as many as a later
+    rank."""
     module = build(family, heads, kv_heads).eval()
     prompts = [[3, 5, 7, 9, 11], [2, 4]]
     want = by_transformers(module, prompts, 10)
     model = dt.parallelize(module, dt.Mesh(tp=ranks), derived(module, ranks))
     with dt.launch(model.mesh):
-        texts = dt.generator(model, slots=2, length=32)(prompts, max_new_tokens=10)
+        generator = dt.generator(model, slots=2, length=32)
+        texts = generator(prompts, max_new_tokens=10)
+        plan = generator.plan("decode")
     assert [list(text.tokens) for text in texts] == want
+    specs = {i.label: i.spec for i in plan.inputs}
+    row = next(s for n, s in specs.items() if n.endswith(("o_proj.weight", "n.dense.weight")))
+    kept = [specs["kv_cache.k0"].local_shape({"tp": rank})[1] for rank in range(ranks)]
+    used = [
+        {
+            at // 8 * kv_heads // heads
+            for lo, hi in row.intervals(1, {"tp": rank})
+            for at in range(lo, hi)
+        }
+        for rank in range(ranks)
+    ]
+    assert kept == [max(map(len, used[rank:])) for rank in range(ranks)]
 
 
 @pytest.mark.slow

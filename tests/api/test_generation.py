@@ -314,7 +314,6 @@ def test_plans_and_the_summary() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_each_rank_keeps_the_kv_heads_that_it_uses(family: str) -> None:
     """4 query heads over 4 ranks share 2 of keys: each rank has the projection of both and keeps
@@ -329,6 +328,7 @@ def test_each_rank_keeps_the_kv_heads_that_it_uses(family: str) -> None:
     assert gen.summary().caches == ("f32[2,4@tp,32,16]",)  # 1 head on each rank
 
 
+@pytest.mark.slow
 def test_stages_without_a_cache() -> None:
     """Embeddings and head alone; and stages of a schedule of their own, claimed by training."""
     stages = [["*embed*"], ["*layers.0.*"], ["*layers.1.*"], ["model.norm*", "lm_head*"]]
