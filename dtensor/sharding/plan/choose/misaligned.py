@@ -150,7 +150,7 @@ def _proposal(
     if len(dim) > 1 and not minor:
         parts = tuple(math.prod(rule.size[f] for f in product) for product in dim)
         cuts.append(Shard(at, parts))
-    elif (len(first) > 2 or first[0] in rule.whole) and not minor:
+    elif (rule.whole.intersection(first[:1]) or len(first) > 2) and not minor:
         cuts.append(Shard(at, rule.size[first[0]]))  # fused projections: (three heads width)
     every = (with_unit(cut, unit) for cut in dict.fromkeys(cuts) for unit in _units(rules))
     trials = [counted(trial, size) for trial in every if fits(trial, size)]
