@@ -136,9 +136,7 @@ class Derivative:
             return
         check_differentiable(graph, name)
         needed = results_needed(graph)
-        self.places: dict[int, frozenset[int]] = {
-            place: needed[i] for place, i in enumerate(operands) if i in needed
-        }
+        self.places = {place: needed[i] for place, i in enumerate(operands) if i in needed}
         self.compiled = compiled(
             _gradient, [_placements(call.leaves[operands[place]]) for place in self.places]
         )
@@ -195,8 +193,7 @@ class Differentiated(torch.autograd.Function):
                 PlanningError(
                     f"The gradient of the compiled function {derivative.name} is not "
                     f"differentiable, and create_graph=True asks for its graph.\n"
-                    f"fix: call {derivative.name} without dt.compile, or leave create_graph=True "
-                    f"away"
+                    f"fix: call {derivative.name} without dt.compile, or leave create_graph away"
                 )
             )
         leaves = list(ctx.call.leaves)

@@ -114,18 +114,18 @@ def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
     if form is None:
         raise refused(op_name(target), "its out= form has no functional twin", "leave out= away")
     given = {k: v for k, v in kwargs.items() if k not in outs}
-    if "dtype" in {a.name for a in target._schema.arguments}:
+    if any(a.name == "dtype" and a.kwarg_only for a in target._schema.arguments):
         given["dtype"] = given.get("dtype") or kwargs[outs[0]].dtype  # as torch: sums in that dtype
     outputs = form(*args, **given)
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    pairs = [(kwargs[name], value) for name, value in zip(outs, outputs, strict=True)]
+    pairs = list(zip([kwargs[name] for name in outs], outputs, strict=True))
     if any(out.shape != value.shape for out, value in pairs):
         raise refused(op_name(target), "out= has another shape than the result", "leave out= away")
     if any(out.dtype != value.dtype for out, value in pairs):
         with fakes():  # raises torch's error where torch does not cast
             target(*pytree.tree_map(_as_fake, args), **pytree.tree_map(_as_fake, dict(kwargs)))
-    for name, value in zip(outs, outputs, strict=True):
-        kwargs[name].copy_(value)
+    for out, value in pairs:
+        out.copy_(value)
     return kwargs[outs[0]] if len(outs) == 1 else tuple(kwargs[n] for n in outs)
 
 

@@ -76,6 +76,11 @@ _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtyp
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PLAIN = frozenset("?bhilqBHILQefdFD")
 """numpy's characters of plain dtypes."""
+_PICKLING = frozenset(
+    ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
+    + ("__torch_dispatch__",)
+)
+"""The names by which a class says how it is pickled, or what it holds besides elements."""
 
 
 class Placeholder:
@@ -143,11 +148,11 @@ class _ValuePickler(_cloudpickle.Pickler):
         with DisableTorchFunctionSubclass():
             is_leaf, own = tensor.is_leaf, _pickles_itself(kind)
             grad = tensor.grad if is_leaf else None
-            lost = "a hook on its gradient" if is_leaf and _has_hooks(tensor) else ""
-            lost = lost or ("a gradient" if own and grad is not None else "")
-            if lost:
+            has_hooks = is_leaf and _has_hooks(tensor)
+            if has_hooks or (own and grad is not None):
+                lost = "hook on its gradient" if has_hooks else "gradient"
                 what = f"a {kind.__name__} {tensor.dtype}{list(tensor.shape)}"
-                raise TypeError(f"{what} has {lost}, which would be lost")
+                raise TypeError(f"{what} has a {lost}, which would be lost")
             wants_grad = is_leaf and tensor.requires_grad
             if own or (kind is Tensor and not (tensor.requires_grad or grad is not None)):
                 return NotImplemented
@@ -358,14 +363,8 @@ def _has_hooks(tensor: Tensor) -> bool:
 
 def _pickles_itself(kind: type) -> bool:
     """Whether a class of tensors says how it is pickled, or has more than elements and a dict."""
-    own = kind.__mro__[: kind.__mro__.index(Tensor)]
-    return any(
-        name in vars(cls)
-        for cls in own
-        if cls is not torch.nn.Parameter
-        for name in ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
-        + ("__torch_dispatch__",)
-    )
+    own = set(kind.__mro__[: kind.__mro__.index(Tensor)]) - {torch.nn.Parameter}
+    return any(_PICKLING & vars(cls).keys() for cls in own)
 
 
 def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> numpy.ndarray[Any, Any]:
