@@ -91,6 +91,7 @@ is_alias_of: Any = _C._is_alias_of
 cuda_bindings: Any = _C
 disabled_torch_function: Any = _C._disabled_torch_function_impl
 jit_get_schemas_for_operator: Any = _C._jit_get_schemas_for_operator
+make_subclass: Any = _torch.Tensor._make_subclass
 make_wrapper_subclass: Any = _torch.Tensor._make_wrapper_subclass
 
 

@@ -203,6 +203,39 @@ def test_out() -> None:
     same(z, a + b, atol=1e-6)
 
 
+WRONG_OUT: dict[str, tuple[Callable[..., Any], torch.dtype]] = {
+    "add": (lambda x, out: torch.add(x, 1, out=out), torch.int64),
+    "exp": (lambda x, out: torch.exp(x, out=out), torch.int64),
+    "mm": (lambda x, out: torch.mm(x, x, out=out), torch.float64),
+    "cat": (lambda x, out: torch.cat([x[:1], x[1:]], out=out), torch.int64),
+    "argmax": (lambda x, out: torch.argmax(x, 0, keepdim=True, out=out), torch.float32),
+    "a mask": (lambda x, out: out.__setitem__(x.to(torch.uint8), 7), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_OUT)
+def test_what_torch_does_not_cast(name: str) -> None:
+    """Torch's error, whose words may be those of its fake tensors."""
+    call, dtype = WRONG_OUT[name]
+    x, out = torch.ones(2, 2), torch.zeros(1 if name == "argmax" else 2, 2, dtype=dtype)
+    with pytest.raises((RuntimeError, TypeError)):
+        call(x, out)
+    ours = dt.distribute(out, dt.Mesh(tp=2))
+    with pytest.raises(RuntimeError, match="cast|Expected out tensor|only supports boolean masks"):
+        call(dt.distribute(x, dt.Mesh(tp=2)), ours)
+    same(ours, torch.zeros_like(out))
+
+
+def test_out_of_another_dtype_or_shape() -> None:
+    a, mesh = torch.full((3, 2), 1.5), dt.Mesh(tp=2)
+    for out in (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.float64)):
+        ours = dt.distribute(out, mesh)
+        torch.sum(dt.distribute(a, mesh), 0, out=ours)
+        same(ours, torch.sum(a, 0, out=out))  # the sum of integers, where out has them
+    with pytest.raises(dt.PlanningError, match="out= has another shape than the result"):
+        torch.add(dt.distribute(a[0], mesh), 1, out=dt.distribute(a, mesh))
+
+
 # -- beside dt.compile: the same ops, planned by the same planner ----------------------------------
 
 SINGLE = ("broadcast", "mm", "softmax", "var", "layer_norm", "attention of groups", "cat", "cumsum")

@@ -166,6 +166,9 @@ def test_moves_are_differentiable() -> None:
     z.sum().backward()
     assert x.grad is not None and str(x.grad.spec) == "f32[6@tp,4]"
     same(x.grad, 8 * a, atol=1e-5)
+    (g,) = torch.autograd.grad((x.full_tensor() ** 3).sum(), [x], create_graph=True)
+    (second,) = torch.autograd.grad(g.full_tensor().sum(), [x])
+    same(second, 6 * a, atol=1e-5)
     w = dt.distribute(torch.randn(4, 3), mesh).requires_grad_()
     p = x.detach().redistribute(tp=dt.Column()) @ w.redistribute(tp=dt.Row())
     assert str(p.spec) == "f32[6,3]{sum@tp}"

@@ -125,6 +125,14 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: dt.distribute(X, 2), "the mesh is 2"),
     (
+        lambda: dt.distribute(X.to_sparse(), TP2),
+        r"the first argument of distribute is a sparse tensor(.|\n)*fix: pass x.to_dense\(\)",
+    ),
+    (
+        lambda: dt.distribute(torch.nested.nested_tensor([X], layout=torch.jagged), TP2),
+        r"is a nested tensor \(torch.jagged\)(.|\n)*fix: pass x.to_padded_tensor\(0\)",
+    ),
+    (
         lambda: dt.transfer(X, TP2),
         "the first argument of transfer is of type Tensor, not a DTensor",
     ),

@@ -50,6 +50,27 @@ def test_a_message_is_a_copy_of_any_value():
         encode([threading.Lock()])
 
 
+class PicklesItself(torch.Tensor):
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return torch.tensor, (self.tolist(),)
+
+
+@pytest.mark.parametrize("kind", ["parametrized", "opaque", "graded"])
+def test_a_value_that_cannot_go_between_actors(kind: str) -> None:
+    value: Any = torch.ones(2, 2)
+    if kind == "parametrized":
+        value = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+    elif kind == "opaque":
+        value = value.to_mkldnn()
+    else:
+        value = value.as_subclass(PicklesItself)
+        value.grad = torch.ones(2, 2)
+    with pytest.raises(
+        TypeError, match="(?s)^This value cannot go .* does not pickle .*\n  value: .*\n  Fix: give"
+    ):
+        encode(value)
+
+
 def test_what_a_launch_takes_is_checked():
     with pytest.raises(ValueError, match=r"backend='rya'.\n  Fix: 'inprocess' or 'ray'"):
         daft.launch(backend="rya")  # type: ignore[arg-type]

@@ -16,6 +16,10 @@ class Tagged(Tensor):
     pass
 
 
+class TaggedParameter(nn.Parameter):
+    pass
+
+
 def kinds() -> dict[str, Any]:
     torch.manual_seed(0)
     matrix, decayed = torch.arange(12.0).view(3, 4), nn.Parameter(torch.randn(3, 2))
@@ -29,6 +33,16 @@ def kinds() -> dict[str, Any]:
     optimizer = torch.optim.AdamW(trained.parameters())
     trained(torch.ones(1, 2))[0].sum().backward()
     optimizer.step()
+    graded = {
+        "a subclass with a gradient": torch.ones(2).as_subclass(Tagged).requires_grad_(),
+        "a parameter of a subclass": nn.Parameter(torch.ones(2).as_subclass(Tagged)),
+        "a subclass of Parameter": TaggedParameter(torch.ones(2)),
+        "a frozen parameter with a gradient": nn.Parameter(torch.ones(2)),
+        "a sparse parameter": nn.Parameter(torch.eye(2).to_sparse()),
+    }
+    for name, leaf in graded.items():
+        leaf.grad = torch.eye(2).to_sparse() if "sparse" in name else torch.ones(2)
+    graded["a frozen parameter with a gradient"].requires_grad_(False)
     return {
         "a parameter with an attribute": decayed,
         "a frozen parameter": nn.Parameter(torch.ones(2), False),
@@ -42,6 +56,8 @@ def kinds() -> dict[str, Any]:
         "two columns": [matrix[:, 1], matrix[:, 2]],
         "twice": [decayed, decayed, decayed.data],
         "a subclass": tagged,
+        "a subclass that is a view": [matrix, matrix[0].as_subclass(Tagged)],
+        **graded,
         "conjugated": torch.full((2,), 1j).conj(),
         "bf16": torch.ones(3, 2, dtype=torch.bfloat16).t(),
         "float8": torch.ones(3).to(torch.float8_e4m3fn),

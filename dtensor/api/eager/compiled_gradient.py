@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
 
+from dtensor.api.eager.errors import with_line
 from dtensor.api.eager.op_program import without_pending
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.step.plan_call import BoundCall
@@ -98,10 +98,25 @@ def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Gr
     )
 
 
+def results_needed(graph: Graph) -> dict[int, frozenset[int]]:
+    """Return, by the leaf that has a gradient, the results whose gradients this gradient is
+    computed from."""
+    reached: dict[fx.Node, frozenset[int]] = {}
+    for node, x in zip(graph.placeholders, graph.inputs, strict=True):
+        reached[node] = frozenset([x.output] if isinstance(x, Tangent) else [])
+    for node in graph.nodes:
+        reached[node] = frozenset().union(*(reached[of] for of in node.all_input_nodes))
+    return {
+        x.of.index: reached[node]
+        for node, x in zip(graph.output_nodes, graph.outputs, strict=True)
+        if isinstance(x, Grad) and isinstance(x.of, Arg)
+    }
+
+
 class Derivative:
     """The backward of one captured call. ``with_gradient``: the results that have a gradient.
-    ``places``: the operands that receive one. ``compiled``: makes a `CompiledFunction` of a
-    function and the placements of its results."""
+    ``places``: the operands that receive one, each with the results that it depends on.
+    ``compiled``: makes a `CompiledFunction` of a function and the placements of its results."""
 
     def __init__(
         self,
@@ -113,14 +128,15 @@ class Derivative:
     ) -> None:
         assert graph.reads is not None
         self.reads: Guards = graph.reads
+        self.name = name
         self.with_gradient: tuple[int, ...] = tuple(
             sorted(x.output for x in graph.inputs if isinstance(x, Tangent))
         )
         if not self.with_gradient:
             return
         check_differentiable(graph, name)
-        found = {x.of.index for x in graph.outputs if isinstance(x, Grad) and isinstance(x.of, Arg)}
-        self.places: tuple[int, ...] = tuple(p for p, i in enumerate(operands) if i in found)
+        needed = results_needed(graph)
+        self.places = {place: needed[i] for place, i in enumerate(operands) if i in needed}
         self.compiled = compiled(
             _gradient, [_placements(call.leaves[operands[place]]) for place in self.places]
         )
@@ -161,7 +177,8 @@ class Differentiated(torch.autograd.Function):
         results = [x.detach() for x in run()]
         ctx.call, ctx.derivative, ctx.operands = call, derivative, operands
         ctx.numbers = derivative.numbers()
-        ctx.num_results = len(results)
+        ctx.metas = [(x.shape, x.dtype) for x in results]
+        ctx.set_materialize_grads(False)
         ctx.at = [i for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor)]
         ctx.save_for_backward(*(call.leaves[i] for i in ctx.at))
         without = [x for i, x in enumerate(results) if i not in derivative.with_gradient]
@@ -169,21 +186,36 @@ class Differentiated(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        derivative: Derivative = ctx.derivative
+        if torch.is_grad_enabled():
+            raise with_line(
+                PlanningError(
+                    f"The gradient of the compiled function {derivative.name} is not "
+                    f"differentiable, and create_graph=True asks for its graph.\n"
+                    f"fix: call {derivative.name} without dt.compile, or leave create_graph away"
+                )
+            )
         leaves = list(ctx.call.leaves)
         for index, tensor in zip(ctx.at, ctx.saved_tensors, strict=True):
             leaves[index] = tensor.detach()  # raises if it has changed since
-        derivative: Derivative = ctx.derivative
         if derivative.numbers() != ctx.numbers:
             raise RuntimeError(
                 "a tensor that a compiled function closes over has changed between the call and "
                 "its backward.\n  fix: pass it as an argument"
             )
-        wanted = [g for i, g in enumerate(gradients) if i in derivative.with_gradient]
-        found = derivative(replace(ctx.call, leaves=tuple(leaves)), wanted, ctx.num_results)
+        unused = {i for i, g in enumerate(gradients) if g is None}
         result: list[Any] = [None] * len(ctx.operands)
-        for place, gradient in zip(derivative.places, found, strict=True):
+        if unused.issuperset(derivative.with_gradient):
+            return (None, None, None, None, *result)
+        wanted = [
+            torch.zeros(ctx.metas[i][0], dtype=ctx.metas[i][1]) if i in unused else gradients[i]
+            for i in derivative.with_gradient
+        ]
+        found = derivative(replace(ctx.call, leaves=tuple(leaves)), wanted, len(ctx.metas))
+        for (place, needed), gradient in zip(derivative.places.items(), found, strict=True):
+            if needed and needed <= unused:
+                continue  # torch gives None where no result that is used depends on an operand
             plain = not isinstance(leaves[ctx.operands[place]], DTensor)
             result[place] = gradient.full_tensor() if plain else gradient
         return (None, None, None, None, *result)

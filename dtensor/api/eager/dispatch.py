@@ -29,7 +29,7 @@ from dtensor.api.eager.random_ops import draw
 from dtensor.api.eager.values import Alias, Cell, CellTensor
 from dtensor.api.eager.views import functional_form, view_step
 from dtensor.api.store.handle import layout_of
-from dtensor.private_torch import dispatch_has_kernel_for_dispatch_key, no_dispatch
+from dtensor.private_torch import dispatch_has_kernel_for_dispatch_key, no_dispatch, pytree
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -113,11 +113,24 @@ def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
     form = functional_form(target)
     if form is None:
         raise refused(op_name(target), "its out= form has no functional twin", "leave out= away")
-    outputs = form(*args, **{k: v for k, v in kwargs.items() if k not in outs})
+    given = {k: v for k, v in kwargs.items() if k not in outs}
+    if any(a.name == "dtype" and a.kwarg_only for a in target._schema.arguments):
+        given["dtype"] = given.get("dtype") or kwargs[outs[0]].dtype  # as torch: sums in that dtype
+    outputs = form(*args, **given)
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    for name, value in zip(outs, outputs, strict=True):
-        kwargs[name].copy_(value)
+    pairs = list(zip([kwargs[name] for name in outs], outputs, strict=True))
+    if any(out.shape != value.shape for out, value in pairs):
+        raise refused(op_name(target), "out= has another shape than the result", "leave out= away")
+    if any(out.dtype != value.dtype for out, value in pairs):
+        with fakes():  # raises torch's error where torch does not cast
+            target(*pytree.tree_map(_as_fake, args), **pytree.tree_map(_as_fake, dict(kwargs)))
+    for out, value in pairs:
+        out.copy_(value)
     return kwargs[outs[0]] if len(outs) == 1 else tuple(kwargs[n] for n in outs)
+
+
+def _as_fake(x: Any) -> Any:
+    return fake(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
 
 
 def _loop(target: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -200,7 +213,11 @@ def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     if len(indices) > 1 or value.numel() != 1 or accumulate:
         return _refuse_dynamic(target, args, kwargs)
-    mask = masks[0].bool()
+    mask = masks[0]
+    if mask.dtype == torch.uint8:  # torch's words
+        raise RuntimeError(
+            "masked_fill_ only supports boolean masks, but got mask with dtype unsigned char"
+        )
     mask = mask.reshape((*mask.shape, *(1 for _ in range(x.dim() - mask.dim()))))
     return _copy_(aten.copy_.default, (x, torch.where(mask, value.reshape(()), x)), {})
 

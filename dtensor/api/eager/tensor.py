@@ -26,6 +26,7 @@ from dtensor.api.eager.execute_op import execute, fetch, own_value, spec_of
 from dtensor.api.eager.functions import torch_function
 from dtensor.api.eager.values import Alias, Cell, CellTensor, Value, ViewStep, fresh_name
 from dtensor.api.model.stating.stated_placements import check_fit, restated
+from dtensor.api.step.plan_call import check_dense
 from dtensor.api.store.handle import Layout, contiguous, contiguous_layout
 from dtensor.api.store.session import MeshSession, session_for
 from dtensor.api.values.lazy_parameters import LazyTensor, fault_in
@@ -187,9 +188,10 @@ class DTensor(CellTensor):
         return self.full_value().numpy()
 
     def __format__(self, spec: str) -> str:
-        """A tensor without dims is formatted as its number if ``spec`` is not empty, as in
-        ``f"{x:.2f}"``; this waits for the number. Other tensors are formatted as their text."""
-        return format(self.item() if spec and self.dim() == 0 else str(self), spec)
+        """A tensor without dims is formatted as its number, as in ``f"{x:.2f}"`` and ``f"{x}"``;
+        this waits for the number. Other tensors, and parameters, are formatted as their text."""
+        is_number = self.dim() == 0 and (spec or not isinstance(self, torch.nn.Parameter))
+        return format(self.item() if is_number else str(self), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -283,7 +285,21 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> DTensor:  # type: ignore[override]
-        return placed(grad, ctx.back, ctx.session)
+        return _Placed.apply(grad, ctx.back, ctx.session)
+
+
+class _Placed(torch.autograd.Function):
+    """A gradient of a global value, distributed. Its own gradient is a global value again."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, grad: torch.Tensor, spec: TensorSpec, session: MeshSession
+    ) -> DTensor:
+        return placed(grad, spec, session)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _FullTensor.apply(grad), None, None
 
 
 def placed(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTensor:
@@ -341,6 +357,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     future = isinstance(tensor, Future | GroupFuture)
     fix = "future.get()" if future else "torch.tensor(...)"
     check_kind("the first argument of distribute", tensor, torch.Tensor, "a tensor", fix)
+    check_dense(tensor, "the first argument of distribute")
     check_placements(mesh, placements)
     wanted = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
     distributed = placed(tensor.detach(), wanted, session_for(mesh))

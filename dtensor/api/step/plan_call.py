@@ -704,14 +704,7 @@ def leaf_key(leaf: Any) -> object:
         case TensorSpec():
             return (contiguous_layout(leaf), leaf.requires_grad)
         case torch.Tensor():
-            if leaf.is_nested or leaf.layout is not torch.strided:
-                kind = "nested" if leaf.is_nested else "sparse"
-                shape = f"{leaf.size(0)} tensors" if leaf.is_nested else list(leaf.shape)
-                raise PlanningError(
-                    f"an argument is a {kind} tensor ({leaf.layout}), which no rule takes.\n"
-                    f"  {shape} of {dtype_name(leaf.dtype)}\n"
-                    f"fix: pass x.{'to_padded_tensor(0)' if leaf.is_nested else 'to_dense()'}"
-                )
+            check_dense(leaf, "an argument")
             return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         case float():
             return repr(leaf)  # 0.0 == -0.0, and nan is not nan
@@ -719,6 +712,18 @@ def leaf_key(leaf: Any) -> object:
             return (type(leaf), leaf)
         case _:
             return _Same(leaf)
+
+
+def check_dense(x: torch.Tensor, what: str) -> None:
+    """Raise PlanningError if a tensor is nested or sparse."""
+    if x.is_nested or x.layout is not torch.strided:
+        kind = "nested" if x.is_nested else "sparse"
+        shape = f"{x.size(0)} tensors" if x.is_nested else list(x.shape)
+        raise PlanningError(
+            f"{what} is a {kind} tensor ({x.layout}), which no rule takes.\n"
+            f"  {shape} of {dtype_name(x.dtype)}\n"
+            f"fix: pass x.{'to_padded_tensor(0)' if x.is_nested else 'to_dense()'}"
+        )
 
 
 def for_capture(leaf: Any) -> Any:

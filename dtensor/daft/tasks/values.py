@@ -13,13 +13,14 @@ transfer, whose size only the sender knows.
 A remote tensor is sent as its value: the module that defines such a class registers the function
 for it in `SENT_AS`.
 
-Invariants: a tensor comes out with its dtype, shape, strides, bits and attributes, on the CPU or,
-if the process has one, on the kind of device it came from. A parameter is one again, with its
-`requires_grad` and `grad`. A tensor that autograd has computed comes out without a gradient: what
-it was computed from is in another process. An array or tensor that a value holds twice is one
-again, and tensors that share a storage share one again. A hook on a gradient is refused. Everything
-else is pickled by cloudpickle: classes and functions of a script, lambdas too. A failure is a
-message too, so that tasks that depend on a failed task get its root cause as their value.
+Invariants: a tensor comes out with its class, dtype, shape, strides, bits and attributes, on the
+CPU or, if the process has one, on the kind of device it came from; a leaf with its `requires_grad`
+and `grad`. A tensor that autograd has computed comes out without a gradient: what it was computed
+from is in another process. An array or tensor that a value holds twice is one again, and tensors
+that share a storage share one again. Refused are a hook on a gradient, and the `grad` of a tensor
+whose class says how it is pickled. Everything else is pickled by cloudpickle: classes and functions
+of a script, lambdas too. A failure is a message too, so that tasks that depend on a failed task get
+its root cause as their value.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from dtensor.daft.errors import (
     TaskError,
 )
 from dtensor.numerics import contiguous_strides
+from dtensor.private_torch import DisableTorchFunctionSubclass, make_subclass
 
 _cloudpickle: Any = cloudpickle  # which has no types
 
@@ -74,6 +76,11 @@ _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtyp
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _PLAIN = frozenset("?bhilqBHILQefdFD")
 """numpy's characters of plain dtypes."""
+_PICKLING = frozenset(
+    ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
+    + ("__torch_dispatch__",)
+)
+"""The names by which a class says how it is pickled, or what it holds besides elements."""
 
 
 class Placeholder:
@@ -90,6 +97,7 @@ class _ValuePickler(_cloudpickle.Pickler):
         self.metas: list[tuple[torch.dtype, tuple[int, ...]]] = []
         self.placeholders: list[Placeholder] = []
         self.storages: dict[int, Span] = {}
+        self.is_sending = False  # a function of `SENT_AS` runs: an error is its own
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)  # pyright: ignore[reportUnknownVariableType]
@@ -103,7 +111,12 @@ class _ValuePickler(_cloudpickle.Pickler):
             self.placeholders.append(obj)
             return placeholder, (len(self.placeholders) - 1,)
         if (sent_as := SENT_AS.get(obj.__class__)) is not None:
-            return self._tensor(sent_as(obj))
+            self.is_sending = True
+            sent = sent_as(obj)
+            self.is_sending = False
+            return self._tensor(sent)
+        if issubclass(kind, Tensor):  # pyright: ignore[reportUnknownArgumentType]
+            return self._other_tensor(obj)
         return super().reducer_override(obj)  # pyright: ignore
 
     def _tensor(self, tensor: Tensor) -> Any:
@@ -120,14 +133,32 @@ class _ValuePickler(_cloudpickle.Pickler):
         where = (span.index, _NAMES[tensor.dtype], shape, strides, at, device)
         kind = type(tensor) if tensor.is_leaf else Tensor  # no gradient goes on from here
         wants_grad = tensor.is_leaf and tensor.requires_grad
-        attributes, grad = dict(vars(tensor)), tensor.grad if wants_grad else None
+        attributes, grad = dict(vars(tensor)), tensor.grad if tensor.is_leaf else None
         extra = bool(attributes) or grad is not None
         if kind is Tensor and not (wants_grad or extra):
             return tensor_of, where
-        if wants_grad and _has_hooks(tensor):
+        if tensor.is_leaf and _has_hooks(tensor):
             raise TypeError(f"a tensor {tensor.dtype}{list(shape)} has a hook on its gradient")
         made = tensor_of, (*where, kind is not Tensor, wants_grad)
         return (*made, (attributes, grad), None, None, _complete) if extra else made
+
+    def _other_tensor(self, tensor: Tensor) -> Any:
+        """A tensor of another class, or one that torch pickles: its elements, then its class."""
+        kind = type(tensor)
+        with DisableTorchFunctionSubclass():
+            is_leaf, own = tensor.is_leaf, _pickles_itself(kind)
+            grad = tensor.grad if is_leaf else None
+            has_hooks = is_leaf and _has_hooks(tensor)
+            if has_hooks or (own and grad is not None):
+                lost = "hook on its gradient" if has_hooks else "gradient"
+                what = f"a {kind.__name__} {tensor.dtype}{list(tensor.shape)}"
+                raise TypeError(f"{what} has a {lost}, which would be lost")
+            wants_grad = is_leaf and tensor.requires_grad
+            if own or (kind is Tensor and not (tensor.requires_grad or grad is not None)):
+                return NotImplemented
+            elements = tensor.detach()  # of the class Tensor
+        state = (dict(vars(tensor)), grad)
+        return _as_class, (elements, kind, wants_grad), state, None, None, _complete
 
 
 @dataclass(slots=True)
@@ -211,6 +242,10 @@ def tensor_of(*_: object) -> Tensor:
     raise LookupError("a tensor of a message that was decoded without its storages")
 
 
+def _as_class(elements: Tensor, kind: type[Tensor], wants_grad: bool) -> Tensor:
+    return make_subclass(kind, elements, wants_grad)
+
+
 def _complete(tensor: Tensor, more: tuple[dict[str, Any], Tensor | None]) -> None:
     """Gives a tensor its attributes and its gradient, which may refer to it."""
     attributes, grad = more
@@ -238,7 +273,9 @@ def encode(value: object, kind: Kind = VALUE, room: Room = own_room) -> Encoded:
     writer = _ValuePickler(file, taken.append)
     try:
         writer.dump(value)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        if writer.is_sending:
+            raise
         raise TypeError(
             f"This value cannot go between actors: it does not pickle ({error}).\n"
             f"  value: {type(value).__module__}.{type(value).__qualname__}\n"
@@ -322,6 +359,12 @@ def _preamble(message: Tensor) -> tuple[int, int, int, int]:
 def _has_hooks(tensor: Tensor) -> bool:
     held: Any = tensor
     return bool(held._backward_hooks or held._post_accumulate_grad_hooks)
+
+
+def _pickles_itself(kind: type) -> bool:
+    """Whether a class of tensors says how it is pickled, or has more than elements and a dict."""
+    own = set(kind.__mro__[: kind.__mro__.index(Tensor)]) - {torch.nn.Parameter}
+    return any(_PICKLING & vars(cls).keys() for cls in own)
 
 
 def _array(data: Any, dtype: str, shape: tuple[int, ...]) -> numpy.ndarray[Any, Any]:
