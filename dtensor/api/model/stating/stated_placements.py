@@ -104,6 +104,7 @@ def resolve(
             f"placements is {show(placements)}, not a dict.\n"
             f'fix: write {{"pattern": dict({some_axis(mesh)}=dt.Row())}}'
         )
+    known = {name for named in names for name in named.names}
     chosen: dict[str, str] = {}
     owners: dict[str, StatedModule] = {}
     for pattern, stated in placements.items():
@@ -114,7 +115,7 @@ def resolve(
                 if name not in chosen:
                     chosen[name], owners[name] = pattern, owner
             continue
-        matches = [named for named in names if named.matched_by(pattern)]
+        matches = [named for named in names if named.matched_by(pattern, known)]
         if not matches:
             raise no_match(pattern, "placements", module, names)
         parameters = [named for named in matches if named.kind == "parameter"]
