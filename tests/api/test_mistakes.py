@@ -89,6 +89,16 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: dt.Custom(3), r"Custom's schedule is 3 \(int\), not a text"),
     (lambda: dt.Ordered(3, 4), r"Ordered's schedule is 3 \(int\), not a function"),
     (lambda: dt.parallelize(torch.nn.Linear, TP2), "is the class Linear, not an nn.Module"),
+    (lambda: dt.parallelize(torch.nn.LazyLinear(2), TP2), "weight has no shape yet"),
+    (
+        lambda: dt.parallelize(torch.nn.ParameterList([X.to_sparse()]), TP2),
+        r"0 is a sparse tensor(.|\n)*fix: 0.to_dense\(\) before the call",
+    ),
+    (lambda: planned(torch.nn.LazyLinear(2)), "weight has no shape yet"),
+    (
+        lambda: dt.compile(torch.mm, TP2).plan(X, X.to_sparse()),
+        r"an argument is a sparse tensor(.|\n)*fix: pass x.to_dense\(\) before the call",
+    ),
     (lambda: dt.parallelize(make_model(), {"tp": 2}), r"the mesh is {'tp': 2} \(dict\)"),
     (lambda: dt.parallelize(make_model(), TP2, {3: {}}), "a key of placements is 3"),
     (

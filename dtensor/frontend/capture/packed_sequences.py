@@ -28,7 +28,7 @@ from torch.nn.utils import rnn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.value_reads import ValueReads
-from dtensor.private_torch import disable_current_modes, pack_padded, pad_packed
+from dtensor.private_torch import disable_current_modes, pack_padded, pad_packed, pytree
 
 Refuse = Callable[..., PlanningError]
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
@@ -51,7 +51,9 @@ class StandIn:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError("torch asks RefusalMode first")
+        """RefusalMode sees those that are arguments; here they are in a list or a tuple."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        raise next(x for x in leaves if isinstance(x, StandIn)).refuse()
 
     def refused(self, *_: Any) -> Any:
         raise self.refuse()

@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_dense, is_dense
 from dtensor.frontend.capture.forward_mode import made_outside
 from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
 from dtensor.frontend.capture.value_reads import ValueReads
@@ -218,13 +218,18 @@ class RefusalMode(TorchFunctionMode):
             if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
                 continue
             untraced.append(value)
+            if not is_dense(value):
+                line = f"  {source}: {source.text}\n" if (source := source_here()) else ""
+                check_dense("a tensor that the program uses", value, line, name="x")
             if _is_stray(value):
                 raise planning_error(
                     "A tensor that requires grad is used but was not passed in: its gradient "
                     "would be lost.",
                     f"{type_text(value)}, an argument of {getattr(func, '__name__', func)}",
                     source=source_here(),
-                    fix="pass the module as an argument, as in loss_fn(model, x)",
+                    fix="pass its module as an argument, as in loss_fn(model, x); a criterion's: "
+                    "parallelize nn.ModuleDict(dict(model=model, criterion=criterion)); another's: "
+                    "model.z = nn.Parameter(z), or z.detach()",
                 )
         if untraced:
             return self._made(self.values.watched(func, args, kwargs, untraced))
