@@ -128,7 +128,7 @@ def gradient_inside(x: Tensor) -> Tensor:
     """
     A gradient inside the program is not supported yet.
       test_refusals.py:N: (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
-    fix: return the loss, and let the runtime differentiate it; a derivative along a direction: torch.func.jvp
+    fix: return the loss, and let the runtime differentiate it; a derivative along a direction: torch.func.jvp; a second derivative: jvp of jvp
     """  # noqa: E501
     (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
     return g.pow(2).sum()
@@ -306,6 +306,16 @@ def test_an_index_that_is_a_part_of_a_packed_sequence() -> None:
         return x[0, packed.sorted_indices]
 
     assert refused(fn).startswith("The shape and order of a packed sequence depend on the lengths")
+
+
+def test_padding_to_fewer_steps_than_were_packed() -> None:
+    def fn(x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(packed, total_length=1)[0]
+
+    text = refused(fn, torch.randn(2, 3), torch.tensor([1, 1, 1]))
+    assert text.startswith("pad_packed_sequence(total_length=1) is shorter than the 2 steps")
+    assert text.endswith("fix: total_length=2, and a slice of the first 1 steps")
 
 
 def returns_a_number(model: nn.Module, x: Tensor) -> Any:

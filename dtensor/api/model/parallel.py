@@ -31,7 +31,12 @@ from dtensor.api.model.labels import Labels, SeenModule
 from dtensor.api.model.stating.recomputed import recompute_of
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, stage_of
-from dtensor.api.model.stating.stated_placements import ParameterPlacement, resolve, restated
+from dtensor.api.model.stating.stated_placements import (
+    ParameterPlacement,
+    resolve,
+    restated,
+    some_axis,
+)
 from dtensor.api.values.randomness import Counter
 from dtensor.errors import PlanningError, check_kind, check_module, check_word, checked_call
 from dtensor.sharding.plan.plan import Plan
@@ -343,7 +348,9 @@ def zero_of(
 ) -> tuple[str, int] | None:
     """The axis and the level. PlanningError for an invalid value."""
     if zero is not None and not isinstance(zero, Mapping):
-        raise PlanningError(f'zero={zero!r} is not a mapping; fix: zero={{"dp": 3}}')
+        axis = "dp" if "dp" in mesh.axes else some_axis(mesh)
+        fix = f'zero={{"{axis}": 3}}' if mesh.axes else "leave zero= out, the mesh has no axis"
+        raise PlanningError(f"zero={zero!r} is not a mapping of an axis to a level; fix: {fix}")
     if not zero:
         return None
     if len(zero) > 1:

@@ -101,6 +101,15 @@ class BatchSizes(StandIn):
         return self.batch
 
     def size(self, _dim: int) -> int:
+        caller = sys._getframe(1)
+        total = caller.f_locals["total_length"] if caller.f_code is _PADS else None
+        if total is not None and total < self.steps and not self.is_exact:
+            raise self.refuse(
+                f"pad_packed_sequence(total_length={total}) is shorter than the {self.steps} steps "
+                f"that were packed: which is the longest length is not known when the program is "
+                f"planned.",
+                fix=f"total_length={self.steps}, and a slice of the first {total} steps",
+            )
         return self.steps
 
 

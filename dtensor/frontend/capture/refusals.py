@@ -188,7 +188,7 @@ class RefusalMode(TorchFunctionMode):
                 "A gradient inside the program is not supported yet.",
                 source=source_here(),
                 fix="return the loss, and let the runtime differentiate it; a derivative along a "
-                "direction: torch.func.jvp",
+                "direction: torch.func.jvp; a second derivative: jvp of jvp",
             )
         if func in _HOOKS:
             raise hooks_on_gradients([type_text(args[0])], source_here(), _HOOKS[func])

@@ -297,10 +297,13 @@ def check_stated(
         if axis not in mesh.axes:
             near = nearest(str(axis), mesh.axes)
             fix = f"{near[0]}={_as_placement(placement)}" if near else "name an axis of the mesh"
+            fix += f"; or add {axis} to the mesh, {axis}=1 to split nothing"
+            if (outer := where.rpartition(" ")[2].strip('"')) in mesh.axes:  # the wrong way round
+                fix = f'write {{"{axis}": dict({outer}={_as_placement(placement)})}}'
             raise PlanningError(
                 f'{where} names the axis "{axis}", which is not in the mesh.\n'
                 f"  {mesh}, axes: {listing(mesh.axes)}\n"
-                f"fix: {fix}; or add {axis} to the mesh, {axis}=1 to split nothing"
+                f"fix: {fix}"
             )
         if axis == stage_axis:
             raise PlanningError(
