@@ -121,7 +121,7 @@ def is_dense(x: torch.Tensor) -> bool:
 
 def check_module(path: str, module: nn.Module) -> None:
     """PlanningError for a module of torch.jit, and for a parameter or buffer of the module itself
-    that has no shape, is sparse or nested."""
+    that has no shape yet."""
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanningError(
             f"{path or 'the module'} is a module of torch.jit ({module.original_name}), whose "
@@ -135,8 +135,6 @@ def check_module(path: str, module: nn.Module) -> None:
                 f"{name} has no shape yet: it belongs to a lazy module.\n"
                 f"fix: call the module once on a batch before, which gives it one"
             )
-        if x is not None:
-            check_dense(name, x)
 
 
 def shown(value: object) -> str:

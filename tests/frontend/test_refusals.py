@@ -293,7 +293,7 @@ def test_what_the_program_closes_over_and_cannot_be_planned(
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("place", ["", "1"])
 def test_modules_of_torch_jit(place: str) -> None:
-    made = torch.jit.trace(nn.Linear(3, 2), torch.ones(2, 3))
+    made: Any = torch.jit.trace(nn.Linear(3, 2), torch.ones(2, 3))
     text = refused(nn.Sequential(nn.Identity(), made) if place else made)
     assert text.startswith(f"{place or 'the module'} is a module of torch.jit (Linear)")
     assert text.endswith("fix: use the module that was scripted or traced")

@@ -38,7 +38,15 @@ from dtensor.api.model.stating.stated_placements import (
     some_axis,
 )
 from dtensor.api.values.randomness import Counter
-from dtensor.errors import PlanningError, check_kind, check_module, check_word, checked_call
+from dtensor.errors import (
+    PlanningError,
+    check_dense,
+    check_kind,
+    check_module,
+    check_word,
+    checked_call,
+)
+from dtensor.frontend.graph import named_tensors
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import OnMisaligned, dealt
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -301,6 +309,8 @@ def parallelize(
     check_mesh(mesh)
     for path, part in module.named_modules():
         check_module(path, part)
+    for name, x in named_tensors(module).items():
+        check_dense(name, x)
     plan = stage_of(module, mesh, stages)
     placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
     again = () if recompute is None else recompute_of(recompute, module)

@@ -746,6 +746,9 @@ class _Walker:
         else:
             self._seen[id(x)] = len(self._seen)
             self.reached.kept.append(x)
+            if not is_dense(x):  # as in _tensor
+                self._same(path, x)
+                return
             self.reached.parameters.append((path, x))
             with DisableTorchFunctionSubclass():
                 is_parameter = isinstance(x, nn.Parameter)
