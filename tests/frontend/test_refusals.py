@@ -199,6 +199,7 @@ class Storing(nn.Module):
 
 
 CLOSED_OVER = MLP()
+LEAF = torch.ones(3, requires_grad=True)
 
 
 def closed_over(x: Tensor) -> Tensor:
@@ -206,9 +207,19 @@ def closed_over(x: Tensor) -> Tensor:
     A tensor that requires grad is used but was not passed in: its gradient would be lost.
       f32[64,16], an argument of linear
       models.py:N: h = self.up(x)
-    fix: pass its module as an argument, as in loss_fn(model, x); a criterion's: parallelize nn.ModuleDict(dict(model=model, criterion=criterion)); another's: model.z = nn.Parameter(z), or z.detach()
+    fix: pass its module as an argument, as in loss_fn(model, x); a criterion's: parallelize nn.ModuleDict(dict(model=model, criterion=criterion))
     """  # noqa: E501
     return CLOSED_OVER(x)
+
+
+def leaf_closed_over(x: Tensor) -> Tensor:
+    """
+    A tensor that requires grad is used but was not passed in: its gradient would be lost.
+      f32[3], an argument of mul
+      test_refusals.py:N: return x * LEAF
+    fix: model.z = nn.Parameter(z), read from the model; or z.detach()
+    """
+    return x * LEAF
 
 
 def loss_of_rows(model: nn.Module, x: Tensor) -> Tensor:
@@ -249,6 +260,7 @@ REFUSED = [
     (flexible_attention, (X,), "none"),
     (Storing(), (X,), "none"),
     (closed_over, (torch.randn(2, 16),), "tangents"),
+    (leaf_closed_over, (X,), "tangents"),
     (loss_of_rows, MODEL_AND_X, "loss"),
     (detached_loss, MODEL_AND_X, "loss"),
 ]

@@ -228,8 +228,9 @@ class RefusalMode(TorchFunctionMode):
                     f"{type_text(value)}, an argument of {getattr(func, '__name__', func)}",
                     source=source_here(),
                     fix="pass its module as an argument, as in loss_fn(model, x); a criterion's: "
-                    "parallelize nn.ModuleDict(dict(model=model, criterion=criterion)); another's: "
-                    "model.z = nn.Parameter(z), or z.detach()",
+                    "parallelize nn.ModuleDict(dict(model=model, criterion=criterion))"
+                    if isinstance(value, nn.Parameter)
+                    else "model.z = nn.Parameter(z), read from the model; or z.detach()",
                 )
         if untraced:
             return self._made(self.values.watched(func, args, kwargs, untraced))
