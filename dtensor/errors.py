@@ -16,6 +16,12 @@ from numbers import Integral, Real
 from types import UnionType
 from typing import Any, ParamSpec, TypeVar, cast
 
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dtensor.numerics import dtype_name
+
 
 class PlanningError(ValueError):
     """The program, its placements or its arguments cannot be planned as stated: a fault to mend in
@@ -94,6 +100,41 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
     if value not in words:
         *others, last = (f'"{word}"' for word in words)
         raise PlanningError(f"{name}={value!r}: it is {', '.join(others)} or {last}")
+
+
+def check_dense(what: str, x: torch.Tensor, line: str = "", *, name: str = "") -> None:
+    """PlanningError for a sparse or a nested tensor; ``line``: of the user's, which reads it."""
+    if not is_dense(x):
+        kind = "nested" if x.is_nested else "sparse"
+        shape = f"{x.size(0)} tensors" if x.is_nested else list(x.shape)
+        raise PlanningError(
+            f"{what} is a {kind} tensor ({x.layout}), which no rule takes.\n"
+            f"  {shape} of {dtype_name(x.dtype)}\n{line}"
+            f"fix: {name or what}.{'to_padded_tensor(0)' if x.is_nested else 'to_dense()'} before "
+            f"the call"
+        )
+
+
+def is_dense(x: torch.Tensor) -> bool:
+    return x.layout is torch.strided and not x.is_nested
+
+
+def check_module(path: str, module: nn.Module) -> None:
+    """PlanningError for a module of torch.jit, and for a parameter or buffer of the module itself
+    that has no shape yet."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise PlanningError(
+            f"{path or 'the module'} is a module of torch.jit ({module.original_name}), whose "
+            f"program cannot be captured.\n"
+            f"fix: use the module that was scripted or traced"
+        )
+    for own, x in (*module._parameters.items(), *module._buffers.items()):
+        name = f"{path}.{own}" if path else own
+        if x is not None and is_lazy(x):
+            raise PlanningError(
+                f"{name} has no shape yet: it belongs to a lazy module.\n"
+                f"fix: call the module once on a batch before, which gives it one"
+            )
 
 
 def shown(value: object) -> str:

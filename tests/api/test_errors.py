@@ -291,6 +291,15 @@ fix: make relu f32, as with .to(torch.float32), or run it under torch.autocast""
     )
 
 
+def test_parameters_of_several_dtypes() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    compiled = dt.compile(lambda m, x: m(x), TP2)
+    text = refused(compiled.plan, dt.parallelize(model, TP2, {}), torch.ones(2, 4))
+    assert text.endswith("fix: call model.float() (its parameters have several dtypes)")
+    model.float()  # the fix
+    compiled.plan(dt.parallelize(model, TP2, {}), torch.ones(2, 4))
+
+
 @pytest.mark.parametrize(
     ("dtype", "fix"),
     [

@@ -67,7 +67,8 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         lambda: step(inputs=dict(dp=dt.Row())).plan(TOKENS, TARGETS),
         'names the axis "dp", which is not in the mesh',
     ),
-    (lambda: dt.Mesh(tp="2"), "axis 'tp' has size '2'"),
+    (lambda: dt.Mesh(tp="2"), r"axis 'tp' has size '2'(.|\n)*fix: dt.Mesh\(tp=2\)"),
+    (lambda: dt.Mesh(tp=0), r"axis 'tp' has size 0(.|\n)*fix: dt.Mesh\(tp=1\)"),
     (lambda: dt.Topology(bandwidth="fast"), "Topology: bandwidth='fast' is not a number above 0"),
     (lambda: dt.Topology(bandwidth={"tp": 0}), "Topology: bandwidth=0 is not a number above 0"),
     (lambda: dt.Topology(flops=float("nan")), "Topology: flops=nan is not a number above 0"),
@@ -89,6 +90,16 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: dt.Custom(3), r"Custom's schedule is 3 \(int\), not a text"),
     (lambda: dt.Ordered(3, 4), r"Ordered's schedule is 3 \(int\), not a function"),
     (lambda: dt.parallelize(torch.nn.Linear, TP2), "is the class Linear, not an nn.Module"),
+    (lambda: dt.parallelize(torch.nn.LazyLinear(2), TP2), "weight has no shape yet"),
+    (
+        lambda: dt.parallelize(torch.nn.ParameterList([X.to_sparse()]), TP2),
+        r"0 is a sparse tensor(.|\n)*fix: 0.to_dense\(\) before the call",
+    ),
+    (lambda: planned(torch.nn.LazyLinear(2)), "weight has no shape yet"),
+    (
+        lambda: dt.compile(torch.mm, TP2).plan(X, X.to_sparse()),
+        r"an argument is a sparse tensor(.|\n)*fix: pass x.to_dense\(\) before the call",
+    ),
     (lambda: dt.parallelize(make_model(), {"tp": 2}), r"the mesh is {'tp': 2} \(dict\)"),
     (lambda: dt.parallelize(make_model(), TP2, {3: {}}), "a key of placements is 3"),
     (
@@ -97,7 +108,23 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     ),
     (lambda: dt.parallelize(make_model(), TP2, stages={"tp": [["*"], [3]]}), "stages has patterns"),
     (lambda: dt.parallelize(make_model(), TP2, stages={3: []}), 'stages names the axis "3"'),
-    (lambda: dt.parallelize(make_model(), TP2, zero=[]), r"zero=\[\] is not a mapping"),
+    (
+        lambda: dt.parallelize(make_model(), TP2, zero=3),
+        'zero=3 is not a mapping of an axis to a level; fix: zero={"tp": 3}',
+    ),
+    (
+        lambda: dt.parallelize(make_model(), TP2, {"tp": {"head.weight": dt.Row()}}),
+        r'fix: write {"head.weight": dict\(tp=dt.Row\(\)\)}',
+    ),
+    (
+        lambda: step(make=lambda m: torch.optim.SparseAdam(m.parameters())),
+        "SparseAdam needs sparse gradients, and those of a step are dense",
+    ),
+    (lambda: step()(TOKENS.to("meta"), TARGETS), "has no values(.|\n)*fix: pass a tensor"),
+    (
+        lambda: planned(lambda x: torch.rms_norm(x.long(), [4])),
+        r"not implemented for(.|\n)*fix: give the operands dtypes that go together: x.float\(\)",
+    ),
     (lambda: step(3), r"loss_fn is 3 \(int\), not a function"),
     (lambda: step(clip_grad_norm="1"), "clip_grad_norm='1' is not a number above 0"),
     (lambda: step(clip_grad_norm=torch.ones(())), r"clip_grad_norm=tensor\(1.\) is not a number"),

@@ -16,6 +16,7 @@ from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.module_roles import ColumnParallel
 from dtensor.sharding.spec.placements import Column, Placement, Replicate, Row, Shard
 from tests.models import GPT, MLP
 
@@ -111,6 +112,37 @@ FOUND: dict[str, tuple[type[nn.Module], dict[str, dict[str, Placement]], dict[st
     f"{placement} fits": (MLP, {"up.weight": dict(tp=placement)}, {"up.weight": placement})
     for placement in (Row(blocks=4), Row(blocks=(32, 16, 16)), Row(unit=16), Column(unit=4))
 }
+
+
+class Bracketed(nn.ModuleDict):
+    """The name of a part is a glob that matches the other part."""
+
+    def __init__(self) -> None:
+        super().__init__({"a[0]": nn.Linear(4, 4), "a0": nn.Linear(4, 4)})
+
+
+BRACKETED = {
+    "a name": ("a[0].weight", {"a[0].weight"}),
+    "a glob": ("a[0].*", {"a0.weight", "a0.bias"}),
+    "a glob of a name with a bracket": ("a[[]0].*", {"a[0].weight", "a[0].bias"}),
+    "a role": ("a[0]", {"a[0].weight"}),
+}
+
+
+@pytest.mark.parametrize("case", BRACKETED)
+def test_a_name_matches_itself_alone(case: str) -> None:
+    pattern, expected = BRACKETED[case]
+    placed = dict(tp=ColumnParallel()) if case == "a role" else ROWS
+    found = resolve(Bracketed(), TP, {pattern: placed})
+    assert {p.name for p in found if p.pattern is not None} == expected
+
+
+def test_stages_of_names_with_brackets() -> None:
+    first = ["a[0].weight", "a[0].bias"]
+    plan = stage_of(Bracketed(), Mesh(pp=2), {"pp": [first, ["a0.*"]]})
+    assert (plan.held["a[0].weight"], plan.held["a0.weight"]) == ((0,), (1,))
+    with pytest.raises(PlanningError, match=r'fix: "a\[\[\]0\].\*" matches 2 of 2'):
+        stage_of(nn.ModuleDict({"a[0]": nn.Linear(4, 4)}), Mesh(pp=2), {"pp": [["a[0].*"], ["b"]]})
 
 
 @pytest.mark.parametrize("case", FOUND)

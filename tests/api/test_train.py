@@ -401,6 +401,7 @@ class Named(NamedTuple):
 class Record:
     x: Tensor
     y: Tensor
+    weights: Tensor | None = None
 
 
 class Pair(UserDict[str, Tensor]):
@@ -454,7 +455,21 @@ def test_tensors_out_of_sight_are_refused() -> None:
     torch.export.register_dataclass(Record)  # the fix
     expected = [loss_fn(module, x, y).item()]
     assert_losses_close([float(step(Record(x, y)))], expected)
+    named = {f"batch.{field}": dict(dp=dt.Row()) for field in ("x", "y", "weights")}
+    dt.train_step(step.model, of_fields, step.optimizer, inputs=named).plan(Record(x, y))
     dt.load_state_dict(step.model, None, dt.gather_state_dict(step.model))
+
+
+@pytest.mark.parametrize("capture", ["once", "each call"])
+def test_an_argument_that_requires_grad_is_refused(capture: str) -> None:
+    """Its gradient would be lost."""
+    module = mlp()
+    loss = lambda model, x, y, z: loss_fn(model, x * z, y)  # noqa: E731
+    step = dt.train_step(dt.parallelize(module, DP), loss, sgd(module), capture=capture)
+    z = torch.ones(8, requires_grad=True)
+    with pytest.raises(dt.PlanningError, match=r"the argument z requires grad(.|\n)*z.detach\(\)"):
+        step.plan(*data(4)[0], z)
+    step.plan(*data(4)[0], z.detach())  # the fix
 
 
 # -- several programs of one model -----------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import jacfwd, jvp, vmap
+from torch.func import jacfwd, jvp, linearize, vmap
 
 import dtensor as dt
 from dtensor.errors import PlanningError
@@ -275,6 +275,40 @@ STATEFUL: dict[str, Callable[[Tensor], Any]] = {
     "no gradient": lambda x: torch.no_grad()(lambda a: a.sin() * a)(x) + x,
     "nothing of these": lambda x: x.cos() + x,
 }
+
+
+def _written(a: Tensor) -> Tensor:
+    made = torch.zeros(2, 3)
+    made[:, 0] = a[:, 1]
+    return made * a
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # of torch.func.jvp
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr:UserWarning")  # of linearize
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jvp(torch.sin, (x,), (torch.ones(1, 3).expand_as(x),))[1],
+        lambda x: jvp(torch.sin, (x,), (x.cos().t().contiguous().t(),))[1],
+        lambda x: jvp(_written, (x,), (x.cos(),))[1],
+        lambda x: jvp(lambda a: jvp(_written, (a,), (x,))[1], (x,), (x.cos(),))[1],
+        lambda x: linearize(torch.sin, x)[1](x.cos()),
+    ],
+    ids=["expanded", "transposed", "written", "written, twice", "linearize"],
+)
+def test_derivatives_along_a_direction(fn: Callable[[Tensor], Tensor]) -> None:
+    """Of tangents that lie otherwise than their primals, and of tensors made and written inside."""
+    x = torch.randn(2, 3)
+    with dt.launch(dt.Mesh()):
+        torch.testing.assert_close(dt.compile(fn, dt.Mesh())(x).full_tensor(), fn(x))
+
+
+def test_a_tensor_of_integers_that_a_derivative_writes() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return jvp(lambda a: a * torch.arange(3).add_(1), (x,), (x,))[1]
+
+    with pytest.raises(PlanningError, match=r"fix: write into a copy .* x.clone\(\)"):
+        capture(fn, (torch.ones(3),), grads="none")
 
 
 def torchs_state() -> tuple[Any, ...]:

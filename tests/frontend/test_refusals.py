@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -127,7 +128,7 @@ def gradient_inside(x: Tensor) -> Tensor:
     """
     A gradient inside the program is not supported yet.
       test_refusals.py:N: (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
-    fix: return the loss, and let the runtime differentiate it; a derivative along a direction: torch.func.jvp
+    fix: return the loss, and let the runtime differentiate it; a derivative along a direction: torch.func.jvp; a second derivative: jvp of jvp
     """  # noqa: E501
     (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
     return g.pow(2).sum()
@@ -198,6 +199,7 @@ class Storing(nn.Module):
 
 
 CLOSED_OVER = MLP()
+LEAF = torch.ones(3, requires_grad=True)
 
 
 def closed_over(x: Tensor) -> Tensor:
@@ -205,9 +207,19 @@ def closed_over(x: Tensor) -> Tensor:
     A tensor that requires grad is used but was not passed in: its gradient would be lost.
       f32[64,16], an argument of linear
       models.py:N: h = self.up(x)
-    fix: pass the module as an argument, as in loss_fn(model, x)
-    """
+    fix: pass its module as an argument, as in loss_fn(model, x); a criterion's: parallelize nn.ModuleDict(dict(model=model, criterion=criterion))
+    """  # noqa: E501
     return CLOSED_OVER(x)
+
+
+def leaf_closed_over(x: Tensor) -> Tensor:
+    """
+    A tensor that requires grad is used but was not passed in: its gradient would be lost.
+      f32[3], an argument of mul
+      test_refusals.py:N: return x * LEAF
+    fix: model.z = nn.Parameter(z), read from the model; or z.detach()
+    """
+    return x * LEAF
 
 
 def loss_of_rows(model: nn.Module, x: Tensor) -> Tensor:
@@ -248,6 +260,7 @@ REFUSED = [
     (flexible_attention, (X,), "none"),
     (Storing(), (X,), "none"),
     (closed_over, (torch.randn(2, 16),), "tangents"),
+    (leaf_closed_over, (X,), "tangents"),
     (loss_of_rows, MODEL_AND_X, "loss"),
     (detached_loss, MODEL_AND_X, "loss"),
 ]
@@ -260,6 +273,61 @@ def test_what_is_refused_says_why(
     """The docstring of each program is the message."""
     text = re.sub(r"<.*>", "<function>", refused(fn, *args, grads=grads))
     assert text == inspect.cleandoc(fn.__doc__ or "")
+
+
+EYE = torch.eye(3).to_sparse()
+with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype of torch's
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+LAZY = nn.LazyLinear(2)
+UNPLANNABLE: list[tuple[Callable[[Tensor], Any], str, str]] = [
+    (
+        lambda x: torch.sparse.mm(EYE, x.t()),
+        "a tensor that the program uses is a sparse tensor (torch.sparse_coo)",
+        "x.to_dense() before the call",
+    ),
+    (
+        lambda x: x + NESTED.to_padded_tensor(0),
+        "a tensor that the program uses is a nested tensor (torch.strided)",
+        "x.to_padded_tensor(0) before the call",
+    ),
+    (lambda x: LAZY(x), "LAZY (global of", "call the module once on a batch before"),
+]
+
+
+@pytest.mark.parametrize(("fn", "fact", "fix"), UNPLANNABLE, ids=["sparse", "nested", "lazy"])
+def test_what_the_program_closes_over_and_cannot_be_planned(
+    fn: Callable[[Tensor], Any], fact: str, fix: str
+) -> None:
+    text = refused(fn)
+    assert text.startswith(fact) and f"fix: {fix}" in text
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("place", ["", "1"])
+def test_modules_of_torch_jit(place: str) -> None:
+    made: Any = torch.jit.trace(nn.Linear(3, 2), torch.ones(2, 3))
+    text = refused(nn.Sequential(nn.Identity(), made) if place else made)
+    assert text.startswith(f"{place or 'the module'} is a module of torch.jit (Linear)")
+    assert text.endswith("fix: use the module that was scripted or traced")
+
+
+def test_an_index_that_is_a_part_of_a_packed_sequence() -> None:
+    def fn(x: Tensor) -> Tensor:
+        lengths = torch.tensor([1, 2, 2])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return x[0, packed.sorted_indices]
+
+    assert refused(fn).startswith("The shape and order of a packed sequence depend on the lengths")
+
+
+def test_padding_to_fewer_steps_than_were_packed() -> None:
+    def fn(x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(packed, total_length=1)[0]
+
+    text = refused(fn, torch.randn(2, 3), torch.tensor([1, 1, 1]))
+    assert text.startswith("pad_packed_sequence(total_length=1) is shorter than the 2 steps")
+    assert text.endswith("fix: total_length=2, and a slice of the first 1 steps")
 
 
 def returns_a_number(model: nn.Module, x: Tensor) -> Any:

@@ -26,13 +26,12 @@ from dtensor.api.eager.execute_op import execute, fetch, own_value, spec_of
 from dtensor.api.eager.functions import torch_function
 from dtensor.api.eager.values import Alias, Cell, CellTensor, Value, ViewStep, fresh_name
 from dtensor.api.model.stating.stated_placements import check_fit, restated
-from dtensor.api.step.plan_call import check_dense
 from dtensor.api.store.handle import Layout, contiguous, contiguous_layout
 from dtensor.api.store.session import MeshSession, session_for
 from dtensor.api.values.lazy_parameters import LazyTensor, fault_in
 from dtensor.daft import Future, GroupFuture
 from dtensor.daft.tasks.values import SENT_AS
-from dtensor.errors import PlanningError, check_kind
+from dtensor.errors import PlanningError, check_dense, check_kind
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.private_torch import make_wrapper_subclass
 from dtensor.sharding.ops.call import Meta
@@ -357,7 +356,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     future = isinstance(tensor, Future | GroupFuture)
     fix = "future.get()" if future else "torch.tensor(...)"
     check_kind("the first argument of distribute", tensor, torch.Tensor, "a tensor", fix)
-    check_dense(tensor, "the first argument of distribute")
+    check_dense("the first argument of distribute", tensor, name="pass x")
     check_placements(mesh, placements)
     wanted = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
     distributed = placed(tensor.detach(), wanted, session_for(mesh))

@@ -20,12 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any, cast, get_args
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from dtensor.api.model.as_module import AsModule
 from dtensor.api.model.initial_values import Init, InitialValues
@@ -33,9 +31,22 @@ from dtensor.api.model.labels import Labels, SeenModule
 from dtensor.api.model.stating.recomputed import recompute_of
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Auto, StagePlan, Stages, stage_of
-from dtensor.api.model.stating.stated_placements import ParameterPlacement, resolve, restated
+from dtensor.api.model.stating.stated_placements import (
+    ParameterPlacement,
+    resolve,
+    restated,
+    some_axis,
+)
 from dtensor.api.values.randomness import Counter
-from dtensor.errors import PlanningError, check_kind, check_word, checked_call
+from dtensor.errors import (
+    PlanningError,
+    check_dense,
+    check_kind,
+    check_module,
+    check_word,
+    checked_call,
+)
+from dtensor.frontend.graph import named_tensors
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.request import OnMisaligned, dealt
 from dtensor.sharding.spec.mesh import Mesh, check_mesh
@@ -296,12 +307,10 @@ def parallelize(
     fix = "dt.parallelize(GPT(config), mesh, {...})"
     check_kind("the first argument of parallelize", module, nn.Module, "an nn.Module", fix)
     check_mesh(mesh)
-    for name, x in chain(module.named_parameters(), module.named_buffers()):
-        if is_lazy(x):
-            raise PlanningError(
-                f"{name} has no shape yet: it belongs to a lazy module.\n"
-                f"fix: call the module once on a batch before, which gives it one"
-            )
+    for path, part in module.named_modules():
+        check_module(path, part)
+    for name, x in named_tensors(module).items():
+        check_dense(name, x)
     plan = stage_of(module, mesh, stages)
     placed = resolve(module, mesh, placements or {}, stage_axis=plan.axis)
     again = () if recompute is None else recompute_of(recompute, module)
@@ -349,7 +358,9 @@ def zero_of(
 ) -> tuple[str, int] | None:
     """The axis and the level. PlanningError for an invalid value."""
     if zero is not None and not isinstance(zero, Mapping):
-        raise PlanningError(f'zero={zero!r} is not a mapping; fix: zero={{"dp": 3}}')
+        axis = "dp" if "dp" in mesh.axes else some_axis(mesh)
+        fix = f'zero={{"{axis}": 3}}' if mesh.axes else "leave zero= out, the mesh has no axis"
+        raise PlanningError(f"zero={zero!r} is not a mapping of an axis to a level; fix: {fix}")
     if not zero:
         return None
     if len(zero) > 1:

@@ -172,6 +172,12 @@ class LoadedProgram:
             leaf = call.leaves[index]
             if isinstance(leaf, TensorHandle):
                 common[name] = self._stored(name, leaf)
+            elif not isinstance(leaf, torch.Tensor) or leaf.is_meta:
+                raise PlanningError(
+                    f"the argument {name} has no values: it is a spec, or on the meta device.\n"
+                    f"  {name}: {self.specs[name]}\n"
+                    f"fix: pass a tensor with values; .plan(...) takes what has none"
+                )
             elif name in self._whole:
                 common[name] = _lent(leaf)
         fed: list[dict[str, object]] = []

@@ -23,7 +23,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ from dtensor.api.step.lengths import Lengths
 from dtensor.api.store.handle import TensorHandle, contiguous_layout
 from dtensor.api.store.session import MeshSession
 from dtensor.api.values.lazy_parameters import as_it_is
-from dtensor.errors import PlanningError, check_word
+from dtensor.errors import PlanningError, check_dense, check_word
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.capture.autocast import surrounding
 from dtensor.frontend.capture.call_as_module import leaf_names
@@ -57,7 +57,6 @@ from dtensor.frontend.graph import Arg, Const, Graph, Mutation, Param, Result
 from dtensor.frontend.guards.guards import Guards, custom_ops
 from dtensor.frontend.source import caller_level
 from dtensor.gc_pause import collector_paused
-from dtensor.numerics import dtype_name
 from dtensor.private_torch import pytree
 from dtensor.provider import Provider
 from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
@@ -145,6 +144,12 @@ class BoundCall:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.tree)
         names = zip(leaf_names(self.fn, args, kwargs), self.leaves, strict=True)
         absent = {name for name, leaf in names if leaf is None}
+        values = pytree.tree_leaves((args, kwargs), is_leaf=is_dataclass)
+        for name, value in zip(
+            leaf_names(self.fn, args, kwargs, is_dataclass), values, strict=True
+        ):
+            own = fields(value) if is_dataclass(value) else ()  # a pytree leaves out those of None
+            absent |= {f"{name}.{f.name}" for f in own if getattr(value, f.name) is None}
         with suppress(ValueError, TypeError):  # a builtin without a signature
             fn = self.fn.forward if isinstance(self.fn, nn.Module) else self.fn
             defaults = inspect.signature(fn).bind(*args, **kwargs)
@@ -704,7 +709,7 @@ def leaf_key(leaf: Any) -> object:
         case TensorSpec():
             return (contiguous_layout(leaf), leaf.requires_grad)
         case torch.Tensor():
-            check_dense(leaf, "an argument")
+            check_dense("an argument", leaf, name="pass x")
             return (tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
         case float():
             return repr(leaf)  # 0.0 == -0.0, and nan is not nan
@@ -712,18 +717,6 @@ def leaf_key(leaf: Any) -> object:
             return (type(leaf), leaf)
         case _:
             return _Same(leaf)
-
-
-def check_dense(x: torch.Tensor, what: str) -> None:
-    """Raise PlanningError if a tensor is nested or sparse."""
-    if x.is_nested or x.layout is not torch.strided:
-        kind = "nested" if x.is_nested else "sparse"
-        shape = f"{x.size(0)} tensors" if x.is_nested else list(x.shape)
-        raise PlanningError(
-            f"{what} is a {kind} tensor ({x.layout}), which no rule takes.\n"
-            f"  {shape} of {dtype_name(x.dtype)}\n"
-            f"fix: pass x.{'to_padded_tensor(0)' if x.is_nested else 'to_dense()'}"
-        )
 
 
 def for_capture(leaf: Any) -> Any:

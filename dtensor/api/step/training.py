@@ -63,9 +63,11 @@ from dtensor.errors import (
     checked_call,
 )
 from dtensor.frontend.call_lock import CALL_LOCK
+from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
-from dtensor.numerics import is_narrow
+from dtensor.numerics import dtype_name, is_narrow
+from dtensor.private_torch import pytree
 from dtensor.runtime.lower.actions import stage_costs
 from dtensor.runtime.lower.detect_nan import DetectNan, checked_detect
 from dtensor.runtime.lower.rank_builder import Roles
@@ -368,6 +370,7 @@ class TrainStep:
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         def make(found: Graph | None) -> Planned:
+            _refuse_gradients_of_arguments(call)
             options = self.planned_with(self.options, self.grid, graph or found)
             planned = plan_call(call, self.model.mesh, "loss", options, self._name)
             moved = (s for s in planned.plan.steps if isinstance(s, Redistribute))
@@ -383,6 +386,7 @@ class TrainStep:
             groups = self._groups()
             _refuse_early_hooks(self.optimizer)
             if self.options.planning.each_call:
+                _refuse_gradients_of_arguments(call)
                 others = groups, call.arrangement
                 return self.plans.of_graph(call.graph("loss", each_call=True), others, make)
             return self.plans.get(call, groups, make, captures=graph is None)
@@ -815,6 +819,23 @@ def _refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
             f"gradients: they are on the ranks, where the update runs.\n"
             f"fix: remove the hook; clip_grad_norm= clips, step.gradients() gives gradients"
         )
+
+
+def _refuse_gradients_of_arguments(call: BoundCall) -> None:
+    """PlanningError for an argument that requires grad, because nothing would receive it."""
+    leaves = enumerate(call.leaves)
+    of = (i for i, x in leaves if isinstance(x, torch.Tensor | TensorSpec) and x.requires_grad)
+    if (index := next(of, None)) is None:
+        return
+    args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
+    name = leaf_names(call.fn, args, kwargs)[index]
+    raise PlanningError(
+        f"the argument {name} requires grad, and a step has gradients of its model's parameters "
+        f"alone.\n"
+        f"  {name}: {dtype_name(call.leaves[index].dtype)}{list(call.leaves[index].shape)}\n"
+        f"fix: model.z = nn.Parameter(z) before parallelize, read from the model in loss_fn; or "
+        f"pass z.detach(), which has no gradient"
+    )
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_dense
 from dtensor.frontend.call_lock import PerThread, is_capturing
 from dtensor.frontend.capture.autocast import Surrounding, region
 from dtensor.frontend.capture.packed_sequences import StandIn
@@ -121,7 +121,12 @@ def flat_call(
     )
 
 
-def leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+def leaf_names(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> list[str]:
     """`tokens`, `batch.0`, `batch.ids`: the parameter's name and the path inside its value."""
     try:
         parameters = list(
@@ -134,7 +139,7 @@ def leaf_names(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     ]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arg")
     names: list[str] = []
-    for path, _ in pytree.tree_flatten_with_path((args, kwargs))[0]:
+    for path, _ in pytree.tree_flatten_with_path((args, kwargs), is_leaf=is_leaf)[0]:
         keys = [_key_text(k) for k in path]
         if keys[0] == "0":
             i = int(keys[1])
@@ -359,8 +364,7 @@ def faked(call: FlatCall, grads: Grads, mode: FakeTensorMode) -> Iterator[tuple[
         if tensor is not None
     ]
     for _, name, tensor in saved:
-        if tensor.layout != torch.strided:
-            raise PlanningError(f"{name} has layout {tensor.layout}, not strided.")
+        check_dense(name, tensor)
     with held_per_thread(modules):
         for module, name, tensor in saved:
             if id(tensor) not in fakes:

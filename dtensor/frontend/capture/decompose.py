@@ -211,9 +211,12 @@ def _fresh_name(module: Held) -> str:
 
 @cache
 def table() -> Table:
-    """Torch's decompositions by op, and one that it has not. Not loaded with this module: that
+    """Torch's decompositions by op, and those that it has not. Not loaded with this module: that
     loads torch's compiler."""
-    added = {torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward}
+    added = {
+        torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward,
+        torch.ops.aten._new_zeros_with_same_feature_meta.default: _zero_tangent,
+    }
     return {**decomposition_table(), **added}
 
 
@@ -228,3 +231,11 @@ def _weight_norm_backward(
     along = (grad.to(norms.dtype) * v).sum(others, keepdim=True) / norms
     across = grad - v * (along / norms)
     return (g / norms * across).to(v.dtype), along.to(g.dtype)
+
+
+def _zero_tangent(
+    tangent: torch.Tensor, x: torch.Tensor, *, self_num_batch_dims: int = 0
+) -> torch.Tensor:
+    """Zeros like ``x``, into which torch copies a tangent whose strides are not those of x."""
+    shape = (*tangent.shape[:self_num_batch_dims], *x.shape)
+    return torch.zeros(shape, dtype=x.dtype, device=x.device)

@@ -109,8 +109,10 @@ def _fix(error: Exception) -> str:
         near = difflib.get_close_matches(error.name, dir(error.obj), 1, cutoff=0.8)
         if near:
             return f"is {near[0]} meant?"
-    if re.search(r"dtype|scalar type|Input type", str(error)):
+    if re.search(r"dtype|scalar type|Input type|Type promoting|not implemented for '", str(error)):
         return "give the operands dtypes that go together: x.float(), or x.long() of indices"
+    if "mutate a captured Tensor" in str(error):
+        return "write into a copy that the function makes, x.clone(), or use torch.where, torch.cat"
     return "change that line or what reaches it; to see it alone, make the call in plain torch"
 
 

@@ -10,7 +10,7 @@ them. The first has three faults, which this module mends:
   on the meta device if tensors are fake. `PlainZeros` makes a plain zero tensor instead. The joint
   export needs it only if one jvp is inside another (`is_nested`): inf * 0 differs.
 - A tensor that is made inside becomes a constant without values. `made_outside` makes it below
-  functorch's levels. The program may read it, but may not write a tangent into it.
+  functorch's levels, and clones one that may get a tangent, because the program may write into it.
 - torch detaches the value of a node below functorch's levels, where the tensors of jacfwd cannot be
   read: `batched_snapshot`.
 
@@ -72,7 +72,8 @@ def made_outside(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     elif func not in _NEW:
         return None
     with temporarily_clear_interpreter_stack():
-        return func(*args, **options)
+        tensor = func(*args, **options)
+    return tensor.clone() if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
 def inside(graph: fx.Graph) -> set[fx.Node]:

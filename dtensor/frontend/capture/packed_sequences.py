@@ -28,7 +28,7 @@ from torch.nn.utils import rnn
 
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.value_reads import ValueReads
-from dtensor.private_torch import disable_current_modes, pack_padded, pad_packed
+from dtensor.private_torch import disable_current_modes, pack_padded, pad_packed, pytree
 
 Refuse = Callable[..., PlanningError]
 RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
@@ -51,7 +51,9 @@ class StandIn:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError("torch asks RefusalMode first")
+        """RefusalMode sees those that are arguments; here they are in a list or a tuple."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        raise next(x for x in leaves if isinstance(x, StandIn)).refuse()
 
     def refused(self, *_: Any) -> Any:
         raise self.refuse()
@@ -99,6 +101,15 @@ class BatchSizes(StandIn):
         return self.batch
 
     def size(self, _dim: int) -> int:
+        caller = sys._getframe(1)
+        total = caller.f_locals["total_length"] if caller.f_code is _PADS else None
+        if total is not None and total < self.steps and not self.is_exact:
+            raise self.refuse(
+                f"pad_packed_sequence(total_length={total}) is shorter than the {self.steps} steps "
+                f"that were packed: which is the longest length is not known when the program is "
+                f"planned.",
+                fix=f"total_length={self.steps}, and a slice of the first {total} steps",
+            )
         return self.steps
 
 

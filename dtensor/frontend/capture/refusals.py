@@ -25,7 +25,7 @@ from torch import fx, nn
 from torch.distributions import Distribution, constraints
 from torch.overrides import TorchFunctionMode
 
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, check_dense, is_dense
 from dtensor.frontend.capture.forward_mode import made_outside
 from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
 from dtensor.frontend.capture.value_reads import ValueReads
@@ -188,7 +188,7 @@ class RefusalMode(TorchFunctionMode):
                 "A gradient inside the program is not supported yet.",
                 source=source_here(),
                 fix="return the loss, and let the runtime differentiate it; a derivative along a "
-                "direction: torch.func.jvp",
+                "direction: torch.func.jvp; a second derivative: jvp of jvp",
             )
         if func in _HOOKS:
             raise hooks_on_gradients([type_text(args[0])], source_here(), _HOOKS[func])
@@ -218,13 +218,19 @@ class RefusalMode(TorchFunctionMode):
             if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
                 continue
             untraced.append(value)
+            if not is_dense(value):
+                line = f"  {source}: {source.text}\n" if (source := source_here()) else ""
+                check_dense("a tensor that the program uses", value, line, name="x")
             if _is_stray(value):
                 raise planning_error(
                     "A tensor that requires grad is used but was not passed in: its gradient "
                     "would be lost.",
                     f"{type_text(value)}, an argument of {getattr(func, '__name__', func)}",
                     source=source_here(),
-                    fix="pass the module as an argument, as in loss_fn(model, x)",
+                    fix="pass its module as an argument, as in loss_fn(model, x); a criterion's: "
+                    "parallelize nn.ModuleDict(dict(model=model, criterion=criterion))"
+                    if isinstance(value, nn.Parameter)
+                    else "model.z = nn.Parameter(z), read from the model; or z.detach()",
                 )
         if untraced:
             return self._made(self.values.watched(func, args, kwargs, untraced))

@@ -56,6 +56,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
+from dtensor.errors import PlanningError, check_module, is_dense
 from dtensor.frontend.guards.known_functions import (
     Entered,
     Getter,
@@ -360,6 +361,8 @@ class _Walker:
             mark, said = len(self._todo), len(self.reached.print)
             try:
                 self._visit(path, value)
+            except PlanningError:
+                raise
             except Exception:
                 if is_foreign(module_of(type(value))):
                     raise
@@ -692,10 +695,14 @@ class _Walker:
     # -- values ------------------------------------------------------------------------------------
 
     def _tensor(self, path: str, x: torch.Tensor) -> None:
+        if not is_dense(x):  # a capture refuses to read it
+            self._same(path, x)
+            return
         self.reached.tensors.append((path, x))
         self._say(path, "tensor", tuple(x.shape), x.dtype, x.requires_grad)
 
     def _module(self, path: str, module: nn.Module) -> None:
+        check_module(path, module)
         reached = self.reached
         reached.modules.append(module)
         reached.objects.append(module)
@@ -739,6 +746,9 @@ class _Walker:
         else:
             self._seen[id(x)] = len(self._seen)
             self.reached.kept.append(x)
+            if not is_dense(x):  # as in _tensor
+                self._same(path, x)
+                return
             self.reached.parameters.append((path, x))
             with DisableTorchFunctionSubclass():
                 is_parameter = isinstance(x, nn.Parameter)

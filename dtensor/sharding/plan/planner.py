@@ -160,20 +160,22 @@ def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
         ):
             (name,) = maker.operands
         metas[labels.get(name, name)] = flow.metas[name]
-    fix = _other_batch(flow, metas)
+    kinds = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"}
+    alike = len({dtype for dtype in kinds if dtype.is_floating_point}) < 2
     widest = reduce(torch.promote_types, (meta.dtype for meta in metas.values()))
     given = " and ".join(sorted({dtype_name(meta.dtype) for meta in metas.values()}))
     floats = all(meta.dtype.is_floating_point for meta in metas.values())
     other = next((name for name, meta in metas.items() if meta.dtype != widest), "one of them")
+    fix = f"make {other} {dtype_name(widest)}, as with .to({widest})"
+    fix = fix if alike else "call model.float() (its parameters have several dtypes)"
+    fix += ", or run it under torch.autocast" if floats and widest != torch.float64 else ""
     return PlanningError(
         "\n".join(
             [
                 f"{op.call.name} does not take {given} together.",
                 *(f"  {name}: {meta}" for name, meta in metas.items()),
                 *([f"  {op.source}: {op.source_text}"] if op.source else []),
-                fix
-                or f"fix: make {other} {dtype_name(widest)}, as with .to({widest})"
-                + (", or run it under torch.autocast" if floats else ""),
+                _other_batch(flow, metas) or f"fix: {fix}",
             ]
         )
     )

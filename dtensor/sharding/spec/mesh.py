@@ -75,7 +75,11 @@ class Mesh:
     def _set(self, axes: tuple[tuple[str, int], ...], own: str) -> None:
         for name, size in axes:
             if type(size) is not int or size < 1:
-                raise PlanningError(f"axis {name!r} has size {size!r}; a size is an int >= 1")
+                wanted = int(size) if isinstance(size, str) and size.isdecimal() else 1
+                raise PlanningError(
+                    f"axis {name!r} has size {size!r}; a size is an int >= 1\n"
+                    f"fix: dt.Mesh({name}={max(wanted, 1)})"
+                )
         object.__setattr__(self, "name", own)
         object.__setattr__(self, "_axes", axes)
         object.__setattr__(self, "_names", tuple(name for name, _ in axes))

@@ -285,6 +285,9 @@ TOKENS: dict[str, list[Sample]] = {
         lambda d: call(d("b t d"), d.ints("b t", d.size("v")), d.size("v"), -1, False),
         lambda d: call(d("b d"), d.ints("b", d.size("v")), d.size("v"), 1, False),
     ],
+    "aten.embedding_renorm.default": [
+        lambda d: call(d("v d"), d.ints("b t", d.size("v")), 0.5, 2.0),
+    ],
     "dt.ce_stats.default": [lambda d: call(d("n v"), _target(d), IGNORE)],
     "dt.ce_loss.default": [_ce_loss],
     "dt.ce_count.default": [lambda d: call(_target(d), IGNORE)],

@@ -4,9 +4,9 @@
     matches("blocks.{0..3}.*.weight", "blocks.2.mlp.up.weight")      # True
 
 A glob is fnmatch's (``*`` crosses dots, ``?``, ``[0-1]``) with bash's braces: ``{a,b}`` and the
-numeric range ``{0..11}``; other braces stand for themselves. A name matches itself, whatever is in
-it. A glob means a tensor when it matches any of the tensor's names, so a tied parameter can be
-called by each of them.
+numeric range ``{0..11}``; other braces stand for themselves. A name matches itself alone, whatever
+is in it; in a glob a bracket of a name is ``[[]``. A glob means a tensor when it matches any of the
+tensor's names, so a tied parameter can be called by each of them.
 
 Invariants: names are in the order of the module; the canonical name of a tied tensor is its first,
 as in a captured graph. Placements and stages are not known here.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -43,8 +43,8 @@ class NamedTensor:
     kind: Literal["parameter", "buffer"]
     meta: Meta
 
-    def matched_by(self, glob: str) -> bool:
-        return any(matches(glob, name) for name in self.names)
+    def matched_by(self, glob: str, known: Collection[str] = ()) -> bool:
+        return any(matches(glob, name, known) for name in self.names)
 
     def __str__(self) -> str:
         return f"{self.name}: {self.meta}"
@@ -76,9 +76,12 @@ def is_patterns(value: object) -> bool:
     )
 
 
-def matches(glob: str, name: str) -> bool:
-    """Whether the whole of ``name`` is of the form ``glob``; PlanningError for stray braces."""
-    return glob == name or any(fnmatch.fnmatchcase(name, plain) for plain in expand(glob))
+def matches(glob: str, name: str, known: Collection[str] = ()) -> bool:
+    """Whether the whole of ``name`` is of the form ``glob``; PlanningError for stray braces.
+    ``known``: names; a glob that is one of them is not a form but that name alone."""
+    if glob == name or glob in known:
+        return glob == name
+    return any(fnmatch.fnmatchcase(name, plain) for plain in expand(glob))
 
 
 @lru_cache(maxsize=4096)
@@ -151,7 +154,8 @@ def _repaired(glob: str, names: Sequence[str], kind: Literal["parameter", "modul
     stem, (first, _, rest) = glob.rpartition(".")[0], glob.partition(".")
     of_weights = [f"{glob}.weight", f"{glob}.*", f"*.{glob}", f"*.{glob}.weight"]
     of_modules = [stem, f"{glob}.*", f"*.{glob}", f"*{glob}*"]
-    trials = of_weights if kind == "parameter" else of_modules
+    trials = [glob.replace("[", "[[]")]
+    trials += of_weights if kind == "parameter" else of_modules
     words = sorted({word for name in names for word in name.split(".")})
     parts = glob.split(".")
     for at, part in enumerate(parts):

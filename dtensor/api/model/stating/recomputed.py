@@ -35,7 +35,7 @@ def recompute_of(recompute: Sequence[str], module: nn.Module) -> tuple[str, ...]
         )
     names = _modules(module)
     for glob in recompute:
-        if not any(matches(glob, name) for name in names):
+        if not any(matches(glob, name, names) for name in names):
             raise no_match(glob, "recompute", module, names_of(module), kind="module")
     return tuple(recompute)
 
@@ -50,7 +50,7 @@ def recomputed_modules(globs: Sequence[str], module: nn.Module, flow: Dataflow) 
     called = {c.partition("@")[0] for op in flow.ops if op.phase == "forward" for c in op.calls}
     names = _modules(module)
     for glob in globs:
-        same = {id(m) for name, m in names.items() if matches(glob, name)}
+        same = {id(m) for name, m in names.items() if matches(glob, name, names)}
         mine = {name for name, m in names.items() if id(m) in same}
         if mine and not mine & called:
             raise _not_called(glob, sorted(mine), called)

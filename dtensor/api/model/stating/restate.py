@@ -62,9 +62,12 @@ def _places(
         return (
             parameter and len(named.meta.shape) >= 2 and any(matches(pattern, n) for n in modules)
         )
-    if not named.matched_by(pattern):
+    known = (pattern,) if any(pattern in n.names for n in names) else ()
+    if not named.matched_by(pattern, known):
         return False
-    return parameter or not any(n.matched_by(pattern) for n in names if n.kind == "parameter")
+    return parameter or not any(
+        n.matched_by(pattern, known) for n in names if n.kind == "parameter"
+    )
 
 
 def stages_anew(
@@ -80,11 +83,13 @@ def stages_anew(
     if plan.axis is None or plan.waiting:
         return plan
     names, lists = names_of(module), plan.patterns
+    known = {name for named in names for name in named.names}
     homes = {name: plan.homes[name] for name in as_before if name in plan.homes}
     for named in names:
         others = [name for name in named.names if name not in homes]
         for name in others:
-            stages = tuple(i for i, own in enumerate(lists) if any(matches(g, name) for g in own))
+            by = (any(matches(glob, name, known) for glob in own) for own in lists)
+            stages = tuple(i for i, is_matched in enumerate(by) if is_matched)
             moved = named.name in told and len(others) == len(named.names)
             stages = told[named.name] if moved else stages
             if stages:

@@ -51,8 +51,8 @@ def owners_of(
     """
     by_name = {name: named for named in names for name in named.names}
     owners: dict[str, StatedModule] = {}
-    matched = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
-    matched = [path for path in matched if matches(pattern, path)]
+    paths = dict.fromkeys(p for p, _ in module.named_modules(remove_duplicate=False) if p)
+    matched = [path for path in paths if matches(pattern, path, paths)]
     if not matched:
         raise _no_module(pattern, module, names)
     for path in matched:

@@ -138,8 +138,9 @@ def stage_of(module: nn.Module, mesh: Mesh, stages: Stages | None) -> StagePlan:
         for pattern in patterns:
             if not any(named.matched_by(pattern) for named in names):
                 raise no_match(pattern, f"stage {index}", module, names)
+    known = {name for named in names for name in named.names}
     by_name = {
-        name: tuple(i for i, globs in enumerate(lists) if any(matches(g, name) for g in globs))
+        name: tuple(i for i, own in enumerate(lists) if any(matches(g, name, known) for g in own))
         for named in names
         for name in named.names
     }
@@ -238,7 +239,8 @@ def check_once(lists: Sequence[Sequence[str]], by_name: Mapping[str, tuple[int, 
     lines = [f"{len(twice)} {_plural(len(twice))} matched by more than one stage."]
     for name, stages in list(twice.items())[:8]:
         by = " and ".join(
-            f'stage {i} ("{next(p for p in lists[i] if matches(p, name))}")' for i in stages
+            f'stage {i} ("{next(p for p in lists[i] if matches(p, name, by_name))}")'
+            for i in stages
         )
         lines.append(f"  {name}: {by}")
     if len(twice) > 8:

@@ -104,6 +104,7 @@ def resolve(
             f"placements is {show(placements)}, not a dict.\n"
             f'fix: write {{"pattern": dict({some_axis(mesh)}=dt.Row())}}'
         )
+    known = {name for named in names for name in named.names}
     chosen: dict[str, str] = {}
     owners: dict[str, StatedModule] = {}
     for pattern, stated in placements.items():
@@ -114,7 +115,7 @@ def resolve(
                 if name not in chosen:
                     chosen[name], owners[name] = pattern, owner
             continue
-        matches = [named for named in names if named.matched_by(pattern)]
+        matches = [named for named in names if named.matched_by(pattern, known)]
         if not matches:
             raise no_match(pattern, "placements", module, names)
         parameters = [named for named in matches if named.kind == "parameter"]
@@ -296,10 +297,13 @@ def check_stated(
         if axis not in mesh.axes:
             near = nearest(str(axis), mesh.axes)
             fix = f"{near[0]}={_as_placement(placement)}" if near else "name an axis of the mesh"
+            fix += f"; or add {axis} to the mesh, {axis}=1 to split nothing"
+            if (outer := where.rpartition(" ")[2].strip('"')) in mesh.axes:  # the wrong way round
+                fix = f'write {{"{axis}": dict({outer}={_as_placement(placement)})}}'
             raise PlanningError(
                 f'{where} names the axis "{axis}", which is not in the mesh.\n'
                 f"  {mesh}, axes: {listing(mesh.axes)}\n"
-                f"fix: {fix}; or add {axis} to the mesh, {axis}=1 to split nothing"
+                f"fix: {fix}"
             )
         if axis == stage_axis:
             raise PlanningError(

@@ -24,6 +24,7 @@ from dtensor.sharding.rules.build import flat, make, pattern, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import contiguous, unless_empty
+from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 
 def _embedding(call: OpCall) -> Rule:
@@ -97,6 +98,9 @@ def _stats(call: OpCall) -> Rule:
 RULES: dict[str, Builder] = {
     "aten.embedding.default": _embedding,
     "aten.embedding_dense_backward.default": _embedding_backward,
+    "aten.embedding_renorm.default": Unsplittable(
+        "each index that occurs scales its row, and the norm is over the whole row"
+    ),
     "dt.ce_stats.default": _stats,
     # the bound on targets is checked against the global number of classes: no localizer
     "dt.ce_loss.default": pattern("n k!, n -> n"),
