@@ -36,7 +36,12 @@ _READS = {
     *(torch.Tensor.__complex__, torch.Tensor.__repr__, torch.Tensor.__format__),
     *(torch.Tensor.__contains__, torch.Tensor.is_nonzero, torch.is_nonzero),
     *(torch.Tensor.equal, torch.equal, torch.Tensor.allclose, torch.allclose),
-    *(torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.untyped_storage),
+    *(
+        torch.Tensor.__dlpack__,
+        torch.Tensor.__deepcopy__,
+        torch.Tensor.__reduce_ex__,
+        torch.Tensor.untyped_storage,
+    ),
 }
 """Functions that give a value of Python, or memory. They run as outside of a capture."""
 _BUILDS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
