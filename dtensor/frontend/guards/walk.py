@@ -114,6 +114,8 @@ _IMPORT_HOOKS = ("_pytest", "pluggy")
 """Libraries whose code runs wherever a module is imported."""
 _NOT_READ_IN = (None, "numpy", "ray", "torch", "typing_extensions.py", *_IMPORT_HOOKS)
 """Whose code is not looked into: what it is asked for has an entry in known_functions.py."""
+HELD = " (of a bound method)"
+"""Ends the path of an object, as a list, of which a method of C is held: `pop = items.pop`."""
 _OF_STRIDES = {"stride", "is_contiguous", "storage_offset", "as_strided"}
 _IMPORTS = {"import_module", "__import__"}
 _OF_ENUMS = {"_name_", "_value_", "__objclass__", "_sort_order_"}
@@ -318,7 +320,7 @@ def elements_of(array: Any) -> tuple[Any, ...]:
     """Return the bytes of an array or buffer, with the shape and strides of an array of numpy."""
     if not isinstance(array, np.ndarray):
         return (bytes(array),)
-    return (bytes(array), array.dtype, array.shape, array.strides)
+    return (array.tobytes(), array.dtype, array.shape, array.strides)
 
 
 def attribute_of(value: Any, name: str) -> Any:
@@ -467,7 +469,7 @@ class _Walker:
                 self._same(path, value)
                 owner = getattr(value, "__self__", None)
                 if owner is not None and not isinstance(owner, (ModuleType, type)):
-                    self._todo.append((path, owner))
+                    self._todo.append((f"{path}{HELD}", owner))
             case ModuleType():
                 self._python_module(path, value)
             case type():
@@ -507,6 +509,9 @@ class _Walker:
             case bytearray() | memoryview() | array.array() | mmap.mmap():
                 self.reached.arrays.append((path, value))
                 self._say(path, "array", type(value))
+            case io.StringIO() | io.BytesIO() if self.ran is None:
+                self.reached.arrays.append((path, value))
+                self._same(path, value)
             case np.generic():
                 self._say(path, type(value), repr(value))
             case random.Random() | torch.Generator() | np.random.Generator():
