@@ -222,14 +222,12 @@ def _compared(arrays: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 def _bytes_of(held: Any) -> int:
     match held:
-        case np.ndarray() | memoryview():
+        case np.ndarray():
             return held.nbytes
-        case bytearray() | array.array():
-            return memoryview(held).nbytes
-        case mmap.mmap() if not held.closed:
-            return len(held)
-        case _:  # a text in memory
+        case io.StringIO() | io.BytesIO():
             return 0
+        case _:
+            return 0 if getattr(held, "closed", False) else memoryview(held).nbytes
 
 
 def _copy(holder: Any) -> Any:
