@@ -303,6 +303,9 @@ WAYS: dict[str, Callable[[], Made]] = {
 EIGHT = [float(i) for i in range(8)]
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda t: t.item(),
+    "complex of an op": lambda t: complex(t * 1).real,
+    "format of an op": lambda t: float(f"{t * 1:.3f}"),
+    "equal": lambda t: [torch.equal(t, torch.tensor(x)) for x in EIGHT].index(True),
     "float": float,
     "tolist": lambda t: t.tolist(),
     "repr": lambda t: float(repr(t)[7]),

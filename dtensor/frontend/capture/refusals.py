@@ -28,7 +28,13 @@ from torch.overrides import TorchFunctionMode
 from dtensor.errors import PlanningError
 from dtensor.frontend.capture.forward_mode import made_outside
 from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
-from dtensor.frontend.capture.value_reads import ValueReads, base_of, is_in_place, is_shown
+from dtensor.frontend.capture.value_reads import (
+    GIVE_VALUES,
+    ValueReads,
+    base_of,
+    is_in_place,
+    is_shown,
+)
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
 from dtensor.frontend.source import Source, source_here, source_of_trace
@@ -93,6 +99,7 @@ _TEXTS: dict[Callable[..., Any], str] = {
     torch.Tensor.__repr__: "the text of a tensor (str, repr)",
     torch.Tensor.__format__: 'the text of a tensor (f"{tensor}", format)',
 }
+_GIVE_VALUES = GIVE_VALUES - _ASKS.keys()
 _DATA: Any = torch.Tensor.data
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
@@ -179,12 +186,12 @@ class RefusalMode(TorchFunctionMode):
                     fix="state a momentum, as in BatchNorm1d(n, momentum=0.1)",
                 )
             raise asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here())
-        if func in _TEXTS and isinstance(args[0], FakeTensor):
-            value = self.values.known(args[0])
-            if value is not None:
+        if func in _GIVE_VALUES and any(isinstance(x, FakeTensor) for x in args):
+            values = [self.values.known(x) if isinstance(x, torch.Tensor) else x for x in args]
+            if all(v is not None or x is None for v, x in zip(values, args, strict=True)):
                 with disable_current_modes():
-                    return func(value, *args[1:], **kwargs)
-            if any(args[1:]) or not is_shown():
+                    return func(*values, **kwargs)
+            if func in _TEXTS and (any(args[1:]) or not is_shown()):
                 raise asks_for_data(f"{_TEXTS[func]} of {type_text(args[0])}", source_here())
         if func == _DATA.__get__:  # it would be a tensor of nowhere
             return self._made(args[0].detach())

@@ -35,16 +35,19 @@ from dtensor.private_torch import (
     node_of_tensor,
 )
 
-_READS = {
+GIVE_VALUES = {
     *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__),
     *(torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__),
     *(torch.Tensor.__complex__, torch.Tensor.__repr__, torch.Tensor.__format__),
     *(torch.Tensor.__contains__, torch.Tensor.is_nonzero, torch.is_nonzero),
     *(torch.Tensor.equal, torch.equal, torch.Tensor.allclose, torch.allclose),
+}
+"""Functions that give a value of Python, or an array."""
+_READS = GIVE_VALUES | {
     *(torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.untyped_storage),
     torch.Tensor.__dlpack__,
 }
-"""Functions that give a value of Python, or memory. They run as outside of a capture."""
+"""Functions that give a value, or memory. They run as outside of a capture."""
 _BUILDS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
 """Functions that read the tensors in a list without an op."""
 MAX_KNOWN = 1 << 26
