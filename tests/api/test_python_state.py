@@ -3,10 +3,12 @@ PyTorch, or an error that names it; none is ignored."""
 
 from __future__ import annotations
 
+import array
 import contextvars
 import copy
 import enum
 import functools
+import io
 import itertools
 import math
 import operator
@@ -301,6 +303,9 @@ WAYS: dict[str, Callable[[], Made]] = {
 EIGHT = [float(i) for i in range(8)]
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda t: t.item(),
+    "complex of an op": lambda t: complex(t * 1).real,
+    "format of an op": lambda t: float(f"{t * 1:.3f}"),
+    "equal": lambda t: [torch.equal(t, torch.tensor(x)) for x in EIGHT].index(True),
     "float": float,
     "tolist": lambda t: t.tolist(),
     "repr": lambda t: float(repr(t)[7]),
@@ -783,6 +788,28 @@ def hooked(register: Callable[[Any], object], *, late: bool = False) -> Made:
     return made, cross_entropy, (lambda i: register(made)) if late else nothing
 
 
+def changed_in_c() -> dict[str, tuple[Callable[[], float], str]]:
+    """By what: a function that changes it, and what the refusal says."""
+    counts, octets, text = np.zeros(1), bytearray(1), io.StringIO("12345")
+    numbers, left = array.array("d", [0.0]), deque(EIGHT)
+    pop, part = left.popleft, functools.partial(list.pop, list(EIGHT))
+
+    def delegates() -> Iterator[float]:
+        yield from EIGHT
+
+    eight = delegates()
+    next(eight)
+    return {
+        "an array": (lambda: np.add(counts, 1, out=counts)[0], r"array\(\[1.*array\(\[2"),
+        "a bytearray": (lambda: octets.__setitem__(0, octets[0] + 1) or octets[0], "octets"),
+        "an array of Python's": (lambda: numbers.append(1.0) or len(numbers), "numbers"),
+        "a text in memory": (lambda: float(text.read(1)), "text"),
+        "a deque by a method": (lambda: pop(), "pop"),
+        "a list by a partial": (lambda: part(), "part"),
+        "a generator that delegates": (lambda: eight.send(None), "draws from eight"),
+    }
+
+
 DRAWN = r"draws from source \(closure of"
 ADVANCED = r"source \(closure of"
 HOOKED = r"hook on a gradient.*\n.*up"
@@ -809,6 +836,10 @@ REFUSED: dict[str, tuple[Callable[[], Made], str]] = {
     "pairs": (lambda: drawing(itertools.pairwise(EIGHT), lambda it: next(it)[1]), ADVANCED),
     "a reversed dict": (lambda: drawing(reversed(dict.fromkeys(EIGHT)), next), ADVANCED),
     "what a function gives": (lambda: drawing(iter(iter(EIGHT).__next__, 9.0), next), ADVANCED),
+    **{
+        f"{name} that a step changes": (functools.partial(layer, change, nothing), said)
+        for name, (change, said) in changed_in_c().items()
+    },
     **{
         f"value, {name}": (functools.partial(read, how), "depends on a tensor's value")
         for name, how in DERIVED.items()
@@ -898,7 +929,7 @@ def test_it_is_as_in_torch(name: str) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.default("a hook of an activation")
+@pytest.mark.default("a hook of an activation", "an array that a step changes")
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused(name: str) -> None:
     make, message = REFUSED[name]

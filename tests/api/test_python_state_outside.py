@@ -114,7 +114,48 @@ def objects() -> dict[str, tuple[Callable[[], Any], Change]]:
     stored, own_number, error = WithStored(), Number(2.0), ValueError("no")
     table, array = {"beta": 1.0}, np.array([{"beta": 1.0}], dtype=object)
     view = table.values()
+    bare, bare_part, bare_tensor = Key(), functools.partial(float), torch.ones(1)
+    mean, kind, items = torch.ones(1), torch.ones(1), [torch.ones(2, 2)]
+    leaf, seeded, cells = torch.ones(1), torch.Generator(), np.ones(6)
+    lying = [torch.ones(2, 2), torch.ones(2, 2).triu().t(), torch.ones(5)[1:].view(2, 2).t()]
     return {
+        **{
+            f"an attribute that a {type(of).__name__} gets": (
+                lambda of=of: getattr(of, "beta", 1.0),
+                lambda i, of=of: setattr(of, "beta", 1.0 + i) if i else vars(of).clear(),
+            )
+            for of in (bare, bare_part, bare_tensor)
+        },
+        "a mean by a tensor's shape": (
+            lambda: mean.sum() / mean.shape[0],
+            lambda i: setattr(mean, "data", torch.full((1 + i,), 1.0 + i)),
+        ),
+        "a tensor's dtype and dims": (
+            lambda: float(kind.ndim) + (kind.dtype == torch.float64),
+            lambda i: setattr(
+                kind, "data", torch.ones(1, *[1] * (i // 2), dtype=torch.float64 if i else None)
+            ),
+        ),
+        "how a tensor lies in memory": (
+            lambda: 2.0 - items[0].is_contiguous() + bool(items[0].storage_offset()),
+            lambda i: items.__setitem__(0, lying[i]),
+        ),
+        "whether a tensor has a gradient": (
+            lambda: 1.0 + (leaf.grad is not None) + getattr(leaf, "beta", 0.0),
+            lambda i: (
+                setattr(leaf, "grad", torch.ones(1) if i else None),
+                setattr(leaf, "beta", float(i // 2)),
+            ),
+        ),
+        "an array over a tensor": (
+            lambda: float(np.from_dlpack(leaf)[0]),
+            lambda i: leaf.fill_(1.0 + i),
+        ),
+        "a generator's seed": (lambda: seeded.initial_seed(), lambda i: seeded.manual_seed(1 + i)),
+        "an array's shape": (
+            lambda: float(cells.shape[0]),
+            lambda i: setattr(cells, "shape", (1 + i, 6 // (1 + i))),
+        ),
         "a value shared by processes": (lambda: value.value, attribute(value, "value")),
         "an array shared by processes": (lambda: values[1], entry(values, 1)),
         "a list of functions of Cython": (
@@ -320,7 +361,7 @@ SAMPLE = (  # the ways that were lost before
 )
 
 
-@pytest.mark.default("a dict with weak keys")
+@pytest.mark.default("a dict with weak keys", "a mean by a tensor's shape")
 @pytest.mark.sample(*SAMPLE)
 @pytest.mark.filterwarnings("ignore:.*A step was captured for each")
 @pytest.mark.parametrize("name", WAYS)

@@ -101,6 +101,12 @@ def test_buffers_that_forward_changes_are_results() -> None:
     assert float(model.calls) == 0.0
 
 
+def test_a_constant_may_be_resized_after_a_capture() -> None:
+    held = torch.ones(2)
+    capture(lambda x: x * held.sum(), (torch.randn(2),), grads="none")
+    assert held.untyped_storage().resizable()
+
+
 def test_constants_of_the_program_are_inputs_with_values() -> None:
     closed = torch.tensor([1.0, 2.0, 3.0])
 

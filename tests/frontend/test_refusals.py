@@ -232,6 +232,19 @@ def loss_of_rows(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).pow(2).mean(-1)
 
 
+TOTAL = torch.zeros(3)
+
+
+def in_place_of_a_constant(x: Tensor) -> Tensor:
+    """
+    The program changes what is there after the call, each time that it is called; a captured step runs this Python once.
+      add_ of f32[1,3], no parameter or buffer
+      test_refusals.py:N: return x * TOTAL.view(1, 3).add_(1)
+    fix: keep it in a buffer that is changed in place (register_buffer), return it, or change it outside the step
+    """  # noqa: E501
+    return x * TOTAL.view(1, 3).add_(1)
+
+
 def detached_loss(model: nn.Module, x: Tensor) -> Tensor:
     """
     The loss does not depend on any parameter that requires grad.
@@ -261,6 +274,7 @@ REFUSED = [
     (Storing(), (X,), "none"),
     (closed_over, (torch.randn(2, 16),), "tangents"),
     (leaf_closed_over, (X,), "tangents"),
+    (in_place_of_a_constant, (X,), "none"),
     (loss_of_rows, MODEL_AND_X, "loss"),
     (detached_loss, MODEL_AND_X, "loss"),
 ]
@@ -349,7 +363,16 @@ def test_what_is_no_loss(loss: Callable[..., Any], what: str) -> None:
 
 @pytest.mark.parametrize(
     "ask",
-    [float, int, Tensor.tolist, lambda x: range(5)[x.long()], lambda x: x.nonzero().float().sum()],
+    [
+        float,
+        int,
+        Tensor.tolist,
+        lambda x: range(5)[x.long()],
+        lambda x: x.nonzero().float().sum(),
+        lambda x: len(str(x)),
+        lambda x: len("%s" % [x]),
+        lambda x: float(f"{x:.3f}"),
+    ],
 )
 def test_other_questions_about_data(ask: Any) -> None:
     def fn(x: Tensor) -> Tensor:
@@ -358,6 +381,21 @@ def test_other_questions_about_data(ask: Any) -> None:
     text = refused(fn)
     assert text.startswith("The program depends on a tensor's value")
     assert "test_refusals.py:N" in text
+
+
+def test_a_traced_tensor_may_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    def fn(x: Tensor) -> Tensor:
+        print(
+            f"x {x}",
+            "y {}".format(x.sum()),  # noqa: UP032
+            str(torch.tensor([3.0])),
+        )
+        return x * float(f"{torch.tensor(3.0):.1f}")
+
+    graph = capture(fn, (torch.randn(2),), grads="none")
+    assert [n.args[1] for n in graph.nodes] == [3.0]
+    text = capsys.readouterr().out
+    assert text.startswith("x FakeTensor") and text.endswith("tensor([3.])\n")
 
 
 def test_a_number_made_in_the_program_may_be_asked_for() -> None:

@@ -136,7 +136,8 @@ def _again(call: FlatCall, grads: Grads) -> _Capture:
     try:
         second.check()
         if second.changes:
-            raise changes_outside(second.changes, second.ran, source_of_callable(call.fn))
+            line = line_of_change(second.changes[0], second.ran)
+            raise changes_outside(second.changes, line or source_of_callable(call.fn))
     except BaseException:
         undo(second.changes)
         raise

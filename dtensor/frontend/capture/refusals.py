@@ -28,11 +28,15 @@ from torch.overrides import TorchFunctionMode
 from dtensor.errors import PlanningError, check_dense, is_dense
 from dtensor.frontend.capture.forward_mode import made_outside
 from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
-from dtensor.frontend.capture.value_reads import ValueReads
+from dtensor.frontend.capture.value_reads import (
+    GIVE_VALUES,
+    ValueReads,
+    base_of,
+    is_in_place,
+    is_shown,
+)
 from dtensor.frontend.graph import bound, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
-from dtensor.frontend.guards.side_effects import Change, line_of_change
-from dtensor.frontend.guards.walk import ExecutedCode
 from dtensor.frontend.source import Source, source_here, source_of_trace
 from dtensor.private_torch import (
     BatchNorm,
@@ -91,6 +95,11 @@ _ASKS: dict[Callable[..., Any], str] = {
     torch.Tensor.__index__: "a tensor as an index of Python",
 }
 
+_TEXTS: dict[Callable[..., Any], str] = {
+    torch.Tensor.__repr__: "the text of a tensor (str, repr)",
+    torch.Tensor.__format__: 'the text of a tensor (f"{tensor}", format)',
+}
+_GIVE_VALUES = GIVE_VALUES - _ASKS.keys()
 _DATA: Any = torch.Tensor.data
 _DERIVATIVES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 
@@ -177,6 +186,13 @@ class RefusalMode(TorchFunctionMode):
                     fix="state a momentum, as in BatchNorm1d(n, momentum=0.1)",
                 )
             raise asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here())
+        if func in _GIVE_VALUES and any(isinstance(x, FakeTensor) for x in args):
+            values = [self.values.known(x) if isinstance(x, torch.Tensor) else x for x in args]
+            if all(v is not None or x is None for v, x in zip(values, args, strict=True)):
+                with disable_current_modes():
+                    return func(*values, **kwargs)
+            if func in _TEXTS and (any(args[1:]) or not is_shown()):
+                raise asks_for_data(f"{_TEXTS[func]} of {type_text(args[0])}", source_here())
         if func == _DATA.__get__:  # it would be a tensor of nowhere
             return self._made(args[0].detach())
         if func == _DATA.__set__:
@@ -457,15 +473,13 @@ def hooks_on_gradients(
     )
 
 
-def changes_outside(
-    changes: Sequence[Change], ran: ExecutedCode | None, source: Source | None
-) -> PlanningError:
+def changes_outside(changes: Sequence[object], source: Source | None) -> PlanningError:
     """For a program that changes, at each call, what a captured step would change once."""
     return planning_error(
         "The program changes what is there after the call, each time that it is called; a captured "
         "step runs this Python once.",
         *map(str, changes[:4]),
-        source=line_of_change(changes[0], ran) or source,
+        source=source,
         fix="keep it in a buffer that is changed in place (register_buffer), return it, or change "
         "it outside the step",
     )
@@ -516,6 +530,8 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
         if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
             source = source_of_trace(node.meta.get("stack_trace") or "")
             raise asks_for_data(f"{_op_name(node)}: a value or size that depends on data", source)
+        if is_in_place(node):
+            _check_written(node, module)
         if _op_name(node) in _PRODUCTS:
             _check_product(node)
         if _op_name(node) == "_sample_dirichlet":  # of Beta too; it has no derivative of its own
@@ -527,6 +543,19 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
     for name, child in module.named_children():
         if isinstance(child, fx.GraphModule):
             check_forward(child, differentiated and name not in quiet)
+
+
+def _check_written(node: fx.Node, module: fx.GraphModule) -> None:
+    """Raises for a change of a tensor that the program closed over."""
+    target: Any = node.target
+    written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
+    for x in (bound(node)[name] for name in written):
+        base = base_of(x) if isinstance(x, fx.Node) else node
+        state = (*module.named_parameters(), *module.named_buffers())
+        if base.op == "get_attr" and base.target not in dict(state):
+            what = f"{_op_name(node)} of {type_text(x.meta['val'])}, no parameter or buffer"
+            source = source_of_trace(node.meta.get("stack_trace") or "")
+            raise changes_outside([what], source)
 
 
 def _check_product(node: fx.Node) -> None:

@@ -14,13 +14,18 @@ A traced tensor has a value if the program computes it from constants: `known` t
 
 from __future__ import annotations
 
+import dis
+import linecache
 import operator
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from dtensor.frontend.source import owner_of_frame
 from dtensor.private_torch import (
     DisableTorchFunction,
     FakeTensor,
@@ -30,15 +35,19 @@ from dtensor.private_torch import (
     node_of_tensor,
 )
 
-_READS = {
+GIVE_VALUES = {
     *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__),
     *(torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__),
     *(torch.Tensor.__complex__, torch.Tensor.__repr__, torch.Tensor.__format__),
     *(torch.Tensor.__contains__, torch.Tensor.is_nonzero, torch.is_nonzero),
     *(torch.Tensor.equal, torch.equal, torch.Tensor.allclose, torch.allclose),
-    *(torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.untyped_storage),
 }
-"""Functions that give a value of Python, or memory. They run as outside of a capture."""
+"""Functions that give a value of Python, or an array."""
+_READS = GIVE_VALUES | {
+    *(torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__, torch.Tensor.untyped_storage),
+    torch.Tensor.__dlpack__,
+}
+"""Functions that give a value, or memory. They run as outside of a capture."""
 _BUILDS = {torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor}
 """Functions that read the tensors in a list without an op."""
 MAX_KNOWN = 1 << 26
@@ -107,11 +116,47 @@ class ValueReads:
         return values[node]
 
 
+_SHOW = {"print", "write", "warn", "warning", "debug", "info", "error", "critical", "exception"}
+_TO_TEXT = {"str", "repr", "format", "join"}
+
+
+def is_shown() -> bool:
+    """Return whether the text of a tensor, which is being made, is for people to read: an argument
+    of print, of a logger or of an exception, or made by code of Python's or torch's."""
+    frame = sys._getframe(2)
+    while frame.f_code not in (torch.Tensor.__repr__.__code__, torch.Tensor.__format__.__code__):
+        if (back := frame.f_back) is None:
+            return False
+        frame = back
+    frame = frame.f_back
+    if frame is None or owner_of_frame(frame) is None:
+        return True
+    code, inner = frame.f_code, None
+    for instruction in dis.get_instructions(code):
+        at = instruction.positions
+        if at is None or instruction.offset < frame.f_lasti:
+            continue
+        start, end = (at.lineno, at.col_offset), (at.end_lineno, at.end_col_offset)
+        inner = inner or (start, end)
+        if not instruction.opname.startswith("CALL") or start > inner[0] or end < inner[1]:
+            continue
+        text = linecache.getline(code.co_filename, at.lineno or 0)
+        if not text:  # typed
+            return "print" in code.co_names
+        callee = re.match(
+            r"""("[^"]*"|'[^']*')?[\w.]*""", text.encode()[at.col_offset or 0 :].decode()
+        )
+        name = callee[0].rpartition(".")[2] if callee else ""
+        if name not in _TO_TEXT:
+            return name in _SHOW or name.endswith(("Error", "Exception", "Warning"))
+    return False
+
+
 def _needed(node: fx.Node) -> set[fx.Node] | None:
     """Return the nodes that give ``node`` its value, with the ops that change one of them in place;
     None if one of them is an argument of the program, random, uninitialised, or large."""
     changes = [
-        (n, {_base(x) for x in n.all_input_nodes}) for n in node.graph.nodes if _is_in_place(n)
+        (n, {base_of(x) for x in n.all_input_nodes}) for n in node.graph.nodes if is_in_place(n)
     ]
     needed: set[fx.Node] = set()
     bases: set[fx.Node] = set()
@@ -125,7 +170,7 @@ def _needed(node: fx.Node) -> set[fx.Node] | None:
         if size > MAX_KNOWN or not (each.op == "get_attr" or _is_computable(each)):
             return None
         needed.add(each)
-        bases.add(_base(each))
+        bases.add(base_of(each))
         waiting += [*each.all_input_nodes, *(n for n, changed in changes if changed & bases)]
     return needed
 
@@ -142,18 +187,19 @@ def _is_computable(node: fx.Node) -> bool:
     )
 
 
-def _is_in_place(node: fx.Node) -> bool:
+def is_in_place(node: fx.Node) -> bool:
+    """Return whether the op changes one of its arguments."""
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
-def _base(node: fx.Node) -> fx.Node:
+def base_of(node: fx.Node) -> fx.Node:
     """Return the node whose memory ``node`` may be a view of."""
     target: Any = node.target
     is_view = target is operator.getitem or (
         isinstance(target, OpOverload) and any(r.alias_info for r in target._schema.returns)
     )
     first = node.args[0] if is_view and node.args else None
-    return _base(first) if isinstance(first, fx.Node) else node
+    return base_of(first) if isinstance(first, fx.Node) else node
 
 
 class _Scalars(TorchDispatchMode):

@@ -37,8 +37,10 @@ from dtensor.frontend.guards.walk import (
     Reached,
     Roots,
     attribute_of,
+    elements_of,
     has_hooks,
     items_of,
+    metadata_of,
     walk,
 )
 from dtensor.private_torch import OPDEFS, DisableTorchFunctionSubclass, OpOverload
@@ -164,8 +166,10 @@ class Guards:
         self._attributes = [(o, n, _attribute(o, n)) for _, o, n in reached.attributes]
         self._containers = [(c, items_of(c) or []) for c in reached.containers]
         self._variables = [(v, v.get(None)) for _, v in reached.variables]
-        self._arrays = [(a, bytes(a)) for _, a in reached.arrays]
+        self._arrays = [(a, elements_of(a)) for _, a in reached.arrays]
         self._asked = [(asked, asked()) for _, asked in reached.getters]
+        self._tensors = [x for _, x in reached.tensors]
+        self._metadata = self._now_metadata()
         self._weights = [x for _, x in reached.parameters]
         self._flags = self._now_flags()
         self._hooks = RemovableHandle.next_id
@@ -187,6 +191,9 @@ class Guards:
             wanted = [x.requires_grad for x in self._weights]
             wanted += [x.dtype for x in self._weights]
         return wanted
+
+    def _now_metadata(self) -> list[Any]:
+        return [metadata_of(x, self.reached.reads_strides) for x in self._tensors]
 
     def same(self) -> bool:
         """Whether nothing was replaced; False may be a false alarm."""
@@ -216,7 +223,8 @@ class Guards:
                 len(now := items_of(c) or []) == len(kept) and all(map(is_, now, kept))
                 for c, kept in self._containers
             )
-            and all(bytes(array) == kept for array, kept in self._arrays)
+            and self._now_metadata() == self._metadata
+            and all(elements_of(array) == kept for array, kept in self._arrays)
             and all(asked() == given for asked, given in self._asked)
             and all(_holds(tensor, value) for tensor, value in self._read)
             and self._around == _around(self.reached)
@@ -245,7 +253,7 @@ class Guards:
         reached = self._walk()
         before, now = self.reached, reached
         if before.print == now.print and before.paths == now.paths:
-            arrays = [bytes(a) for _, a in now.arrays]
+            arrays = [elements_of(a) for _, a in now.arrays]
             if arrays != [kept for _, kept in self._arrays]:
                 return f"what {now.arrays[0][0]} holds"
             if self._around != _around(reached):

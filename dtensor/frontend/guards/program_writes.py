@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, pairwise
-from types import CellType, CodeType, GeneratorType, ModuleType
+from types import CellType, CodeType, GeneratorType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ import torch
 
 from dtensor.frontend.call_lock import has_started
 from dtensor.frontend.guards.executed_code import CodeRecorder
+from dtensor.frontend.guards.walk import HELD
 from dtensor.frontend.guards.walk import counts as is_counted
 from dtensor.frontend.source import OURS, owner_of_file
 from dtensor.private_torch import FakeTensor
@@ -52,6 +53,7 @@ _CHANGING: dict[type, set[str]] = {
     deque: _OF_SEQUENCES | {"appendleft", "extendleft", "popleft", "rotate"},
 }
 """Of a container, by its class, the methods and operators that change it in place."""
+_IN_A_PARTIAL = re.compile(r"\(\d+\)")
 _SLOTS = {"__setitem__", "__delitem__", "__ior__", "__iadd__", "__imul__"}  # Python sees no call
 _ALL_CHANGING = {*chain.from_iterable(_CHANGING.values()), *_SLOTS}
 _OF_MODULES = {"add_module", "register_module", "append", "extend", "insert", "pop", "update"}
@@ -96,11 +98,16 @@ class ProgramWrites:
         """Whether the program may have made a change of `effects`."""
         if self._codes is None or _holds_fakes(change.after, 4):
             return True
+        held = HELD in change.path or _IN_A_PARTIAL.search(change.path)
+        if held and self.names(_IN_A_PARTIAL.split(change.path)[0]):
+            return True  # by a method that no code names
         named = [_stores(code) for code in self._codes]
         if isinstance(change.holder, CellType):
             name = change.path.partition(" (closure")[0]
             return any(name in s.cells for s in named) or self._names("cell_contents")
         stores = [_stores(code) for code in self._others]
+        if change.key is None and not isinstance(change.holder, (list, set, deque, NoneType)):
+            return True  # an array, which many functions change
         if change.key is None:  # a list, a set
             kind = list if change.holder is None else type(change.holder)
             places = (key for s in stores for key in s.keys)
@@ -180,10 +187,15 @@ class ProgramWrites:
         if kind is not known or not methods.isdisjoint(_SLOTS):  # of a class of the user's
             return not methods.isdisjoint(_CHANGING[known or dict] | _SLOTS)
         module = "collections." if kind is deque else ""
+        said = {name for code in self._others for name in code.co_names}
         return any(
-            not name.isalpha()
-            or f"<method {name!r} of '{module}{kind.__name__}' objects>" in self._called
-            for name in methods & _CHANGING[kind]
+            (name in methods and not name.isalpha())
+            # A method that is called, and that no code names, is held: `pop = items.pop`.
+            or (
+                f"<method {name!r} of '{module}{kind.__name__}' objects>" in self._called
+                and (name in methods or name not in said)
+            )
+            for name in _CHANGING[kind]
         )
 
     def _reaches(self, *wanted: object, codes: Sequence[CodeType] | None = None) -> bool:

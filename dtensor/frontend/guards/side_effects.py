@@ -8,15 +8,18 @@ A captured step runs the user's Python once, so what that changes is a cache tha
 would be lost (capture.py tells them apart by a second capture). Tensors in a module's parameters
 and buffers are not looked at here.
 
-Invariants: `undo` puts back what `changes` names but for lists of more than 10,000 items, and
-`put_back` generators of random numbers; what another thread has written or drawn stays
-(program_writes.py). Not seen: what the walk does not reach, as the insides of a library that is no
-model.
+Invariants: `undo` puts back what `changes` names but for lists of more than 10,000 items and arrays
+of another shape, and `put_back` generators of random numbers; what another thread has written or
+drawn stays (program_writes.py). Not seen: what the walk does not reach, as the insides of a library
+that is no model; writes to arrays where there are more than 256 MB of them, to the largest.
 """
 
 from __future__ import annotations
 
+import array
 import dis
+import io
+import mmap
 import random
 import warnings
 from collections import deque
@@ -84,6 +87,20 @@ class Change:
                 delattr(self.holder, self.key)
             case type():
                 setattr(self.holder, self.key, value)
+            case io.StringIO() | io.BytesIO():
+                text, position = value.state
+                self.holder.seek(0)
+                self.holder.truncate()
+                self.holder.write(text)
+                self.holder.seek(position)
+            case np.ndarray() if self.holder.shape == value.state.shape:
+                self.holder[...] = value.state
+            case np.ndarray():
+                pass
+            case memoryview():
+                self.holder.cast("B")[:] = value.state
+            case bytearray() | array.array() | mmap.mmap():
+                self.holder[:] = value.state
             case _:
                 raise AssertionError(f"nothing is changed in a {type(self.holder).__name__}")
 
@@ -101,6 +118,7 @@ class StateBefore:
             for path, holder in reached.sized
             if id(holder) not in weights and not path.endswith(_RNN_WEIGHTS)
         ]
+        self._copies += [(path, held, _copy(held)) for path, held in _compared(reached.arrays)]
         whole = {id(holder) for _, holder, _ in self._copies} | weights
         self._entries = [
             (path, holder, key, value)
@@ -187,7 +205,43 @@ def _lines(code: CodeType, opnames: set[str], name: str) -> Iterable[int]:
 # -- containers ------------------------------------------------------------------------------------
 
 
+MAX_COMPARED = 2**28
+"""Bytes of the arrays that are compared, altogether."""
+
+
+def _compared(arrays: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays that are compared, the smallest first."""
+    size = 0
+    for path, held in sorted(arrays, key=lambda found: _bytes_of(found[1])):
+        size += _bytes_of(held)
+        if size > MAX_COMPARED:
+            return
+        if not getattr(held, "closed", False):
+            yield path, held
+
+
+def _bytes_of(held: Any) -> int:
+    match held:
+        case np.ndarray():
+            return held.nbytes
+        case io.StringIO() | io.BytesIO():
+            return 0
+        case _:
+            return 0 if getattr(held, "closed", False) else memoryview(held).nbytes
+
+
 def _copy(holder: Any) -> Any:
+    match holder:
+        case io.StringIO() | io.BytesIO():
+            return _Bits((holder.getvalue(), holder.tell()))
+        case np.ndarray():
+            return _Bits(np.array(holder))
+        case array.array():
+            return _Bits(holder[:])
+        case bytearray() | memoryview() | mmap.mmap():
+            return _Bits(bytes(holder))
+        case _:
+            pass
     if len(holder) > MOST_ITEMS:
         return len(holder)
     if isinstance(holder, Mapping):
@@ -213,6 +267,10 @@ def _changes_in(path: str, holder: Any, copy: Any) -> list[Change]:
             and not (isinstance(key, str) and (key.startswith("__") or key in _RNN_WEIGHTS))
         ]
     now = _copy(holder)
+    if isinstance(copy, _Bits):
+        if now == copy:
+            return []
+        return [Change(path=path, holder=holder, key=None, before=copy, after=now)]
     if isinstance(copy, int) or isinstance(now, int):  # too long to be copied
         before = copy if isinstance(copy, int) else len(copy)
         if before == len(holder):
@@ -262,6 +320,8 @@ def _content(cell: CellType) -> Any:
 def _same(a: Any, b: Any) -> bool:
     if a is b or (isinstance(b, PerThread) and b.plain is a):
         return True
+    if isinstance(a, _Bits):
+        return a == b
     return isinstance(a, PLAIN) and type(a) is type(b) and repr(a) == repr(b)
 
 
@@ -283,7 +343,7 @@ def _has_tensor(value: Any, depth: int) -> bool:
 def _shown(value: Any) -> str:
     if _has_tensor(value, 4):
         return f"{type(value).__name__} with tensors"
-    text = repr(value)
+    text = repr(value.state if isinstance(value, _Bits) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -311,13 +371,26 @@ def _state(generator: Any) -> object:
             return _Bits(generator.get_state())
         case GeneratorType():
             frame = generator.gi_frame
-            return frame and (frame.f_lasti, [(k, id(v)) for k, v in frame.f_locals.items()])
+            source = generator.gi_yieldfrom
+            held = {**frame.f_locals, "yield from": source} if frame else {}
+            states = [_size(value) for value in held.values()]
+            states += [_state(source)] if isinstance(source, GeneratorType) else []
+            if any(state is _UNKNOWN for state in states):
+                return _UNKNOWN
+            return frame and (frame.f_lasti, [(k, id(v)) for k, v in held.items()], states)
         case _ if generator is random:
             return random.getstate()
         case _ if generator is np.random:
             return _Bits(np.random.get_state())
         case _:
             return _position(generator)
+
+
+def _size(value: Any) -> object:
+    """Return what tells that a generator, whose variable it is, took items from it."""
+    if isinstance(value, GeneratorType) or not is_iterator(value):
+        return len(value) if isinstance(value, (list, dict, set, deque)) else None
+    return _position(value)
 
 
 def _position(iterator: Any) -> object:

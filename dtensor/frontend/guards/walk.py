@@ -92,6 +92,7 @@ _CLOSED |= {"warnings", "inspect", "asyncio", "concurrent", "multiprocessing", "
 """Parts of Python whose objects are not entered before it is known what runs."""
 _LOOKS_UP = {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "globals", "locals", "eval"}
 _LOOKS_UP |= {"exec", "__getattribute__", "methodcaller", "setattr"}
+NO_ATTRIBUTES: dict[str, Any] = {}
 _OF_TORCH = set(vars(nn.Module())) - {"training"}
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
@@ -114,6 +115,9 @@ _IMPORT_HOOKS = ("_pytest", "pluggy")
 """Libraries whose code runs wherever a module is imported."""
 _NOT_READ_IN = (None, "numpy", "ray", "torch", "typing_extensions.py", *_IMPORT_HOOKS)
 """Whose code is not looked into: what it is asked for has an entry in known_functions.py."""
+HELD = " (of a bound method)"
+"""Ends the path of an object, as a list, of which a method of C is held: `pop = items.pop`."""
+_OF_STRIDES = {"stride", "is_contiguous", "storage_offset", "as_strided"}
 _IMPORTS = {"import_module", "__import__"}
 _OF_ENUMS = {"_name_", "_value_", "__objclass__", "_sort_order_"}
 _OF_CLASSES = {"__module__", "__dict__", "__init__", "__doc__", "__name__", "__qualname__"}
@@ -153,6 +157,7 @@ class Reached:
     kept: list[object] = field(default_factory=list)
     others: Roots = ()  # that the walk has not come to, though they ran
     reads_environment: bool = False
+    reads_strides: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +188,7 @@ def walk(roots: Roots, ran: ExecutedCode | None = None, *, search: bool = True) 
                 return walker.reached
     names = _Names(ran.codes.values())
     walker = _Walker(names, ran)
+    walker.reached.reads_strides = not names.names.isdisjoint(_OF_STRIDES)
     walker.run(roots)
     missing = _not_entered(ran, walker.entered)
     if search and missing:  # made on the way, or kept where the walk does not look
@@ -298,7 +304,24 @@ def space_of(value: Any) -> dict[str, Any]:
     try:
         return attribute_of(value, "__dict__")
     except Exception:  # none, or a property of the user's in its place
-        return {}
+        return NO_ATTRIBUTES
+
+
+def metadata_of(x: torch.Tensor, strides: bool) -> tuple[Any, ...]:
+    """Return what Python can read of a tensor besides its elements, gradient and attributes; with
+    ``strides`` how it lies in memory, which may differ from step to step without an effect."""
+    with DisableTorchFunctionSubclass():
+        what = (type(x), isinstance(x, nn.Parameter), x.shape, x.dtype, x.device, x.requires_grad)
+        if not strides or x.layout is not torch.strided or x.is_nested:
+            return what
+        return (*what, x.stride(), x.storage_offset())
+
+
+def elements_of(array: Any) -> tuple[Any, ...]:
+    """Return the bytes of an array or buffer, with the shape and strides of an array of numpy."""
+    if not isinstance(array, np.ndarray):
+        return (bytes(array),)
+    return (array.tobytes(), array.dtype, array.shape, array.strides)
 
 
 def attribute_of(value: Any, name: str) -> Any:
@@ -449,7 +472,7 @@ class _Walker:
                 self._same(path, value)
                 owner = getattr(value, "__self__", None)
                 if owner is not None and not isinstance(owner, (ModuleType, type)):
-                    self._todo.append((path, owner))
+                    self._todo.append((f"{path}{HELD}", owner))
             case ModuleType():
                 self._python_module(path, value)
             case type():
@@ -485,10 +508,13 @@ class _Walker:
                 self.reached.arrays.append((path, value))
             case np.ndarray():
                 self.reached.arrays.append((path, value))
-                self._say(path, "array", str(value.dtype), value.shape)
+                self._say(path, "array", str(value.dtype), value.shape, value.strides)
             case bytearray() | memoryview() | array.array() | mmap.mmap():
                 self.reached.arrays.append((path, value))
                 self._say(path, "array", type(value))
+            case io.StringIO() | io.BytesIO() if self.ran is None:
+                self.reached.arrays.append((path, value))
+                self._same(path, value)
             case np.generic():
                 self._say(path, type(value), repr(value))
             case random.Random() | torch.Generator() | np.random.Generator():
@@ -545,6 +571,8 @@ class _Walker:
     def _random(self, path: str, value: Any) -> None:
         self.reached.randoms.append((path, value))
         self._same(path, value)
+        if isinstance(value, torch.Generator) and "initial_seed" in self.names.names:
+            self.asks(f"{path}.initial_seed()", value.initial_seed)
 
     # -- code --------------------------------------------------------------------------------------
 
@@ -611,7 +639,7 @@ class _Walker:
 
     def _attributes_of(self, path: str, value: Any) -> None:
         space = space_of(value)
-        if space and (self.names.everything or self.ran is None):
+        if space is not NO_ATTRIBUTES:  # an empty one may get entries
             self.reached.sized.append((f"{path}.*", space))
         for name in self.names.among(space):
             self._slot(space, name, f"{path}.{name}")
@@ -699,7 +727,11 @@ class _Walker:
             self._same(path, x)
             return
         self.reached.tensors.append((path, x))
-        self._say(path, "tensor", tuple(x.shape), x.dtype, x.requires_grad)
+        self._say(path, "tensor", *metadata_of(x, self.reached.reads_strides))
+        if "grad" in self.names.names:
+            self.asks(f"{path}.grad is None", lambda: not x.is_leaf or x.grad is None)
+        if module_of(type(x)).partition(".")[0] != "dtensor":
+            self._attributes_of(path, x)
 
     def _module(self, path: str, module: nn.Module) -> None:
         check_module(path, module)
@@ -754,6 +786,8 @@ class _Walker:
                 is_parameter = isinstance(x, nn.Parameter)
                 what = (is_parameter, tuple(x.shape), x.dtype, x.requires_grad, has_hooks(x))
                 self._say(path, *what)
+            if module_of(type(x)).partition(".")[0] != "dtensor":
+                self._attributes_of(path, x)
 
     def _sequence(self, path: str, items: Any) -> None:
         self._say(path, type(items), len(items))
@@ -795,9 +829,8 @@ class _Walker:
         if is_foreign(module_of(type(items))):
             return
         self._todo.append((path, type(items)))
-        space: dict[str, Any] = getattr(items, "__dict__", {})
-        for name in self.names.among(space) if space is not items else ():
-            self._slot(space, name, f"{path}.{name}")
+        if space_of(items) is not items:
+            self._attributes_of(path, items)
 
     def _object(self, path: str, value: Any) -> None:
         kind = type(value)
@@ -837,7 +870,7 @@ class _Walker:
         if root == "dtensor":  # a parallelized module: what it holds of the user's
             self._todo += [(path, part) for part in space.values() if isinstance(part, nn.Module)]
             return
-        if space:
+        if space is not NO_ATTRIBUTES:
             self.reached.sized.append((f"{path}.*", space))
         foreign = is_foreign(
             module_of(kind)
