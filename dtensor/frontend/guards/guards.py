@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from dtensor.frontend.guards.walk import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
+    WHEREABOUTS,
     ExecutedCode,
     Reached,
     Roots,
@@ -157,6 +158,8 @@ class Guards:
         self._codes = [f.__code__ for f in self._functions]
         self._sized = [holder for _, holder in reached.sized]
         self._lengths = list(map(len, self._sized))
+        self._spaces = [space for _, space in reached.spaces]
+        self._numbers_of_attributes = self._now_attributes()
         several = (d for d in reached.ordered if len(d) > 1)
         self._ordered = [d for d in several if type(d) in (dict, OrderedDict)]
         self._keys = list(chain.from_iterable(self._ordered))
@@ -192,6 +195,9 @@ class Guards:
             wanted += [x.dtype for x in self._weights]
         return wanted
 
+    def _now_attributes(self) -> list[int]:
+        return [len(space) - (WHEREABOUTS in space) for space in self._spaces]
+
     def _now_metadata(self) -> list[Any]:
         return [metadata_of(x, self.reached.reads_strides) for x in self._tensors]
 
@@ -210,6 +216,7 @@ class Guards:
             return False
         return (
             list(map(len, self._sized)) == self._lengths
+            and self._now_attributes() == self._numbers_of_attributes
             and list(chain.from_iterable(self._ordered)) == self._keys
             and all(map(is_, map(type, self._objects), self._types))
             and (self._hooks == RemovableHandle.next_id or self._same_hooks())

@@ -92,6 +92,8 @@ _CLOSED |= {"warnings", "inspect", "asyncio", "concurrent", "multiprocessing", "
 """Parts of Python whose objects are not entered before it is known what runs."""
 _LOOKS_UP = {"getattr", "hasattr", "vars", "__dict__", "attrgetter", "globals", "locals", "eval"}
 _LOOKS_UP |= {"exec", "__getattribute__", "methodcaller", "setattr"}
+WHEREABOUTS = "_whereabouts"
+"""The attribute of a parameter whose value lies on ranks (api/values/lazy_parameters.py)."""
 NO_ATTRIBUTES: dict[str, Any] = {}
 _OF_TORCH = set(vars(nn.Module())) - {"training"}
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -132,7 +134,8 @@ class Reached:
     """What a walk came to. ``print``: the fingerprint, an entry for each of ``paths``.
 
     ``columns``: key -> the containers that have it and what each has there: one comprehension reads
-    them all. ``sized``: containers that may grow. ``kept`` holds what the fingerprint names by id.
+    them all. ``sized``: containers that may grow; ``spaces``:
+    attributes of tensors. ``kept`` holds what the fingerprint names by id.
     """
 
     print: list[object] = field(default_factory=list)
@@ -143,6 +146,7 @@ class Reached:
     objects: list[Any] = field(default_factory=list)  # whose class counts
     containers: list[Any] = field(default_factory=list)  # with a lookup of their own
     sized: Paths[Any] = field(default_factory=list)
+    spaces: Paths[dict[str, Any]] = field(default_factory=list)
     ordered: list[Mapping[Any, Any]] = field(default_factory=list)  # that may be gone through
     cells: Paths[CellType] = field(default_factory=list)
     functions: Paths[FunctionType] = field(default_factory=list)
@@ -644,6 +648,16 @@ class _Walker:
         for name in self.names.among(space):
             self._slot(space, name, f"{path}.{name}")
 
+    def _attributes_of_tensor(self, path: str, x: torch.Tensor) -> None:
+        space = space_of(x)
+        if WHEREABOUTS not in space and module_of(type(x)).partition(".")[0] == "dtensor":
+            return
+        if self.names.everything:
+            self.reached.spaces.append((f"{path}.*", space))
+        for name in self.names.among(space):
+            if name != WHEREABOUTS:
+                self._slot(space, name, f"{path}.{name}")
+
     def _python_module(self, path: str, module: ModuleType) -> None:
         self._say(path, "python module", module.__name__)
         space = vars(module)
@@ -730,8 +744,7 @@ class _Walker:
         self._say(path, "tensor", *metadata_of(x, self.reached.reads_strides))
         if "grad" in self.names.names:
             self.asks(f"{path}.grad is None", lambda: not x.is_leaf or x.grad is None)
-        if module_of(type(x)).partition(".")[0] != "dtensor":
-            self._attributes_of(path, x)
+        self._attributes_of_tensor(path, x)
 
     def _module(self, path: str, module: nn.Module) -> None:
         check_module(path, module)
@@ -786,8 +799,7 @@ class _Walker:
                 is_parameter = isinstance(x, nn.Parameter)
                 what = (is_parameter, tuple(x.shape), x.dtype, x.requires_grad, has_hooks(x))
                 self._say(path, *what)
-            if module_of(type(x)).partition(".")[0] != "dtensor":
-                self._attributes_of(path, x)
+            self._attributes_of_tensor(path, x)
 
     def _sequence(self, path: str, items: Any) -> None:
         self._say(path, type(items), len(items))
