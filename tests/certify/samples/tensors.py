@@ -106,6 +106,11 @@ def _attention_masked(heads: int, groups: int, mask: str) -> Sample:
     return of(f"b {heads} t 4", f"b {groups} s 4", f"b {groups} s 4", mask, 0.5)
 
 
+def _pick_heads(have: list[int], heads: list[int]) -> Sample:
+    """The heads of one number are equal."""
+    return lambda d: call(d(f"b {max(have) + 1} s 4")[:, have], have, heads)
+
+
 _MASKS = (
     (4, 4, "?b 1 1 s"), (6, 3, "?b 1 1 s"), (6, 2, "?b 1 t s"), (4, 2, "b 4 t s"), (4, 4, "t s"),
     (6, 1, "1 6 1 s"), (2, 2, "?b 1 t 1"),
@@ -141,6 +146,10 @@ MATMUL: dict[str, list[Sample]] = {
     "dt.attention_masked.default": [_attention_masked(*m) for m in _MASKS],
     "dt.attention_masked_backward.default": [
         lambda d, m=m: _attention_masked_backward(d, *m) for m in _MASKS
+    ],
+    "dt.pick_heads.default": [
+        _pick_heads([0, 1], [0, 0, 0, 1, 1, 1]),
+        _pick_heads([0, 0, 1, 0, 1], [0, 0, 0, 1, 1, 1]),  # the copies of 3 ranks
     ],
     "aten.native_layer_norm.default": [
         of("b t d", ["d"], "d", "d", 1e-5),

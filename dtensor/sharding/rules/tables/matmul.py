@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import dtensor.sharding.ops.attention_masked  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from dtensor.errors import PlanningError
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.ops.heads import copies_for, positions_of
@@ -174,6 +175,11 @@ def _pick_heads(call: OpCall) -> Rule:
     def localize(call: OpCall, local: Local) -> OpCall:
         held = [have[i] for lo, hi in local.operand_intervals(0, 1) for i in range(lo, hi)]
         asked = [heads[i] for lo, hi in local.result_intervals(0, 1) for i in range(lo, hi)]
+        if not set(asked) <= set(held):
+            raise PlanningError(
+                "two axes split the heads of keys that a cache copies for one of them.\n"
+                "fix: split the query heads over one axis"
+            )
         return retarget(call, local_forms.heads_at, call.args[0], positions_of(held, asked))
 
     rule = make(call, "b c! s d -> b h s d", linear=((0,),), localize=localize)
