@@ -103,7 +103,7 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
 
 
 def check_dense(what: str, x: torch.Tensor, line: str = "", *, name: str = "") -> None:
-    """PlanningError for a sparse or a nested tensor; ``line``: of the user's, which reads it."""
+    """Raise PlanningError for a sparse or nested tensor. ``line``: of the user, that reads it."""
     if not is_dense(x):
         kind = "nested" if x.is_nested else "sparse"
         shape = f"{x.size(0)} tensors" if x.is_nested else list(x.shape)
@@ -120,8 +120,8 @@ def is_dense(x: torch.Tensor) -> bool:
 
 
 def check_module(path: str, module: nn.Module) -> None:
-    """PlanningError for a module of torch.jit, and for a parameter or buffer of the module itself
-    that has no shape yet."""
+    """Raise PlanningError for a module of torch.jit, and for a parameter or buffer of the module
+    itself that has no shape yet."""
     if isinstance(module, torch.jit.ScriptModule):
         raise PlanningError(
             f"{path or 'the module'} is a module of torch.jit ({module.original_name}), whose "

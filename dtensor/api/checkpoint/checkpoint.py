@@ -216,7 +216,8 @@ def resume(
 
 
 def _wait_for_save() -> None:
-    """Wait for the last save, which may write what is read next; its failure stays unread."""
+    """Wait until the last save has ended: it may write the folder that is read next. A failure of
+    the save is not raised here."""
     with _ONE_SAVE:
         if _LAST:
             _LAST[-1].join()

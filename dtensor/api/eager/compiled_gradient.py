@@ -215,7 +215,7 @@ class Differentiated(torch.autograd.Function):
         found = derivative(replace(ctx.call, leaves=tuple(leaves)), wanted, len(ctx.metas))
         for (place, needed), gradient in zip(derivative.places.items(), found, strict=True):
             if needed and needed <= unused:
-                continue  # torch gives None where no result that is used depends on an operand
+                continue  # as torch: None for an operand on which no used result depends
             plain = not isinstance(leaves[ctx.operands[place]], DTensor)
             result[place] = gradient.full_tensor() if plain else gradient
         return (None, None, None, None, *result)

@@ -37,9 +37,9 @@ from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import Placement, Replicate, Row, index_sets
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
-_KEYS = re.compile(r"kv_cache\.k(\d+)")
 CACHES = "kv_cache."
 """The prefix of the caches' names in the programs."""
+_KEYS = re.compile(rf"{re.escape(CACHES)}k(\d+)")
 
 Split = Mapping[str, Placement]  # by axis
 

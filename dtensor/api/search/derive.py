@@ -448,8 +448,8 @@ class _Derivation:
         self.taken.append((reached, _SIZES if any_size else (self.size or _SIZES[-1],)))
 
     def _take_heads(self, split: _Split, reached: list[str]) -> bool:
-        """Where groups of heads leave ranks without one, split the query heads alone instead, as
-        evenly as possible."""
+        """If a rank would have no group of heads, split the query heads alone, as evenly as
+        possible."""
         if self.size is None or split.cuts_groups or not split.in_attention:
             return False
         if all(index_sets(Shard(0), split.units, self.size)):
@@ -599,7 +599,7 @@ class _Derivation:
 
 
 def _preference(split: _Split) -> tuple[bool, int]:
-    """The order of splits: heads before the features of one head, then those that reach less."""
+    """Return the sort key: splits of heads come first, then splits that reach fewer values."""
     return not split.in_attention, len(split.followed.shards)
 
 

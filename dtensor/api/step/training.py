@@ -822,7 +822,7 @@ def _refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_gradients_of_arguments(call: BoundCall) -> None:
-    """PlanningError for an argument that requires grad, because nothing would receive it."""
+    """Raise PlanningError for an argument that requires grad: the step does not set its `grad`."""
     leaves = enumerate(call.leaves)
     of = (i for i, x in leaves if isinstance(x, torch.Tensor | TensorSpec) and x.requires_grad)
     if (index := next(of, None)) is None:

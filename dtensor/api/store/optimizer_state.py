@@ -188,8 +188,8 @@ def updated_by(
 def _check_as_before(
     home: OptimizerHome, updated: Mapping[tuple[str, str], StoredTensor]
 ) -> set[tuple[str, str]]:
-    """PlanningError if a value's placement has changed, or the dtype of one that a step has made.
-    Returns the values that no step has made and whose dtype has changed."""
+    """Raise PlanningError if the placement of a value has changed, or the dtype of a value that a
+    step has made. Return the values whose dtype has changed and that no step has made."""
     cast = set[tuple[str, str]]()
     for which, now in updated.items():
         before = home.owner.stored.get(which, now).spec

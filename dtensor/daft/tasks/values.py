@@ -80,7 +80,7 @@ _PICKLING = frozenset(
     ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__slots__")
     + ("__torch_dispatch__",)
 )
-"""The names by which a class says how it is pickled, or what it holds besides elements."""
+"""A class that defines one of these controls how it is pickled, or holds more than elements."""
 
 
 class Placeholder:
@@ -143,7 +143,7 @@ class _ValuePickler(_cloudpickle.Pickler):
         return (*made, (attributes, grad), None, None, _complete) if extra else made
 
     def _other_tensor(self, tensor: Tensor) -> Any:
-        """A tensor of another class, or one that torch pickles: its elements, then its class."""
+        """Reduce a tensor of a subclass, or one that torch pickles, to its elements and class."""
         kind = type(tensor)
         with DisableTorchFunctionSubclass():
             is_leaf, own = tensor.is_leaf, _pickles_itself(kind)

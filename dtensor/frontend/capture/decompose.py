@@ -211,8 +211,8 @@ def _fresh_name(module: Held) -> str:
 
 @cache
 def table() -> Table:
-    """Torch's decompositions by op, and those that it has not. Not loaded with this module: that
-    loads torch's compiler."""
+    """Return torch's decompositions by op, and ours of ops for which torch has none. A function,
+    because it loads torch's compiler."""
     added = {
         torch.ops.aten._weight_norm_interface_backward.default: _weight_norm_backward,
         torch.ops.aten._new_zeros_with_same_feature_meta.default: _zero_tangent,
@@ -236,6 +236,7 @@ def _weight_norm_backward(
 def _zero_tangent(
     tangent: torch.Tensor, x: torch.Tensor, *, self_num_batch_dims: int = 0
 ) -> torch.Tensor:
-    """Zeros like ``x``, into which torch copies a tangent whose strides are not those of x."""
+    """Return zeros like ``x``. torch copies a tangent into them if its strides differ from those of
+    x."""
     shape = (*tangent.shape[:self_num_batch_dims], *x.shape)
     return torch.zeros(shape, dtype=x.dtype, device=x.device)

@@ -51,7 +51,7 @@ class StandIn:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """RefusalMode sees those that are arguments; here they are in a list or a tuple."""
+        """Refuse a stand-in within a list or tuple; RefusalMode refuses one that is an argument."""
         leaves = pytree.tree_leaves((args, kwargs))
         raise next(x for x in leaves if isinstance(x, StandIn)).refuse()
 

@@ -546,13 +546,15 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
 
 
 def _check_written(node: fx.Node, module: fx.GraphModule) -> None:
-    """Raises for a change of a tensor that the program closed over."""
+    """Raise PlanningError if the op changes a tensor that the program closed over."""
     target: Any = node.target
     written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]
     for x in (bound(node)[name] for name in written):
         base = base_of(x) if isinstance(x, fx.Node) else node
+        if base.op != "get_attr":
+            continue
         state = (*module.named_parameters(), *module.named_buffers())
-        if base.op == "get_attr" and base.target not in dict(state):
+        if base.target not in dict(state):
             what = f"{_op_name(node)} of {type_text(x.meta['val'])}, no parameter or buffer"
             source = source_of_trace(node.meta.get("stack_trace") or "")
             raise changes_outside([what], source)

@@ -94,8 +94,8 @@ def _written_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """What SDPBackend.MATH would choose, which is a choice of the process. That op adds its mask to
-    the scores, whatever the mask's dtype."""
+    """Call the op that SDPBackend.MATH selects; the backend is a setting of the process. The op
+    adds its mask to the scores, so a bool mask becomes 0 and -inf."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         added = torch.zeros_like(attn_mask, dtype=query.dtype)
         attn_mask = added.masked_fill(~attn_mask, -math.inf)

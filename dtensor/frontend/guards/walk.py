@@ -134,8 +134,8 @@ class Reached:
     """What a walk came to. ``print``: the fingerprint, an entry for each of ``paths``.
 
     ``columns``: key -> the containers that have it and what each has there: one comprehension reads
-    them all. ``sized``: containers that may grow; ``spaces``:
-    attributes of tensors. ``kept`` holds what the fingerprint names by id.
+    them all. ``sized``: containers that may grow; ``spaces``: attributes of tensors. ``kept`` holds
+    what the fingerprint names by id.
     """
 
     print: list[object] = field(default_factory=list)

@@ -270,7 +270,8 @@ def attention_of_heads_backward(
     v: Tensor,
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients: those of k and v are this rank's part of a sum, 0 for the other heads."""
+    """The gradients of `attention_of_heads`. Those of k and v are this rank's part of a sum, with 0
+    for the heads that it does not use."""
     dq, dk, dv = op(grad, q, picked(k, 1, kv_heads), picked(v, 1, kv_heads), *args)
     grads: list[Tensor] = []
     for x, dx in ((k, dk), (v, dv)):

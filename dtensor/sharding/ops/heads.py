@@ -1,7 +1,7 @@
 """Heads of keys and values by their numbers: copies of them for ranks, and repeats for queries.
 
     pick_heads(x[b c s d], have, heads) -> [b len(heads) s d]     head i of x is number have[i]
-    copies_for([[0], [0, 1], [1]])      -> [0, 0, 1, 1], (3, 1)   for the query heads of 3 ranks
+    copies_for([[0], [0, 1], [1]])      -> [0, 0, 1, 0, 1], (3, 2)   for 3 ranks
 
 A cache that lies on more ranks than it has heads keeps copies: each rank has the heads that its
 query heads use. `copies_for` numbers the heads of such a dim and gives the blocks of its cut.

@@ -219,10 +219,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         kind = type(optimizer)
         if kind not in ELEMENTWISE and kind.__module__.startswith("torch.optim"):
-            reason = "updates an element from others than its own gradient and state, so on shards "
-            reason += "it would give other numbers"
-            if kind is torch.optim.SparseAdam:
-                reason = "needs sparse gradients, and those of a step are dense"
+            reason = (
+                "needs sparse gradients, and those of a step are dense"
+                if kind is torch.optim.SparseAdam
+                else "updates an element from others than its own gradient and state, so on shards "
+                "it would give other numbers"
+            )
             raise PlanningError(
                 f"{kind.__name__} {reason}.\n  known: {known}\n"
                 f"fix: one of these, as torch.optim.AdamW(model.parameters())"
