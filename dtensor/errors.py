@@ -103,7 +103,7 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
 
 
 def check_dense(what: str, x: torch.Tensor, line: str = "", *, name: str = "") -> None:
-    """Raise PlanningError for a sparse or nested tensor. ``line``: of the user, that reads it."""
+    """Raise PlanningError for a sparse or nested tensor. ``line``: the text of the user's line."""
     if not is_dense(x):
         kind = "nested" if x.is_nested else "sparse"
         shape = f"{x.size(0)} tensors" if x.is_nested else list(x.shape)
