@@ -1,5 +1,5 @@
 """Facts about collectives that every layer shares: their members' inputs and outputs, and their
-cost in a ring. The planner's prices and daft's verifier and transports use them.
+messages. The planner's prices and daft's verifier and transports use them.
 
     COLLECTIVES["all_reduce"].bytes_sent(2**20, 4)      # of four values of 1 MiB: 1.5 MiB
     COLLECTIVES["all_to_all"].given(("a", "b"), 1)      # ("b",): member 1's part of these inputs
@@ -20,20 +20,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveKind:
-    """``steps``: successive messages, among `num` members; ``bytes_sent``: by each of `num`
-    members, for inputs of `nbytes`.
+    """``exchanges``: how many successive exchanges `num` members need, in each of which a member
+    sends to all others at once and receives from them; ``bytes_sent``: by each of `num` members,
+    for inputs of `nbytes`.
 
     ``reduces``: a member gets the fold of all inputs; else all of them, unchanged. ``divided``: a
     member gives a different input to each; else all its inputs to all members, so that all get the
     same. ``bucket``: any number of inputs. ``rooted``: only the first member has inputs.
     """
 
-    steps: Callable[[int], int]
+    exchanges: Callable[[int], int]
     bytes_sent: Callable[[int, int], int]
     reduces: bool = False
     divided: bool = False
     bucket: bool = False
     rooted: bool = False
+
+    def launches(self, num: int) -> int:
+        """Ops of the host that a member needs, among `num`: one for each peer in an exchange (its
+        send, receive and addition), and one for the start and the wait."""
+        return 1 + self.exchanges(num) * (num - 1)
 
     def takes(self, num_inputs: int, at: int, size: int) -> bool:
         """Whether member ``at`` of ``size`` may give so many inputs."""
@@ -55,30 +61,34 @@ class CollectiveKind:
         return outputs[of : of + 1]
 
 
+SMALL_ALL_REDUCE = 1 << 16
+"""Bytes up to which an all_reduce is one exchange: each member sends its whole input to each other.
+A larger one among more than two members is two: pieces to their owners, then the sums of pieces."""
+
 COLLECTIVES: dict[str, CollectiveKind] = {
     "all_reduce": CollectiveKind(
-        steps=lambda num: 2 * (num - 1),
+        exchanges=lambda num: 1 if num == 2 else 2,
         bytes_sent=lambda nbytes, num: -(-2 * nbytes * (num - 1) // num),
         reduces=True,
         bucket=True,
     ),
     "all_gather": CollectiveKind(
-        steps=lambda num: num - 1,
+        exchanges=lambda num: 1,
         bytes_sent=lambda nbytes, num: nbytes * (num - 1),
     ),
     "reduce_scatter": CollectiveKind(
-        steps=lambda num: num - 1,
+        exchanges=lambda num: 1,
         bytes_sent=lambda nbytes, num: -(-nbytes * (num - 1) // num),
         reduces=True,
         divided=True,
     ),
     "all_to_all": CollectiveKind(
-        steps=lambda num: num - 1,
+        exchanges=lambda num: 1,
         bytes_sent=lambda nbytes, num: -(-nbytes * (num - 1) // num),
         divided=True,
     ),
     "broadcast": CollectiveKind(
-        steps=lambda num: num - 1,
+        exchanges=lambda num: 1,
         bytes_sent=lambda nbytes, num: nbytes,
         rooted=True,
     ),

@@ -167,7 +167,7 @@ class _Contents:
         plan = self.plan
         line = line_of(plan, step, stage)
         messages = [c for c in collectives_of(plan, step) if c.stage == stage]
-        compute, communication = step_seconds(plan, step, stage)
+        compute, communication, _ = step_seconds(plan, step, stage)
         results = list(step.gives_as())
         row: dict[str, Any] = {
             "g": number,
@@ -324,6 +324,8 @@ class _Contents:
             "compute": cost.compute_seconds,
             "communication": cost.communication_seconds,
             "waiting": cost.waiting_seconds,
+            "host": cost.host_wait_seconds,
+            "host_bound": cost.host_bound,
             "bubble": cost.bubble,
             "hardware": topology.title,
             "device": topology.memory_bytes,

@@ -16,7 +16,14 @@ from dtensor.runtime.lower import overlap
 from dtensor.sharding.plan import steps
 from tests.training import Run, assert_same_bits, batches
 
-SLOW = dt.Topology(flops=1e10, memory_bandwidth=1e10, latency=1e-4, bandwidth=1e8, op_latency=1e-6)
+SLOW = dt.Topology(
+    flops=1e10,
+    memory_bandwidth=1e10,
+    latency=1e-4,
+    bandwidth=1e8,
+    op_latency=1e-6,
+    launch_latency=0.0,
+)
 """A cluster on which each of these messages has something to hide behind."""
 
 

@@ -19,11 +19,21 @@ from tests.training import TWO_STAGES, Placed, Run
 
 TOPOLOGIES = {
     "both": dt.Topology(),
-    "compute": dt.Topology(latency=0.0, bandwidth=1e30, flops=1e9, memory_bandwidth=1e9),
-    "latency": dt.Topology(latency=1e-3, flops=1e15, memory_bandwidth=1e15),
-    "bytes": dt.Topology(latency=0.0, bandwidth=1e6, flops=1e12, memory_bandwidth=1e12),
-    "ops": dt.Topology(latency=1e-5, bandwidth=1e9, flops=1e10, op_latency=1e-6, step_latency=1e-4),
+    "compute": dt.Topology(
+        latency=0.0, bandwidth=1e30, flops=1e9, memory_bandwidth=1e9, launch_latency=0.0
+    ),
+    "latency": dt.Topology(latency=1e-3, flops=1e15, memory_bandwidth=1e15, launch_latency=0.0),
+    "bytes": dt.Topology(
+        latency=0.0, bandwidth=1e6, flops=1e12, memory_bandwidth=1e12, launch_latency=0.0
+    ),
+    "ops": dt.Topology(
+        latency=1e-5, bandwidth=1e9, flops=1e10, op_latency=1e-6, launch_latency=0.0
+    ),
+    "launches": dt.Topology(
+        latency=1e-5, bandwidth=1e9, flops=1e10, memory_bandwidth=1e10, launch_latency=1e-6
+    ),
 }
+"""At "both" the host takes longer than the device, at "launches" about as long."""
 
 
 def check(plan: Plan) -> None:

@@ -289,7 +289,10 @@ def check_price(src: TensorSpec, dst: TensorSpec, best: Best, topology: Topology
         through = seconds(src, whole, topology, whole=True)
         through += seconds(whole, dst, topology, whole=True)
         assert price <= through * (1 + 1e-9), f"{src} -> {dst}: dearer than gather, then slice"
-    # where bytes alone count: by way of blocks that neither end has, or beyond MAX_EXPANDED
+    # where bytes alone count: by way of blocks that neither end has, or beyond MAX_EXPANDED; a
+    # small all_reduce sends n / 2 times the bytes of its two halves
     by_bytes = 1.25 if len(src.mesh.axes) < 3 else 2.0
+    if any(isinstance(p, Partial) for p in src.placements):
+        by_bytes *= max(src.mesh.shape.values()) / 2
     bound = by_bytes if topology == SMALL else 1 / (1 - WORTH)
     assert price <= bound * least * (1 + 1e-9), f"{src} -> {dst}: {price}, least {least}"

@@ -215,7 +215,9 @@ def test_equal_calls_share_a_rule_and_others_do_not() -> None:
 Fn = Callable[..., torch.Tensor]
 COLUMN = {"tp": dt.Column()}
 WIDE = (96, 20001)
-SLOW = dt.Topology(bandwidth=20e9)  # between hosts: reducing a number per row costs less than rows
+SLOW = dt.Topology(
+    bandwidth=20e9, launch_latency=0.0
+)  # between hosts: reducing a number per row costs less than rows
 
 
 def _ops(plan: Plan) -> set[str]:

@@ -135,14 +135,14 @@ def test_a_minor_axis_is_gathered_alone() -> None:
 def test_two_pending_axes_reduce_a_part_each() -> None:
     """Scattered over a, reduced over b on half of it, gathered over a; in one piece where asked."""
     mesh = Mesh(a=2, b=2)
-    src = make_spec((1024, 512), torch.float32, mesh, dict(a=PARTIAL, b=PARTIAL))
-    dst = make_spec((1024, 512), torch.float32, mesh)
+    src = make_spec((4096, 2048), torch.float32, mesh, dict(a=PARTIAL, b=PARTIAL))
+    dst = make_spec((4096, 2048), torch.float32, mesh)
     path = moves(src, dst, TOPOLOGY)
     assert [m.kind for m in path] == ["reduce_scatter", "all_reduce", "all_gather"]
-    assert [m.bytes_sent for m in path] == [2**20] * 3
+    assert [m.bytes_sent for m in path] == [2**24] * 3
     plain = moves(src, dst, TOPOLOGY, whole=True)
     assert [m.kind for m in plain] == ["all_reduce", "all_reduce"]
-    assert [m.bytes_sent for m in plain] == [2 * 2**20] * 2
+    assert [m.bytes_sent for m in plain] == [2 * 2**24] * 2
     # where latency is all that counts, two collectives are better than three
     small = [make_spec((8, 4), torch.float32, mesh, s.sharding) for s in (src, dst)]
     assert [m.kind for m in moves(*small, TOPOLOGY)] == ["all_reduce", "all_reduce"]

@@ -103,7 +103,9 @@ def test_a_step_at_other_sizes(dp: int, microbatches: int) -> None:
 
 # -- cuts into stages ------------------------------------------------------------------------------
 
-TOPOLOGY = dt.Topology(latency=1e-6, bandwidth=1e9, flops=1e9, memory_bandwidth=1e10)
+TOPOLOGY = dt.Topology(
+    latency=1e-6, bandwidth=1e9, flops=1e9, memory_bandwidth=1e10, launch_latency=0.0
+)
 ROWS = dict(inputs=dict(dp=dt.Row()))
 
 

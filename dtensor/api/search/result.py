@@ -153,8 +153,10 @@ def _lines(result: SearchResult) -> Iterator[str]:
         if row.prefill_seconds is not None and row.tokens_per_second is not None:
             both = (row.seconds, row.prefill_seconds)
             figures = [tokens_text(row.tokens_per_second), *map(seconds_text, both)]
-        mark = "best" if number == 1 else "tie" if row in result.ties else ""
-        rows.append([str(number), row.name, *figures, size_text(row.bytes_sent), memory, mark])
+        marks = ["best"] if number == 1 else ["tie"] if row in result.ties else []
+        marks += ["host-bound"] if row.plan.cost.host_bound else []
+        sent = size_text(row.bytes_sent)
+        rows.append([str(number), row.name, *figures, sent, memory, ", ".join(marks)])
     yield from _table(rows)
     yield ""
     if result.ties:

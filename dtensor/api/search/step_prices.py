@@ -82,6 +82,12 @@ class StepPrices:
         there = np.where(self.sums, scale.microbatches > 1, True)
         return there * (np.array(seconds_by_step) - starts)[self.number], starts[self.number]
 
+    def host_seconds(self, scale: Scale) -> Floats:
+        """By step, each time that it runs: the launches of the host."""
+        to, topology = self.resized(scale), self.topology
+        host = np.array([cost.resized(to).host_seconds(topology) for cost in self.costs])
+        return np.where(self.sums, scale.microbatches > 1, True) * host[self.number]
+
     def times(self, scale: Scale) -> NDArray[np.int64]:
         """How often each step runs."""
         return np.where(self.repeats, scale.microbatches, 1)

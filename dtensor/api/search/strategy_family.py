@@ -35,7 +35,7 @@ from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.stages.cut_chain import Chain, Sent, SharedCost, partition
 from dtensor.sharding.plan.stages.unit_costs import SECOND, UnitPricing, Units
 from dtensor.sharding.plan.steps import updates_of
-from dtensor.sharding.redistribute.topology import ring_bytes
+from dtensor.sharding.redistribute.topology import sent_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 
 KINDS = ("F", "I", "W", "end")
@@ -199,20 +199,24 @@ class Costing:
     def floor(self, point: SearchPoint) -> float:
         """All work, shared evenly by the stages; for the update, the part that ZeRO leaves."""
         scale = Scale(point.dp, point.microbatches)
-        seconds = sum(self.prices.seconds(scale)) * self.prices.times(scale)
+        times = self.prices.times(scale)
+        seconds = sum(self.prices.seconds(scale)) * times
         ids = set(map(id, updates_of(self.plan.steps)))
         updates = sum(seconds[i] for i, s in enumerate(self.plan.steps) if id(s) in ids)
         spared = updates * (1 - 1 / point.dp) if point.zero else 0.0
-        return float(seconds.sum() - spared) / point.pp
+        device, host = seconds.sum() - spared, self.prices.host_seconds(scale) @ times
+        return float(max(device, host)) / point.pp
 
     # -- estimates -----------------------------------------------------------------------------
 
     def estimate(self, point: SearchPoint) -> Estimate:
-        scale = Scale(point.dp, point.microbatches)
+        scale, begin = Scale(point.dp, point.microbatches), self.plan.topology.step_latency
         if point.pp == 1:
-            seconds = sum(self.prices.seconds(scale)) @ self.prices.times(scale)
+            times = self.prices.times(scale)
+            device = float(sum(self.prices.seconds(scale)) @ times) + self._votes(point)
+            host = float(self.prices.host_seconds(scale) @ times)
             memory = self._memory(scale, ((0, self.num_units),), (0,), (1,))
-            return Estimate(float(seconds) + self._votes(point), *memory)
+            return Estimate(max(device, host) + begin, *memory)
         grid = _grid(point)
         cut = self._cut(point, scale)
         if cut is None:
@@ -228,28 +232,31 @@ class Costing:
         for stage, rank in enumerate(homes):
             ends[rank] += float(table[stage, 3])
         memory = self._memory(scale, bounds, homes, in_flight(grid))
-        return Estimate(span + max(ends) + self._votes(point), *memory)
+        return Estimate(begin + span + max(ends) + self._votes(point), *memory)
 
     def _votes(self, point: SearchPoint) -> float:
         """Seconds of the commit point, which is no step of a plan: a word is summed over each
         axis."""
         return sum(
             self.plan.topology.collective_seconds(
-                "all_reduce", axis, num=num, bytes_sent=ring_bytes("all_reduce", 4, num)
+                "all_reduce", axis, num=num, bytes_sent=sent_bytes("all_reduce", 4, num)
             )
             for axis, num in point.mesh.shape.items()
             if num > 1
         )
 
     def _by_group(self, scale: Scale, *, for_cut: bool = False) -> Floats:
-        """Seconds by group of units and kind; of actions, for one microbatch. ``for_cut``: a
-        message's start is shared by its values, as in stages="auto"."""
+        """Seconds by group of units, kind, and whether of the device or the host; of actions, for
+        one microbatch. ``for_cut``: a message's start is shared by its values, as in
+        stages="auto"."""
         if (scale, for_cut) not in self.tables:
             grows, starts = self.prices.seconds(scale)
             share = self.part if for_cut else self.starts
-            seconds = grows[self.steps] * self.part + starts[self.steps] * share
-            table = np.zeros((len(self.groups), len(KINDS)))
-            np.add.at(table, (self.group, self.kinds[self.steps]), seconds)
+            device = grows[self.steps] * self.part + starts[self.steps] * share
+            host = self.prices.host_seconds(scale)[self.steps] * share
+            table = np.zeros((len(self.groups), len(KINDS), 2))
+            at = self.group, self.kinds[self.steps]
+            np.add.at(table, at, np.stack([device, host], axis=1))
             self.tables[scale, for_cut] = table
         return self.tables[scale, for_cut]
 
@@ -270,7 +277,7 @@ class Costing:
             cost_of_unit = [0] * self.num_units
             shared: list[SharedCost] = []
             for units, row in zip(self.groups, self._by_group(scale, for_cut=True), strict=True):
-                cost = round(float(row @ times) * SECOND)
+                cost = round(float(row[:, 0] @ times) * SECOND)
                 if len(units) == 1:
                     cost_of_unit[units[0]] += cost
                 elif units:
@@ -291,16 +298,16 @@ class Costing:
         return self.cuts[key]
 
     def _stages(self, scale: Scale, bounds: Sequence[tuple[int, int]]) -> Floats:
-        """Seconds by stage and kind."""
-        table = np.zeros((len(bounds), len(KINDS)))
+        """Seconds by stage and kind, of the device or, if that is longer, of the host."""
+        table = np.zeros((len(bounds), len(KINDS), 2))
         stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
         for units, row in zip(self.groups, self._by_group(scale), strict=True):
             for k in {stage[u] for u in units}:
                 table[k] += row
         for passed, seconds in zip(self.passed, self._sent(scale), strict=True):
             others = {stage[u] for u in passed.readers} - {stage[passed.unit]}
-            table[stage[passed.unit], KINDS.index(passed.kind)] += seconds * len(others)
-        return table
+            table[stage[passed.unit], KINDS.index(passed.kind), 0] += seconds * len(others)
+        return table.max(axis=2)
 
     def _memory(
         self,

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind
-from dtensor.sharding.plan.cost.seconds import step_seconds
+from dtensor.sharding.plan.cost.seconds import StepSeconds, step_seconds
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -172,13 +172,15 @@ def _module(label: str) -> str:
 
 
 def stage_costs(plan: PlanRecord) -> Costs:
-    """Predicted seconds of each stage's F, I and W, as `Searched` takes them."""
+    """Predicted seconds of each stage's F, I and W, as `Searched` takes them: of the device or, if
+    that is longer, of the host."""
     actions = Actions(plan, None)
 
     def seconds(kind: Kind) -> tuple[float, ...]:
         return tuple(
-            sum(sum(step_seconds(plan, step, stage)) for step in actions.steps(kind, stage))
+            StepSeconds(*map(sum, zip(*spent, strict=True))).longer if spent else 0.0
             for stage in range(plan.num_stages)
+            for spent in [[step_seconds(plan, step, stage) for step in actions.steps(kind, stage)]]
         )
 
     return Costs(forward=seconds("F"), input=seconds("I"), weight=seconds("W"))

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dtensor.sharding.plan.cost.seconds import StepSeconds
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Step
 
@@ -32,12 +33,9 @@ CUT_SECONDS = 2e-6
 
 
 def early(
-    steps: Sequence[Step], seconds: Callable[[Step], tuple[float, float]]
+    steps: Sequence[Step], seconds: Callable[[Step], StepSeconds]
 ) -> tuple[tuple[Step, ...], frozenset[int]]:
-    """The steps of an action in their new order, and the ids of those that are waited for late.
-
-    ``seconds``: of a step's own work, and of its messages.
-    """
+    """The steps of an action in their new order, and the ids of those that are waited for late."""
     maker_of = {name: at for at, step in enumerate(steps) for name in step.gives}
     read: dict[str, int] = {}
     for at, step in enumerate(steps):
@@ -54,8 +52,8 @@ def early(
             begin = at
         end = min((read[name] for name in step.gives if name in read), default=len(steps))
         inside = (other for other in steps[begin:end] if other is not step)
-        hidden = sum(seconds(other)[0] for other in inside)
-        if min(hidden, seconds(step)[1]) > CUT_SECONDS:
+        hidden = sum(seconds(other).compute for other in inside)
+        if min(hidden, seconds(step).communication) > CUT_SECONDS:
             late.add(id(step))
             before.setdefault(begin, []).append(step)
     order: list[Step] = []

@@ -27,8 +27,9 @@ from dtensor.runtime.lower.detect_nan import DetectNan
 from dtensor.runtime.lower.overlap import early, reductions_of
 from dtensor.runtime.optimizer.shard_optimizer import NUMBERS
 from dtensor.runtime.schedule import Kind as ActionKind
+from dtensor.runtime.schedule.clock import Stretch
 from dtensor.sharding.ops.call import STEP, Local, OpCall, slots_of
-from dtensor.sharding.plan.cost.seconds import step_seconds
+from dtensor.sharding.plan.cost.seconds import StepSeconds, step_seconds
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import Compute, Step
 from dtensor.sharding.rules.rule import leaves_float32
@@ -94,7 +95,7 @@ class ProgramContext:
         self._even: dict[int, bool] = {}
         self._nbytes: dict[tuple[int, ...], int] = {}
         self._calls: dict[object, OpCall] = {}
-        self._seconds: dict[int, tuple[float, float]] = {}
+        self._seconds: dict[int, StepSeconds] = {}
         self._overlapped: dict[tuple[ActionKind, int], tuple[tuple[Step, ...], frozenset[int]]] = {}
 
     @cached_property
@@ -178,8 +179,8 @@ class ProgramContext:
             self._calls[key] = step.rule.local_call(step.op.call, local)
         return self._calls[key]
 
-    def seconds(self, step: Step) -> tuple[float, float]:
-        """Seconds of the step's own work, and of its messages."""
+    def seconds(self, step: Step) -> StepSeconds:
+        """Seconds of the step's own work, of its messages, and of their launches."""
         if id(step) not in self._seconds:
             self._seconds[id(step)] = step_seconds(self.plan, step, step.stage)
         return self._seconds[id(step)]
@@ -210,7 +211,7 @@ class LocalCode:
     table: dict[str, str] = field(default_factory=dict)
     writes: tuple[str, ...] = ()
     views: dict[str, str] = field(default_factory=dict[str, str])
-    seconds: float = 0.0  # predicted, in a priced lowering
+    work: Stretch = field(default_factory=Stretch)  # predicted, in a priced lowering
     made: list[tuple[int, str]] = field(default_factory=list)  # likewise: line, value of the table
 
 
@@ -219,7 +220,7 @@ class Priced:
     """The records of a priced lowering: seconds of ``messages``, by the id of their start; by view,
     the value whose ``storage`` it shares."""
 
-    messages: dict[int, float] = field(default_factory=dict[int, float])
+    messages: dict[int, StepSeconds] = field(default_factory=dict[int, StepSeconds])
     storage: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -350,7 +351,9 @@ class RankBuilder:
     def price(self, step: Step) -> None:
         """Add the step's own work to the open segment."""
         if self.shared.priced and self._open is not None:
-            self._open.seconds += self.shared.seconds(step)[0]
+            compute, communication, host = self.shared.seconds(step)
+            if not communication:  # its messages have launches of their own
+                self._open.work = self._open.work.then(Stretch.of(compute, host))
 
     # -- communication -------------------------------------------------------------------------
 
@@ -397,7 +400,7 @@ class RankBuilder:
         )
         self.start(start)
         if self.shared.priced and of is not None:
-            self.priced.messages[id(start)] = self.shared.seconds(of)[1]
+            self.priced.messages[id(start)] = self.shared.seconds(of)
         if wait:
             self.start(Wait((outputs[0][0],), label=label, source=source))
         return label

@@ -38,7 +38,7 @@ from dtensor.sharding.plan.steps import (
     Update,
     updates_of,
 )
-from dtensor.sharding.redistribute.topology import ring_bytes
+from dtensor.sharding.redistribute.topology import sent_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,17 @@ class _Prediction:
         self._actions: dict[tuple[Kind, int], _RankItems] = {}
 
     def cost(self) -> Cost:
-        """The cost of the slowest rank: compute, waits for messages in flight, and other waits."""
+        """The cost of the slowest rank."""
         begin = self.plan.topology.step_latency
         ranks = [self._rank(rank) for rank in range(len(self.plan.hosted))]
         lists = {own.rank: own.items for own in ranks}
         times = run(lists, begin)
         end = max((end for own in times.values() for _, end in own), default=begin)
         spent = [_spent(items, times[rank], end) for rank, items in lists.items()]
-        compute, communication, waiting = max(spent, key=lambda rank: rank[0] + rank[1])
+        slowest = max(spent, key=lambda rank: rank.compute_seconds + rank.communication_seconds)
         bubble = _bubble(ranks, times) if self.plan.num_stages > 1 else 0.0
-        return Cost(compute, communication, bubble, begin + waiting)
+        host_wait = begin + slowest.host_wait_seconds
+        return replace(slowest, bubble=bubble, host_wait_seconds=host_wait)
 
     def _rank(self, rank: int) -> _RankItems:
         """All actions of a rank in a step, folded."""
@@ -200,15 +201,16 @@ class _RankItems:
         self.steps(mine)
         if self.of.agrees and not self.agreed:
             self._votes(0)
-        for step in {s.parameter: s for s in reversed(mine) if isinstance(s, Update)}.values():
+        updates = {s.parameter: s for s in reversed(mine) if isinstance(s, Update)}
+        for step in reversed(updates.values()):
             self.work(step)
         for step in mine:
             if isinstance(step, Redistribute) and step.in_place:
                 self._message(step, wait=True)
 
     def work(self, step: Step) -> None:
-        seconds, _ = self.of.shared.seconds(step)
-        self.items.append(Stretch(seconds, seconds))
+        spent = self.of.shared.seconds(step)
+        self.items.append(Stretch.of(spent.compute, spent.host))
 
     def finish(self, values: Iterable[str]) -> None:
         """Wait for the messages that make these values."""
@@ -233,8 +235,9 @@ class _RankItems:
 
     def _message(self, step: Redistribute, *, wait: bool) -> None:
         name = step.name
-        _, seconds = self.of.shared.seconds(step)
-        self.items.append(Begin(name, (self.rank,), step.axis, seconds))
+        spent = self.of.shared.seconds(step)
+        message = Begin(name, (self.rank,), step.axis, spent.communication, spent.host)
+        self.items.append(message)
         if wait:
             self.items.append(Until((name,)))
         else:
@@ -246,9 +249,9 @@ class _RankItems:
         if members[0] == members[1]:
             return
         channel = step.phase, step.stage, step.to_stage, step.once
-        _, seconds = self.of.shared.seconds(step)
+        spent = self.of.shared.seconds(step)
         name = step.result if stage is not None else (step.result, None)
-        begin = Begin(name, members, channel, seconds)
+        begin = Begin(name, members, channel, spent.communication, spent.host)
         if self.rank == members[0] and stage in (None, step.stage):
             self.items.append(begin)
             self.sends.append(_Send(step))
@@ -274,10 +277,12 @@ class _RankItems:
     def _all_reduce(
         self, channel: str, axis: str, members: tuple[int, ...], num: int, nbytes: int
     ) -> None:
-        seconds = self.plan.topology.collective_seconds(
-            "all_reduce", axis, num=num, bytes_sent=ring_bytes("all_reduce", nbytes, num)
+        topology = self.plan.topology
+        seconds = topology.collective_seconds(
+            "all_reduce", axis, num=num, bytes_sent=sent_bytes("all_reduce", nbytes, num)
         )
-        self.items += [Begin(channel, members, channel, seconds), Until((channel,))]
+        host = topology.launch_seconds("all_reduce", num)
+        self.items += [Begin(channel, members, channel, seconds, host), Until((channel,))]
 
 
 def _of(item: Item, microbatch: int) -> Item:
@@ -311,23 +316,28 @@ def _bubble(ranks: Sequence[_RankItems], times: Mapping[int, Sequence[Interval]]
     return 1 - busy / ((last - first) * len(ranks)) if last > first else 0.0
 
 
-def _spent(
-    items: Sequence[Item], times: Sequence[Interval], last: float
-) -> tuple[float, float, float]:
-    """Seconds in which a rank computes, waits for messages in flight, and waits for other ranks, up
-    to the ``last`` one's end."""
+def _spent(items: Sequence[Item], times: Sequence[Interval], last: float) -> Cost:
+    """Seconds in which a rank computes, waits for messages in flight, for launches, and for other
+    ranks, up to the ``last`` one's end."""
     begun: dict[Hashable, float] = {}
-    computes = communicates = 0.0
+    alone = {i.name for i in items if isinstance(i, Begin) and len(i.members) == 1}
+    computes = communicates = host_waits = host = 0.0
     waits = last - times[-1][1] if times else 0.0
     for item, (begin, end) in zip(items, times, strict=True):
         match item:
             case Stretch():
                 computes += item.computes
                 communicates += item.seconds - item.computes
+                host_waits += end - begin - item.seconds
+                host += item.host
             case Begin():
                 begun[item.name] = begin
+                host += item.host
             case Until():
                 since = min(end, max(begin, min(begun[name] for name in item.names)))
                 communicates += end - since
-                waits += since - begin
-    return computes, communicates, waits
+                if alone.issuperset(item.names):
+                    host_waits += since - begin
+                else:
+                    waits += since - begin
+    return Cost(computes, communicates, 0.0, waits, host_waits, host)

@@ -10,11 +10,16 @@ A message begins when all its members that have a list have begun it, after thos
 channel, and goes on in the background; members without a list begin when these do. The k-th of a
 rank on a channel meets the k-th of the others.
 
+A rank has a device and a host. The host launches the items in order, and runs ahead of the device:
+it waits for nothing. The device starts an op once it is launched and the op before it has ended.
+Where launches take no time, as on a CPU, the device alone has the time.
+
 Not here: what a rank's list is (runtime/lower), contention between channels.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,21 +27,42 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A stretch of ``seconds``, of which the rank computes in ``computes``; it waits for messages
-    of its own in the rest."""
+    """Ops that take the device ``seconds`` if all are launched in time, of which it computes in
+    ``computes`` and waits for messages of its own in the rest. ``host``: seconds of their launches;
+    ``lead``: seconds from the first launch to the end of the last op, if the device waits for
+    nothing but launches.
+    """
 
-    seconds: float
-    computes: float
+    seconds: float = 0.0
+    computes: float = 0.0
+    host: float = 0.0
+    lead: float = 0.0
+
+    @staticmethod
+    def of(seconds: float, host: float) -> Stretch:
+        """One op."""
+        return Stretch(seconds, seconds, host, host + seconds)
+
+    def then(self, other: Stretch) -> Stretch:
+        """Both, one after the other."""
+        return Stretch(
+            self.seconds + other.seconds,
+            self.computes + other.computes,
+            self.host + other.host,
+            max(self.lead + other.seconds, self.host + other.lead),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The rank's part in a message of ``seconds``; ``name``: by which it waits for it."""
+    """The rank's part in a message of ``seconds``; ``name``: by which it waits for it; ``host``:
+    seconds of its launches."""
 
     name: Hashable
     members: tuple[int, ...]
     channel: Hashable
     seconds: float
+    host: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +79,7 @@ Interval = tuple[float, float]
 @dataclass(slots=True, eq=False)
 class _Message:
     missing: int  # members that have not begun it
-    begin: float = 0.0  # no earlier than the last of them
+    begin: float = -math.inf  # no earlier than the last of them
     end: float | None = None
 
 
@@ -62,7 +88,7 @@ class _Clock:
         self.lists = lists
         self.messages: dict[tuple[object, int], _Message] = {}
         self.counts: dict[tuple[int, object], int] = defaultdict(int)
-        self.free: dict[object, float] = defaultdict(float)
+        self.free: dict[object, float] = defaultdict(lambda: -math.inf)
 
     def start(self, rank: int, item: Begin, now: float) -> _Message:
         channel = item.members, item.channel
@@ -80,25 +106,31 @@ class _Clock:
         return message
 
 
-def run(lists: Mapping[int, Sequence[Item]], begin: float = 0.0) -> dict[int, list[Interval]]:
-    """By rank, when each of its items begins and ends; of a `Begin`, the message. They start at
-    ``begin``. AssertionError for lists that wait for ever, which the verifier refuses."""
+def run(
+    lists: Mapping[int, Sequence[Item]], begin: float = 0.0, host_begin: float | None = None
+) -> dict[int, list[Interval]]:
+    """By rank, when each of its items begins and ends on the device; of a `Begin`, the message.
+    Devices start at ``begin``, hosts at ``host_begin``, by default the same. AssertionError for
+    lists that wait for ever, which the verifier refuses."""
     clock = _Clock(lists)
     times: dict[int, list[Interval | _Message]] = {rank: [] for rank in lists}
     now = dict.fromkeys(lists, begin)
+    launched = dict.fromkeys(lists, begin if host_begin is None else host_begin)
     named: dict[tuple[int, Hashable], _Message] = {}
     moved = True
     while moved:
         moved = False
         for rank, items in lists.items():
-            times_of_rank, at = times[rank], now[rank]
+            times_of_rank, at, host = times[rank], now[rank], launched[rank]
             while len(times_of_rank) < len(items):
                 match items[len(times_of_rank)]:
-                    case Stretch(seconds=seconds):
-                        times_of_rank.append((at, at + seconds))
-                        at += seconds
+                    case Stretch() as item:
+                        end = max(at + item.seconds, host + item.lead)
+                        times_of_rank.append((at, end))
+                        at, host = end, host + item.host
                     case Begin() as item:
-                        message = clock.start(rank, item, at)
+                        host += item.host
+                        message = clock.start(rank, item, max(at, host))
                         named[rank, item.name] = message
                         times_of_rank.append(message)
                     case Until(names=names):
@@ -109,7 +141,7 @@ def run(lists: Mapping[int, Sequence[Item]], begin: float = 0.0) -> dict[int, li
                         times_of_rank.append((at, end))
                         at = end
                 moved = True
-            now[rank] = at
+            now[rank], launched[rank] = at, host
     stuck = [rank for rank, items in lists.items() if len(times[rank]) < len(items)]
     assert not stuck, f"ranks {stuck} wait for ever; the verifier refuses such programs"
     return {rank: [_interval(t) for t in times_of_rank] for rank, times_of_rank in times.items()}
@@ -169,5 +201,8 @@ def _together(rank: int, items: Sequence[Item]) -> list[Item]:
     """Items of one rank alone as one."""
     if not items:
         return []
-    end = run({rank: items})[rank][-1][1]
-    return [Stretch(end, sum(item.computes for item in items if isinstance(item, Stretch)))]
+    computes = sum(item.computes for item in items if isinstance(item, Stretch))
+    host = sum(item.host for item in items if not isinstance(item, Until))
+    seconds = run({rank: items}, host_begin=-math.inf)[rank][-1][1]
+    lead = run({rank: items}, -math.inf, host_begin=0.0)[rank][-1][1] if host else seconds
+    return [Stretch(seconds, computes, host, lead)]

@@ -114,6 +114,7 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
             sent = {size: n * dtype.itemsize for size, n in numbers.items()}
             fits[axis] = _fitted(measured, num, sent, memory_bandwidth)
     batch, heads, positions, width = sizes.attention
+    tiny = _rounded(local["tiny"] / (NUM_TINY * MAX_LINES))  # the host's seconds of an op
     # of a forward and its backward, as the rules of both count them
     attended = (1 + 2.5) * 2 * batch * heads * positions**2 * 2 * width
     where = "ranks side by side" if busy else "each rank alone in this process"
@@ -122,7 +123,8 @@ def calibrate(cluster: Cluster, mesh: Mesh, dtype: torch.dtype = torch.float32) 
         bandwidth={axis: _rounded(fit[1]) for axis, fit in fits.items()},
         flops=_rounded(NUM_PRODUCTS * 2 * sizes.matrix**3 / local["matmul"]),
         memory_bandwidth=_rounded(memory_bandwidth),
-        op_latency=_rounded(local["tiny"] / (NUM_TINY * MAX_LINES)),
+        op_latency=0.0 if device.type == "cuda" else tiny,
+        launch_latency=tiny if device.type == "cuda" else 0.0,
         step_latency=_rounded(_empty_seconds(cluster, mesh)),
         attention_flops=_rounded(attended / local["attention"]),
         # the streams are parameters and gradients in halves
@@ -159,7 +161,7 @@ def _fitted(
 
     Where noise hides what bytes cost, the bandwidth is ``fastest``: a rank reads what it sends.
     """
-    per_step = Topology(latency=1.0, bandwidth=float("inf"))
+    per_exchange = Topology(latency=1.0, bandwidth=float("inf"))
     per_byte = Topology(latency=0.0, bandwidth=1.0)
     rows: list[tuple[float, float]] = []
     for label, seconds in seconds_by_label.items():
@@ -167,11 +169,11 @@ def _fitted(
         if kind == "transfer":
             seconds /= 2  # there and back
         share = {"all_reduce": 2 * (num - 1) / num, "all_gather": num - 1, "transfer": 1.0}[kind]
-        steps, sent = (
+        exchanges, sent = (
             unit.collective_seconds(kind, axis="", num=num, bytes_sent=share * nbytes[size])
-            for unit in (per_step, per_byte)
+            for unit in (per_exchange, per_byte)
         )
-        rows.append((steps / seconds, sent / seconds))
+        rows.append((exchanges / seconds, sent / seconds))
     from scipy.optimize import nnls  # here, as actors import this package and load no scipy
 
     (latency, inverse), _ = nnls(rows, [1.0] * len(rows))

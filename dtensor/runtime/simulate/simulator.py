@@ -46,11 +46,11 @@ from dtensor.runtime.lower.code import Functions
 from dtensor.runtime.lower.program import lower_rank
 from dtensor.runtime.lower.rank_builder import LocalCode, ProgramContext, RankBuilder, Roles
 from dtensor.runtime.schedule import Grid
-from dtensor.runtime.schedule.clock import Begin, Interval, Item, Stretch, Until, run
+from dtensor.runtime.schedule.clock import Begin, Interval, Item, Until, run
 from dtensor.runtime.simulate.trace import CALL, Span, Trace, Track, span_of
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.steps import updates_of
-from dtensor.sharding.redistribute.topology import Topology, ring_bytes
+from dtensor.sharding.redistribute.topology import Topology, sent_bytes
 
 
 def simulate(plan: Plan, grid: Grid | None, topology: Topology | None = None) -> Trace:
@@ -115,18 +115,17 @@ def _state_bytes(plan: Plan, stages: tuple[int, ...]) -> int:
 
 def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
     """The rank's timed actions, from its instructions that take time."""
-    calls = (i.seconds for i in builder.instructions if isinstance(i, LocalCode))
+    calls = (i.work for i in builder.instructions if isinstance(i, LocalCode))
     waits = starts_of_waits(program.instructions)
     items: list[Item] = []
     for at, item in enumerate(program.instructions):
         match item:
             case Call():
-                seconds = next(calls)
-                items.append(Stretch(seconds, seconds))
+                items.append(next(calls))
             case Send() | Recv() | Collective():
                 members, *channel = key_of(builder.rank, item)
-                seconds = _seconds(builder, item)
-                items.append(Begin(at, members, tuple(channel), seconds))
+                seconds, host = _seconds(builder, item)
+                items.append(Begin(at, members, tuple(channel), seconds, host))
             case Wait():
                 items.append(Until(waits[at]))
             case Free() | Vote() | Commit():
@@ -134,18 +133,21 @@ def _items(builder: RankBuilder, program: RankProgram) -> list[Item]:
     return items
 
 
-def _seconds(builder: RankBuilder, item: Start) -> float:
-    """Seconds of a message: the prediction of its step; for others, from its bytes."""
-    plan = builder.plan
+def _seconds(builder: RankBuilder, item: Start) -> tuple[float, float]:
+    """Seconds of a message, and of its launches: the prediction of its step; for others, from its
+    bytes."""
+    plan, topology = builder.plan, builder.plan.topology
     if id(item) in builder.priced.messages:
-        return builder.priced.messages[id(item)]
+        predicted = builder.priced.messages[id(item)]
+        return predicted.communication, predicted.host
     match item:
         case Send(buffer=buffer) | Recv(buffer=buffer):
             kind, axis, num, sent = "transfer", plan.stage_axis or "", 2, buffer.nbytes
         case Collective(kind=kind, group=group):
             axis, num = _axis(plan, group), len(group)
-            sent = ring_bytes(kind, sum(buffer.nbytes for buffer in item.in_buffers), num)
-    return plan.topology.collective_seconds(kind, axis, num=num, bytes_sent=sent)
+            sent = sent_bytes(kind, sum(buffer.nbytes for buffer in item.in_buffers), num)
+    seconds = topology.collective_seconds(kind, axis, num=num, bytes_sent=sent)
+    return seconds, topology.launch_seconds(kind, num)
 
 
 def _axis(plan: Plan, group: tuple[int, ...]) -> str:

@@ -91,8 +91,9 @@ class Plan(PlanRecord):
     def cost(self) -> Cost:
         """Predicted ``seconds`` of a step, as in `simulate`, of the slowest rank: its
         ``compute_seconds``, ``communication_seconds``, which are its waits for messages in flight,
-        and other ``waiting_seconds``; for a pipeline, ``bubble`` is the fraction in which its ranks
-        wait for other stages."""
+        ``waiting_seconds`` for other ranks, and ``host_wait_seconds`` for the controller's call and
+        for launches; ``host_bound``: whether launches take longer than the device. For a pipeline,
+        ``bubble`` is the fraction in which its ranks wait for other stages."""
         return self.totals.cost
 
     @property

@@ -192,17 +192,26 @@ class SwappedPair:
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Predicted seconds of one step, of the slowest rank with all its stages: compute; exposed
-    communication, which is its wait for messages in flight; and other waiting, for other ranks and
-    for the controller's call."""
+    communication, which is its wait for messages in flight; other waiting, for other ranks; and
+    ``host_wait_seconds``, the wait for the controller's call and, on a GPU, for launches.
+    ``host_seconds``: all launches of the host, most of which pass while the GPU computes."""
 
     compute_seconds: float
     communication_seconds: float
     bubble: float  # of the pipeline: the fraction of its ranks' time spent waiting for others
     waiting_seconds: float = 0.0
+    host_wait_seconds: float = 0.0
+    host_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds + self.waiting_seconds
+        device = self.compute_seconds + self.communication_seconds
+        return device + self.waiting_seconds + self.host_wait_seconds
+
+    @property
+    def host_bound(self) -> bool:
+        """Whether the host launches for longer than the device computes and communicates."""
+        return self.host_seconds > self.compute_seconds + self.communication_seconds
 
 
 class Timetable(Protocol):

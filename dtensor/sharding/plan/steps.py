@@ -135,7 +135,7 @@ class Compute(_Step):
     stage: int
     once: bool
     strategies: tuple[tuple[str, Strategy], ...]
-    flops: int  # of one rank
+    flops: int  # of the fullest rank
     moves: ClassVar[tuple[Move, ...]] = ()
 
     def __repr__(self) -> str:

@@ -37,7 +37,7 @@ from functools import lru_cache
 from dtensor.collectives import COLLECTIVES
 from dtensor.errors import PlanningError
 from dtensor.numerics import REDUCTIONS
-from dtensor.sharding.redistribute.topology import Topology, ring_bytes
+from dtensor.sharding.redistribute.topology import Topology, sent_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     REPLICATE,
@@ -256,13 +256,13 @@ def _held(spec: TensorSpec, here: Mapping[str, int]) -> int:
 
 def _sent_by_gather(move: Move, here: Mapping[str, int]) -> int:
     nbytes = _held(move.src, here) * move.src.dtype.itemsize
-    return ring_bytes("all_gather", nbytes, move.src.mesh.axis_size(move.axis))
+    return sent_bytes("all_gather", nbytes, move.src.mesh.axis_size(move.axis))
 
 
 def _sent_by_reduction(move: Move, here: Mapping[str, int]) -> int:
     """Bytes sent in a reduction; its result may be gathered in a wider dtype."""
     each = move.src.dtype.itemsize + move.dst.dtype.itemsize
-    return ring_bytes(
+    return sent_bytes(
         "reduce_scatter", _held(move.src, here) * each, move.src.mesh.axis_size(move.axis)
     )
 

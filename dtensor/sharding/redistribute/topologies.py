@@ -4,8 +4,15 @@
     dt.topologies.h100(nvlink=("tp",), infiniband=("dp", "pp"))   # by axis
     dt.train_step(..., topology=dt.topologies.a100())
 
-Figures are 40 to 60% of the peaks that a datasheet states, all at the same share, which is about
-what large models reach: they rank strategies. To compare with what is measured, `dt.calibrate`.
+FLOP and bytes of memory per second are 40 to 60% of the peaks that a datasheet states, about what
+large models reach. Messages are priced by NCCL's own model (its src/graph/tuning.cc) for what
+daft's transport uses: sends and receives over four channels a communicator, with the protocol
+Simple. No collective between GPUs has been measured.
+
+A host launches an op in 30 us and needs 160 us a step. The 30 us were fitted to one of three
+training steps measured on an H100, and predict the other two within 1.1
+(benchmarks/results/predictions.md); the 160 us are those of an empty run on Ray
+(benchmarks/results/control.md). To compare with what is measured, use `dt.calibrate`.
 """
 
 from __future__ import annotations
@@ -15,29 +22,30 @@ from collections.abc import Sequence
 from dtensor.errors import PlanningError, check_kind
 from dtensor.sharding.redistribute.topology import H100, Topology
 
-_NETWORK_LATENCY = 15e-6
+_NETWORK_LATENCY = 22e-6
+"""NCCL's model: 8.4 us of a kernel and 14 us of a hop over a network."""
 
 
 def h100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topology:
     """H100 SXM5 80 GB, dense bf16. NVIDIA's H100 datasheet (2023) states 989 TFLOP/s, 3.35 TB/s of
     HBM3, NVLink 450 GB/s each way; a DGX H100 has a port of 400 Gb/s (NDR, 50 GB/s) for each GPU.
 
-    ``nvlink``, ``infiniband``: the axes along which ranks have the one or the other; with neither,
-    all are within one host. Latencies are about those of a hop of NCCL's rings in its own model
-    (src/graph/tuning.cc, protocol Simple: 3.4 us over NVLink, 14 us over a network). PlanningError
-    for an axis that is stated twice.
+    An exchange takes 12 us over NVLink (8.4 us of a kernel, 3.4 us of a hop); four channels carry
+    36.7 GB/s each. ``nvlink``, ``infiniband``: the axes along which ranks have the one or the
+    other; with neither, all are within one host. Raises PlanningError if an axis is stated twice.
     """
     return _of_hosts(Topology(name=H100), "400G InfiniBand", 25e9, nvlink, infiniband)
 
 
 def a100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topology:
     """A100 SXM4 80 GB, dense bf16. NVIDIA's A100 datasheet (2021) states 312 TFLOP/s, 2.04 TB/s of
-    HBM2e, NVLink 300 GB/s each way; a DGX A100 has a port of 200 Gb/s (HDR) for each GPU.
+    HBM2e, NVLink 300 GB/s each way; a DGX A100 has a port of 200 Gb/s (HDR) for each GPU. Four
+    channels carry 20 GB/s each. The host's figures are the H100's.
 
     ``nvlink``, ``infiniband`` and the error are as of `h100`.
     """
     name = "A100 SXM bf16, NVLink"
-    host = Topology(bandwidth=130e9, flops=125e12, memory_bandwidth=1.2e12, name=name)
+    host = Topology(bandwidth=80e9, flops=125e12, memory_bandwidth=1.2e12, name=name)
     return _of_hosts(host, "200G InfiniBand", 12.5e9, nvlink, infiniband)
 
 
@@ -50,6 +58,7 @@ def laptop() -> Topology:
         memory_bandwidth=1.2e10,
         memory_bytes=8 * 2**30,
         op_latency=5.3e-6,
+        launch_latency=0.0,
         step_latency=1.6e-3,
         attention_flops=6.0e10,
         update_bandwidth=9.5e9,

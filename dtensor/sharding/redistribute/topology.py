@@ -2,13 +2,15 @@
 
     topology = Topology(latency=5e-6, bandwidth={"tp": 200e9, "dp": 50e9})
     topology.collective_seconds("all_reduce", "tp", num=4, bytes_sent=2**20)
-    ring_bytes("all_reduce", 2**20, 4)      # of the sum of four values of 1 MiB: 1.5 MiB
+    sent_bytes("all_reduce", 2**20, 4)      # of the sum of four values of 1 MiB: 1.5 MiB
 
-A collective over n ranks that sends b bytes per rank takes steps * latency + b / bandwidth, with
-the steps of a ring: n-1, for an all-reduce 2(n-1) (Thakur, Rabenseifner, Gropp 2005). A local op
-takes the larger of its FLOPs over FLOP/s and its bytes over memory bandwidth (Williams, Waterman,
-Patterson 2009), and a fixed time beside. Overlap and contention are not modelled. A prediction is
-printed with the `title` of its hardware; topologies.py has some hardware by name.
+Prices are those of daft's transports: in an exchange each rank sends to all others at once and
+receives from them. A collective that sends b bytes per rank takes exchanges * latency + b /
+bandwidth, with two exchanges for an all_reduce of more than two ranks and one for any other. A
+local op takes the larger of its FLOP over FLOP/s and its bytes over memory bandwidth (Williams,
+Waterman, Patterson 2009), and a fixed time beside. A GPU works while its host launches further
+ops: `launch_latency`; runtime/schedule/clock.py replays both. Contention is not modelled. A
+prediction is printed with the `title` of its hardware; topologies.py has some hardware by name.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import cast
 
-from dtensor.collectives import COLLECTIVES
+from dtensor.collectives import COLLECTIVES, SMALL_ALL_REDUCE
 from dtensor.errors import PlanningError, check_kind, check_number
 
-_MAY_BE_ZERO = ("latency", "op_latency", "step_latency")
+_MAY_BE_ZERO = ("latency", "op_latency", "launch_latency", "step_latency")
 _MAIN = {"latency", "bandwidth", "flops", "memory_bandwidth"}
 H100 = "H100 SXM bf16, NVLink"
 
@@ -30,18 +32,19 @@ class Topology:
     """The hardware, in a few figures: the planner's prices. The defaults are
     ``topologies.h100()``'s; `calibrate` measures the present hardware.
 
-    A message takes its latency and its bytes over the bandwidth of its axis; a collective over n
-    ranks takes n - 1 messages in a ring, an all_reduce twice as many. Here 150 MB are sent over the
-    slower axis, 6 messages of 5 us and 3 ms:
+    A collective takes the latency of its exchanges, and its bytes over the bandwidth of its axis.
+    An all_reduce of more than two ranks is two exchanges. Here 150 MB are sent over the slower
+    axis: two exchanges of 5 us, and 3 ms.
 
         >>> cluster = dt.Topology(latency=5e-6, bandwidth={"tp": 200e9, "dp": 50e9})
         >>> cluster.collective_seconds("all_reduce", "dp", num=4, bytes_sent=150e6)
-        0.00303
+        0.00301
         >>> cluster.collective_seconds("all_reduce", "tp", num=4, bytes_sent=150e6)
-        0.00078
+        0.00076
 
     An op takes the longer of the times of its FLOP and its bytes: a large product the first, a sum
-    the second.
+    the second. The host's launches are counted beside them: a step takes the longer of the host
+    and the device, op by op.
 
         >>> chip = dt.Topology(flops=400e12, memory_bandwidth=2e12)
         >>> chip.compute_seconds(flops=8e12, bytes_moved=1e9)
@@ -55,18 +58,22 @@ class Topology:
         >>> import dataclasses
         >>> hosts = dt.topologies.h100(nvlink=["tp"], infiniband=["dp"])
         >>> hosts.bandwidth
-        {'tp': 200000000000.0, 'dp': 25000000000.0}
+        {'tp': 147000000000.0, 'dp': 25000000000.0}
         >>> dataclasses.replace(hosts, memory_bytes=40 * 2**30).title
         'H100 SXM bf16, NVLink along tp, 400G InfiniBand along dp with memory_bytes as stated'
 
     Args:
-        latency: seconds per message. A number holds for every axis, a mapping names them; the same
-            for bandwidth.
+        latency: seconds per exchange. A number holds for every axis, a mapping names them; the
+            same for bandwidth.
         bandwidth: bytes per second that a rank sends along an axis.
         flops: FLOP per second of a rank.
         memory_bandwidth: bytes per second that a rank reads and writes.
         memory_bytes: of a rank's device, which `compare` checks and the planner does not.
-        op_latency: seconds of any local op besides its work, such as dispatch and kernel launch.
+        op_latency: seconds of any local op besides its work, on a CPU, which computes nothing while
+            it dispatches the op.
+        launch_latency: seconds in which the host of a GPU launches a local op (a view and an
+            update of a parameter too), while the GPU computes what was launched before. A
+            collective over n ranks counts as n ops, an all_reduce of more than two as 2n - 1.
         step_latency: seconds of a step besides those of its ranks, such as the controller's call; a
             prediction counts it.
         attention_flops: FLOP per second of attention, whose kernels are slower than products; None:
@@ -81,13 +88,14 @@ class Topology:
     axis that a mapping lacks.
     """
 
-    latency: float | Mapping[str, float] = 5e-6
-    bandwidth: float | Mapping[str, float] = 200e9
+    latency: float | Mapping[str, float] = 12e-6
+    bandwidth: float | Mapping[str, float] = 147e9
     flops: float = 400e12
     memory_bandwidth: float = 2e12
     memory_bytes: float = 80 * 2**30
     op_latency: float = 0.0
-    step_latency: float = 0.0
+    launch_latency: float = 30e-6
+    step_latency: float = 160e-6
     attention_flops: float | None = None
     update_bandwidth: float | None = None
     name: str | None = field(default=None, compare=False)
@@ -121,7 +129,7 @@ class Topology:
         return (self.name or H100) + (f" with {', '.join(changed)} as stated" if changed else "")
 
     def latency_of(self, axis: str) -> float:
-        """Seconds per message along an axis."""
+        """Seconds per exchange along an axis."""
         return _lookup(self.latency, axis, "latency")
 
     def bandwidth_of(self, axis: str) -> float:
@@ -130,13 +138,20 @@ class Topology:
 
     def collective_seconds(self, kind: str, axis: str, *, num: int, bytes_sent: float) -> float:
         """Seconds of one collective over ``num`` ranks of ``axis``, each sending ``bytes_sent`` in
-        all.
+        all, as `sent_bytes` counts them.
 
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "transfer".
         """
-        steps = 1 if kind == "transfer" else COLLECTIVES[kind].steps(num)
-        return steps * self.latency_of(axis) + bytes_sent / self.bandwidth_of(axis)
+        exchanges = 1 if kind == "transfer" else COLLECTIVES[kind].exchanges(num)
+        if exchanges == 2 and bytes_sent * num <= 2 * (num - 1) * SMALL_ALL_REDUCE:
+            exchanges, bytes_sent = 1, bytes_sent * num / 2  # the whole value to each other rank
+        return exchanges * self.latency_of(axis) + bytes_sent / self.bandwidth_of(axis)
+
+    def launch_seconds(self, kind: str, num: int = 1) -> float:
+        """Seconds in which the host launches a local "op", or a collective over ``num`` ranks."""
+        launches = 1 if kind in ("op", "transfer") else COLLECTIVES[kind].launches(num)
+        return launches * self.launch_latency
 
     def compute_seconds(
         self, *, flops: float, bytes_moved: float, attention: bool = False
@@ -162,8 +177,9 @@ def check_topology(value: object) -> None:
     check_kind("topology", value, Topology | None, "a Topology", fix)
 
 
-def ring_bytes(kind: str, nbytes: int, num: int) -> int:
-    """Bytes that each of ``num`` ranks sends in a ring collective over values of ``nbytes``."""
+def sent_bytes(kind: str, nbytes: int, num: int) -> int:
+    """Bytes that each of ``num`` ranks sends in a collective over values of ``nbytes``. An
+    all_reduce counts its two exchanges of pieces, at any size."""
     return COLLECTIVES[kind].bytes_sent(nbytes, num)
 
 

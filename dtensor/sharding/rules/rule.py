@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, cast
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
@@ -34,6 +34,7 @@ from dtensor.sharding.spec.placements import (
     Shard,
     block_sizes,
     index_sets,
+    largest_part,
     pieces,
     simplest,
 )
@@ -93,6 +94,40 @@ class Strategy:
     def shards_work(self) -> bool:
         """Whether each rank does only its part of the work."""
         return any(isinstance(p, Shard) for p in (*self.operands, *self.results))
+
+
+def fullest_rank(
+    call: OpCall, strategies: Sequence[tuple[Strategy, int]]
+) -> tuple[float, list[float]]:
+    """The fraction of the op's work that the fullest rank does, and the fraction of each operand
+    and result that it holds; 0 for a tensor that is missing.
+
+    ``strategies``: by axis, with the axis' size. An axis that splits work splits a factor of it:
+    the fraction is that of a dim with the factor, and counts once however many tensors have it.
+    """
+    work, parts = 1.0, list[float]()
+    missing = {at for at, (strategy, _) in enumerate(strategies) if strategy.shards_work}
+    if not missing:
+        return work, [float(meta is not None) for meta in (*call.operands, *call.results)]
+    for index, meta in enumerate((*call.operands, *call.results)):
+        if meta is None:
+            parts.append(0.0)
+            continue
+        cuts: dict[int, list[int]] = {}
+        placed = [(*s.operands, *s.results)[index] for s, _ in strategies]
+        for at, placement in enumerate(placed):
+            if isinstance(placement, Shard):
+                cuts.setdefault(placement.dim, []).append(at)
+        part = 1.0
+        for dim, axes in cuts.items():
+            of_dim = tuple((cast(Shard, placed[at]), strategies[at][1]) for at in axes)
+            share = largest_part(of_dim, meta.shape[dim])
+            part *= share
+            if not missing.isdisjoint(axes):
+                work *= share
+                missing.difference_update(axes)
+        parts.append(part)
+    return work, parts
 
 
 @dataclass(frozen=True, kw_only=True)

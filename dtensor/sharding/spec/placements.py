@@ -287,6 +287,16 @@ def length(intervals: Intervals) -> int:
     return sum(hi - lo for lo, hi in intervals)
 
 
+@lru_cache(maxsize=65536)
+def largest_part(cuts: tuple[tuple[Shard, int], ...], size: int) -> float:
+    """The fraction of a dim's indices that the rank at coordinate 0 of every axis holds, which
+    holds most. ``cuts``: the placement and the size of each axis that splits the dim."""
+    held: Intervals = ((0, size),)
+    for shard, num in cuts if size else ():
+        held = intersect(held, index_sets(shard, size, num)[0])
+    return length(held) / size if size else 1.0
+
+
 def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
     """Whether two placements hold the same indices on every coordinate of an axis of ``num``."""
     if a == b or num == 1:

@@ -110,7 +110,9 @@ def run_ranks(
 ) -> dt.testing.GpuReport:
     """What was seen; the first error of a rank, where one has raised."""
     with ExitStack() as stack:
-        stack.enter_context(patch.object(exchange, "SMALL_BYTES", 0))  # of 3 members all are large
+        stack.enter_context(
+            patch.object(exchange, "SMALL_ALL_REDUCE", 0)
+        )  # of 3 members all are large
         given = dt.testing.simulated_gpus(size, seed, early=early, num_queues=num_queues)
         gpus = stack.enter_context(given)
         threads = stack.enter_context(ThreadPoolExecutor(size))

@@ -276,7 +276,7 @@ def _by_exchanges(mutation: Mutation, seeds: range) -> str | None:
     wire: Any = getattr(module, "NcclWire", nccl.NcclWire)
     made: Any = getattr(module, "ExchangeTransport", exchange.ExchangeTransport)
     if mutation.file == "exchange.py":
-        vars(module)["SMALL_BYTES"] = 0
+        vars(module)["SMALL_ALL_REDUCE"] = 0
 
     def make(rank: int, size: int, gpus: SimulatedGpus) -> Any:
         own = wire((rank,), torch.device("cuda", 0), gpus.fabric.group)

@@ -27,6 +27,7 @@ from typing import Protocol, TypeAlias, assert_never
 import torch
 from torch import Tensor
 
+from dtensor.collectives import SMALL_ALL_REDUCE
 from dtensor.daft.ir.instructions import Buffer, Collective, Key, Recv, Send, Start, key_of
 from dtensor.daft.run.transport import (
     Begin,
@@ -39,7 +40,6 @@ from dtensor.daft.run.transport import (
 )
 from dtensor.numerics import REDUCTIONS, fold
 
-SMALL_BYTES = 1 << 16
 FRAME_BYTES = 1 << 12  # the first message of a value of unknown length
 
 Finish: TypeAlias = Callable[[], tuple[Tensor, ...]]
@@ -251,7 +251,7 @@ class ExchangeTransport(Transport):
 def in_two_halves(collective: Collective) -> bool:
     """Whether it is a large all_reduce, whose second half is the wire's `later`."""
     total = sum(buffer.nbytes for buffer in collective.in_buffers)
-    large = len(collective.group) > 2 and total > SMALL_BYTES
+    large = len(collective.group) > 2 and total > SMALL_ALL_REDUCE
     return collective.kind == "all_reduce" and large
 
 

@@ -31,7 +31,7 @@ from dtensor.sharding.plan.choose.solve import At, Infeasible, Node, Option, Sol
 from dtensor.sharding.plan.dataflow import Dataflow, Input, Op, layer_group, without_numbers
 from dtensor.sharding.plan.request import Pin
 from dtensor.sharding.redistribute.moves import move_kind, seconds
-from dtensor.sharding.rules.rule import Strategy
+from dtensor.sharding.rules.rule import Strategy, fullest_rank
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import (
     PARTIAL,
@@ -398,25 +398,20 @@ class Prices:
         return options
 
     def op(self, op: Op, strategy: Strategy) -> float:
-        """The roofline of one rank's part of the op; nothing for views."""
+        """The roofline of the fullest rank's part of the op; nothing for views."""
         rule = self.axis_problem.rules[op.name]
         if rule.kind in ("view", "mark"):
             return 0.0
         mesh = self.axis_problem.mesh
         chosen = [(c.axis, c.strategies[op.name]) for c in self.done]
         chosen.append((self.axis, strategy))
-        work = 1.0
-        for axis, s in chosen:
-            work /= mesh.axis_size(axis) if s.shards_work else 1
-        moved = 0.0
-        for index, meta in enumerate((*op.call.operands, *op.call.results)):
-            if meta is None:
-                continue
-            part = 1.0
-            for axis, s in chosen:
-                placed = (*s.operands, *s.results)[index]
-                part /= mesh.axis_size(axis) if isinstance(placed, Shard) else 1
-            moved += math.prod(meta.shape) * meta.dtype.itemsize * part
+        metas = (*op.call.operands, *op.call.results)
+        work, parts = fullest_rank(op.call, [(s, mesh.axis_size(axis)) for axis, s in chosen])
+        moved = sum(
+            math.prod(meta.shape) * meta.dtype.itemsize * part
+            for meta, part in zip(metas, parts, strict=True)
+            if meta is not None
+        )
         return self.axis_problem.topology.compute_seconds(
             flops=rule.flops * work, bytes_moved=moved, attention=rule.kind == "attention"
         )

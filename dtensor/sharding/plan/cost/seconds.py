@@ -1,6 +1,6 @@
 """How long the steps of a plan take on one rank, and what they communicate.
 
-    step_seconds(plan, step, 0)    # (compute, communication), each time that it runs
+    step_seconds(plan, step, 0)    # StepSeconds(compute=..., communication=..., host=...)
     plan.collectives[0]            # PlannedCollective(name="y", kind="all_reduce", axis="tp", ...)
 
 Rooflines of local ops, the alpha-beta price of each message (redistribute/topology.py), of the rank
@@ -12,16 +12,34 @@ and axis. Not here: what is hidden, who waits (runtime/lower/timetable.py); cont
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dtensor.sharding.plan.cost.step_cost import messages_of, step_cost
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import Norm, Redistribute, Step, StepPhase, Transfer
 
 
-def step_seconds(plan: PlanRecord, step: Step, stage: int) -> tuple[float, float]:
-    """Predicted seconds of (compute, communication) of a rank of ``stage``, each time it runs."""
-    cost = step_cost(plan, step, stage)
-    return cost.compute_seconds(plan.topology), cost.communication_seconds(plan.topology)
+class StepSeconds(NamedTuple):
+    """``host``: seconds of the launches, beside the device's compute and communication."""
+
+    compute: float
+    communication: float
+    host: float
+
+    @property
+    def longer(self) -> float:
+        """The seconds of the device or of the host."""
+        return max(self.compute + self.communication, self.host)
+
+
+def step_seconds(plan: PlanRecord, step: Step, stage: int) -> StepSeconds:
+    """Return the predicted seconds of a rank of ``stage``, each time that the step runs."""
+    cost, topology = step_cost(plan, step, stage), plan.topology
+    return StepSeconds(
+        cost.compute_seconds(topology),
+        cost.communication_seconds(topology),
+        cost.host_seconds(topology),
+    )
 
 
 # -- messages --------------------------------------------------------------------------------------

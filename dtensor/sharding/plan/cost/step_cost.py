@@ -35,7 +35,7 @@ from dtensor.sharding.plan.steps import (
     Update,
 )
 from dtensor.sharding.redistribute.moves import Move
-from dtensor.sharding.redistribute.topology import Topology, ring_bytes
+from dtensor.sharding.redistribute.topology import Topology, sent_bytes
 from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
@@ -85,21 +85,20 @@ class StepMessage:
         return sum(amount.number for amount in self.sent)
 
     def seconds(self, topology: Topology) -> float:
-        return self._seconds(topology, self.bytes_sent)
+        return topology.collective_seconds(
+            self.kind, self.axis, num=self.num, bytes_sent=self.bytes_sent
+        )
 
     def starts(self, topology: Topology) -> float:
-        """The seconds that it takes whatever its bytes."""
-        return self._seconds(topology, 0)
-
-    def _seconds(self, topology: Topology, sent: float) -> float:
-        return topology.collective_seconds(self.kind, self.axis, num=self.num, bytes_sent=sent)
+        """The seconds of its exchanges, without its bytes."""
+        return self.seconds(topology) - self.bytes_sent / topology.bandwidth_of(self.axis)
 
     def resized(self, to: Resized) -> StepMessage:
         sent = tuple(amount.resized(to) for amount in self.sent)
         if self.axis not in to.sizes:
             return replace(self, sent=sent)
         num, before = to.sizes[self.axis], to.planned[self.axis]
-        # a ring over n ranks sends (n - 1) / n of what it is about
+        # each of n ranks sends (n - 1) / n of the value
         part = (num - 1) / num * (before / (before - 1))
         return replace(
             self, num=num, sent=tuple(replace(each, number=each.number * part) for each in sent)
@@ -127,6 +126,11 @@ class StepCost:
                 return topology.compute_seconds(
                     flops=self.flops.number, bytes_moved=moved, attention=self.rate == "attention"
                 )
+
+    def host_seconds(self, topology: Topology) -> float:
+        """Seconds in which the host of the rank launches it."""
+        local = 0.0 if self.rate is None else topology.launch_seconds("op")
+        return local + sum(topology.launch_seconds(m.kind, m.num) for m in self.messages)
 
     def communication_seconds(self, topology: Topology) -> float:
         return sum(message.seconds(topology) for message in self.messages)
@@ -193,7 +197,7 @@ def messages_of(
                     kind="all_reduce",
                     axis=axis,
                     num=num,
-                    sent=(Amount(ring_bytes("all_reduce", dtype.itemsize, num)),),
+                    sent=(Amount(sent_bytes("all_reduce", dtype.itemsize, num)),),
                     dtype=dtype,
                 )
                 for axis, num in plan.mesh.shape.items()

@@ -34,21 +34,28 @@ A = TypeVar("A", "RankWork", "SentTotals")
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """The compute and communication of a rank in a step, in seconds, and its FLOP."""
+    """The compute and communication of a rank in a step, in seconds, its FLOP, and the seconds of
+    its host's launches."""
 
     compute_seconds: float = 0.0
     communication_seconds: float = 0.0
     flops: int = 0
+    host_seconds: float = 0.0
+
+    @property
+    def device_seconds(self) -> float:
+        return self.compute_seconds + self.communication_seconds
 
     @property
     def seconds(self) -> float:
-        return self.compute_seconds + self.communication_seconds
+        return max(self.device_seconds, self.host_seconds)
 
     def __add__(self, more: RankWork) -> RankWork:
         return RankWork(
             self.compute_seconds + more.compute_seconds,
             self.communication_seconds + more.communication_seconds,
             self.flops + more.flops,
+            self.host_seconds + more.host_seconds,
         )
 
 
@@ -83,13 +90,19 @@ class PlanTotals:
         if self.plan.timetable is not None:
             return self.plan.timetable.cost(self.plan)
         slowest = max(self.ranks, key=lambda work: work.seconds)
-        return Cost(slowest.compute_seconds, slowest.communication_seconds, bubble=0.0)
+        return Cost(
+            slowest.compute_seconds,
+            slowest.communication_seconds,
+            bubble=0.0,
+            host_wait_seconds=slowest.seconds - slowest.device_seconds,
+            host_seconds=slowest.host_seconds,
+        )
 
     @property
     def estimate(self) -> float:
-        """Seconds of the slowest rank without overlap and waiting for others: planning compares
+        """Seconds of the slowest device without overlap and waiting for others: planning compares
         candidates by them."""
-        return max(work.seconds for work in self.ranks)
+        return max(work.device_seconds for work in self.ranks)
 
     @cached_property
     def stages(self) -> tuple[RankWork, ...]:
@@ -177,7 +190,10 @@ class PlanTotals:
                 compute = cost.compute_seconds(topology)
                 communication = cost.communication_seconds(topology)
                 work[stage] += RankWork(
-                    compute * times, communication * times, int(cost.flops.number) * times
+                    compute * times,
+                    communication * times,
+                    int(cost.flops.number) * times,
+                    cost.host_seconds(topology) * times,
                 )
                 for message in cost.messages:
                     key = (message.axis, step.phase, message.kind)

@@ -20,7 +20,7 @@ from dtensor.sharding.plan.precision import accumulated, rounded
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Compute, Redistribute, Step, StepPhase, Transfer, unused
 from dtensor.sharding.redistribute.moves import Move, moves, seconds
-from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.rule import Rule, fullest_rank
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS, Mesh
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 from dtensor.sharding.spec.spec import TensorSpec, alike
@@ -89,9 +89,8 @@ class Emitter:
         once = all(copy.once for copy in operands) and all(
             s is None or _whole_in_time(s) for s in results
         )
-        work = 1
-        for axis, strategy in strategies.items():
-            work *= self.mesh.axis_size(axis) if strategy.shards_work else 1
+        sizes = [(s, self.mesh.axis_size(axis)) for axis, s in strategies.items()]
+        work, _ = fullest_rank(op.call, sizes)
         self.steps.append(
             Compute(
                 op=op,
@@ -104,7 +103,7 @@ class Emitter:
                 stage=stage,
                 once=once and self.request.num_microbatches > 1,
                 strategies=tuple(strategies.items()),
-                flops=self.rules[op.name].flops // work,
+                flops=round(self.rules[op.name].flops * work),
             )
         )
         for value, name, spec in zip(op.results, result_names, results, strict=True):

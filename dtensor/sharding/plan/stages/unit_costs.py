@@ -144,7 +144,8 @@ class UnitPricing:
         self.readers[index] = units
         self.made.update(dict.fromkeys(step.gives, units))
         times = step_times(self.whole, step)
-        seconds = sum(step_seconds(self.whole, step, 0)) * times
+        compute, communication, _ = step_seconds(self.whole, step, 0)
+        seconds = (compute + communication) * times
         for of, part in self._shares(step, units):
             self.costs[of] += round(seconds * part * SECOND)
         if isinstance(step, Compute) and not step.is_view:

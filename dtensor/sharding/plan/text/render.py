@@ -51,6 +51,7 @@ from dtensor.sharding.plan.text.notices import notices_of, split_ends
 from dtensor.sharding.plan.text.words import (
     call_text,
     collapse,
+    cost_text,
     flop_text,
     seconds_text,
     size_text,
@@ -583,17 +584,14 @@ def _time(totals: PlanTotals) -> list[str]:
         plain = PlanTotals(plan.plain).stages
         more = [work.flops - less.flops for work, less in zip(totals.stages, plain, strict=True)]
         shown += f"; recomputed {_by_stage(plan, more)} of it"
-    parts = [
-        f"compute {seconds_text(cost.compute_seconds)}",
-        f"communication {seconds_text(cost.communication_seconds)}",
-    ]
+    bound, parts = cost_text(cost)
     if plan.num_stages > 1:
         parts.append(f"bubble {cost.bubble:.0%}")
     one = "stage" if plan.num_stages == len(plan.hosted) else "rank"
     where = f" of the slowest {one}" if plan.num_stages > 1 else ""
     return [
         f"compute per rank and step    {shown}",
-        f"predicted{where}    {seconds_text(cost.seconds)} a step ({plan.topology.title}): "
+        f"predicted{where}    {seconds_text(cost.seconds)} a step ({plan.topology.title}){bound}: "
         f"{', '.join(parts)}",
     ]
 

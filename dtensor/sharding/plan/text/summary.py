@@ -28,6 +28,7 @@ from dtensor.sharding.plan.storage import LEVELS
 from dtensor.sharding.plan.text.render import above_memory
 from dtensor.sharding.plan.text.words import (
     collapse,
+    cost_text,
     flop_text,
     op_text,
     seconds_text,
@@ -78,11 +79,8 @@ def _parts(totals: PlanTotals) -> list[Part]:
     ]
     cost = totals.cost
     flops = max(work.flops for work in totals.ranks)
-    seconds = f"{seconds_text(cost.seconds)} a step ({plan.topology.title})"
-    shares = [
-        f"compute {seconds_text(cost.compute_seconds)}",
-        f"communication {seconds_text(cost.communication_seconds)}",
-    ]
+    bound, shares = cost_text(cost)
+    seconds = f"{seconds_text(cost.seconds)} a step ({plan.topology.title}){bound}"
     if plan.num_stages > 1:
         shares.append(f"waiting {seconds_text(cost.waiting_seconds)}, bubble {cost.bubble:.0%}")
     parts += [

@@ -21,6 +21,7 @@ import torch
 
 from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import OpCall, Operand, target_name
+from dtensor.sharding.plan.record import Cost
 
 _NUMBER = re.compile(r"\d+")
 # Where and how a result is laid out is decided by placements, not by the program's arguments.
@@ -38,6 +39,17 @@ def size_text(num_bytes: int) -> str:
             return f"{num_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def cost_text(cost: Cost) -> tuple[str, list[str]]:
+    """``, host-bound`` or nothing, and the parts of a step's seconds."""
+    parts = [
+        f"compute {seconds_text(cost.compute_seconds)}",
+        f"communication {seconds_text(cost.communication_seconds)}",
+    ]
+    if cost.host_wait_seconds:
+        parts.append(f"host {seconds_text(cost.host_wait_seconds)}")
+    return ", host-bound" if cost.host_bound else "", parts
 
 
 def flop_text(flops: int) -> str:
