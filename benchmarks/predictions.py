@@ -1,233 +1,112 @@
-"""What plans predict beside what their programs take, instruction by instruction, on the clock.
+"""Predicted over measured seconds of a training step: on one H100, and on two Ray actors.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.predictions [--only pp]
+    OMP_NUM_THREADS=1 python -m benchmarks.predictions [--rounds 5] [--write]
 
-Training steps of 1 to 4,096 ranks and 1 to 64 microbatches, from those that are all latency to
-those that are all work, on the meta device. For each: the predicted seconds (``plan.cost``), the
-simulated ones (`dt.simulate`), their ratio, and the seconds of CPU that the prediction, the rest of
-the plan's text and the simulation take. Fails where a ratio is further from 1 than 1%, or 5% with a
-pipeline.
+The H100's times are those of one rank in results/gpu_step.md. Each of its three models is planned
+for `dt.topologies.h100()`, with `launch_latency` fitted to one of them and judged on the other two,
+and then with the figure that the topology states. Eager torch, which is another program, is not
+predicted. The models are captured on the CPU, under autocast's list for the CPU.
+
+On the Ray actors each prediction follows a calibration, which knows nothing of the model, and is
+compared with the steps after it (predicted_time.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import nn
+from scipy.optimize import brentq
 
 import dtensor as dt
-from benchmarks.plan_large import gpt_loss
-from benchmarks.predicted_time import MEGATRON
+from benchmarks import gpu_step, predicted_time
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text
-from tests.models import GPT, MLP
 
-HEAD = """# Predicted and simulated seconds
-
-`{command}`: training steps as their plans
-predict them, beside the whole program on the clock; seconds of CPU to predict, to print the rest of
-the plan, and to simulate.
-
-| step | ranks | predicted | simulated | ratio | to predict, s | to print, s | to simulate, s |
-|---|---|---|---|---|---|---|---|"""
-COMMAND = "OMP_NUM_THREADS=1 python -m benchmarks.predictions"
+RESULTS = Path(__file__).parent / "results"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """``layers``: of a GPT, 0 of an MLP; ``stages``: of equal numbers of layers."""
+def planned(case: gpu_step.Case) -> Plan:
+    """The plan of one rank."""
+    model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=gpu_step.LR)
+    step = dt.train_step(dt.parallelize(model, dt.Mesh(), {}), case.loss, optimizer)
+    return step.plan(*case.batch())
 
-    mesh: dt.Mesh
-    tp: Mapping[str, Any] | None = None  # the usual placements
-    layers: int = 0
-    width: int = 16
-    rows: int = 8
-    tokens: int = 8
-    tied: bool = False
-    stages: int = 1
-    microbatches: int = 1
-    schedule: Callable[[int], dt.Schedule] = dt.OneFOneB
-    topology: dt.Topology = field(default_factory=dt.Topology)
-    model: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    step: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def made(self) -> tuple[dt.TrainStep, tuple[torch.Tensor, torch.Tensor]]:
-        with torch.device("meta"):
-            module, x = self._module()
-        placements = self.tp or (MEGATRON if self.layers else MLPS)
-        stated = dict(self.model)
-        if self.stages > 1:
-            stated["stages"] = {"pp": self._stages()}
-        model = dt.parallelize(
-            module, self.mesh, placements if "tp" in self.mesh.axes else {}, **stated
+def measured() -> dict[str, float]:
+    """By a case's label, the seconds of a step of dtensor on one rank."""
+    found: dict[str, float] = {}
+    label = ""
+    for line in (RESULTS / "gpu_step.md").read_text().splitlines():
+        if line.startswith("## "):
+            label = line.removeprefix("## ").rpartition(", ")[0]
+        elif match := re.match(r"\| dtensor \| ([\d.]+) \|", line):
+            found[label] = float(match[1]) / 1e3
+    return found
+
+
+def seconds(plan: Plan, launch_latency: float) -> float:
+    return replace(plan, topology=replace(plan.topology, launch_latency=launch_latency)).cost.seconds
+
+
+def gpu_lines(fit: str) -> Iterator[str]:
+    """``fit``: the name of the case to which the launch latency is fitted."""
+    times, cases = measured(), gpu_step.cases(tiny=False)
+    plans = {name: planned(case) for name, case in cases.items()}
+    wanted = times[cases[fit].label]
+    fitted: float = brentq(lambda latency: seconds(plans[fit], latency) - wanted, 0.0, 1e-3)  # pyright: ignore
+    stated = dt.topologies.h100().launch_latency
+    yield f"## One H100: launches of {1e6 * fitted:.1f} us, fitted to the case marked *"
+    yield ""
+    yield (
+        "| model | measured, ms | device, ms | launches | predicted, ms | over measured "
+        f"| with the stated {1e6 * stated:.0f} us |"
+    )
+    yield "|---|---|---|---|---|---|---|"
+    for name, case in cases.items():
+        plan, took = plans[name], times[case.label]
+        cost = plan.cost
+        launches = round(cost.host_seconds / stated)
+        predicted = seconds(plan, fitted)
+        yield (
+            f"| {case.label}{' *' * (name == fit)} | {1e3 * took:.2f} "
+            f"| {1e3 * cost.compute_seconds:.2f} | {launches:,} | {1e3 * predicted:.2f} "
+            f"| {predicted / took:.2f} | {cost.seconds / took:.2f} |"
         )
-        step = dt.train_step(
-            model,
-            gpt_loss if self.layers else mlp_loss,
-            torch.optim.AdamW(module.parameters(), lr=1e-4),
-            inputs=dict(dp=dt.Row()) if "dp" in self.mesh.axes else None,
-            schedule=self.schedule(self.microbatches),
-            topology=self.topology,
-            **self.step,
-        )
-        return step, (x, x)
-
-    def _module(self) -> tuple[nn.Module, torch.Tensor]:
-        if not self.layers:
-            return MLP(), torch.empty(self.rows, 16)
-        vocab, heads = (32, 4) if self.width == 16 else (32000, self.width // 64)
-        module = GPT(vocab, self.width, heads, self.layers, self.tokens, tied=self.tied)
-        return module, torch.zeros(self.rows, self.tokens, dtype=torch.long)
-
-    def _stages(self) -> list[list[str]]:
-        each = self.layers // self.stages
-        found = [[f"blocks.{n * each + i}.*" for i in range(each)] for n in range(self.stages)]
-        found[0] += ["embed*", "positions*"]
-        found[-1] += ["norm*", "head*"]
-        return found
+    yield ""
 
 
-def mlp_loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
-
-
-MLPS = {"up.weight": dict(tp=dt.Row()), "down.weight": dict(tp=dt.Column())}
-FEED_FORWARD = {f"*.{name}": placement for name, placement in MLPS.items()}
-TINY: dict[str, Any] = dict(layers=4)
-MIDDLE: dict[str, Any] = dict(layers=4, width=1024, rows=64, tokens=1024)
-WIDE: dict[str, Any] = dict(layers=8, width=4096, rows=512, tokens=2048)
-LAPTOP = dt.topologies.laptop()
-HOSTS = dt.topologies.h100(nvlink=["tp"], infiniband=["dp", "pp"])
-
-CASES = {
-    "MLP of width 16": Case(mesh=dt.Mesh()),
-    "MLP of width 16, tp": Case(mesh=dt.Mesh(tp=2)),
-    "MLP of width 16, dp, laptop": Case(mesh=dt.Mesh(dp=8), topology=LAPTOP),
-    "GPT of width 16, tp, laptop": Case(mesh=dt.Mesh(tp=2), topology=LAPTOP, **TINY),
-    "GPT of width 16, dp tp, clipped": Case(
-        mesh=dt.Mesh(dp=2, tp=2), step=dict(clip_grad_norm=1.0), **TINY
-    ),
-    "GPT of width 16, pp, 1F1B of 4, tied": Case(
-        mesh=dt.Mesh(pp=2), stages=2, microbatches=4, tied=True, **TINY
-    ),
-    "GPT of width 16, pp tp, ZBH1 of 8, laptop": Case(
-        mesh=dt.Mesh(pp=4, tp=2),
-        stages=4,
-        microbatches=8,
-        schedule=dt.ZBH1,
-        topology=LAPTOP,
-        **TINY,
-    ),
-    "GPT of width 1024": Case(mesh=dt.Mesh(), **MIDDLE),
-    "GPT of width 1024, tp": Case(mesh=dt.Mesh(tp=8), **MIDDLE),
-    "GPT of width 1024, tp, uneven": Case(mesh=dt.Mesh(tp=3), tp=FEED_FORWARD, **MIDDLE),
-    "GPT of width 1024, dp": Case(mesh=dt.Mesh(dp=8), **MIDDLE),
-    "GPT of width 1024, dp tp": Case(mesh=dt.Mesh(dp=8, tp=8), topology=HOSTS, **MIDDLE),
-    "GPT of width 1024, dp, zero 1": Case(
-        mesh=dt.Mesh(dp=64), model=dict(zero={"dp": 1}), **MIDDLE
-    ),
-    "GPT of width 1024, dp, zero 2, 8 microbatches": Case(
-        mesh=dt.Mesh(dp=8), model=dict(zero={"dp": 2}), microbatches=8, **MIDDLE
-    ),
-    "GPT of width 1024, dp, zero 3": Case(
-        mesh=dt.Mesh(dp=64), model=dict(zero={"dp": 3}), topology=HOSTS, **MIDDLE
-    ),
-    "GPT of width 1024, dp tp, zero 3, recomputed, 4 microbatches": Case(
-        mesh=dt.Mesh(dp=16, tp=4),
-        model=dict(zero={"dp": 3}),
-        microbatches=4,
-        step=dict(recompute=["blocks.*"]),
-        **MIDDLE,
-    ),
-    "GPT of width 1024, pp, 1 microbatch": Case(mesh=dt.Mesh(pp=4), stages=4, **MIDDLE),
-    "GPT of width 1024, pp, 1F1B of 4": Case(
-        mesh=dt.Mesh(pp=4), stages=4, microbatches=4, **MIDDLE
-    ),
-    "GPT of width 1024, pp, 1F1B of 64": Case(
-        mesh=dt.Mesh(pp=4), stages=4, microbatches=64, **MIDDLE
-    ),
-    "GPT of width 1024, pp, GPipe of 8": Case(
-        mesh=dt.Mesh(pp=4), stages=4, microbatches=8, schedule=dt.GPipe, **MIDDLE
-    ),
-    "GPT of width 1024, pp, interleaved 1F1B of 8": Case(
-        mesh=dt.Mesh(pp=2), stages=4, microbatches=8, schedule=dt.Interleaved1F1B, **MIDDLE
-    ),
-    "GPT of width 1024, pp dp, ZBV of 8": Case(
-        mesh=dt.Mesh(pp=2, dp=2),
-        stages=4,
-        microbatches=8,
-        schedule=dt.ZBV,
-        topology=HOSTS,
-        **MIDDLE,
-    ),
-    "GPT of width 1024, pp dp tp, 1F1B of 8, zero 1, clipped": Case(
-        mesh=dt.Mesh(pp=4, dp=2, tp=2),
-        stages=4,
-        microbatches=8,
-        model=dict(zero={"dp": 1}),
-        step=dict(clip_grad_norm=1.0),
-        topology=HOSTS,
-        **MIDDLE,
-    ),
-    "GPT of width 1024, pp dp, 1F1B of 4, zero 3, recomputed": Case(
-        mesh=dt.Mesh(pp=2, dp=4),
-        stages=2,
-        microbatches=4,
-        model=dict(zero={"dp": 3}),
-        step=dict(recompute=["blocks.*"]),
-        **MIDDLE,
-    ),
-    "GPT of width 4096, dp tp, zero 1": Case(
-        mesh=dt.Mesh(dp=512, tp=8), model=dict(zero={"dp": 1}), topology=HOSTS, **WIDE
-    ),
-    "GPT of width 4096, pp dp tp, 1F1B of 64": Case(
-        mesh=dt.Mesh(pp=8, dp=64, tp=8),
-        stages=8,
-        microbatches=64,
-        topology=HOSTS,
-        **{**WIDE, "rows": 64 * 64},
-    ),
-}
-
-
-def line(name: str, case: Case) -> str:
-    step, batch = case.made()
-    plan: Plan = step.plan(*batch)
-    seconds: list[float] = []
-    for what in (lambda: plan.cost, plan.text, lambda: dt.simulate(step)):
-        start = time.process_time()
-        what()
-        seconds.append(time.process_time() - start)
-    simulated = dt.simulate(step).seconds
-    ratio = plan.cost.seconds / simulated
-    allowed = 0.05 if plan.num_stages > 1 else 0.01
-    assert abs(ratio - 1) <= allowed, f"{name}: {plan.cost} and {simulated:.6g} s simulated"
-    cells = [
-        name,
-        f"{plan.mesh.size:,}",
-        seconds_text(plan.cost.seconds),
-        seconds_text(simulated),
-        f"{ratio:.6f}",
-        *(f"{each:.3f}" for each in seconds),
-    ]
-    return f"| {' | '.join(cells)} |"
+def ray_lines(rounds: int, steps: int) -> Iterator[str]:
+    yield "## Two Ray actors on the CPU, after a calibration"
+    yield ""
+    yield "| configuration | predicted | measured (quartiles) | error (of rounds) |"
+    yield "|---|---|---|---|"
+    for name, configuration in predicted_time.CONFIGURATIONS.items():
+        yield predicted_time.measure(configuration, rounds, steps).row(name)
+    yield ""
+    yield f"{rounds} rounds of a calibration, a prediction and {steps} steps; the median round."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose name has this")
-    only = parser.parse_args().only
+    parser.add_argument("--fit", default="small", choices=list(gpu_step.cases(tiny=False)))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=5, help="in a round")
+    parser.add_argument("--write", action="store_true", help="to benchmarks/results")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    print(HEAD.format(command=COMMAND), flush=True)
-    for name, case in CASES.items():
-        if only in name:
-            print(line(name, case), flush=True)
+    head = "# Predicted over measured seconds of a step"
+    lines = [head, "", "`OMP_NUM_THREADS=1 python -m benchmarks.predictions --write`", ""]
+    for line in (*gpu_lines(given.fit), *ray_lines(given.rounds, given.steps)):
+        print(line, flush=True)
+        lines.append(line)
+    if given.write:
+        (RESULTS / "predictions.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from tests.models import GPT, batch, loss_fn
 from tests.training import assert_gradients_close, gradients_of
 
 # a slow device, so that compute counts beside latency
-TOPOLOGY = dt.Topology(latency=1e-6, bandwidth=1e9, flops=1e9, memory_bandwidth=1e10)
+TOPOLOGY = dt.Topology(
+    latency=1e-6, bandwidth=1e9, flops=1e9, memory_bandwidth=1e10, launch_latency=0.0
+)
 Stages = Any
 
 
@@ -184,7 +186,9 @@ def test_memory_decides_where_time_would_not_fit() -> None:
     module = Tables()
 
     def plan_of(memory: float) -> dt.Plan:
-        topology = dt.Topology(latency=0.0, flops=1e9, memory_bandwidth=1e15, memory_bytes=memory)
+        topology = dt.Topology(
+            latency=0.0, flops=1e9, memory_bandwidth=1e15, memory_bytes=memory, launch_latency=0.0
+        )
         model = dt.parallelize(module, dt.Mesh(pp=2), {}, stages="auto")
         optimizer = torch.optim.AdamW(module.parameters())
         step = dt.train_step(model, square, optimizer, topology=topology)

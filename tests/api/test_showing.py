@@ -132,17 +132,17 @@ axis dp       opened by tokens
 axis tp       opened by *qkv.weight, *up.weight
 memory        81.6 KiB: parameters 16.3 KiB, gradients 16.3 KiB, optimizer state 32.6 KiB,
               activations 27.4 KiB, not at once -11.1 KiB
-sent          tp  forward    4 all_reduce   4.0 KiB  40.02 us
-              tp  backward   4 all_reduce   4.0 KiB  40.02 us
-              dp  optimizer  3 all_reduce  16.3 KiB  30.08 us
-              dp  forward    1 all_reduce       4 B  10.00 us
+sent          tp  forward    4 all_reduce   4.0 KiB  48.03 us
+              tp  backward   4 all_reduce   4.0 KiB  48.03 us
+              dp  optimizer  3 all_reduce  16.3 KiB  36.11 us
+              dp  forward    1 all_reduce       4 B  12.00 us
 longest       mm  models.py:26   x6  15.4 ns
               mm  models.py:28   x6  15.4 ns
               mm  models.py:51   x6  12.3 ns
               mm  models.py:100  x3   7.7 ns
 computes      372.74 kFLOP
-predicted     140.32 us a step (H100 SXM bf16, NVLink)
-              compute 193.3 ns, communication 140.12 us""",
+predicted     7.33 ms a step (H100 SXM bf16, NVLink), host-bound
+              compute 193.3 ns, communication 168.17 us, host 7.16 ms""",
     )
 
 

@@ -24,9 +24,13 @@ from dtensor.runtime.simulate.trace import Span
 from tests.api.test_schedules import Chain, data, loss_fn, step_of
 
 # compute alone: messages cost nothing
-COMPUTE = dt.Topology(latency=0.0, bandwidth=float("inf"), flops=1e9, memory_bandwidth=1e9)
+COMPUTE = dt.Topology(
+    latency=0.0, bandwidth=float("inf"), flops=1e9, memory_bandwidth=1e9, launch_latency=0.0
+)
 # messages alone
-MESSAGES = dt.Topology(latency=1e-3, bandwidth=1e6, flops=1e30, memory_bandwidth=1e30)
+MESSAGES = dt.Topology(
+    latency=1e-3, bandwidth=1e6, flops=1e30, memory_bandwidth=1e30, launch_latency=0.0
+)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +312,7 @@ def test_a_picture_of_very_many_spans() -> None:
 
 def test_an_action_of_narrow_spans_has_a_title() -> None:
     step = step_of(4, dt.Mesh(pp=2), dt.ZBV(120))
-    topology = dt.Topology(flops=1e9, memory_bandwidth=1e9)
+    topology = dt.Topology(flops=1e9, memory_bandwidth=1e9, launch_latency=0.0)
     trace = dt.simulate(step, *data(), topology=topology)
     drawing = check_picture(trace)
     assert len(trace.spans) > 3000 and len(drawing) < 1e5

@@ -190,6 +190,11 @@ def test_parts_of_a_dim_of_another_size_are_not_proposed() -> None:
 def test_an_argument_that_does_not_line_up_ends_there() -> None:
     """What is not a parameter may be split as it comes: here weights are cheaper to move."""
     plan = plan_model(
-        MLP(D), mean_square, (torch.randn(3, 64, D),), Mesh(tp=2), MLP_PINS, inputs=dict(tp=Shard(0))
+        MLP(D),
+        mean_square,
+        (torch.randn(3, 64, D),),
+        Mesh(tp=2),
+        MLP_PINS,
+        inputs=dict(tp=Shard(0)),
     )
     assert kinds(plan, "forward")["all_gather@tp"] == 2

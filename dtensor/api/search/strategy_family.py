@@ -276,8 +276,10 @@ class Costing:
             times = np.array([scale.microbatches] * 3 + [1])
             cost_of_unit = [0] * self.num_units
             shared: list[SharedCost] = []
-            for units, row in zip(self.groups, self._by_group(scale, for_cut=True), strict=True):
-                cost = round(float(row[:, 0] @ times) * SECOND)
+            costs = times @ self._by_group(scale, for_cut=True)  # by group, of device and host
+            device, host = costs.sum(0)
+            for units, cost in zip(self.groups, costs[:, int(host > device)], strict=True):
+                cost = round(float(cost) * SECOND)
                 if len(units) == 1:
                     cost_of_unit[units[0]] += cost
                 elif units:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dtensor.sharding.plan.cost.seconds import step_seconds, step_times
+from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Phase
 from dtensor.sharding.plan.emit.values import rearranges
 from dtensor.sharding.plan.record import PlanRecord
@@ -116,10 +117,12 @@ class UnitPricing:
     made: dict[str, Units] = field(default_factory=dict[str, Units])  # plan value to its units
     readers: dict[int, Units] = field(default_factory=dict[int, Units])  # of a step, by index
     rules: dict[str, Rule] = field(default_factory=dict[str, Rule])  # by op
+    host_bound: bool = False  # a unit costs its launches where these take longer than the devices
 
     # -- seconds -------------------------------------------------------------------------------
 
     def walk(self) -> None:
+        self.host_bound = PlanTotals(self.whole).cost.host_bound
         self.rules = {s.op.name: s.rule for s in self.whole.steps if isinstance(s, Compute)}
         stages_of: dict[str, list[int]] = {}
         for op in self.parts.ops:
@@ -144,8 +147,8 @@ class UnitPricing:
         self.readers[index] = units
         self.made.update(dict.fromkeys(step.gives, units))
         times = step_times(self.whole, step)
-        compute, communication, _ = step_seconds(self.whole, step, 0)
-        seconds = (compute + communication) * times
+        compute, communication, host = step_seconds(self.whole, step, 0)
+        seconds = times * (host if self.host_bound else compute + communication)
         for of, part in self._shares(step, units):
             self.costs[of] += round(seconds * part * SECOND)
         if isinstance(step, Compute) and not step.is_view:
