@@ -15,6 +15,8 @@ and why, is left alone, and counted. A command that fails fails the page, in ```
 `$ echo $?` is next. Commands run in a folder of their own that has what the checkout has, so that
 `python examples/train_gpt.py` works and what is written is gone afterwards.
 
+    python -m tests.pages docs/sync.md README.md     # writes what they print now: look at the diff
+
 A page's lines are numbered as in the file that its blocks of Python make, one after the other with
 a blank line between, named as the page is: `start.py:12` is a line of docs/start.md's program.
 """
@@ -28,6 +30,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,11 +81,13 @@ def pages() -> dict[str, str]:
     return {f.relative_to(ROOT).as_posix(): f.read_text() for f in sorted(there)}
 
 
-def run_page(name: str, text: str, folder: Path) -> dict[str, Any]:
+def run_page(
+    name: str, text: str, folder: Path, differ: dict[int, str] | None = None
+) -> dict[str, Any]:
     """Runs a page's blocks; AssertionError where one prints other than what stands below it.
 
-    ``name``: of its program. ``folder``: an empty one, where it runs. Returns the names that its
-    Python leaves.
+    ``name``: of its program. ``folder``: an empty one, where it runs. ``differ``: to be filled, by
+    line of a ```text block, with what is printed instead. Returns the names that its Python leaves.
     """
     names: dict[str, Any] = {"__name__": f"docs_{name}"}
     printed, must_be_shown = "", False
@@ -93,7 +98,10 @@ def run_page(name: str, text: str, folder: Path) -> dict[str, Any]:
     with contextlib.chdir(folder), dt.implicit_redistribution("warn"):  # what it sets ends here
         for block in blocks_of(text):
             if block.kind == "text":
-                assert printed == block.text, f"line {block.line} of {name}"
+                if differ is not None and printed != block.text:
+                    differ[block.line] = printed
+                else:
+                    assert printed == block.text, f"line {block.line} of {name}"
                 printed, must_be_shown = "", False
                 continue
             if block.kind not in RUN or block.not_run:
@@ -172,6 +180,19 @@ def starts_ray(text: str) -> bool:
     return bool(re.search(r"backend=\"ray\"|launch\(\"ray\"\)|--backend ray", said))
 
 
+def written_anew(name: str) -> None:
+    """Write what the page's blocks print into the page."""
+    text, differ = (ROOT / name).read_text(), dict[int, str]()
+    with tempfile.TemporaryDirectory() as folder:
+        run_page(Path(name).stem, text, Path(folder), differ)
+    lines = text.splitlines(keepends=True)
+    for block in reversed(blocks_of(text)):
+        if block.kind == "text" and block.line in differ:
+            end = block.line - 1 + block.text.count("\n")
+            lines[block.line - 1 : end] = differ[block.line]
+    (ROOT / name).write_text("".join(lines))
+
+
 def languages(text: str) -> Iterator[str]:
     """Of all fences, those within lists too, whatever closes them."""
     inside = ""
@@ -182,3 +203,8 @@ def languages(text: str) -> Iterator[str]:
             yield ("" if line.startswith("```") else "indented ") + fence[2].strip().split(" ")[0]
         elif fence and fence[1] == inside and not fence[2].strip():
             inside = ""
+
+
+if __name__ == "__main__":
+    for page in sys.argv[1:]:
+        written_anew(page)
