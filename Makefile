@@ -48,7 +48,8 @@ setup: $(VENV)/.stamp
 $(VENV)/.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@if $(INSTALLED) 2>/dev/null; then \
-		echo "$(VENV) has a dtensor that is not editable: it is left as it is. With all tools: make VENV=.venv-dev"; \
+		echo "$(VENV) has a dtensor that is not editable: it is left as it is."; \
+		echo "fix: if a package is missing, add VENV=build/env, which make sets up"; \
 	else $(BIN)/python -m pip install --quiet -e '.[dev]' && touch $@; fi
 
 demo: setup
