@@ -1,4 +1,5 @@
-# setup: a virtual environment with everything;  demo: train a small GPT on four actors;
+# setup: a virtual environment with everything; one that has a dtensor of your own (pip install .)
+#   is used as it is, and nothing is installed into it;  demo: train a small GPT on four actors;
 # test: the default set of tests, which CI runs; with ARGS=--cpu it prints the seconds of a core that
 #   each test, fixture and file took;  quick: the default set without Ray, before each commit;
 # test-all: every test, also the slow ones: before a release and every night;
@@ -35,6 +36,10 @@ export OMP_NUM_THREADS := 1
 # Python keeps what it compiles: without it, each process that tests start compiles dtensor again.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Succeeds where dtensor is installed and not editable.
+INSTALLED = $(BIN)/python -Ic "import importlib.metadata as m, sys; \
+	sys.exit('\"editable\"' in (m.distribution('dtensor').read_text('direct_url.json') or ''))"
+
 .PHONY: setup demo test test-all quick plain sweep lint docs check certify opinfo versions hf integrations chaos gpus gpu kernels format
 .DEFAULT_GOAL := check
 
@@ -42,8 +47,10 @@ setup: $(VENV)/.stamp
 
 $(VENV)/.stamp: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
-	touch $@
+	@if $(INSTALLED) 2>/dev/null; then \
+		echo "$(VENV) has a dtensor that is not editable: it is left as it is."; \
+		echo "fix: if a package is missing, add VENV=build/env, which make sets up"; \
+	else $(BIN)/python -m pip install --quiet -e '.[dev]' && touch $@; fi
 
 demo: setup
 	$(BIN)/python examples/train_gpt.py $(DEMO)

@@ -102,6 +102,11 @@ def check_word(name: str, value: object, words: Sequence[str]) -> None:
         raise PlanningError(f"{name}={value!r}: it is {', '.join(others)} or {last}")
 
 
+def not_pickled(fact: str, fix: str) -> TypeError:
+    """The error for pickling a handle on values of ranks."""
+    return TypeError(f"{fact}: it is a handle on values of ranks.\nfix: {fix}")
+
+
 def check_dense(what: str, x: torch.Tensor, line: str = "", *, name: str = "") -> None:
     """Raise PlanningError for a sparse or nested tensor. ``line``: the text of the user's line."""
     if not is_dense(x):

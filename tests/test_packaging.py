@@ -111,6 +111,35 @@ def test_the_changelog_has_this_version() -> None:
     assert dtensor.__version__ in versions
 
 
+def test_an_editable_install_comes_before_folders_called_dtensor() -> None:
+    """With this setting setuptools writes the checkout's path, and no finder."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert tools["package-dir"] == {"": "."}
+
+
+@pytest.mark.parametrize(
+    ("installed", "is_left"),
+    [("{}", True), ('{"dir_info": {"editable": true}}', False), (None, False)],
+    ids=["pip install .", "pip install -e .", "nothing"],
+)
+def test_setup_leaves_an_installed_dtensor(
+    installed: str | None, is_left: bool, tmp_path: Path
+) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    if installed is not None:
+        (packages,) = tmp_path.glob("lib/python*/site-packages")
+        info = packages / "dtensor-0.1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: dtensor\nVersion: 0.1.0\n")
+        (info / "direct_url.json").write_text(installed)
+    done = subprocess.run(
+        ["make", "setup", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode == 0) == is_left
+    assert ("left as it is" if is_left else "No module named pip") in done.stdout + done.stderr
+    assert not (tmp_path / ".stamp").exists()
+
+
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A source package, and a wheel built from it: offline, by what is installed here."""

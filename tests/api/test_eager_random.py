@@ -140,5 +140,17 @@ def test_the_gradient_of_a_dropout_has_its_mask() -> None:
 )
 def test_what_has_no_form_by_counter_is_refused(fn: Callable[[Tensor], Tensor]) -> None:
     x = dt.distribute(X, dt.Mesh(tp=2))
-    with pytest.raises(dt.PlanningError, match="no form by counter(.|\n)*fix: rand_like"):
+    with pytest.raises(
+        dt.PlanningError, match="no form by counter(.|\n)*fix: (rand_like|torch.arg)"
+    ):
         fn(x)
+
+
+def test_draws_of_categories_as_the_error_of_multinomial_says() -> None:
+    def drawn(p: Tensor) -> Tensor:
+        return torch.argmax(p / torch.empty_like(p).exponential_(), -1)
+
+    p = torch.tensor([0.25, 0.0, 0.75]).expand(1024, 3).contiguous()
+    whole, split = (dt.compile(drawn, mesh)(p).full_tensor() for mesh in (dt.Mesh(), dt.Mesh(dp=2)))
+    assert torch.equal(whole, split)
+    assert 0.7 < float((whole == 2).float().mean()) < 0.8 and not (whole == 1).any()

@@ -323,7 +323,7 @@ def test_item() -> None:
 The program depends on a tensor's value, which is not known when it is planned.
   .item() of f32[]
   test_errors.py:N: return x * x.sum().item()
-fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number""",
+fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number; to see it, return (loss, {"name": value}) and read loss.metrics""",
     )
 
 
@@ -403,6 +403,33 @@ aten.select.int mixes rows of the batch, so microbatches would change the result
   sub: f32[8,16], dim 0 split into microbatches
   test_errors.py:N: return (model(x) - y)[0].pow(2).mean()
 fix: use microbatches=1, or write the loss as a mean or sum over rows""",
+    )
+
+
+def test_a_loss_that_is_an_output_of_transformers() -> None:
+    from transformers.modeling_outputs import CausalLMOutput
+
+    def whole(model: nn.Module, x: Tensor) -> Any:
+        out = model(x)
+        return CausalLMOutput(loss=out.mean(), logits=out)
+
+    assert_expected_inline(
+        refused(train, whole, torch.randn(8, 16)),
+        """\
+A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).
+  it returned {'loss': f32[], 'logits': f32[8,16]}
+  test_errors.py:N: def whole(model: nn.Module, x: Tensor) -> Any:
+fix: return its loss, as in `return out.loss`""",
+    )
+
+
+@pytest.mark.parametrize("pack", [list, tuple])
+def test_a_list_where_a_tensor_belongs(pack: Callable[[Any], Any]) -> None:
+    x, y = torch.randn(8, 16), torch.randn(8, 16)
+    text = refused(capture, squared_error, (MLP(), pack([x]), y), grads="loss")
+    assert text.endswith(
+        f"fix: the argument x is a {pack.__name__} of length 1: pass its tensor, as in step(x), "
+        f"or each of its tensors, as in step(*batch)"
     )
 
 

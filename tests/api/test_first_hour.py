@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
+import pickle
 import re
 import warnings
 from collections import UserDict
@@ -113,6 +115,22 @@ def test_an_averaged_model() -> None:
         first = average.module.up.weight.detach().clone()
     assert not torch.equal(first, net.up.weight)
     assert torch.equal(copy.deepcopy(model).state_dict()["up.weight"], net.up.weight)
+
+
+def test_pickles() -> None:
+    step = train()
+    model = step.model
+    raises(lambda: pickle.dumps(model), "a parallelized Net", 'torch.save(model.state_dict(), "mod')
+    raises(lambda: torch.save({"model": model}, io.BytesIO()), "dt.save(")
+    step(X, Y)
+    raises(lambda: pickle.dumps(step), "the step of loss_fn", "dt.save(")
+    raises(lambda: copy.deepcopy(step), "the step of loss_fn cannot be pickled or copied")
+    torch.save(model.state_dict(), io.BytesIO())  # the fixes
+    assert torch.equal(pickle.loads(pickle.dumps(model.module)).up.weight, model.module.up.weight)
+    product = dt.compile(torch.mm, TP2)
+    expected = product(X, Y.t()).full_tensor()
+    for again in (pickle.loads(pickle.dumps(product)), copy.deepcopy(product)):
+        assert torch.equal(again(X, Y.t()).full_tensor(), expected)
 
 
 def test_numpy_arrays() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 import warnings
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,8 @@ def test_the_models_own_end_of_text_ends_it() -> None:
     (text,) = gen(PROMPTS[:1], max_new_tokens=8)
     assert list(text.tokens) == by_transformers(model, PROMPTS[:1], 8)[0]
     assert text.reason == "stop" and len(text.tokens) == free.index(free[4]) + 1
+    with pytest.raises(TypeError, match=r"a generator cannot be pickled(.|\n)*fix: dt.save"):
+        pickle.dumps(gen)
     (longer,) = gen(PROMPTS[:1], max_new_tokens=8, eos=None)
     assert list(longer.tokens) == free and longer.reason == "length"
 

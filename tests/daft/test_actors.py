@@ -333,6 +333,18 @@ def test_members_of_a_group_that_fail():
         assert reduce(X, X)[0].get().shape == (2, 4)
 
 
+def test_a_future_of_several_values_is_not_unpacked():
+    with daft.launch():
+        future = daft.spawn(Model).add([X, X])
+        with pytest.raises(TypeError, match=r"iterated over(.|\n)*Fix: a, b = f.get\(\)"):
+            _a, _b = future
+
+
+def test_a_pickle_of_a_function_keeps_its_file():
+    code = decode(encode({"f": lambda: 1}).message)["f"].__code__
+    assert code.co_filename == __file__ and code.co_firstlineno > 1
+
+
 def test_a_function_that_reads_values_is_refused():
     with daft.launch():
         a = daft.spawn(Model)

@@ -68,9 +68,20 @@ def item(x: Tensor) -> Tensor:
     The program depends on a tensor's value, which is not known when it is planned.
       .item() of f32[]
       test_refusals.py:N: return x * x.sum().item()
-    fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number
-    """
+    fix: keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number; to see it, return (loss, {"name": value}) and read loss.metrics
+    """  # noqa: E501
     return x * x.sum().item()
+
+
+def formatted(x: Tensor) -> Tensor:
+    """
+    The program depends on a tensor's value, which is not known when it is planned.
+      the text of a tensor (f"{tensor}", format) of f32[]
+      test_refusals.py:N: print(f"{x.sum():.3f}")
+    fix: to see it, return (loss, {"name": value}) and read loss.metrics
+    """
+    print(f"{x.sum():.3f}")
+    return x
 
 
 def branch(x: Tensor) -> Tensor:
@@ -95,6 +106,16 @@ def boolean_mask(x: Tensor) -> Tensor:
     return x[x > 0].sum()
 
 
+def where_alone(x: Tensor) -> Tensor:
+    """
+    The program depends on a tensor's value, which is not known when it is planned.
+      where: a value or size that depends on data
+      test_refusals.py:N: return x[torch.where(x > 0)].sum()
+    fix: torch.where(condition, x, 0) with three arguments, or x * condition: a mask
+    """
+    return x[torch.where(x > 0)].sum()
+
+
 def other_memory(model: nn.Module, x: Tensor) -> Tensor:
     """
     The program gives a tensor other memory (x.data = y), and something else reads or changes what it has or had.
@@ -110,7 +131,7 @@ def random_op(x: Tensor) -> Tensor:
     """
     This random op has no counter-based form: multinomial.
       test_refusals.py:N: return torch.multinomial(x, 2)
-    fix: write it with dropout, rand, randn, randint, bernoulli or their _like forms, or pass the random tensor as an argument
+    fix: torch.argmax(p / torch.empty_like(p).exponential_(), -1) draws one of each row of p, and .topk(n, -1).indices of the quotient n without replacement
     """  # noqa: E501
     return torch.multinomial(x, 2)
 
@@ -261,6 +282,8 @@ REFUSED = [
     (checkpoint_op_by_op, MODEL_AND_X, "tangents"),
     (checkpoint_without_a_gradient, MODEL_AND_X, "loss"),
     (item, (X,), "none"),
+    (formatted, (X,), "none"),
+    (where_alone, (X,), "none"),
     (branch, (X,), "none"),
     (boolean_mask, (X,), "none"),
     (other_memory, (nn.BatchNorm1d(3), X), "none"),

@@ -92,6 +92,11 @@ class CompiledFunction:
         self._since = num_switches()
         self._derivatives: dict[object, list[Derivative]] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Its function and its options, without plans: a pickle, and a copy, plan again."""
+        made_of = self.fn, self.mesh, self.out, self._options, self._roles.detect_nan
+        return CompiledFunction, made_of
+
     def __repr__(self) -> str:
         return f"<compiled {self._name} on {self.mesh}, plans: {len(self.plans)}>"
 

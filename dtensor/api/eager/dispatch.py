@@ -29,6 +29,7 @@ from dtensor.api.eager.random_ops import draw
 from dtensor.api.eager.values import Alias, Cell, CellTensor
 from dtensor.api.eager.views import functional_form, view_step
 from dtensor.api.store.handle import layout_of
+from dtensor.frontend.capture.random_ops import DRAW
 from dtensor.private_torch import dispatch_has_kernel_for_dispatch_key, no_dispatch, pytree
 from dtensor.sharding.spec.placements import REPLICATE, Partial
 from dtensor.sharding.spec.spec import TensorSpec
@@ -224,7 +225,10 @@ def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _random(target: Any, args: Args, kwargs: Kwargs) -> Any:
     drawn = draw(target, args, kwargs)
-    return _refuse_random(target, args, kwargs) if drawn is None else drawn
+    if drawn is None:
+        name = op_name(target)
+        raise refused(name, _NO_FORM, DRAW if name == "multinomial" else _FORMS)
+    return drawn
 
 
 # -- copies and factories -----------------------------------------------------------------------
@@ -384,14 +388,14 @@ def _refusing(why: str, fix: str) -> Callable[[Any, Args, Kwargs], NoReturn]:
     return refuse
 
 
-_refuse_random = _refusing(
-    "this random op has no form by counter, so its numbers would depend on the placement",
+_NO_FORM = "this random op has no form by counter, so its numbers would depend on the placement"
+_FORMS = (
     "rand_like, randn_like, randint_like, bernoulli, dropout, normal_, uniform_ or exponential_ "
-    "without a generator; or dt.distribute(...) torch's draws",
+    "without a generator; or dt.distribute(...) torch's draws"
 )
 _refuse_dynamic = _refusing(
     "its result is a number, or has a size, that depends on values, which only ranks know",
-    "torch.where with a mask, or x.full_tensor() and the plain op",
+    "torch.where(mask, x, 0) with three arguments, or x.full_tensor() and the plain op",
 )
 _refuse_fused = _refusing("fused optimizers write many tensors", "fused=False")
 _refuse_metadata = _refusing(

@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import RLock
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.store.session import MeshSession, session_for
 from dtensor.api.values.randomness import Counter, initial_seed, key_of
 from dtensor.daft import DaftError
-from dtensor.errors import PlanningError, check_number, check_word
+from dtensor.errors import PlanningError, check_number, check_word, not_pickled
 from dtensor.frontend.call_lock import CALL_LOCK, is_capturing
 from dtensor.frontend.graph import Graph
 from dtensor.sharding.ops import sampling as sampling  # registers torch.ops.dt.next_tokens
@@ -156,6 +156,13 @@ class Generator:
         self._waiting: deque[TextRequest] = deque()
         self._flying: deque[_Run] = deque()
         self._events: list[Event] = []  # of submitted requests
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            "a generator cannot be pickled or copied",
+            'dt.save("checkpoint", gen.model), and make the generator again from the model that '
+            "dt.load has filled",
+        )
 
     def __repr__(self) -> str:
         apart = "" if self._apart is None else f", prompts on {self._apart.other.mesh}"

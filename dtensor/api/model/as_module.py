@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from dtensor.errors import PlanningError
+from dtensor.errors import PlanningError, not_pickled
 
 
 class AsModule:
@@ -101,6 +101,13 @@ class AsModule:
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            f"a parallelized {type(self.module).__name__} cannot be pickled",
+            'dt.save("checkpoint", model, optimizer); torch.save(model.state_dict(), "model.pt"); '
+            "or pickle model.module",
+        )
 
 
 def _moved(call: str) -> PlanningError:

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.optim.optimizer as hooks
@@ -61,6 +61,7 @@ from dtensor.errors import (
     check_order,
     check_word,
     checked_call,
+    not_pickled,
 )
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.capture.call_as_module import leaf_names
@@ -313,6 +314,13 @@ class TrainStep:
             self.model.claim_homes(grid.home())
             self._grid = self.model.switches, grid
         return self._grid[1]
+
+    def __reduce__(self) -> NoReturn:
+        raise not_pickled(
+            f"the step of {self._name} cannot be pickled or copied",
+            'dt.save("checkpoint", step.model, step.optimizer), and make the step again from what '
+            "dt.load has filled",
+        )
 
     def __repr__(self) -> str:
         schedule = self.options.schedule

@@ -35,7 +35,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from dtensor.daft.errors import ClusterClosed, DaftError, Failure, ProgramError
-from dtensor.daft.tasks.futures import FutureOwner, TaskFuture, user_frames, user_line
+from dtensor.daft.tasks.futures import ITERATED, FutureOwner, TaskFuture, user_frames, user_line
 from dtensor.daft.tasks.lower_tasks import LoweredTasks
 from dtensor.daft.tasks.streams import TaskStream
 from dtensor.daft.tasks.task import CREATE, Task, declared
@@ -211,7 +211,12 @@ class Session(FutureOwner):
             return misused_in_recording(future.title, what)
         return TypeError(
             f"A future is not a value, but {what}: {future.title}.\n  at {user_line()}\n"
-            f"  Fix: wait for its value with .get(), or pass the future to a method of an actor."
+            + (
+                "  Fix: a, b = f.get() waits for the values; f[0] and f[1] are futures of them."
+                if what == ITERATED
+                else "  Fix: wait for its value with .get(), or pass the future to a method of an "
+                "actor."
+            )
         )
 
     def close(self, *, quiet: bool = False) -> None:

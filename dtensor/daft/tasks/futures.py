@@ -33,6 +33,7 @@ from dtensor.daft.tasks.values import Placeholder, decode, failure_of
 
 _OWN = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep  # all of dtensor
 MAX_FRAMES = 5
+ITERATED = "it is iterated over"
 
 
 class FutureOwner(ABC):
@@ -106,7 +107,7 @@ class TaskFuture(Future, Placeholder):
         raise self.owner.misuse(self, "its truth is read")
 
     def __iter__(self) -> Iterator[NoReturn]:
-        raise self.owner.misuse(self, "it is iterated over")
+        raise self.owner.misuse(self, ITERATED)
 
     def __len__(self) -> NoReturn:
         raise self.owner.misuse(self, "its length is read")

@@ -29,11 +29,13 @@ import io
 import os
 import pickle
 import struct
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias
+from types import CodeType
+from typing import Any, ClassVar, TypeAlias
 
 import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy
@@ -87,7 +89,20 @@ class Placeholder:
     """A placeholder, anywhere in a value, for a value that an actor has or will have."""
 
 
-class _ValuePickler(_cloudpickle.Pickler):
+def _code(code: CodeType) -> tuple[Any, ...]:
+    make, args = _cloudpickle.Pickler.dispatch_table[CodeType](code)
+    named = (code.co_filename if type(x) is str and x == "<dynamic-code>" else x for x in args)
+    return make, tuple(named)
+
+
+class ByValuePickler(_cloudpickle.Pickler):
+    """cloudpickle's pickler with the file of each function, which cloudpickle 3.1.2 leaves out: a
+    traceback on an actor shows the user's file and line."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code}, _cloudpickle.Pickler.dispatch_table)
+
+
+class _ValuePickler(ByValuePickler):
     """Removes tensors and placeholders from the pickled value."""
 
     def __init__(self, file: io.BytesIO, take: Callable[[pickle.PickleBuffer], object]) -> None:
@@ -330,7 +345,9 @@ def _offsets(end: int, lengths: Sequence[int]) -> tuple[list[int], int]:
 
 def pickled(value: object) -> bytes:
     """The pickle of a message, with its tensors inside."""
-    return _cloudpickle.dumps(value)
+    file = io.BytesIO()
+    ByValuePickler(file).dump(value)
+    return file.getvalue()
 
 
 def encode_failure(error: DaftError) -> Tensor:

@@ -258,11 +258,15 @@ class CallAsModule(nn.Module):
         source = source_of_callable(self.call.fn)
         loss, aux = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+            own = getattr(out, "loss", None)  # as a ModelOutput of transformers has
+            is_held = isinstance(own, torch.Tensor) and own.dim() == 0
             raise planning_error(
                 "A loss is one number: loss_fn returns a scalar or (scalar, {name: scalar}).",
                 f"it returned {_returned_text(out)}",
                 source=source,
-                fix="reduce the loss inside loss_fn, as in loss.mean() or loss.sum()",
+                fix="return its loss, as in `return out.loss`"
+                if is_held
+                else "reduce the loss inside loss_fn, as in loss.mean() or loss.sum()",
             )
         if not loss.requires_grad:
             raise planning_error(

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from dtensor.errors import PlanningError
-from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall
+from dtensor.frontend.capture.call_as_module import CallAsModule, FlatCall, leaf_names
 from dtensor.frontend.capture.refusals import FLEX, RefusalMode, flex_attention, planning_error
 from dtensor.frontend.graph import type_text
 from dtensor.frontend.source import (
@@ -41,6 +41,7 @@ from dtensor.frontend.source import (
     source_of_callable,
     source_of_exception,
 )
+from dtensor.private_torch import pytree
 
 MAX_LINES = 4  # of the original's message
 MAX_OPERANDS = 8
@@ -70,7 +71,7 @@ def of_program(error: Exception, root: CallAsModule) -> Exception:
         *([running] if running else []),
         *_operands(frames, source.text if source else ""),
         source=source or source_of_callable(root.call.fn),
-        fix=_fix(error),
+        fix=_fix(error, root.call),
     )
     innermost = users_frames(error, 1)
     planning.__cause__ = error.with_traceback(None)
@@ -104,7 +105,22 @@ def _message(error: Exception) -> list[str]:
     return lines[:MAX_LINES]
 
 
-def _fix(error: Exception) -> str:
+def _fix(error: Exception, call: FlatCall) -> str:
+    if re.search(r"\bnot (list|tuple)\b|^'(list|tuple)' object", str(error)):
+        args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
+
+        def is_list(value: Any) -> bool:
+            tensors = isinstance(value, list | tuple) and value is not args
+            return tensors and any(isinstance(x, torch.Tensor) for x in value)
+
+        values = pytree.tree_leaves((args, kwargs), is_leaf=is_list)
+        names = leaf_names(call.fn, args, kwargs, is_list)
+        for name, value in zip(names, values, strict=True):
+            if is_list(value):
+                return (
+                    f"the argument {name} is a {type(value).__name__} of length {len(value)}: pass "
+                    f"its tensor, as in step(x), or each of its tensors, as in step(*batch)"
+                )
     if isinstance(error, AttributeError) and isinstance(error.name, str):
         near = difflib.get_close_matches(error.name, dir(error.obj), 1, cutoff=0.8)
         if near:

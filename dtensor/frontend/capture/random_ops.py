@@ -35,6 +35,12 @@ _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _ANY_DTYPE = {aten.randint, aten.randint_like, aten.bernoulli, aten.bernoulli_}
 _ALPHA = 1.7580993408473766  # of self-normalising networks, as in torch
 
+DRAW = (
+    "torch.argmax(p / torch.empty_like(p).exponential_(), -1) draws one of each row of p, and "
+    ".topk(n, -1).indices of the quotient n without replacement"
+)
+"""torch.multinomial with random numbers that are drawn element by element."""
+
 
 def randomise(
     graph: fx.Graph, node: fx.Node, numbers: Iterator[int], *, forward_mode: bool = False

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from dtensor.errors import PlanningError, check_dense, is_dense
 from dtensor.frontend.capture.forward_mode import made_outside
 from dtensor.frontend.capture.packed_sequences import RECURRENT, packed_result
+from dtensor.frontend.capture.random_ops import DRAW
 from dtensor.frontend.capture.value_reads import (
     GIVE_VALUES,
     ValueReads,
@@ -95,6 +96,9 @@ _ASKS: dict[Callable[..., Any], str] = {
     torch.Tensor.__index__: "a tensor as an index of Python",
 }
 
+_SEE = 'to see it, return (loss, {"name": value}) and read loss.metrics'
+_NUMBERS = (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__float__)
+_KEEP = "keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number"
 _TEXTS: dict[Callable[..., Any], str] = {
     torch.Tensor.__repr__: "the text of a tensor (str, repr)",
     torch.Tensor.__format__: 'the text of a tensor (f"{tensor}", format)',
@@ -185,14 +189,15 @@ class RefusalMode(TorchFunctionMode):
                     source=source_here(),
                     fix="state a momentum, as in BatchNorm1d(n, momentum=0.1)",
                 )
-            raise asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here())
+            fix = f"{_KEEP}; {_SEE}" if func in _NUMBERS else _KEEP
+            raise asks_for_data(f"{_ASKS[func]} of {type_text(args[0])}", source_here(), fix)
         if func in _GIVE_VALUES and any(isinstance(x, FakeTensor) for x in args):
             values = [self.values.known(x) if isinstance(x, torch.Tensor) else x for x in args]
             if all(v is not None or x is None for v, x in zip(values, args, strict=True)):
                 with disable_current_modes():
                     return func(*values, **kwargs)
             if func in _TEXTS and (any(args[1:]) or not is_shown()):
-                raise asks_for_data(f"{_TEXTS[func]} of {type_text(args[0])}", source_here())
+                raise asks_for_data(f"{_TEXTS[func]} of {type_text(args[0])}", source_here(), _SEE)
         if func == _DATA.__get__:  # it would be a tensor of nowhere
             return self._made(args[0].detach())
         if func == _DATA.__set__:
@@ -359,12 +364,12 @@ def other_memory(x: torch.Tensor, source: Source | None) -> PlanningError:
     )
 
 
-def asks_for_data(what: str, source: Source | None) -> PlanningError:
+def asks_for_data(what: str, source: Source | None, fix: str = _KEEP) -> PlanningError:
     return planning_error(
         "The program depends on a tensor's value, which is not known when it is planned.",
         what,
         source=source,
-        fix="keep it a tensor (torch.where, a mask that multiplies), or pass it in as a number",
+        fix=fix,
     )
 
 
@@ -509,6 +514,7 @@ def assigned_names(warning: str) -> list[str]:
 # -- what the forward graph shows --------------------------------------------------------------
 
 _DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
+_INDICES = {"where", "nonzero", "nonzero_numpy", "argwhere", "masked_select"}
 _ITEMS = {"item", "_local_scalar_dense"}
 _PRODUCTS = {"linear", "matmul", "mm", "bmm", "addmm", "mv", "dot"}
 _TABLES = {"embedding", "embedding_bag"}
@@ -529,7 +535,10 @@ def check_forward(module: fx.GraphModule, differentiated: bool) -> None:
     for node in module.graph.nodes:
         if _op_name(node) in _ITEMS or _has_symbols(node.meta.get("val")):
             source = source_of_trace(node.meta.get("stack_trace") or "")
-            raise asks_for_data(f"{_op_name(node)}: a value or size that depends on data", source)
+            what, fix = f"{_op_name(node)}: a value or size that depends on data", _KEEP
+            if _op_name(node) in _INDICES:
+                fix = "torch.where(condition, x, 0) with three arguments, or x * condition: a mask"
+            raise asks_for_data(what, source, fix)
         if is_in_place(node):
             _check_written(node, module)
         if _op_name(node) in _PRODUCTS:
@@ -615,7 +624,9 @@ def _no_form(node: fx.Node) -> PlanningError:
     return planning_error(
         f"This random op has no counter-based form: {_op_name(node)}.",
         source=source_of_trace(node.meta.get("stack_trace") or ""),
-        fix="write it with dropout, rand, randn, randint, bernoulli or their _like forms, "
+        fix=DRAW
+        if _op_name(node) == "multinomial"
+        else "write it with dropout, rand, randn, randint, bernoulli or their _like forms, "
         "or pass the random tensor as an argument",
     )
 

@@ -31,7 +31,6 @@ from functools import cache
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
-import cloudpickle  # pyright: ignore[reportMissingTypeStubs]
 import numpy
 import torch
 from torch import Tensor
@@ -40,8 +39,7 @@ from torch.nn import Parameter
 from dtensor.daft.errors import DaftError
 from dtensor.daft.ray.bootstrap.dead_connections import listen_to
 from dtensor.daft.remote_exceptions import PICKLERS, reduced
-
-_cloudpickle: Any = cloudpickle  # which has no types
+from dtensor.daft.tasks.values import ByValuePickler
 
 Kind: TypeAlias = Literal[0, 1, 2, 3, 4]
 ONE_WAY: Kind = 0  # its result is not read
@@ -68,7 +66,7 @@ class HostFailed(Exception):
         return (HostFailed, (self.error, self.hosts))
 
 
-class CloudExceptionPickler(_cloudpickle.Pickler):
+class CloudExceptionPickler(ByValuePickler):
     """Pickles classes that the other side cannot import by value."""
 
     causes = True
@@ -121,7 +119,7 @@ def _functions(named: bytes) -> tuple[Function, ...]:
     return pickle.loads(named)
 
 
-class MessagePickler(_cloudpickle.Pickler):
+class MessagePickler(ByValuePickler):
     """Pickles tensors without a copy of their bytes."""
 
     def reducer_override(self, obj: Any) -> Any:

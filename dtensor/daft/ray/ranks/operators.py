@@ -54,6 +54,7 @@ import torch
 from dtensor.daft.errors import ProgramError
 from dtensor.daft.ir.program import Program
 from dtensor.daft.remote_exceptions import interrupts, reason_of
+from dtensor.daft.tasks.values import ByValuePickler, pickled
 from dtensor.gc_pause import collector_paused
 from dtensor.numerics import BUILT_IN, REDUCTIONS
 from dtensor.private_torch import (
@@ -176,7 +177,7 @@ def _reductions(known: Known) -> bytes | None:
         return None
     known.learn()
     with known.by_value():
-        return _cloudpickle.dumps(registered)
+        return pickled(registered)
 
 
 def is_registered(name: str) -> bool:
@@ -394,7 +395,7 @@ def _empty_arguments(op: OpOverload) -> tuple[list[Any], dict[str, Any]]:
     return args, kwargs
 
 
-class _Pickler(_cloudpickle.Pickler):
+class _Pickler(ByValuePickler):
     """Pickles by value; remembers the ops that it finds."""
 
     ops: list[str]
