@@ -3,7 +3,8 @@
     $ dtensor compare llama --mesh tp=8 --mesh dp=8 --mesh dp=4,tp=2 --zero none --zero dp=3
 
 The step is captured once. Each mesh goes with each --zero that names an axis of it, and with each
---schedule if it has stages. Exit status 1 where none fits into a device, 2 where none has a plan.
+--schedule if it has stages or --microbatches is given. Exit status 1 where none fits into a device,
+2 where none has a plan.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from dtensor.commands.options import (
     MODEL_EPILOG,
+    SEVERAL_STAGES,
     add_hardware,
     add_json,
     add_strategy,
@@ -46,9 +48,12 @@ def strategies(options: argparse.Namespace) -> list[tuple[Any, Any, Any]]:
     stated: list[tuple[Any, Any, Any]] = []
     for mesh in options.mesh:
         zeros = [z for z in options.zero or [{}] if all(mesh.shape.get(a, 1) > 1 for a in z)]
-        schedules = options.schedule if options.schedule and mesh.shape.get("pp", 1) > 1 else [None]
+        schedules = options.schedule or []
+        if mesh.shape.get("pp", 1) == 1:
+            one_stage = [each for each in schedules if each not in SEVERAL_STAGES]
+            schedules = one_stage if options.microbatches is not None else []
         for zero in zeros or [{}]:
-            for schedule in schedules:
+            for schedule in schedules or [None]:
                 if (mesh, zero, schedule) not in stated:
                     stated.append((mesh, zero, schedule))
     return stated
@@ -63,7 +68,6 @@ def run(options: argparse.Namespace) -> int:
     from dtensor.commands.workload import Workload
 
     check_stated(options, options.mesh, options.zero or [])
-    several = len(options.schedule or ()) > 1
     with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
@@ -73,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         rows: list[Any] = []
         table: Any = None
         for mesh, zero, schedule in progress.each("plans", strategies(options)):
-            name = strategy_name(mesh, zero, schedule if several else None)
+            name = strategy_name(mesh, zero, placed.schedule(mesh, schedule))
             table = compare_captured(
                 graph,
                 work.model,

@@ -50,7 +50,6 @@ def run(options: argparse.Namespace) -> int:
     check_stated(options, options.mesh, options.zero or [])
     plans: dict[str, Any] = {}
     refused: PlanningError | None = None
-    several = len(options.schedule or ()) > 1
     with ProgressLine() as progress:
         with progress.doing(f"makes {options.model}"):
             work = Workload.of(options, meta=True)
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         with progress.doing(f"captures a step of {work.name}"):
             _ = work.graph
         for mesh, zero, schedule in progress.each("plans", strategies(options)):
-            name = strategy_name(mesh, zero, schedule if several else None)
+            name = strategy_name(mesh, zero, placed.schedule(mesh, schedule))
             try:
                 plans[name] = placed.plan(placed.step(mesh, zero, schedule))
             except PlanningError as error:

@@ -26,6 +26,8 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     return {
         "name": plan.name,
         "mesh": plan.mesh.shape,
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
         "topology": plan.topology.title,
         **_cost(plan.totals),
         "memory_by_stage": [{**asdict(m), "total": m.total} for m in plan.memory],
@@ -43,6 +45,7 @@ def row_data(row: Compared) -> dict[str, Any]:
     if row.error is not None:
         return {**head, "error": str(row.error)}
     sent = [{"axis": a, "phase": p, "bytes": n} for (a, p), n in sorted(row.bytes.items())]
+    head |= {"microbatches": row.plan.num_microbatches, "schedule": row.plan.schedule}
     return {**head, **_cost(row.plan.totals), "sent": sent}
 
 

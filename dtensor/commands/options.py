@@ -129,10 +129,13 @@ def add_strategy(parser: CommandParser, *, several: bool = False) -> None:
         action="append" if several else "store",
         type=_schedule,
         metavar="NAME",
-        help=f"of the pipeline: {', '.join(SCHEDULES)} (default: 1f1b){again}",
+        help=f"of the microbatches: {', '.join(SCHEDULES)} (default: 1f1b){again}",
     )
     group.add_argument(
-        "--microbatches", type=whole_option, metavar="N", help="that the batch is cut in"
+        "--microbatches",
+        type=whole_option,
+        metavar="N",
+        help="that the batch is cut in, on any mesh",
     )
     group.add_argument(
         "--zero",

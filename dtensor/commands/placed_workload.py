@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 import dtensor as dt
 from dtensor.api.model.stating.patterns import nearest
 from dtensor.api.search import placements as placements_of
+from dtensor.api.search.comparison import schedule_text
 from dtensor.api.step.training import TrainStep
 from dtensor.commands.options import (
     SEVERAL_STAGES,
@@ -63,12 +64,11 @@ class PlacedWorkload:
     ) -> tuple[Mesh, Mapping[str, Any], dict[str, Any]]:
         """As `dt.compare` takes it."""
         options = self.options
-        stages = self._stages(mesh, schedule)
         given: dict[str, Any] = dict(
-            stages=stages,
+            stages=self._stages(mesh, schedule),
             zero={a: n for a, n in (zero or {}).items() if a in mesh.axes} or None,
             inputs=self._inputs(mesh),
-            schedule=self._schedule(mesh, schedule, stages is not None),
+            schedule=self.schedule(mesh, schedule),
             recompute=options.recompute,
             topology=self.topology(mesh),
             clip_grad_norm=options.clip_grad_norm,
@@ -114,11 +114,10 @@ class PlacedWorkload:
         if mesh.shape.get("tp", 1) > 1 and self._stated_placements is None:
             num = len(self.placements(mesh))
             words.append(f"placements over tp derived ({num} patterns)" if num else _NOTHING)
-        if mesh.shape.get("pp", 1) > 1:
-            schedule = self._schedule(mesh, self._one("schedule"), True)
-            if schedule is not None and self.options.microbatches is None:
-                kind = type(schedule).__name__
-                words.append(f"{kind} of {schedule.microbatches} microbatches")
+        schedule = self.schedule(mesh, self._one("schedule"))
+        if schedule is not None and self.options.microbatches is None:
+            kind = type(schedule).__name__
+            words.append(f"{kind} of {schedule.microbatches} microbatches")
         return "; ".join(words)
 
     # -- parts -------------------------------------------------------------------------------------
@@ -161,11 +160,11 @@ class PlacedWorkload:
             f"fix: --stages {2 * ranks}, or stages= in the result of module.py:function"
         )
 
-    def _schedule(self, mesh: Mesh, name: str | None, staged: bool) -> Schedule | None:
-        stated = self.options.microbatches
-        if not staged:
-            return None if stated is None else dt.GPipe(microbatches=stated)
-        ranks = mesh.shape["pp"]
+    def schedule(self, mesh: Mesh, name: str | None) -> Schedule | None:
+        """Return the schedule; None for one stage of which no option states microbatches."""
+        stated, ranks = self.options.microbatches, mesh.shape.get("pp", 1)
+        if ranks == 1 and name is None and stated is None:
+            return None
         rows = max(1, self.work.num_rows // mesh.shape.get("dp", 1))
         most = min(rows, _PER_RANK * ranks)
         microbatches = stated or max(n for n in range(1, most + 1) if rows % n == 0)
@@ -220,11 +219,11 @@ def _zero_text(zero: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={level}" for axis, level in zero.items()) or "none"
 
 
-def strategy_name(mesh: Mesh, zero: Mapping[str, int] | None, schedule: str | None) -> str:
-    """``dp2 tp4 zero3``."""
+def strategy_name(mesh: Mesh, zero: Mapping[str, int] | None, schedule: Schedule | None) -> str:
+    """``pp2 dp2 tp4 zero3 OneFOneB(8)``, as `dt.search` names strategies."""
     parts = [f"{axis}{size}" for axis, size in mesh.shape.items()]
     parts += [f"zero{level}" for level in (zero or {}).values()]
-    return " ".join([*parts, *([schedule] if schedule else [])])
+    return " ".join([*parts, *([schedule_text(schedule)] if schedule else [])])
 
 
 def _optimizer(work: Workload, options: argparse.Namespace) -> Any:

@@ -375,7 +375,9 @@ function meshChips(plan, pick) {
   return h("div", { class: "chips" }, plan.mesh.map(([axis, size]) => h("button", {
     class: "chip", style: `--c:${axisColor(plan, axis)}`, title: `what ${axis} splits, and why`,
     onclick: () => pick && pick(axis) }, `${axis}`, h("b", {}, `${size}`))),
-    h("span", { class: "quiet" }, plural(numRanks(plan), "rank")));
+    h("span", { class: "quiet" }, plural(numRanks(plan), "rank")),
+    plan.microbatches > 1 && h("span", { class: "quiet", title: plan.schedule },
+      `${plan.microbatches} microbatches`));
 }
 function header(plan, view) {
   const top = byId("top");

@@ -346,6 +346,59 @@ def test_placements_that_split_nothing() -> None:
         assert not warning(dt.train_step(model, loss_fn, adam(model)))
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(1, 4, 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(4, 8))
+
+
+DP2 = dt.Mesh(dp=2)
+OUT_ALONE = {"out.weight": dict(tp=dt.Row())}
+ALL = r"the 2 ranks of {0} repeat the same work: 100% of the FLOP of each, most of it in mm at .*\n"
+SPLITS = r"fix: inputs=dict\({0}=dt.Row\(\)\) splits the batch, .*; inputs=dict\({0}=dt.Repl"
+
+
+@pytest.mark.parametrize(
+    ("net", "mesh", "placements", "inputs", "said"),
+    [
+        (Net, DP2, {}, None, (ALL + SPLITS).format("dp")),
+        (Net, TP2, {}, None, (ALL + SPLITS).format("tp")),
+        (
+            Attention,
+            TP2,
+            OUT_ALONE,
+            None,
+            r"of tp .*: \d\d% of (?s:.*)\.explain",
+        ),
+        (Net, DP2, {}, dict(dp=dt.Row()), ""),  # the fixes
+        (Net, DP2, {}, dict(dp=dt.Replicate()), ""),
+        (Net, TP2, {"*": dict(tp=dt.Replicate())}, None, ""),
+        (Attention, TP2, OUT_ALONE, dict(tp=dt.Replicate()), ""),
+        (Net, TP2, PAIR, None, ""),
+        (Net, dt.Mesh(dp=1), {}, None, ""),
+    ],
+)
+def test_work_that_all_ranks_repeat(
+    net: Callable[[], nn.Module], mesh: dt.Mesh, placements: Any, inputs: Any, said: str
+) -> None:
+    model = dt.parallelize(net(), mesh, placements)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        step = dt.train_step(model, loss_fn, adam(model), inputs=inputs)
+        assert str(step.plan(X, Y)) and not warned
+        for _ in range(2):
+            step(X, Y).wait()
+    assert [bool(re.search(said, str(warning.message))) for warning in warned] == [True] * bool(
+        said
+    )
+    assert not warned or warned[0].filename == __file__
+
+
 def test_swapped_row_and_column() -> None:
     swapped = {"up.weight": dict(tp=dt.Column()), "down.weight": dict(tp=dt.Row())}
     planned = train(placements=swapped).plan(X, Y)

@@ -94,6 +94,18 @@ def test_one_that_does_not_fit(command: Command):
     assert "It does not fit: the fullest rank needs" in ran.err
 
 
+def test_a_schedule_without_stages_is_planned(command: Command):
+    line = (
+        "compare mlp.py:make --mesh tp=2 --microbatches 2 --schedule gpipe --schedule 1f1b --json"
+    )
+    gpipe, one_f_one_b = json.loads(command(line).out)["strategies"]
+    assert [gpipe["name"], one_f_one_b["name"]] == ["tp2 GPipe(2)", "tp2 OneFOneB(2)"]
+    assert [gpipe["schedule"], one_f_one_b["schedule"]] == ["F0 F1 B0 B1", "F0 B0 F1 B1"]
+    assert gpipe["memory"]["activations"] > one_f_one_b["memory"]["activations"]
+    plan = json.loads(command("plan mlp.py:make --mesh tp=2 --microbatches 2 --json").out)
+    assert plan["schedule"] == one_f_one_b["schedule"]  # the default
+
+
 def test_simulate_draws_and_writes(command: Command):
     line = "simulate mlp.py:make --set width=8192 --mesh pp=2 --microbatches 2 --schedule gpipe"
     ran = command(f"{line} --trace out.json")

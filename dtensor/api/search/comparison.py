@@ -43,6 +43,7 @@ from dtensor.frontend.graph import Graph
 from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import pytree
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import check_optimizer
+from dtensor.runtime.schedule import Schedule
 from dtensor.sharding.plan.cost.memory import Memory
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text, size_text
@@ -60,11 +61,13 @@ MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One strategy and its plan, or the PlanningError for which it has none."""
+    """One strategy and its plan, or the PlanningError for which it has none. ``schedule``: as
+    stated; None for a step that is not cut into microbatches."""
 
     name: str
     mesh: Mesh
     found: Plan | PlanningError
+    schedule: Schedule | None = None
 
     @property
     def error(self) -> PlanningError | None:
@@ -354,7 +357,8 @@ def _row(program: CapturedStep, stated: _Stated, topology: Topology) -> Compared
         found: Plan | PlanningError = step.plan_of(program.graph, *program.args, **program.kwargs)
     except PlanningError as error:
         found = error
-    return Compared(name=stated.name, mesh=stated.mesh, found=found)
+    schedule = stated.train_step.get("schedule")
+    return Compared(name=stated.name, mesh=stated.mesh, found=found, schedule=schedule)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -413,13 +417,21 @@ def _decides(rows: Sequence[Compared], planned: Sequence[Compared]) -> list[list
     """One line for each strategy; for one without a plan, the reason."""
     block = _block("strategy", _DECIDING, planned, [r for r in planned if r.fits] or planned)
     texts = {row.name: cells for row, cells in zip(planned, block[1:], strict=True)}
-    lines = [[block[0][0], "mesh", *block[0][1:]]]
+    schedules = {row.name: schedule_text(row.schedule) for row in planned}
+    said = any(text not in name for name, text in schedules.items())  # names may have it already
+    lines = [[block[0][0], "mesh", *["schedule"][:said], *block[0][1:]]]
     for row in rows:
         if row.error is None:
-            lines.append([row.name, str(row.mesh), *texts[row.name][1:]])
+            shown = [schedules[row.name]][:said]
+            lines.append([row.name, str(row.mesh), *shown, *texts[row.name][1:]])
         else:
             lines.append([row.name, f"no plan: {str(row.error).splitlines()[0]}"])
     return lines
+
+
+def schedule_text(schedule: Schedule | None) -> str:
+    """``OneFOneB(8)``: the class and its microbatches; "" for None."""
+    return "" if schedule is None else f"{type(schedule).__name__}({schedule.microbatches})"
 
 
 def _sent(planned: Sequence[Compared]) -> list[list[str]]:
@@ -459,7 +471,7 @@ def _aligned(rows: Sequence[Sequence[str]], first: int) -> list[str]:
     """Numbers to the right; the last cell of a short row extends to the end."""
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [first, *(max(len(row[i]) for row in full) for i in range(1, len(rows[0])))]
-    left = 2 if rows[0][1] in ("mesh", "axis") else 1
+    left = 1 + sum(title in ("mesh", "schedule", "axis") for title in rows[0])
     return [
         "  ".join(
             cell.ljust(width) if i < left else cell.rjust(width)

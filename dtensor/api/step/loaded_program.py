@@ -14,6 +14,7 @@ Not here: the plan (plan_call.py), a model's values on a cluster (session.py).
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,12 +33,14 @@ from dtensor.daft import Buffer, Future, Program, Stored
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
+from dtensor.frontend.source import caller_level
 from dtensor.kernels.registry import current
 from dtensor.runtime.lower.program import fed_spec, holders, lower, on_mesh
 from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.schedule import Grid
 from dtensor.sharding.plan.plan import Plan
+from dtensor.sharding.plan.text.notices import repeated_work
 from dtensor.sharding.spec.placements import REPLICATE
 from dtensor.sharding.spec.shards import shard_of
 from dtensor.sharding.spec.spec import TensorSpec, alike
@@ -328,6 +331,8 @@ def load(
         plan = planned.plan
         constants = {i.label: i.constant for i in plan.flow.inputs if i.constant is not None}
         training = roles.optimizer is not None
+        if training and (text := repeated_work(plan)):
+            warnings.warn(f"{plan.name}: {text}", stacklevel=caller_level())
         loaded = LoadedProgram(session, planned, lowered, state, training=training)
         loaded.put_constants(constants)
         if planned.models:

@@ -3,6 +3,7 @@
     ends    a.weight as Shard(0) on tp, which does not line up: ... 144 B sent a step; fix: ...
     warning tp splits 2% of the parameters (up.bias), ...
     hint    3 all_reduces over tp, and 1 with "up.weight" and "down.weight" turned round: ...
+    repeats the 2 ranks of tp repeat the same work: 36% of the FLOP of each, ...
 
 Invariants: no "ends" for a plan whose pins all line up; no other line for a training step whose
 axes each split an input, the stages, what zero stores or a tenth of the parameters, and whose pairs
@@ -15,15 +16,18 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import prod
 
-from dtensor.sharding.plan.cost.seconds import collectives_of
+from dtensor.sharding.plan.cost.seconds import collectives_of, step_times
 from dtensor.sharding.plan.record import Misaligned, PlanRecord, SwappedPair
 from dtensor.sharding.plan.steps import Compute, Step, updates_of
-from dtensor.sharding.plan.text.words import collapse, size_text, wrapped
-from dtensor.sharding.spec.placements import Shard
+from dtensor.sharding.plan.text.words import collapse, op_text, size_text, wrapped
+from dtensor.sharding.spec.placements import REPLICATE, Shard
 
 WIDTH = 100
 _LEAST = 0.1
 """Of the parameters, by their elements: an axis that splits less is warned of."""
+_MOST_REPEATED = 0.05
+"""Of the FLOP of a rank: what all ranks of an axis may compute alike without a warning; of an axis
+that splits the batch or weights, attention alone counts."""
 
 
 def notices_of(plan: PlanRecord) -> list[str]:
@@ -34,6 +38,8 @@ def notices_of(plan: PlanRecord) -> list[str]:
     for axis in plan.mesh.axes:
         if text := _splits_little(plan, axis):
             lines += wrapped(text, "warning  ", WIDTH)
+        elif text := _repeats(plan, axis):
+            lines += wrapped(text, "repeats  ", WIDTH)
     for pair in plan.swapped:
         lines += wrapped(_swapped(pair), "hint  ", WIDTH)
     return lines
@@ -94,12 +100,7 @@ def _splits_little(plan: PlanRecord, axis: str) -> str:
     used = (plan.stage_axis, None if plan.zero is None else plan.zero[0])
     if plan.mesh.axis_size(axis) == 1 or axis in used:
         return ""
-    split = [i for i in plan.inputs if isinstance(i.base.sharding.get(axis), Shard)]
-    if any(item.kind == "argument" for item in split):
-        return ""
-    elements = {i.label: prod(i.base.shape) for i in plan.inputs if i.kind == "parameter"}
-    labels = [item.label for item in split if item.label in elements]
-    share = sum(elements[label] for label in labels) / max(sum(elements.values()), 1)
+    labels, share = _split_by(plan, axis)
     if share >= _LEAST:
         return ""
     stated = [by for on, _, by in plan.pinned if on == axis]
@@ -117,6 +118,62 @@ def _splits_little(plan: PlanRecord, axis: str) -> str:
         f'{{"*.weight": dict({axis}=dt.Row())}} of the large weights, '
         f"inputs=dict({axis}=dt.Row()) for the batch, or zero={{{axis!r}: 1}}"
     )
+
+
+def _split_by(plan: PlanRecord, axis: str) -> tuple[list[str], float]:
+    """The parameters that the axis splits, and which part of the parameters they are; 1 where it
+    splits an argument."""
+    split = [i for i in plan.inputs if isinstance(i.base.sharding.get(axis), Shard)]
+    elements = {i.label: prod(i.base.shape) for i in plan.inputs if i.kind == "parameter"}
+    labels = [item.label for item in split if item.label in elements]
+    share = sum(elements[label] for label in labels) / max(sum(elements.values()), 1)
+    return labels, 1.0 if any(item.kind == "argument" for item in split) else share
+
+
+def repeated_work(plan: PlanRecord) -> str:
+    """The warning of a training step, a line for each axis whose ranks compute the same; "" for a
+    step that splits its work over every axis, or states `Replicate()` on the others."""
+    return "\n".join(filter(None, (_repeats(plan, axis) for axis in plan.mesh.axes)))
+
+
+def _repeats(plan: PlanRecord, axis: str) -> str:
+    size = plan.mesh.axis_size(axis)
+    if size == 1 or axis == plan.stage_axis or _states_replicas(plan, axis):
+        return ""
+    computed = [(s, s.flops * step_times(plan, s)) for s in plan.steps if isinstance(s, Compute)]
+    repeated = [(step, flops) for step, flops in computed if not _is_placed(step, axis)]
+    little = _split_by(plan, axis)[1] < _LEAST
+    if not little:  # other weights are whole as stated, such as a head's
+        repeated = [(s, flops) for s, flops in repeated if s.rule.kind == "attention"]
+    total, same = (sum(flops for _, flops in each) for each in (computed, repeated))
+    if same <= _MOST_REPEATED * total:
+        return ""
+    longest = max(repeated, key=lambda each: each[1])[0]
+    most = op_text(longest.op.call) + f" at {longest.source}" * bool(longest.source)
+    if not little:
+        fix = f"step.plan(...).explain({longest.gives[0]!r}) says why it is not split"
+    else:
+        fix = (
+            f"inputs=dict({axis}=dt.Row()) splits the batch, and "
+            f'{{"*.weight": dict({axis}=dt.Row())}} splits weights'
+        )
+    return (
+        f"the {size} ranks of {axis} repeat the same work: {same / total:.0%} of the FLOP of each, "
+        f"most of it in {most}.\n"
+        f"fix: {fix}; inputs=dict({axis}=dt.Replicate()) states that it is meant"
+    )
+
+
+def _states_replicas(plan: PlanRecord, axis: str) -> bool:
+    """Whether a parameter or an argument is stated as `Replicate()` on the axis."""
+    stated = {value for on, value, _ in plan.pinned if on == axis}
+    return any(i.name in stated and i.base.sharding.get(axis) == REPLICATE for i in plan.inputs)
+
+
+def _is_placed(step: Compute, axis: str) -> bool:
+    """Whether a value of the step is split or pending over the axis."""
+    specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
+    return any(spec.sharding.get(axis, REPLICATE) != REPLICATE for spec in specs)
 
 
 def _swapped(pair: SwappedPair) -> str:
