@@ -61,7 +61,7 @@ def main() -> None:
         planned = step.plans.latest
         assert planned is not None and planned.graph.reads is not None
         reads, call = planned.graph.reads, step._call((ids, ids), {})
-        entries = sum(len(holders) for holders, _, _ in reads.found.columns.values())
+        entries = sum(len(holders) for holders, _, _ in reads.reached.columns.values())
         key, look = microseconds(call.key), microseconds(reads.same)
         by_value = microseconds(reads.difference, 1, 20)
         print(f"{name:19} {key:7.1f}   {look:8.1f}   {entries:7}   {by_value:21.0f}")

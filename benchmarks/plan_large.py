@@ -30,7 +30,7 @@ from torch import nn
 import dtensor as dt
 
 PHASES: dict[str, tuple[str, str]] = {
-    "export of the forward": ("dtensor.frontend.capture.capture", "_export"),
+    "export of the forward": ("dtensor.frontend.capture.capture", "export_call"),
     "differentiation": ("dtensor.frontend.capture.capture", "_differentiate"),
     "rewrites and names": ("dtensor.frontend.capture.to_graph", "to_graph"),
     "dataflow": ("dtensor.api.step.plan_call", "dataflow"),

@@ -124,9 +124,11 @@ class Counter:
         self.sent = self.received = 0
         write, read = RunChannel._write, _Stream._read
 
-        def written(channel: RunChannel, line: object, pieces: Sequence[object]) -> None:
+        def written(
+            channel: RunChannel, line: object, pieces: Sequence[object], lent: bool
+        ) -> None:
             self.sent += sum(memoryview(piece).nbytes for piece in pieces)  # type: ignore[arg-type]
-            write(channel, line, pieces)  # type: ignore[arg-type]
+            write(channel, line, pieces, lent)  # type: ignore[arg-type]
 
         def was_read(reader: _Stream, into: memoryview) -> Generator[None, None, int]:
             count = yield from read(reader, into)

@@ -14,6 +14,7 @@ Ray (daft/ray/bootstrap/private_ray.py).
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -149,6 +150,22 @@ def without_compiler() -> Generator[None]:
         del sys.modules[_COMPILER], torch._dynamo
         for function in told:  # so that it is told when it is there
             vars(function).pop("__dynamo_disable", None)
+
+
+@contextmanager
+def without_trace() -> Generator[None]:
+    """Within, torch's structured trace logs nothing unless TORCH_TRACE asks for it.
+
+    Torch takes any handler of that logger for somebody who reads the trace, and pytest attaches its
+    own: each failing test would show the empty lines of it.
+    """
+    log = logging.getLogger("torch.__trace")
+    asked = any(getattr(handler, "root_dir", None) for handler in log.handlers)
+    before, log.disabled = log.disabled, log.disabled or not asked
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def decomposition_table() -> Any:

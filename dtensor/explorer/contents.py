@@ -61,6 +61,11 @@ def contents(plan: Plan) -> dict[str, Any]:
     return _Contents(plan).data()
 
 
+def title_of(plan: Plan) -> str:
+    """``GPT (loss_fn)``: the class of the model, and the function that is planned."""
+    return plan.name if plan.model in ("", plan.name) else f"{plan.model} ({plan.name})"
+
+
 class _Numbered:
     """Items by number: each once, in the order of first use."""
 
@@ -109,7 +114,7 @@ class _Contents:
                 shown.append({"stage": stage, "name": name, "times": times})
         inputs = list(self._inputs())
         return {
-            "name": plan.name,
+            "title": title_of(plan),
             "mesh": list(plan.mesh.shape.items()),
             "stage_axis": plan.stage_axis,
             "num_stages": plan.num_stages,

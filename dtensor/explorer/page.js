@@ -388,7 +388,7 @@ function header(plan, view) {
       onclick: () => open(i) }, name))));
   if (plan) top.append(h("div", { class: "headline" },
     h("div", { class: "title" }, h("h1", {}, h("span", {}, "plan"), PLANS.length > 1 ? plan.label
-      : plan.name), meshChips(plan, (axis) => showAxis(plan, axis))),
+      : plan.title), meshChips(plan, (axis) => showAxis(plan, axis))),
     h("div", { class: "figures" }, figures(plan))));
 }
 
@@ -417,8 +417,7 @@ function open(view) {
     divider("right", "x", "--right", -1),
     pane("side", "details", h("div", { id: "details", class: "scroll", tabindex: 0 })),
     divider("under", "y", "--under", -1),
-    pane("bottom", "times", h("div", { class: "tabs", role: "tablist" }, ["timeline", "memory",
-      "collectives"].map((name) => h("button", { role: "tab", id: `tab-${name}`,
+    pane("bottom", "times", h("div", { class: "tabs", role: "tablist" }, TABS.map((name) => h("button", { role: "tab", id: `tab-${name}`,
         onclick: () => showTab(name), onkeydown: tabKeys }, name[0].toUpperCase() + name.slice(1)))),
     h("div", { id: "tab", role: "tabpanel" })));
   drawTree(plan);
@@ -561,7 +560,7 @@ function drawSteps() {
   const inputs = plan.inputs.filter((item) => inside.has(item.m)
     && matches(item.l, item.k, plan.specs[item.t].t));
   const few = inputs.length <= 12 || state.inputs || words;
-  if (inputs.length) items.push(() => sectionRow("inputs", "", few ? bytes(sum(inputs.map((i) => i.b)))
+  if (inputs.length) items.push(() => sectionRow("inputs", bytes(sum(inputs.map((i) => i.b))), few ? ""
     : h("button", { onclick: () => { state.inputs = true; state.row = null; drawSteps(); } },
       `show all ${inputs.length}`)));
   if (few) items.push(...inputs.map((item) => () => inputRow(plan, item)));
@@ -632,19 +631,16 @@ function inputRow(plan, item) {
     "aria-selected": "false" }, h("span", { class: "mark" }),
     h("span", { class: "name" }, item.l.split(".").slice(-2).join("."),
       item.x > 1 && h("em", {}, `×${item.x}`)),
-    h("span", { class: "call" }, item.k), typed(plan, plan.specs[item.t].t),
-    h("span", { class: "took" }, bytes(item.b)), h("span", { class: "line" }));
+    h("span", { class: "call" }, `${item.k}, ${bytes(item.b)}`), typed(plan, plan.specs[item.t].t),
+    h("span", { class: "took" }), h("span", { class: "line" }));
   const pick = () => { markOnly(row); showInput(plan, item); };
   row.addEventListener("click", pick);
   row.addEventListener("pick", pick);
   return row;
 }
 function costOf(row) {
-  const times = row.times * row.layers, by = times > 1 ? ` ×${times}` : "";
-  if (row.k === "comm") return `${bytes(row.b)}${by}`;
-  if (row.f) return `${flop(row.f)}${by}`;
-  if (row.st) return `${bytes(row.st)} state`;
-  return row.z > 1e-10 ? `${seconds(row.z)}${by}` : "";
+  const times = row.times * row.layers, took = (row.z || 0) + (row.y || 0);
+  return took > 1e-10 ? `${seconds(took)}${times > 1 ? ` ×${times}` : ""}` : "";
 }
 function stepRow(plan, row) {
   const comm = row.k === "comm";
@@ -849,7 +845,7 @@ function shards(plan, tensors, stages) {
 
 // -- below: times, memory, collectives ------------------------------------------------------------
 
-const TABS = ["timeline", "memory", "collectives"];
+const TABS = ["timeline", "memory", "collectives", "legend"];
 function tabKeys(event) {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   if (!by) return;
@@ -868,6 +864,7 @@ function showTab(name) {
   byId("tab").setAttribute("aria-labelledby", `tab-${name}`);
   state.redraw = state.marked = null;
   if (name === "collectives") collectives(state.plan);
+  else if (name === "legend") legend(state.plan);
   else drawn(state.plan, name === "timeline" ? timeRows(state.plan) : memoryRows(state.plan));
 }
 
@@ -921,7 +918,10 @@ function timeRows(plan) {
       ["wait", "waits"]].map(([kind, words], i) => [SPAN_COLORS[i], words, i])
       .filter(([, , i]) => time.ranks.some((own) => own.lanes.some((lane) => lane.some((s) => s[2] === i)))),
     ...plan.mesh.filter(([axis]) => plan.comm.some((row) => row.a[0] === axis))
-      .map(([axis]) => [axisColor(plan, axis).slice(4, -1), `messages over ${axis}`])],
+      .map(([axis]) => [axisColor(plan, axis).slice(4, -1), `messages over ${axis}`]),
+    ...(plan.comm.length ? [["--ink", "messages of the chosen step"]] : []),
+    ...(time.ranks.some((own) => own.lanes.some((lane) => lane.some((s) => s[2] === 6 && s[5] < 0)))
+      ? [["--message", "other messages"]] : [])],
     note: (own) => `${percent(own.computes / (time.seconds || 1))} computing`,
     head: () => `${seconds(time.seconds)} a step by simulation, ${percent(time.idle)} not computing`
       + (time.alike > 1 ? `; each rank is like ${time.alike - 1} more` : "")
@@ -1160,6 +1160,38 @@ function collectives(plan) {
   state.marked = () => { for (const line of byId("tab").querySelectorAll("tbody tr"))
     line.classList.toggle("on", Number(line.dataset.step) === state.row); };
   state.marked();
+}
+
+// What each colour and mark of the page means.
+function legend(plan) {
+  const key = (color, words) => h("span", { class: "key" }, h("i", { style: `background:${color}` }), words);
+  const spans = (rows) => rows.legend().map(([color, words]) => key(`var(${color})`, words));
+  const defs = h("defs"), axis = plan.mesh.length ? plan.mesh[plan.mesh.length - 1][0] : "";
+  const mark = (words, style, kind) => h("span", { class: "key" }, h("svg", { width: 22, height: 14 },
+    h("g", { class: kind || "" }, h("rect", { x: 1, y: 1, width: 20, height: 12, class: "whole" }),
+      style && h("rect", { x: 1, y: 1, width: 10, height: 12, style }))), words);
+  const color = axisColor(plan, axis), several = plan.num_stages > 1;
+  const groups = {
+    axes: [...plan.mesh.map(([name]) => key(axisColor(plan, name), `${name}: the dims that it splits, `
+      + "the messages over it")), ...(plan.microbatches > 1 ? [key("var(--ink-3)", "mb: microbatches")] : [])],
+    bars: [key("var(--compute)", "computes"), key("var(--message)", "communicates, over any axis"),
+      key("var(--idle)", "waits, or the rest of the whole"),
+      "the line below a step's time: the square root of its part of the longest step's"],
+    "memory of the fullest rank": MEMORY.filter(([name]) => plan.head.memory[name])
+      .map(([name, words]) => key(`var(--m-${name})`, words)),
+    timeline: spans(timeRows(plan)),
+    "memory over time": spans(memoryRows(plan)),
+    "a rank's box": [mark("the whole tensor"), mark("what the rank holds, split over an axis",
+      `fill:${color};fill-opacity:.82`), mark("held, split over no axis", "fill:var(--whole);fill-opacity:.5"),
+    mark("a pending sum over an axis", `fill:${hatch(defs, color)}`),
+    several && mark("not held: of another stage", "", "absent")],
+    marks: [key("var(--accent)", "chosen"), key("var(--over)", "more memory than the device has"),
+      "dots: ranks before a message, above, and after it, below; lines: who sends to whom",
+      "grey step: moves no bytes", "×: how many are alike", several && "boxed number: stages"],
+  };
+  byId("tab").replaceChildren(h("div", { class: "scroll" }, h("svg", { width: 0, height: 0 }, defs),
+    Object.entries(groups).map(([name, keys]) => h("div", { class: "legend" }, h("b", {}, name),
+      keys.map((one) => typeof one === "string" ? h("span", { class: "key" }, one) : one)))));
 }
 
 // -- plans side by side ---------------------------------------------------------------------------

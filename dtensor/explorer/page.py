@@ -21,7 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from dtensor.errors import PlanningError, check_kind, shown
-from dtensor.explorer.contents import contents
+from dtensor.explorer.contents import contents, title_of
 from dtensor.sharding.plan.plan import Plan
 
 _SUFFIXES = (".html", ".htm")
@@ -74,7 +74,7 @@ def page(plans: Mapping[str, Plan]) -> str:
             raise PlanningError(f"{name!r} is {shown(plan)}, not a plan.\nfix: {fix}")
     data = {"plans": [{"label": name, **contents(plan)} for name, plan in plans.items()]}
     first = next(iter(plans.values()))
-    title = " and ".join(plans) if len(plans) > 1 else f"plan {first.name} on {first.mesh}"
+    title = " and ".join(plans) if len(plans) > 1 else f"plan of {title_of(first)} on {first.mesh}"
     parts = {
         "title": html.escape(title),
         "style": _file("page.css"),

@@ -236,6 +236,9 @@ def test_the_program_says_what_runs():
         assert "unknown" not in str(known) and known.report.peak_bytes == (32, 64)
         assert daft.compile(lambda x: a.declared(b.declared(x)))(X).get().equal(4 * X)
         # Each actor for itself: b holds its result and what it is given, a runs an opaque method.
+        named = daft.spawn(Model, name="n" * 40)
+        wide = daft.compile(lambda x: a.execute(named.execute(x))).program(X)
+        assert "n.execute(self, x0) writes self" in str(wide)
         mixed = str(daft.compile(lambda x: a.execute(b.declared(x))).program(X))
         assert mixed.splitlines()[-4:-1] == [
             "memory of values, at most",

@@ -129,6 +129,26 @@ def test_times_memory_and_collectives_of_a_pipeline(driver: Chrome, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_the_model_is_the_title_and_every_colour_is_in_the_legend(driver: Chrome, tmp_path: Path):
+    driver.get(gpt_plan().save(tmp_path / "plan.html").as_uri())
+    assert driver.title == "plan of GPT (token_loss) on mesh(pp=2, dp=2, tp=2)"
+    assert one(driver, "h1").text.endswith("GPT (token_loss)")
+    costs = [text.split(" \u00d7")[0] for text in texts(driver, ".step .took, .node .took") if text]
+    assert costs and all(text.endswith("s") and "FLOP" not in text for text in costs)
+    colours = "return [...new Set([...document.querySelectorAll(arguments[0])].filter("
+    colours += "e => e.offsetWidth).map(e => getComputedStyle(e).backgroundColor))].filter(c => !c.endsWith(', 0)'))"
+    shown = driver.execute_script(colours, ".bar, .bar i, .cost, .cost i, .took i")
+    shown += driver.execute_script(colours, ".legend .key i")  # the timeline's
+    one(driver, "#tab-memory").click()
+    shown += driver.execute_script(colours, ".legend .key i")
+    one(driver, "#tab-legend").click()
+    assert len(shown) > 10
+    assert {*shown} <= {*driver.execute_script(colours, ".legend .key i")}
+    groups = texts(driver, "#tab .legend > b")
+    assert groups[0] == "axes" and "a rank's box" in groups and "marks" in groups
+
+
+@pytest.mark.slow
 def test_plans_side_by_side(driver: Chrome, tmp_path: Path):
     plans = {"one way": mlp_plan(), "the other": mlp_plan(turned=True)}
     driver.get(save_pages(tmp_path / "plans.html", plans).as_uri())

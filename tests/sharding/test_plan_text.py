@@ -107,6 +107,35 @@ def test_repeated_layers_as_one_name(names: list[str], text: list[str]) -> None:
         assert sum(matches(glob, name) for glob in text) == 1
 
 
+def test_collectives_and_memory_are_tuples_that_print_as_tables() -> None:
+    plan, staged = mlp(), gpt().memory
+    assert isinstance(plan.collectives, tuple) and plan.memory == plan.totals.stage_memory
+    text = f"{plan.collectives}\n\n{plan.memory}\n\n{staged}\n\n{type(plan.collectives)()}"
+    assert_expected_inline(
+        text,
+        """\
+phase    key            name        dtype    source        stage  times  bytes_sent
+forward  all_reduce@tp  mm_reduced  float32  models.py:28      0      1       512 B
+
+memory per rank
+  parameters      4.0 KiB
+  gradients       4.0 KiB
+  optimizer       8.0 KiB
+  activations     4.0 KiB
+  not_at_once    -2.5 KiB
+  total          17.5 KiB
+
+memory per rank   stage 0   stage 1
+  parameters      9.6 KiB   8.7 KiB
+  gradients       9.6 KiB   8.7 KiB
+  optimizer      19.2 KiB  17.4 KiB
+  activations    16.1 KiB  11.5 KiB
+  total          54.5 KiB  46.4 KiB
+
+no collectives""",
+    )
+
+
 # -- explain ---------------------------------------------------------------------------------------
 
 

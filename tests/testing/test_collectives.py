@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Any
 
@@ -151,6 +152,17 @@ def test_failure_shows_what_was_found_and_the_plan() -> None:
         "",
     ]
     assert "plan MLP" in lines[8]
+
+
+def test_planning_logs_nothing_that_pytest_would_show_with_a_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = logging.getLogger("torch.__trace")
+    log.debug("")
+    seen = len(caplog.records)  # 1 from pytest 9.2 on, which listens to this logger too
+    assert_collectives(MLP(), TP, MEGATRON, spec("f32[2,16]", TP))
+    assert len(caplog.records) == seen
+    assert not log.disabled
 
 
 def test_a_phase_that_is_not_stated_is_not_checked() -> None:

@@ -522,6 +522,7 @@ def _request(
     timetable = options.timetable.first(num_microbatches) if fewer else options.timetable
     request = Request(
         name=name,
+        model=", ".join(type(part.module).__name__ for part in models.parts.values()),
         flow=flow,
         mesh=mesh,
         pins=stated,

@@ -113,10 +113,18 @@ def parse_instructions(text: str) -> tuple[Instruction, ...]:
     return tuple(_Parser(line).instruction() for line in text.split("\n") if line.strip())
 
 
-def columns(titles: Sequence[str], lists: Sequence[Sequence[str]], width: int = 100) -> str:
-    """Lists side by side, as many to a row of columns as fit; long entries are cut with `...`."""
+def columns(
+    titles: Sequence[str],
+    lists: Sequence[Sequence[str]],
+    width: int = 100,
+    *,
+    uncut: bool = False,
+) -> str:
+    """Lists side by side, as many to a row of columns as fit; long entries are cut with `...`,
+    unless ``uncut``."""
     wanted = [max(map(len, (title, *items))) for title, items in zip(titles, lists, strict=True)]
-    sizes = [min(size, max(28, width // max(1, len(lists)) - 7)) for size in wanted]
+    most = max(28, width // max(1, len(lists)) - 7)
+    sizes = wanted if uncut else [min(size, most) for size in wanted]
     blocks: list[str] = []
     start = 0
     while start < len(lists):

@@ -72,7 +72,7 @@ class LoweredTasks:
         ]
         titles = [f"{rank}: {name}" for rank, name in enumerate(self.names)]
         lines = [f"program {self.program.name}    {len(self.actors)} actors"]
-        lines += [columns(titles, lists), "", "memory of values, at most"]
+        lines += [columns(titles, lists, uncut=True), "", "memory of values, at most"]
         for name, own, peak, unknown in zip(
             self.names, self.program.ranks, self.report.peak_bytes, self.undeclared, strict=True
         ):

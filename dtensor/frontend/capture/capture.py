@@ -72,7 +72,7 @@ from dtensor.frontend.source import (
     source_of_exception,
 )
 from dtensor.gc_pause import collector_paused
-from dtensor.private_torch import FakeTensorMode
+from dtensor.private_torch import FakeTensorMode, without_trace
 from dtensor.signals import act, as_set
 
 if TYPE_CHECKING:
@@ -241,6 +241,7 @@ def in_capture() -> Iterator[list[AppliedFunctions]]:
         capturing(),
         torch.enable_grad(),
         patched(below=CallAsModule.forward) as functions,
+        without_trace(),
         as_set(),  # of signals
     ):
         yield functions

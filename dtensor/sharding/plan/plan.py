@@ -1,7 +1,7 @@
 """A Plan: every placement and every collective decided; its cost, memory and text.
 
-    plan.collectives      each reduction, gather, exchange and transfer, as data
-    plan.memory           bytes per rank of each stage, by kind
+    plan.collectives      each reduction, gather, exchange and transfer, as data; prints a table
+    plan.memory           bytes per rank of each stage, by kind; prints a table
     plan.cost             predicted seconds of a step
     plan.regions          recomputed regions; plan.plain is the plan without recomputation
     plan.explain("h")     why a value has its placement, why each collective on it is there
@@ -33,6 +33,7 @@ from dtensor.sharding.plan.text.folded import render_folded
 from dtensor.sharding.plan.text.render import render
 from dtensor.sharding.plan.text.rounding import rounding_text
 from dtensor.sharding.plan.text.summary import summary_html, summary_text
+from dtensor.sharding.plan.text.words import size_text, table
 from dtensor.sharding.plan.verify import verify
 from dtensor.showing import html_folded
 
@@ -40,6 +41,37 @@ PAGES = Provider[Callable[["Plan", str | os.PathLike[str]], Path]](
     "dtensor.api.launch.plan_page:save_plan"
 )
 """A function of a plan and the path to write; it returns the written path."""
+
+
+class Collectives(tuple[PlannedCollective, ...]):
+    """The collectives of a plan, in program order; a tuple that prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        if not self:
+            return "no collectives"
+        rows = [["phase", "key", "name", "dtype", "source", "stage", "times", "bytes_sent"]]
+        for c in self:
+            row = [c.phase, c.key, c.name, c.dtype, c.source]
+            rows.append([*row, str(c.stage), str(c.times), size_text(c.bytes_sent)])
+        return "\n".join(table(rows, left=5))
+
+
+class StageMemory(tuple[Memory, ...]):
+    """The memory of each stage of a plan; a tuple that prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        stages = range(len(self)) if len(self) > 1 else ()
+        rows = [["memory per rank", *(f"stage {stage}" for stage in stages)]]
+        for name in (*(f.name for f in fields(Memory)), "total"):
+            sizes = [getattr(memory, name) for memory in self]
+            if any(sizes):  # what is not held at once is subtracted
+                sign = -1 if name == "not_at_once" else 1
+                rows.append([f"  {name}", *(size_text(sign * size) for size in sizes)])
+        return "\n".join(table(rows))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -63,11 +95,12 @@ class Plan(PlanRecord):
         return cls(**values)
 
     @cached_property
-    def collectives(self) -> tuple[PlannedCollective, ...]:
+    def collectives(self) -> Collectives:
         """Every step that communicates, in program order: ``kind``, ``axis``, ``dtype``,
         ``bytes_sent`` per rank and time, ``times``, ``phase`` ("forward", "backward", "optimizer"),
-        ``stage``, ``name`` of the result, ``source``: the user's line."""
-        return all_collectives(self)
+        ``stage``, ``name`` of the result, ``source``: the user's line. A tuple, which prints as a
+        table."""
+        return Collectives(all_collectives(self))
 
     @cached_property
     def totals(self) -> PlanTotals:
@@ -81,11 +114,11 @@ class Plan(PlanRecord):
         return PlanIndex(self)
 
     @property
-    def memory(self) -> tuple[Memory, ...]:
+    def memory(self) -> StageMemory:
         """By stage, bytes of its fullest rank: ``parameters``, ``gradients``, ``optimizer``,
         ``masters``, ``activations`` and others, which do not all exist at once; ``total``: the most
-        at once."""
-        return self.totals.stage_memory
+        at once. A tuple, which prints as a table."""
+        return StageMemory(self.totals.stage_memory)
 
     @property
     def cost(self) -> Cost:

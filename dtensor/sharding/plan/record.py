@@ -254,6 +254,7 @@ class PlanTerms:
     zero: tuple[str, int] | None = None
     auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
     by_microbatch: tuple[str, ...] = ()  # modules whose statistics are of one microbatch
+    model: str = field(default="", compare=False)  # the class of the module, of several joined
 
     @property
     def num_stages(self) -> int:
