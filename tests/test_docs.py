@@ -57,6 +57,93 @@ NOT_RUN = {
 """How many blocks of a page say that they do not run here, and why."""
 
 
+STEP = "benchmarks/results/gpu_step.md"
+BLOCK = "benchmarks/results/transformer_block.md"
+LLAMA = "Llama of transformers, 12 layers of 1024, bfloat16, 8 x 1024 tokens"
+GPT = "GPT, 12 layers of 768, float32 weights, autocast to bfloat16, 8 x 1024 tokens"
+SMALL = "GPT, 4 layers of 256, float32, 4 x 128 tokens"
+HF, TRAINED = "Families of Hugging Face's transformers", "built small, and trained by plain torch"
+QUOTED = [
+    ("README.md", "docs/certified.md", "the {0[Certified rules][all][1]} ops with a rule"),
+    ("README.md", "docs/certified.md", "{0[Certified rules][all][4]:,} trials, "),
+    ("README.md", "docs/certified.md", "trials, {0[Certified rules][all][5]} wrong]"),
+    *(
+        ("docs/huggingface.md", "benchmarks/results/huggingface.md", text)
+        for text in (
+            f"{{0[{HF}][right][1]}} of {{0[{HF}][{TRAINED}][1]}} families",
+            f"In the {{0[{HF}][refused][1]}} refused families",
+            f"the {{0[{HF}][families of models that transformers lists][1]}} types",
+        )
+    ),
+    *(
+        (
+            "README.md",
+            STEP,
+            f"{name} | {{0[{case}][eager][1]:.1f}} | "
+            + " | ".join(
+                f"{{0[{case}][{side}][1]:.1f}} ({{0[{case}][{side}][2]:.2f}})"
+                for side in ("compile", "dtensor")
+            ),
+        )
+        for name, case in (("1024, bfloat16", LLAMA), ("to bfloat16", GPT), ("float32", SMALL))
+    ),
+    (
+        "docs/faq.md",
+        STEP,
+        f"takes {{0[{LLAMA}][dtensor][2]:.1f}} to {{0[{SMALL}][dtensor][2]:.1f}}",
+    ),
+    *(
+        (
+            "README.md",
+            BLOCK,
+            f"| {width} | "
+            + " | ".join(
+                f"{{0[Two ranks, tp=2][{width} / {peer}][4]:.2f}}"
+                for peer in (
+                    "hand",
+                    "hand, fused AdamW",
+                    "PyTorch's DTensor",
+                    "hand, our transport, fused AdamW",
+                )
+            ),
+        )
+        for width in (64, 256, 512, 1024)
+    ),
+]
+"""A page, a source, and a text of the page, with numbers of the source's tables by heading, row (its
+first cell, or two joined by /) and column. Counts that code can make stand on pages only so."""
+
+
+def tables(text: str) -> dict[str, dict[str, list[str | float]]]:
+    """Return the cells of a page's tables by heading and row, numbers as such."""
+    found: dict[str, dict[str, list[str | float]]] = {}
+    heading = ""
+    for line in text.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("|"):
+            texts = [cell.strip() for cell in line.strip("| ").split("|")]
+            cells = [number(cell) for cell in texts]
+            for name in (texts[0], " / ".join(texts[:2])):
+                found.setdefault(heading, {}).setdefault(name, cells)
+    return found
+
+
+def number(cell: str) -> str | float:
+    first = cell.partition(" ")[0]
+    if first.isdecimal():
+        return int(first)
+    return float(first) if re.fullmatch(r"\d+\.\d+", first) else cell
+
+
+@pytest.mark.parametrize("page, source, text", QUOTED)
+def test_numbers_that_pages_quote_are_those_of_their_source(
+    page: str, source: str, text: str
+) -> None:
+    wanted = text.format(tables((ROOT / source).read_text()))
+    assert wanted in " ".join(PAGES[page].split()), f"{page} is to say, after {source}: {wanted}"
+
+
 def runs(text: str) -> bool:
     return any(block.kind in RUN and not block.not_run for block in blocks_of(text))
 
@@ -122,6 +209,22 @@ FAILS = [
 def test_what_a_page_must_be_to_pass(text: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) if text in FAILS else nullcontext():
         run_page("page", text, tmp_path)
+
+
+IN_CHECKOUT = {"examples", "tests"}
+INSTALLED = {*sys.stdlib_module_names, "dtensor", "numpy", "pytest", "ray", "torch"}
+
+
+def test_the_head_of_a_page_names_what_its_program_imports() -> None:
+    unnamed: list[tuple[str, str]] = []
+    for page, text in PAGES.items():
+        program = "\n".join(b.text for b in blocks_of(text) if b.kind == "python")
+        imported = re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?= import|$| as)", program, re.M)
+        head = text.partition("```")[0]
+        for name in sorted({*imported} - INSTALLED):
+            if ("checkout" if name in IN_CHECKOUT else name) not in head:
+                unnamed.append((page, name))
+    assert unnamed == []
 
 
 def test_links_lead_somewhere() -> None:
