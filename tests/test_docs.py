@@ -12,8 +12,10 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,81 @@ NOT_RUN = {
     "docs/start.md": 1,
 }
 """How many blocks of a page say that they do not run here, and why."""
+
+
+def quoted() -> Iterator[tuple[str, str]]:
+    """Yield pages and the texts in which they quote numbers of results. Counts that code can make
+    stand on pages only so."""
+    rules = tables("docs/certified.md")["Certified rules"]["all"]
+    yield "README.md", f"the {rules[1]} ops with a rule are tried"
+    yield "README.md", f"[{rules[4]:,} trials, {rules[5]} wrong]"
+
+    families = tables("benchmarks/results/huggingface.md")[
+        "Families of Hugging Face's transformers"
+    ]
+    right, refused, listed, trained = (
+        families[name][1]
+        for name in (
+            *("right", "refused", "families of models that transformers lists"),
+            "built small, and trained by plain torch",
+        )
+    )
+    yield "docs/huggingface.md", f"{right} of {trained} families train"
+    yield "docs/huggingface.md", f"In the {refused} refused families"
+    yield "docs/huggingface.md", f"Of the {listed} types"
+
+    steps = tables("benchmarks/results/gpu_step.md")
+    cases = [case for case in steps if "eager" in steps[case]]
+    shown = ("12 layers of 1024, bfloat16", "768, autocast to bfloat16", "4 layers of 256, float32")
+    for case, name in zip(cases, shown, strict=True):
+        eager, *others = (steps[case][side] for side in ("eager", "compile", "dtensor"))
+        cells = (f"{other[1]:.1f} ({other[2]:.2f})" for other in others)
+        yield "README.md", " | ".join((name, f"{eager[1]:.1f}", *cells))
+    ratios = [steps[case]["dtensor"][2] for case in cases]
+    yield "docs/faq.md", f"takes {min(ratios):.1f} to {max(ratios):.1f} times eager torch's"
+
+    block = tables("benchmarks/results/transformer_block.md")["Two ranks, tp=2"]
+    peers = ("hand", "hand, fused AdamW", "PyTorch's DTensor", "hand, our transport, fused AdamW")
+    for width in (64, 256, 512, 1024):
+        cells = (f"{block[f'{width} / {peer}'][4]:.2f}" for peer in peers)
+        yield "README.md", " | ".join((f"| {width}", *cells))
+
+    pipelines = (ROOT / "benchmarks/results/pipelining.txt").read_text()
+    for name, line in (
+        ("both 1F1B", r"^OneFOneB .*  (\S+)  (\S+) to (\S+)$"),
+        ("the better zero-bubble schedule of each", r"  (\S+)  (\S+) to (\S+)  best zero-bubble"),
+    ):
+        rows = [[float(n) for n in row] for row in re.findall(line, pipelines, re.MULTILINE)]
+        cells = [f"{ratio:.2f} ({low:.2f} to {high:.2f})" for ratio, low, high in rows]
+        for width, runs in ((256, cells[::2]), (64, cells[1::2])):
+            yield "docs/performance.md", " | ".join((f"| {width}", name, *runs))
+
+
+def tables(path: str) -> dict[str, dict[str, list[Any]]]:
+    """Return a file's tables, by heading and row (its first cell, or two joined by /). A cell that
+    begins with a number is that number."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    heading = ""
+    for line in (ROOT / path).read_text().splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("| ").split("|")]
+            for name in (cells[0], " / ".join(cells[:2])):
+                found.setdefault(heading, {}).setdefault(name, [number(cell) for cell in cells])
+    return found
+
+
+def number(cell: str) -> int | float | str:
+    first = cell.partition(" ")[0]
+    if first.isdecimal():
+        return int(first)
+    return float(first) if re.fullmatch(r"\d+\.\d+", first) else cell
+
+
+def test_numbers_that_pages_quote_are_those_of_the_results() -> None:
+    lost = [(page, text) for page, text in quoted() if text not in " ".join(PAGES[page].split())]
+    assert lost == []
 
 
 def runs(text: str) -> bool:
@@ -122,6 +199,22 @@ FAILS = [
 def test_what_a_page_must_be_to_pass(text: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) if text in FAILS else nullcontext():
         run_page("page", text, tmp_path)
+
+
+IN_CHECKOUT = {"examples", "tests"}
+INSTALLED = {*sys.stdlib_module_names, "dtensor", "numpy", "pytest", "ray", "torch"}
+
+
+def test_the_head_of_a_page_names_what_its_program_imports() -> None:
+    unnamed: list[tuple[str, str]] = []
+    for page, text in PAGES.items():
+        program = "\n".join(b.text for b in blocks_of(text) if b.kind == "python")
+        imported = re.findall(r"^ *(?:from|import) (\w+)[\w.]*(?= import|$| as)", program, re.M)
+        head = text.partition("```")[0]
+        for name in sorted({*imported} - INSTALLED):
+            if ("checkout" if name in IN_CHECKOUT else name) not in head:
+                unnamed.append((page, name))
+    assert unnamed == []
 
 
 def test_links_lead_somewhere() -> None:
