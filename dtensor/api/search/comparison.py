@@ -488,4 +488,7 @@ def _legend(blocks: Sequence[list[list[str]]], planned: Sequence[Compared]) -> l
     lines += [f"! above the {_size(size)} of a rank's device" for size in sizes]
     if lines and any(not row.fits for row in planned) and any(row.fits for row in planned):
         lines[0] += "; in the first block, of the strategies that fit"
+    if bound := [row.name for row in planned if row.plan.cost.host_bound]:
+        names = "all" if len(bound) == len(planned) else ", ".join(bound)
+        lines.append(f"host-bound, launches take longer than the device: {names}")
     return lines
