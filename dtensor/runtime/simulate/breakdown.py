@@ -367,8 +367,10 @@ def _rank_profile(
     def median(of: Callable[[_Parts], float]) -> float:
         return statistics.median(map(of, parts))
 
-    kernels, dispatch = _predicted_kernels(plan, rank)
-    spans = _spans_like(plan, predicted, rank)
+    kernels = _predicted_kernels(plan, rank)
+    like = _representative(plan, rank)
+    dispatch = max(0.0, predicted.spent(like, "compute") - sum(kernels.values()))
+    spans = _waits_of(predicted, like)
     waits, called = _predicted_waits(measured, rank, spans), spans.get(CALL, 0.0)
     layers: dict[str, float | None] = {"channel": called, "dispatch": dispatch}
     overhead = {
@@ -408,25 +410,22 @@ def _rank_profile(
     )
 
 
-def _predicted_kernels(plan: Plan, rank: int) -> tuple[dict[str, float], float]:
-    """Seconds by op on a rank, and of dispatch."""
+def _predicted_kernels(plan: Plan, rank: int) -> dict[str, float]:
+    """Seconds by op on a rank, without those of dispatch."""
     latency = plan.topology.op_latency
     coordinates = plan.mesh.coordinates(rank)
     place = coordinates[plan.stage_axis] if plan.stage_axis else 0
     here = {axis: coordinates.get(axis, 0) for axis in plan.inner.axes}
     shared = ProgramContext(plan, Actions(plan, None), torch.device("cpu"))
     kernels: dict[str, float] = defaultdict(float)
-    dispatch = 0.0
     for step in plan.steps:
         name = _step_name(shared, step, here)
         for stage in plan.hosted[place] if name else ():
             if name and stage in step.stages:
                 times = step_times(plan, step)
-                seconds = step_seconds(plan, step, stage)[0] * times
-                called = min(seconds, latency * times)
-                kernels[name] += seconds - called
-                dispatch += called
-    return dict(kernels), dispatch
+                seconds = step_seconds(plan, step, stage).compute
+                kernels[name] += max(0.0, seconds - latency) * times
+    return dict(kernels)
 
 
 def _step_name(shared: ProgramContext, step: Step, here: Mapping[str, int]) -> str | None:
@@ -444,18 +443,22 @@ def _step_name(shared: ProgramContext, step: Step, here: Mapping[str, int]) -> s
             return None
 
 
-def _spans_like(plan: Plan, predicted: Trace, rank: int) -> dict[Label, float]:
-    """By label of a wait, its predicted seconds on the rank that represents this one."""
+def _representative(plan: Plan, rank: int) -> int:
+    """The rank of a predicted trace that represents this one."""
     coordinates = plan.mesh.coordinates(rank)
-    like = next(
+    return next(
         one
         for one in representatives(plan)
         if plan.stage_axis is None
         or plan.mesh.coordinates(one)[plan.stage_axis] == coordinates[plan.stage_axis]
     )
+
+
+def _waits_of(predicted: Trace, rank: int) -> dict[Label, float]:
+    """By label of a wait, its predicted seconds on the rank."""
     seconds_by_label: dict[Label, float] = defaultdict(float)
     for span in predicted.spans:
-        if span.rank == like and span.track == "wait":
+        if span.rank == rank and span.track == "wait":
             seconds_by_label[span.label] += span.seconds
     return dict(seconds_by_label)
 
