@@ -145,6 +145,7 @@ def marks(page: str, text: str) -> list[pytest.MarkDecorator]:
 
 # peft still reads an attribute that transformers has renamed
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("error:.* repeat the same work:UserWarning")
 @pytest.mark.parametrize(
     "page",
     [

@@ -6,8 +6,9 @@
     repeats the 2 ranks of tp repeat the same work: 36% of the FLOP of each, ...
 
 Invariants: no "ends" for a plan whose pins all line up; no other line for a training step whose
-axes each split an input, the stages, what zero stores or a tenth of the parameters, and whose pairs
-are the right way round. Not here: the comparison of two plans (plan/swapped_pairs.py).
+axes each split an input, the stages or a tenth of the parameters, whose attention is split or
+stated as whole, and whose pairs are the right way round. Not here: the comparison of two plans
+(plan/swapped_pairs.py).
 """
 
 from __future__ import annotations
