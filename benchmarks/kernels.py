@@ -32,6 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.smallest import parsed
+
 RESULTS = Path(__file__).parent / "results"
 Fn = Callable[..., Any]
 
@@ -240,7 +242,7 @@ def main() -> int:
     parser.add_argument("--aot", action="store_true", help="what the kernels compile to")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--write", action="store_true", help="to benchmarks/results")
-    options = parser.parse_args()
+    options = parsed(parser, aot=True)
     if not options.aot and not torch.cuda.is_available():
         print("There is no CUDA device here; --aot needs none.", file=sys.stderr)
         return 1

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from benchmarks.smallest import parsed
 from dtensor.errors import PlanningError
 from dtensor.sharding.plan import planner
 from dtensor.sharding.plan.choose import choose_axis
@@ -211,7 +212,7 @@ def random_loss(seed: int) -> Loss:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--programs", type=int, default=60, help="random ones")
-    given = parser.parse_args()
+    given = parsed(parser, programs=2)
     torch.set_num_threads(1)
     print("| program | axis after axis, us | jointly, us | loss |\n|---|---|---|---|")
     for name, request in blocks().items():

@@ -24,6 +24,7 @@ from torch import nn
 import dtensor as dt
 from benchmarks.plan_large import gpt_loss
 from benchmarks.predicted_time import MEGATRON
+from benchmarks.smallest import parsed
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text
 from tests.models import GPT, MLP
@@ -222,7 +223,7 @@ def line(name: str, case: Case) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name has this")
-    only = parser.parse_args().only
+    only = parsed(parser, only=next(iter(CASES))).only
     torch.set_num_threads(1)
     print(HEAD.format(command=COMMAND), flush=True)
     for name, case in CASES.items():
