@@ -7,7 +7,8 @@ prices make one integer program over pairs of placements: its optimum is the joi
 (seconds of the planner's choice) / (seconds of the joint optimum) - 1, both under the joint prices:
 an op takes the roofline of its doubly split part, a conversion the cheapest path of moves on the
 two axes. Printed: transformer blocks under Megatron's pins, and the distribution over random
-programs with search="free", where every factor of every op may be split.
+programs with search="free", where every factor of every op may be split. `plan` takes the cheapest
+of several such choices (composite ops written out, the pins followed), which is left out here.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def loss(request: Request) -> Loss:
 
     choose_axis.solve = record  # pyright: ignore
     try:
-        planner.plan(request)
+        planner.placed(request, planner.trained(request))
     finally:
         choose_axis.solve = solve
     (first, chose_first), (second, chose_second) = recorded
