@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from benchmarks.processes import Processes, answer
+from benchmarks.smallest import parsed
 
 RANKS = 2
 ROWS = 32
@@ -217,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--folder", help="on whose disk; by default beside this file")
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
-    given = parser.parse_args(argv)
+    given = parsed(parser, argv, width=64, blocks=1, window=2, rounds=1)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=given.folder or Path(__file__).parent) as folder:
         body = measure(given.width, given.blocks, given.window, given.rounds, Path(folder))

@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.smallest import parsed
+
 MESHES = "--mesh tp=2 --mesh dp=2 --mesh pp=2"
 COMMANDS = (
     "--help",
@@ -59,7 +61,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    parser.set_defaults(commands=COMMANDS)
+    options = parsed(parser, runs=1, commands=COMMANDS[:2])
     cores = os.cpu_count()
     load = os.getloadavg()[0]
     lines = [
@@ -67,7 +70,7 @@ def main() -> None:
         "|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as folder:
-        for line in COMMANDS:
+        for line in options.commands:
             found = [measured(line, folder) for _ in range(options.runs)]
             wall, cpu = min(f[0] for f in found), min(f[1] for f in found)
             lines.append(f"| `dtensor {line}` | {wall:.1f} s | {cpu:.1f} s |")

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.smallest import parsed
 from dtensor.daft import (
     Buffer,
     Call,
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("--ray", action="store_true", help="also inside Ray actors")
     parser.add_argument("--control", action="store_true", help="the table of empty runs alone")
     parser.add_argument("--write", action="store_true", help="put that into benchmarks/results")
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     torch.set_num_threads(1)
     if not arguments.control:
         everything(arguments.ray)

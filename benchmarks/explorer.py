@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 import dtensor as dt
 from benchmarks.plan_large import llama, llama_loss
+from benchmarks.smallest import parsed
 from dtensor.explorer import save_pages
 from tests.explorer.browser import browser
 
@@ -268,7 +269,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put it into benchmarks/results")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the pages there")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="make screenshots instead")
-    options = parser.parse_args()
+    options = parsed(parser, rounds=1, only=["mlp"])
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.keep or Path(scratch)

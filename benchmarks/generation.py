@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from dtensor.api.generation.generator import Generator
 from dtensor.api.generation.requests import TextRequest
 from tests.api.generation import Writer, build, placed
@@ -394,7 +395,7 @@ def main() -> int:
     parser.add_argument("--arrivals", type=int, metavar="N", help="only N random requests")
     parser.add_argument("--where", default="single", help="of --arrivals: single, tp2, dp2, ...")
     parser.add_argument("--write", action="store_true", help="put it into benchmarks/results")
-    options = parser.parse_args()
+    options = parsed(parser, arrivals=2)
     torch.set_num_threads(1)
     if options.arrivals is not None:
         what, unequal = arrivals(options.arrivals, options.where)

@@ -44,6 +44,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from tests.models import GPT
 
 RESULTS = Path(__file__).parent / "results"
@@ -332,7 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results")
-    given = parser.parse_args(argv)
+    given = parsed(
+        parser, argv, cases=["small"], rounds=1, device="cpu", tiny=True, no_compile=True
+    )
     if given.device == "cuda" and not torch.cuda.is_available():
         print("There is no CUDA device here; --device cpu --tiny needs none.", file=sys.stderr)
         return 1

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
+from benchmarks.smallest import parsed
 from dtensor.daft import (
     Buffer,
     Cluster,
@@ -123,7 +124,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--numel", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
+    arguments = parsed(parser, ranks=2, rounds=1)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # whole numbers, so that any order of summation gives the same bits

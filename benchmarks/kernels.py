@@ -32,6 +32,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.smallest import parsed
+
 RESULTS = Path(__file__).parent / "results"
 Fn = Callable[..., Any]
 
@@ -220,7 +222,8 @@ def on_gpu(rounds: int) -> Iterator[str]:
     yield "A peer's figure is its time over ours, on the device; of the host, until a call returns."
 
 
-def ahead_of_time() -> Iterator[str]:
+def ahead_of_time(most: int | None) -> Iterator[str]:
+    """``most``: architectures; None: all."""
     import triton
 
     from tests.kernels import ahead
@@ -229,9 +232,10 @@ def ahead_of_time() -> Iterator[str]:
     yield f"Nothing spills; at most {ahead.MOST_REGISTERS} registers."
     yield "8 divides aligned lengths, not odd ones; wide: 16,384; large: more than 2**31 elements."
     yield ""
-    yield f"| call | lengths | {' | '.join(ahead.TARGETS)} |"
-    yield "|---" * (2 + len(ahead.TARGETS)) + "|"
-    for row in ahead.rows(list(ahead.TARGETS)):
+    targets = list(ahead.TARGETS)[:most]
+    yield f"| call | lengths | {' | '.join(targets)} |"
+    yield "|---" * (2 + len(targets)) + "|"
+    for row in ahead.rows(targets):
         yield f"| {' | '.join(row)} |"
 
 
@@ -240,7 +244,8 @@ def main() -> int:
     parser.add_argument("--aot", action="store_true", help="what the kernels compile to")
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--write", action="store_true", help="to benchmarks/results")
-    options = parser.parse_args()
+    parser.set_defaults(targets=None)
+    options = parsed(parser, aot=True, targets=1)
     if not options.aot and not torch.cuda.is_available():
         print("There is no CUDA device here; --aot needs none.", file=sys.stderr)
         return 1
@@ -248,7 +253,7 @@ def main() -> int:
     command = "python -m benchmarks.kernels" + " --aot" * options.aot
     lines = [f"# Kernels{', compiled ahead of time' * options.aot}", "", f"`{command}`", ""]
     print("\n".join(lines))
-    for line in ahead_of_time() if options.aot else on_gpu(options.rounds):
+    for line in ahead_of_time(options.targets) if options.aot else on_gpu(options.rounds):
         print(line, flush=True)
         lines.append(line)
     if options.write:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from dtensor.api.step import plan_call
 from dtensor.api.step.lengths import Lengths
 from dtensor.frontend.capture import capture as capturing
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--model", default="llama", choices=("llama", "hugging-face"))
     parser.add_argument("--profile", action="store_true", help="of a later length")
-    args = parser.parse_args()
+    args = parsed(parser, layers=[1])
     print("CPU seconds, medians: a capture, the second length, each later one")
     for layers in args.layers:
         measure(args.model, layers)

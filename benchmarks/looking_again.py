@@ -9,6 +9,7 @@ alarm (an object that was replaced by its equal) costs the last column once.
 
 from __future__ import annotations
 
+import argparse
 import time
 import warnings
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from torch import nn
 
 import dtensor as dt
 from benchmarks.plan_large import gpt_loss, llama_loss
+from benchmarks.smallest import parsed
 
 
-def models() -> dict[str, tuple[nn.Module, Callable[..., torch.Tensor]]]:
+def models(gpt: int, llama: int) -> dict[str, tuple[nn.Module, Callable[..., torch.Tensor]]]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.models import GPT
@@ -29,17 +31,17 @@ def models() -> dict[str, tuple[nn.Module, Callable[..., torch.Tensor]]]:
         hidden_size=64,
         intermediate_size=128,
         num_attention_heads=4,
-        num_hidden_layers=24,
+        num_hidden_layers=llama,
         vocab_size=320,
         use_cache=False,
     )
     return {
-        "GPT, 12 layers": (GPT(1000, 64, 4, 12, 128, tied=False), gpt_loss),
-        "Llama, 24 layers": (LlamaForCausalLM(config), llama_loss),
+        f"GPT, {gpt} layers": (GPT(1000, 64, 4, gpt, 128, tied=False), gpt_loss),
+        f"Llama, {llama} layers": (LlamaForCausalLM(config), llama_loss),
     }
 
 
-def microseconds(call: Callable[[], object], calls: int = 10, rounds: int = 400) -> float:
+def microseconds(call: Callable[[], object], calls: int, rounds: int) -> float:
     least = float("inf")
     for _ in range(rounds):
         began = time.perf_counter()
@@ -50,11 +52,16 @@ def microseconds(call: Callable[[], object], calls: int = 10, rounds: int = 400)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.set_defaults(layers=(12, 24))
+    given = parsed(parser, rounds=2, layers=(1, 1))
+    rounds = given.rounds
     warnings.filterwarnings("ignore")
     mesh = dt.Mesh(tp=2)
     ids = torch.zeros(2, 16, dtype=torch.long)
     print("model               key, us   look, us   entries   compared by value, us")
-    for name, (module, loss) in models().items():
+    for name, (module, loss) in models(*given.layers).items():
         model = dt.parallelize(module, mesh, {})
         step = dt.train_step(model, loss, torch.optim.AdamW(model.parameters()))
         step.plan(ids, ids)
@@ -62,8 +69,8 @@ def main() -> None:
         assert planned is not None and planned.graph.reads is not None
         reads, call = planned.graph.reads, step._call((ids, ids), {})
         entries = sum(len(holders) for holders, _, _ in reads.reached.columns.values())
-        key, look = microseconds(call.key), microseconds(reads.same)
-        by_value = microseconds(reads.difference, 1, 20)
+        key, look = (microseconds(f, 10, rounds) for f in (call.key, reads.same))
+        by_value = microseconds(reads.difference, 1, min(20, rounds))
         print(f"{name:19} {key:7.1f}   {look:8.1f}   {entries:7}   {by_value:21.0f}")
 
 

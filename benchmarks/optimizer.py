@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.smallest import parsed
 from dtensor.runtime.optimizer.shard_optimizer import (
     ShardOptimizer,
     Updated,
@@ -122,15 +123,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=200, help="at d=64; fewer where it is wide")
     parser.add_argument("--write", action="store_true", help="add to benchmarks/results")
-    given = parser.parse_args()
+    parser.set_defaults(widths=WIDTHS)
+    given = parsed(parser, rounds=1, widths=WIDTHS[:1])
     torch.set_num_threads(1)
     load = " ".join(f"{x:.2f}" for x in os.getloadavg())
     head = ("loop", "list", "ours", "tensor", "list clipped", "ours clipped")
     lines = [f"{os.cpu_count()} shared cores, torch {torch.__version__}, load before {load}"]
     lines.append("    d  " + "  ".join(f"{name:>17}" for name in head) + "  ours/loop")
-    for d in WIDTHS:
+    for d in given.widths:
         lines.append(measured(d, max(10, given.rounds * 64 // d)))
-        print(lines[-1] if d != WIDTHS[0] else "\n".join(lines), flush=True)
+        print(lines[-1] if d != given.widths[0] else "\n".join(lines), flush=True)
     if given.write:
         path = Path(__file__).parent / "results" / "optimizer.txt"
         with path.open("a") as file:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 
 RESULTS = Path(__file__).parent / "results" / "partial_runs.md"
 CALLS = 20
@@ -123,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
-    given = parser.parse_args()
+    given = parsed(parser, rounds=1)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     lines = [

@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 
 PHASES: dict[str, tuple[str, str]] = {
     "export of the forward": ("dtensor.frontend.capture.capture", "export_call"),
@@ -185,7 +186,7 @@ def main() -> None:
     parser.add_argument(
         "--one", nargs=2, metavar=("MODEL", "LAYERS"), help="measured in this process, as JSON"
     )
-    given = parser.parse_args()
+    given = parsed(parser, models=["gpt"], depths=[2])
     if given.one:
         kind, layers = given.one
         print(json.dumps(measure(kind, int(layers))))

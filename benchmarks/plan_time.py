@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import torch
 
+from benchmarks.smallest import parsed
 from dtensor.api.model.stating.stages import stage_of
 from dtensor.api.model.stating.stated_placements import input_pins, planner_pins, resolve
 from dtensor.daft import verify
@@ -140,7 +141,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--case", choices=sorted(CASES), default="gpt")
     parser.add_argument("--profile", help="a phase, as `lower`: where its seconds go")
-    given = parser.parse_args()
+    given = parsed(parser, layers=2, microbatches=2, case="small")
     torch.set_num_threads(1)
     seconds, full = measure(given.layers, given.microbatches, given.case, given.profile)
     fewer = max(2, given.layers // 2)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.smallest import parsed
 from dtensor.kernels import adamw, cross_entropy, dropout, gates, norms, rope
 from dtensor.kernels.launches import LAUNCHES
 from tests.kernels import ahead
@@ -315,7 +316,7 @@ operands and results, and the FLOP those of 2 products forward and 5 backward, h
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="to benchmarks/results")
-    options = parser.parse_args()
+    options = parsed(parser)
     text = "\n".join(lines()) + "\n"
     print(text, end="")
     if options.write:

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from dtensor.runtime.simulate.trace import TraceComparison
 from tests.models import GPT
 
@@ -140,7 +141,7 @@ def main() -> None:
     names = list(CONFIGURATIONS)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--traces", nargs="*", choices=names, default=["tp=2"])
-    arguments = parser.parse_args()
+    arguments = parsed(parser, rounds=1, steps=1, only=["tp=2"])
     torch.set_num_threads(1)
     found: dict[str, Found] = {}
     for name in arguments.only:

@@ -14,8 +14,9 @@ compared with the steps after it (predicted_time.py).
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from scipy.optimize import brentq
 
 import dtensor as dt
 from benchmarks import gpu_step, predicted_time
+from benchmarks.smallest import parsed
 from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.text.words import seconds_text
 
@@ -54,9 +56,10 @@ def seconds(plan: Plan, launch_latency: float) -> float:
     return replace(plan, topology=replace(plan.topology, launch_latency=launch_latency)).cost.seconds
 
 
-def gpu_lines(fit: str) -> Iterator[str]:
+def gpu_lines(fit: str, names: Collection[str]) -> Iterator[str]:
     """``fit``: the name of the case to which the launch latency is fitted."""
-    times, cases = measured(), gpu_step.cases(tiny=False)
+    times = measured()
+    cases = {name: case for name, case in gpu_step.cases(tiny=False).items() if name in names}
     plans = {name: planned(case) for name, case in cases.items()}
     wanted = times[cases[fit].label]
     fitted: float = brentq(lambda latency: seconds(plans[fit], latency) - wanted, 0.0, 1e-3)  # pyright: ignore
@@ -81,12 +84,13 @@ def gpu_lines(fit: str) -> Iterator[str]:
     yield ""
 
 
-def ray_lines(rounds: int, steps: int) -> Iterator[str]:
+def ray_lines(rounds: int, steps: int, names: Collection[str]) -> Iterator[str]:
     yield "## Two Ray actors on the CPU, after a calibration"
     yield ""
     yield "| configuration | predicted | measured (quartiles) | error (of rounds) |"
     yield "|---|---|---|---|"
-    for name, configuration in predicted_time.CONFIGURATIONS.items():
+    for name in names:
+        configuration = predicted_time.CONFIGURATIONS[name]
         yield predicted_time.measure(configuration, rounds, steps).row(name)
     yield ""
     yield f"{rounds} rounds of a calibration, a prediction and {steps} steps; the median round."
@@ -94,15 +98,19 @@ def ray_lines(rounds: int, steps: int) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--fit", default="small", choices=list(gpu_step.cases(tiny=False)))
+    cases, configurations = list(gpu_step.cases(tiny=False)), list(predicted_time.CONFIGURATIONS)
+    parser.add_argument("--fit", default="small", choices=cases)
+    parser.add_argument("--cases", nargs="+", default=cases, choices=cases)
+    parser.add_argument("--only", nargs="+", default=configurations, choices=configurations)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="in a round")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results")
-    given = parser.parse_args()
+    given = parsed(parser, cases=["small"], only=["tp=2"], rounds=1, steps=1)
     torch.set_num_threads(1)
     head = "# Predicted over measured seconds of a step"
     lines = [head, "", "`OMP_NUM_THREADS=1 python -m benchmarks.predictions --write`", ""]
-    for line in (*gpu_lines(given.fit), *ray_lines(given.rounds, given.steps)):
+    of_gpu = gpu_lines(given.fit, given.cases)
+    for line in itertools.chain(of_gpu, ray_lines(given.rounds, given.steps, given.only)):
         print(line, flush=True)
         lines.append(line)
     if given.write:

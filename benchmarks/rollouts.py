@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from dtensor import daft
 from examples.rl.model import GPT
 
@@ -284,7 +285,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=1000, help="of bound")
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
-    given = parser.parse_args()
+    given = parsed(parser, what=["bound"], batches=10)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     lines = [

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.smallest import parsed
 from dtensor.daft import Buffer, Collective, Program, RankProgram, Wait
 from dtensor.daft.ray.channel.host import keep_freed_memory
 from tests.daft.actors_here import Here, each
@@ -120,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
-    given = parser.parse_args(argv)
+    given = parsed(parser, argv, ranks=[2], rounds=1)
     lines = [
         "# An all_reduce between processes of one machine",
         "",

@@ -28,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import dtensor as dt
 from benchmarks.plan_large import llama, llama_loss
+from benchmarks.smallest import parsed
 from tests.models import GPT
 
 RESULTS = Path(__file__).with_name("results") / "search.md"
@@ -196,13 +197,13 @@ def write(lines: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--model", choices=sorted(MODELS))
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", choices=sorted(MODELS), default=min(MODELS))
     what.add_argument("--large", action="store_true")
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    options = parsed(parser, rounds=1)
     lines = large() if options.large else pick(options.model, options.ranks, options.rounds)
     print("\n".join(lines))
     if options.write:

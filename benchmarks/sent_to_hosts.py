@@ -28,6 +28,7 @@ import torch
 import dtensor as dt
 from benchmarks.plan_large import gpt, gpt_loss
 from benchmarks.predicted_time import MEGATRON
+from benchmarks.smallest import parsed
 from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ray.channel import run_channel
 from dtensor.daft.ray.ranks.ranks import packed
@@ -176,7 +177,7 @@ def main() -> None:
     parser.add_argument("--no-small", action="store_true")
     parser.add_argument("--no-large", action="store_true")
     parser.add_argument("--write", action="store_true", help=f"into {RESULTS.name}")
-    given = parser.parse_args()
+    given = parsed(parser, hosts=[2], no_large=True)
     torch.set_num_threads(1)
     lines = [] if given.no_small else table(given.hosts)
     lines += [] if given.no_large else ["", *large()]

@@ -18,6 +18,7 @@ import torch
 import dtensor as dt
 from benchmarks.plan_large import gpt, gpt_loss
 from benchmarks.predicted_time import MEGATRON
+from benchmarks.smallest import parsed
 
 LAYERS, STAGES = 32, 16
 PLACEMENTS = {**MEGATRON, "embed.weight": dict(tp=dt.Row()), "head.weight": dict(tp=dt.Row())}
@@ -32,7 +33,7 @@ def stages() -> list[list[str]]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
+    parsed(argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]))
     torch.set_num_threads(1)
     with torch.device("meta"):
         module = gpt(LAYERS)

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from dtensor.api.store import session
 from dtensor.daft import Call, Cluster, launch_cluster
 from dtensor.daft.cluster.cluster import Backend
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--d", type=int, default=512)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
-    given = parser.parse_args()
+    given = parsed(parser, rounds=1, d=64)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     rows: list[str] = []

@@ -20,6 +20,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.smallest import parsed
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).with_name("results") / "start.md"
 SIZES = (2, 4)
@@ -82,7 +84,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--against", type=Path)
     parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
+    parser.set_defaults(sizes=SIZES)
+    options = parsed(parser, runs=1, sizes=SIZES[:1])
     if options.child:
         child(options.child)
         return
@@ -95,7 +98,7 @@ def main() -> None:
         "|---" * (1 + len(trees) + (len(trees) > 1)) + "|",
     ]
     imports: list[list[float]] = [[] for _ in trees]
-    for size in SIZES:
+    for size in options.sizes:
         runs: list[list[list[float]]] = [[] for _ in trees]
         for _ in range(options.runs):
             for own, tree in zip(runs, trees, strict=True):

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from dtensor.daft import Backend
 from tests.models import GPT, batch, loss_fn
 
@@ -76,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", nargs="+", default=["inprocess", "ray"])
     parser.add_argument("--steps", type=int, default=150)
-    given = parser.parse_args()
+    given = parsed(parser, backend=["inprocess"], steps=2)
     torch.set_num_threads(1)
     for backend in given.backend:
         mlp, gpt = mlp_us(backend, given.steps), gpt_us(backend, given.steps)

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from dtensor.daft import Call, Function, Program, RankProgram
 from dtensor.daft.ray.channel.messages import _Stream
 from dtensor.daft.ray.channel.run_channel import RunChannel
@@ -209,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results")
-    given = parser.parse_args(argv)
+    given = parsed(parser, argv, width=64, layers=1, rounds=1)
     # the actors import this module
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -12,6 +12,7 @@ import argparse
 import torch
 
 import dtensor as dt
+from benchmarks.smallest import parsed
 from tests.models import GPT, batch, loss_fn
 from tests.training import MEGATRON
 
@@ -21,7 +22,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--backend", default="ray")
     parser.add_argument("--steps", type=int, default=20)
-    given = parser.parse_args()
+    given = parsed(parser, width=64, backend="inprocess", steps=2)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = dt.Mesh(tp=2)

@@ -136,7 +136,8 @@ def test_the_model_is_the_title_and_every_colour_is_in_the_legend(driver: Chrome
     costs = [text.split(" \u00d7")[0] for text in texts(driver, ".step .took, .node .took") if text]
     assert costs and all(text.endswith("s") and "FLOP" not in text for text in costs)
     colours = "return [...new Set([...document.querySelectorAll(arguments[0])].filter("
-    colours += "e => e.offsetWidth).map(e => getComputedStyle(e).backgroundColor))].filter(c => !c.endsWith(', 0)'))"
+    colours += "e => e.offsetWidth).map(e => getComputedStyle(e).backgroundColor))]"
+    colours += ".filter(c => !c.endsWith(', 0)'))"
     shown = driver.execute_script(colours, ".bar, .bar i, .cost, .cost i, .took i")
     shown += driver.execute_script(colours, ".legend .key i")  # the timeline's
     one(driver, "#tab-memory").click()
