@@ -27,7 +27,6 @@ import dtensor as dt
 from benchmarks import gpu_step, predicted_time
 from benchmarks.smallest import parsed
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.text.words import seconds_text
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -53,7 +52,8 @@ def measured() -> dict[str, float]:
 
 
 def seconds(plan: Plan, launch_latency: float) -> float:
-    return replace(plan, topology=replace(plan.topology, launch_latency=launch_latency)).cost.seconds
+    topology = replace(plan.topology, launch_latency=launch_latency)
+    return replace(plan, topology=topology).cost.seconds
 
 
 def gpu_lines(fit: str, names: Collection[str]) -> Iterator[str]:
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="in a round")
     parser.add_argument("--write", action="store_true", help="to benchmarks/results")
-    given = parsed(parser, cases=["small"], only=["tp=2"], rounds=1, steps=1)
+    given = parsed(parser, cases=["small"], only=["tp=2"], rounds=1, steps=2)
     torch.set_num_threads(1)
     head = "# Predicted over measured seconds of a step"
     lines = [head, "", "`OMP_NUM_THREADS=1 python -m benchmarks.predictions --write`", ""]
