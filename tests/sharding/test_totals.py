@@ -11,15 +11,18 @@ import torch
 
 import dtensor as dt
 from dtensor.api.model.stating import auto_stages
+from dtensor.collectives import SMALL_ALL_REDUCE
 from dtensor.commands.json_data import plan_data, row_data
 from dtensor.explorer.contents import contents
+from dtensor.runtime.schedule.clock import Begin, Stretch, Until, folded, run
 from dtensor.sharding.plan.cost.step_cost import Resized, StepCost, step_cost
 from dtensor.sharding.plan.stages.cut_chain import Chain, Partition, partition
 from dtensor.sharding.plan.stages.unit_costs import SECOND
 from dtensor.sharding.plan.steps import Norm, Redistribute
 from dtensor.sharding.plan.text.words import seconds_text, size_text
+from dtensor.sharding.redistribute.topology import sent_bytes
 from tests.models import GPT, MLP, batch, loss_fn, square_loss
-from tests.plans import MEGATRON, MLP_PINS, plan_model
+from tests.plans import MEGATRON, MLP_PINS, mean_square, plan_model
 
 STAGES = [["embed*", "pos*", "blocks.0.*"], *([f"blocks.{n}.*"] for n in (1, 2))]
 HOSTED = [(0, 2), (1, 3)]  # by rank of the stage axis
@@ -140,3 +143,88 @@ def test_a_predicted_cut_is_planned(
     (predicted,) = found
     expected = [work.seconds for work in plan.totals.stages]
     assert [cost / SECOND for cost in predicted.costs] == pytest.approx(expected, rel=within)
+
+
+# -- prices ----------------------------------------------------------------------------------------
+
+
+def test_an_exchange_reaches_all_ranks_at_once() -> None:
+    """Prices are those of daft's transports: pairs of sends and receives, not rings."""
+    topology = dt.Topology(latency=1.0, bandwidth=1.0)
+
+    def seconds(kind: str, nbytes: int, num: int) -> float:
+        sent = sent_bytes(kind, nbytes, num)
+        return topology.collective_seconds(kind, "tp", num=num, bytes_sent=sent)
+
+    assert seconds("all_gather", 4, 4) == 1 + 3 * 4
+    assert seconds("all_reduce", 4, 2) == 1 + 4
+    small, large = SMALL_ALL_REDUCE, 2 * SMALL_ALL_REDUCE
+    assert seconds("all_reduce", small, 4) == 1 + 3 * small  # the whole value to each other rank
+    assert seconds("all_reduce", large, 4) == 2 + 2 * large * 3 / 4  # pieces, then their sums
+
+
+def test_a_device_waits_for_launches() -> None:
+    """The host launches in order, one second each, and waits for nothing."""
+    items = [
+        Stretch.of(2.0, 1.0),  # launched at 1
+        Stretch.of(0.125, 1.0),  # launched at 2, before the device is free
+        Begin("sum", (0,), "tp", 0.5, host=1.0),
+        Until(("sum",)),
+        Stretch.of(0.125, 2.0),  # launched at 5
+    ]
+    (times,) = run({0: items}).values()
+    assert times[:2] == [(0.0, 3.0), (3.0, 3.125)]
+    assert times[2] == (3.125, 3.625) and times[4] == (3.625, 5.125)
+    (together,) = folded(0, items)
+    assert isinstance(together, Stretch) and together.computes == 2.25
+    for device, host in ((0.0, 0.0), (4.0, 0.0), (0.0, 4.0)):
+        ends = [run({0: of}, device, host)[0][-1][1] for of in (items, [together])]
+        assert ends[0] == ends[1]
+
+
+def test_a_plan_says_that_the_host_decides() -> None:
+    def plan_of(width: int) -> dt.Plan:
+        with torch.device("meta"):
+            model, x = MLP(width, width), torch.empty(width, width)
+        parallel = dt.parallelize(model, dt.Mesh(tp=2), MLP_PINS)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return dt.train_step(parallel, mean_square, optimizer).plan(x)
+
+    small, large = plan_of(64), plan_of(16384)
+    assert small.cost.host_bound and not large.cost.host_bound
+    assert small.cost.host_wait_seconds > 0.9 * small.cost.seconds
+    for plan, words in ((small, "NVLink), host-bound"), (large, "NVLink)")):
+        assert any(line.rstrip().endswith(words) for line in plan.summary().splitlines())
+        assert f"{words}: compute" in plan.text()
+    # a step takes at least as long as its launches, and no longer than these and the device's work
+    for cost in (small.cost, large.cost):
+        device = cost.compute_seconds + cost.communication_seconds
+        assert max(device, cost.host_seconds) <= cost.seconds
+        assert cost.seconds <= device + cost.host_seconds + small.topology.step_latency
+
+
+def test_comparisons_and_searches_rank_by_the_host_too() -> None:
+    """Four microbatches launch four times the ops; the device computes as long as for one."""
+    with torch.device("meta"):
+        model, x = MLP(256, 1024), torch.empty(4096, 256)
+    parts = {f"of {n}": dict(mesh=dt.Mesh(), schedule=dt.GPipe(microbatches=n)) for n in (1, 4)}
+    found = dt.compare(model, mean_square, parts, x)
+    assert found["of 4"].seconds > 3 * found["of 1"].seconds
+    assert "host-bound, launches take longer than the device: all" in str(found)
+    searched = dt.search(model, mean_square, 2, x)
+    assert "best, host-bound" in str(searched)
+    assert searched.best.seconds == min(row.seconds for row in searched.rows)
+
+
+@pytest.mark.parametrize(
+    ("unit", "num", "share"), [(16, 4, 1 / 4), (32, 4, 1 / 2), (16, 3, 1 / 2), (1, 3, 22 / 64)]
+)
+def test_a_rank_is_the_fullest_one(unit: int, num: int, share: float) -> None:
+    """FLOP and seconds where shards are uneven: of 2 heads of 32 over 4 ranks two have one each."""
+    pins = {"up.weight": dict(tp=dt.Row(unit=unit)), "down.weight": dict(tp=dt.Column(unit=unit))}
+    given = (torch.empty(8, 16, device="meta"),)
+    with torch.device("meta"):
+        model = MLP(16, 64)
+    plan = plan_model(model, mean_square, given, dt.Mesh(tp=num), pins)
+    whole = plan_model(model, mean_square, given, dt.Mesh(), {})
+    assert plan.totals.ranks[0].flops == pytest.approx(share * whole.totals.ranks[0].flops)
