@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, cast
+from typing import Literal
 
 from dtensor.errors import PlanningError
 from dtensor.numerics import ReduceOp
@@ -105,27 +105,29 @@ def fullest_rank(
     ``strategies``: by axis, with the axis' size. An axis that splits work splits a factor of it:
     the fraction is that of a dim with the factor, and counts once however many tensors have it.
     """
+    metas = (*call.operands, *call.results)
+    cuts: list[dict[int, list[tuple[Shard, int]]]] = [{} for _ in metas]  # by dim of each tensor
+    splitting: dict[tuple[int, int], set[int]] = {}  # by tensor and dim, the axes
+    missing: set[int] = set()
+    for at, (strategy, num) in enumerate(strategies):
+        for index, placement in enumerate((*strategy.operands, *strategy.results)):
+            if isinstance(placement, Shard):
+                cuts[index].setdefault(placement.dim, []).append((placement, num))
+                splitting.setdefault((index, placement.dim), set()).add(at)
+                missing.add(at)
     work, parts = 1.0, list[float]()
-    missing = {at for at, (strategy, _) in enumerate(strategies) if strategy.shards_work}
-    if not missing:
-        return work, [float(meta is not None) for meta in (*call.operands, *call.results)]
-    for index, meta in enumerate((*call.operands, *call.results)):
+    for index, meta in enumerate(metas):
         if meta is None:
             parts.append(0.0)
             continue
-        cuts: dict[int, list[int]] = {}
-        placed = [(*s.operands, *s.results)[index] for s, _ in strategies]
-        for at, placement in enumerate(placed):
-            if isinstance(placement, Shard):
-                cuts.setdefault(placement.dim, []).append(at)
         part = 1.0
-        for dim, axes in cuts.items():
-            of_dim = tuple((cast(Shard, placed[at]), strategies[at][1]) for at in axes)
+        for dim, of_dim in cuts[index].items():
             share = largest_part(of_dim, meta.shape[dim])
             part *= share
+            axes = splitting[index, dim]
             if not missing.isdisjoint(axes):
                 work *= share
-                missing.difference_update(axes)
+                missing -= axes
         parts.append(part)
     return work, parts
 

@@ -287,10 +287,13 @@ def length(intervals: Intervals) -> int:
     return sum(hi - lo for lo, hi in intervals)
 
 
-@lru_cache(maxsize=65536)
-def largest_part(cuts: tuple[tuple[Shard, int], ...], size: int) -> float:
+def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
     """The fraction of a dim's indices that the rank at coordinate 0 of every axis holds, which
     holds most. ``cuts``: the placement and the size of each axis that splits the dim."""
+    if len(cuts) == 1:  # most dims are split by one axis, evenly
+        shard, num = cuts[0]
+        if type(shard.blocks) is int and size % (shard.blocks * shard.unit * num) == 0:
+            return 1 / num
     held: Intervals = ((0, size),)
     for shard, num in cuts if size else ():
         held = intersect(held, index_sets(shard, size, num)[0])
