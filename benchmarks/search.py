@@ -79,12 +79,14 @@ def usual(num_ranks: int, tp: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def pick(name: str, num_ranks: int, rounds: int, steps: int, most: int | None) -> list[str]:
-    """``steps``: timed in a launch; ``most``: strategies that are timed, None: all."""
+def pick(
+    name: str, num_ranks: int, rounds: int, rows: int, steps: int, most: int | None
+) -> list[str]:
+    """``rows``: of a batch; ``steps``: timed in a launch; ``most``: strategies, None: all."""
     make, loss_fn = MODELS[name]
-    tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):
-        shape, ids = make(), torch.empty(ROWS, LENGTH, dtype=torch.int64)
+        shape, ids = make(), torch.empty(rows, LENGTH, dtype=torch.int64)
     topology = calibrated(num_ranks)
     print(topology, flush=True)
     begin = time.process_time()
@@ -92,9 +94,9 @@ def pick(name: str, num_ranks: int, rounds: int, steps: int, most: int | None) -
     searched = time.process_time() - begin
     print(found, flush=True)
     strategies = usual(num_ranks, dict(dt.placements.for_model(shape, (ids,), {})))
-    rows = dt.compare(shape, loss_fn, strategies, ids, ids, topology=topology)
+    compared = dt.compare(shape, loss_fn, strategies, ids, ids, topology=topology)
     predicted = {f"the search's: {found.best.name}": found.best.seconds}
-    predicted |= {row.name: row.seconds for row in rows}
+    predicted |= {row.name: row.seconds for row in compared}
     predicted = dict(list(predicted.items())[:most])
 
     def built(which: str) -> Made:
@@ -205,9 +207,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
-    parser.set_defaults(steps=STEPS, most=None)
-    options = parsed(parser, rounds=1, steps=1, most=1)
-    how = options.model, options.ranks, options.rounds, options.steps, options.most
+    parser.set_defaults(rows=ROWS, steps=STEPS, most=None)
+    options = parsed(parser, rounds=1, rows=8, steps=1, most=1)
+    how = options.model, options.ranks, options.rounds, options.rows, options.steps, options.most
     lines = large() if options.large else pick(*how)
     print("\n".join(lines))
     if options.write:

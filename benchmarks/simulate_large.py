@@ -41,7 +41,9 @@ def main() -> None:
         module = gpt(given.layers)
         ids = torch.zeros(2048, 2048, dtype=torch.long)
     mesh = dt.Mesh(pp=given.stages, dp=32, tp=8)
-    model = dt.parallelize(module, mesh, PLACEMENTS, stages={"pp": stages(given.layers, given.stages)})
+    model = dt.parallelize(
+        module, mesh, PLACEMENTS, stages={"pp": stages(given.layers, given.stages)}
+    )
     step = dt.train_step(
         model,
         gpt_loss,
