@@ -203,7 +203,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=24)
     parser.add_argument("--steps", type=int, default=2, help="training steps in one timing")
     parser.add_argument("--write", action="store_true", help="add to benchmarks/results")
-    arguments = parsed(parser, width=64, rounds=1, steps=1)
+    arguments = parsed(parser, width=64, rounds=2, steps=1)
     torch.set_num_threads(1)
     shape = Shape(width=arguments.width)
     lines = [f"d={shape.width}: {shape}", machine()]

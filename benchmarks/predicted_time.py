@@ -141,7 +141,7 @@ def main() -> None:
     names = list(CONFIGURATIONS)
     parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--traces", nargs="*", choices=names, default=["tp=2"])
-    arguments = parsed(parser, rounds=1, steps=1, only=["tp=2"])
+    arguments = parsed(parser, rounds=1, steps=2, only=["tp=2"])
     torch.set_num_threads(1)
     found: dict[str, Found] = {}
     for name in arguments.only:

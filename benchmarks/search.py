@@ -79,11 +79,14 @@ def usual(num_ranks: int, tp: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def pick(name: str, num_ranks: int, rounds: int) -> list[str]:
+def pick(
+    name: str, num_ranks: int, rounds: int, rows: int, steps: int, most: int | None
+) -> list[str]:
+    """``rows``: of a batch; ``steps``: timed in a launch; ``most``: strategies, None: all."""
     make, loss_fn = MODELS[name]
-    tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):
-        shape, ids = make(), torch.empty(ROWS, LENGTH, dtype=torch.int64)
+        shape, ids = make(), torch.empty(rows, LENGTH, dtype=torch.int64)
     topology = calibrated(num_ranks)
     print(topology, flush=True)
     begin = time.process_time()
@@ -91,9 +94,10 @@ def pick(name: str, num_ranks: int, rounds: int) -> list[str]:
     searched = time.process_time() - begin
     print(found, flush=True)
     strategies = usual(num_ranks, dict(dt.placements.for_model(shape, (ids,), {})))
-    rows = dt.compare(shape, loss_fn, strategies, ids, ids, topology=topology)
+    compared = dt.compare(shape, loss_fn, strategies, ids, ids, topology=topology)
     predicted = {f"the search's: {found.best.name}": found.best.seconds}
-    predicted |= {row.name: row.seconds for row in rows}
+    predicted |= {row.name: row.seconds for row in compared}
+    predicted = dict(list(predicted.items())[:most])
 
     def built(which: str) -> Made:
         torch.manual_seed(0)
@@ -114,7 +118,7 @@ def pick(name: str, num_ranks: int, rounds: int) -> list[str]:
         for which in predicted:
             mesh, step = built(which)
             with dt.launch(mesh, backend="ray"):
-                seconds[which].append(step_seconds(step, tokens))
+                seconds[which].append(step_seconds(step, tokens, steps))
             print(f"{which}: {1e3 * seconds[which][-1]:.1f} ms", flush=True)
     medians = {which: statistics.median(own) for which, own in seconds.items()}
     best = min(medians.values())
@@ -155,15 +159,15 @@ def calibrated(num_ranks: int) -> dt.Topology:
     )
 
 
-def step_seconds(step: dt.TrainStep, tokens: Tensor) -> float:
-    """Of a step, from the call until its loss is read; the median of five, after two."""
+def step_seconds(step: dt.TrainStep, tokens: Tensor, steps: int) -> float:
+    """Of a step, from the call until its loss is read; the median of ``steps``, after two."""
 
     def once() -> float:
         begin = time.perf_counter()
         float(step(tokens, tokens))
         return time.perf_counter() - begin
 
-    return statistics.median([once() for _ in range(2 + STEPS)][2:])
+    return statistics.median([once() for _ in range(2 + steps)][2:])
 
 
 def large() -> list[str]:
@@ -203,8 +207,10 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
-    options = parsed(parser, rounds=1)
-    lines = large() if options.large else pick(options.model, options.ranks, options.rounds)
+    parser.set_defaults(rows=ROWS, steps=STEPS, most=None)
+    options = parsed(parser, rounds=1, rows=8, steps=1, most=1)
+    how = options.model, options.ranks, options.rounds, options.rows, options.steps, options.most
+    lines = large() if options.large else pick(*how)
     print("\n".join(lines))
     if options.write:
         write(lines)

@@ -24,28 +24,32 @@ LAYERS, STAGES = 32, 16
 PLACEMENTS = {**MEGATRON, "embed.weight": dict(tp=dt.Row()), "head.weight": dict(tp=dt.Row())}
 
 
-def stages() -> list[list[str]]:
-    each = LAYERS // STAGES
-    lists = [[f"blocks.{{{n * each}..{(n + 1) * each - 1}}}.*"] for n in range(STAGES)]
+def stages(layers: int, num_stages: int) -> list[list[str]]:
+    each = layers // num_stages
+    lists = [[f"blocks.{{{n * each}..{(n + 1) * each - 1}}}.*"] for n in range(num_stages)]
     lists[0] += ["embed*", "positions*"]
     lists[-1] += ["norm*", "head*"]
     return lists
 
 
 def main() -> None:
-    parsed(argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.set_defaults(layers=LAYERS, stages=STAGES, microbatches=64)
+    given = parsed(parser, layers=2, stages=2, microbatches=2)
     torch.set_num_threads(1)
     with torch.device("meta"):
-        module = gpt(LAYERS)
+        module = gpt(given.layers)
         ids = torch.zeros(2048, 2048, dtype=torch.long)
-    mesh = dt.Mesh(pp=STAGES, dp=32, tp=8)
-    model = dt.parallelize(module, mesh, PLACEMENTS, stages={"pp": stages()})
+    mesh = dt.Mesh(pp=given.stages, dp=32, tp=8)
+    model = dt.parallelize(
+        module, mesh, PLACEMENTS, stages={"pp": stages(given.layers, given.stages)}
+    )
     step = dt.train_step(
         model,
         gpt_loss,
         torch.optim.AdamW(module.parameters(), lr=1e-4),
         inputs=dict(dp=dt.Row()),
-        schedule=dt.OneFOneB(microbatches=64),
+        schedule=dt.OneFOneB(given.microbatches),
     )
     start = time.perf_counter()
     step.plan(ids, ids)

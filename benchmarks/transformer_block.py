@@ -209,7 +209,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 1], choices=[1, NUM_RANKS])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--write", action="store_true", help="benchmarks/results")
-    given = parsed(parser, widths=[min(SHAPES)], rounds=1, ranks=[1])
+    given = parsed(parser, widths=[min(SHAPES)], rounds=2, ranks=[1])
     if given.device == "cuda" and given.ranks != [NUM_RANKS]:
         parser.error("on GPUs two ranks alone are timed here: --ranks 2; one: benchmarks.gpu_step")
     torch.set_num_threads(1)
