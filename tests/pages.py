@@ -181,10 +181,12 @@ def starts_ray(text: str) -> bool:
 
 
 def written_anew(name: str) -> None:
-    """Write what the page's blocks print into the page."""
+    """Write what the page's blocks print into the page, and the pictures that it draws."""
     text, differ = (ROOT / name).read_text(), dict[int, str]()
     with tempfile.TemporaryDirectory() as folder:
         run_page(Path(name).stem, text, Path(folder), differ)
+        for drawn in Path(folder).glob("*.svg"):
+            (DOCS / "pictures" / drawn.name).write_text(drawn.read_text())
     lines = text.splitlines(keepends=True)
     for block in reversed(blocks_of(text)):
         if block.kind == "text" and block.line in differ:

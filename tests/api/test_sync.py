@@ -197,7 +197,7 @@ pair            messages   values   bytes
 * rank 1 -> 3          1        4     136
 
 368 bytes sent in 4 messages, at most 184 by one rank and 184 to one; 0 are there already
-predicted 10.0 us, H100 SXM bf16, NVLink"""
+predicted 24.0 us, H100 SXM bf16, NVLink"""
     )
     slow = dt.Topology(latency=1.0, bandwidth=46.0)
     assert dt.sync_plan(policy, actor, topology=slow).seconds == 2 + 184 / 46

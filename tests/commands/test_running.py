@@ -61,7 +61,7 @@ def test_explore_writes_the_strategies_that_have_a_plan(command: Command):
     line = "explore mlp.py:make --placements none --mesh dp=2 --mesh pp=4 --mesh tp=2"
     ran = command(f"{line} -o plans.html")
     assert ran.status == 0
-    assert ran.err.startswith("pp4 has no plan: ")
+    assert ran.err.startswith("pp4 OneFOneB(8) has no plan: ")
     page = Path("plans.html").read_text()
     assert "dp2" in page and "tp2" in page and "pp4" not in page
     assert command(f"{line} -o plans.txt").err.endswith("fix: 'plans.html'\n")
