@@ -342,9 +342,11 @@ function figures(plan) {
   const head = plan.head, memory = sum(Object.values(head.memory));
   const busy = head.compute + head.communication;
   const step = h("div", { class: "figure" }, h("label", {}, "predicted step"),
-    h("strong", {}, seconds(head.seconds)), h("small", {}, head.hardware));
+    h("strong", {}, seconds(head.seconds)),
+    h("small", {}, head.host_bound ? `${head.hardware}, host-bound` : head.hardware));
   const share = head.seconds ? head.communication / head.seconds : 0;
-  const waiting = head.seconds ? Math.max(0, head.waiting) / head.seconds : 0;
+  const part = (took) => head.seconds ? Math.max(0, took) / head.seconds : 0;
+  const waiting = part(head.waiting), host = part(head.host);
   const bar = (parts) => h("div", { class: "bar" }, parts.map(([name, part, label, color]) =>
     h("i", { class: name, title: label, style: `width:${100 * clamp(part, 0, 1)}%${
       color ? `;background:${color}` : ""}` })));
@@ -353,10 +355,11 @@ function figures(plan) {
   const all = sum([...along.values()]) || 1;
   const talk = h("div", { class: "figure" }, h("label", {}, "communication"),
     h("strong", {}, percent(share)),
-    bar([["compute", 1 - share - waiting, `compute ${seconds(head.compute)}`],
+    bar([["compute", 1 - share - waiting - host, `compute ${seconds(head.compute)}`],
       ...[...along].map(([axis, took]) => ["comm", (share * took) / all,
         `over ${axis} ${seconds(took)}`, axisColor(plan, axis)]),
-      ["wait", waiting, `waiting ${seconds(head.waiting)}`]]),
+      ["wait", waiting, `waiting for ranks ${seconds(head.waiting)}`],
+      ["wait", host, `waiting for the host ${seconds(head.host)}`]]),
     h("small", {}, `${bytes(head.sent)} in ${plural(head.collectives, "message")}`));
   const full = memory / head.device;
   const device = h("div", { class: "figure" }, h("label", {}, "memory, fullest rank"),
@@ -1209,6 +1212,7 @@ function sideBySide() {
   row("predicted", PLANS.map((p) => p.head.seconds), seconds);
   row("compute", PLANS.map((p) => p.head.compute), seconds);
   row("communication", PLANS.map((p) => p.head.communication), seconds);
+  row("host", PLANS.map((p) => p.head.host), seconds);
   if (PLANS.some((p) => p.num_stages > 1)) row("bubble", PLANS.map((p) => p.head.bubble), percent);
   row("bytes sent", PLANS.map((p) => p.head.sent), bytes);
   row("messages", PLANS.map((p) => p.head.collectives), (n) => n.toLocaleString("en"));
