@@ -49,7 +49,8 @@ SCHEDULES: Mapping[str, Any] = {
     "zbv": ZBV,
     "dualpipev": DualPipeV,
 }
-SEVERAL_STAGES = ("interleaved", "loopedbfs", "zbv", "dualpipev")
+TWO_STAGES = ("zbv", "dualpipev")
+SEVERAL_STAGES = ("interleaved", "loopedbfs", *TWO_STAGES)
 """Schedules that put more than one stage on a rank."""
 TOPOLOGIES = ("h100", "a100", "laptop")
 _DTYPES = ("f32", "bf16", "f16", "f64")
