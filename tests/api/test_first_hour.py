@@ -408,6 +408,7 @@ SPLITS = r"fix: inputs=dict\({0}=dt.Row\(\)\) splits the batch, .*; inputs=dict\
         (Net, DP2, {}, dict(dp=dt.Replicate()), ""),
         (Net, TP2, {"*": dict(tp=dt.Replicate())}, dict(tp=dt.Replicate()), ""),
         (Attention, TP2, OUT_ALONE, dict(tp=dt.Replicate()), ""),
+        (Net, dt.Mesh(dp=2, tp=2), {"*": dict(tp=dt.Replicate())}, dict(dp=dt.Row()), ""),
         (Net, TP2, PAIR, None, ""),
         (Net, dt.Mesh(dp=1), {}, None, ""),
     ],

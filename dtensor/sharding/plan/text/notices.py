@@ -188,12 +188,13 @@ def _lining_up(plan: PlanRecord, axis: str) -> str:
 
 
 def _states_replicas(plan: PlanRecord, axis: str, little: bool) -> bool:
-    """Whether an argument is stated as `Replicate()` on the axis; where the axis splits more than a
-    ``little``, also whether a matrix is, such as attention's. Under data parallelism the weights
-    are replicas and the batch is not."""
+    """Whether an argument is stated as `Replicate()` on the axis; or a matrix is, if the axis
+    splits more than a ``little`` or another axis splits the batch. Otherwise the weights may be
+    replicas for data parallelism, and the batch forgotten."""
     stated = {value for on, value, _ in plan.pinned if on == axis}
+    counts = not little or any(_splits_argument(plan, other) for other in plan.mesh.axes)
     return any(
-        item.kind == "argument" or (not little and len(item.base.shape) > 1)
+        item.kind == "argument" or (counts and len(item.base.shape) > 1)
         for item in plan.inputs
         if item.name in stated and item.base.sharding.get(axis) == REPLICATE
     )
