@@ -323,6 +323,8 @@ def read_topology(path: Path) -> Topology:
                 f"{path} states {key!r}, which no topology has.\n"
                 f"fix: {near[0] if near else ', '.join(known)}"
             )
+    if data.get("op_latency"):  # a file of before launch_latency: an op's launch is in op_latency
+        data = {"launch_latency": 0.0, **data}
     return Topology(**data)
 
 
