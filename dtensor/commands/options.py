@@ -49,7 +49,8 @@ SCHEDULES: Mapping[str, Any] = {
     "zbv": ZBV,
     "dualpipev": DualPipeV,
 }
-SEVERAL_STAGES = ("interleaved", "loopedbfs", "zbv", "dualpipev")
+TWO_STAGES = ("zbv", "dualpipev")
+SEVERAL_STAGES = ("interleaved", "loopedbfs", *TWO_STAGES)
 """Schedules that put more than one stage on a rank."""
 TOPOLOGIES = ("h100", "a100", "laptop")
 _DTYPES = ("f32", "bf16", "f16", "f64")
@@ -322,6 +323,8 @@ def read_topology(path: Path) -> Topology:
                 f"{path} states {key!r}, which no topology has.\n"
                 f"fix: {near[0] if near else ', '.join(known)}"
             )
+    if data.get("op_latency"):  # a file of before launch_latency: an op's launch is in op_latency
+        data = {"launch_latency": 0.0, **data}
     return Topology(**data)
 
 

@@ -23,6 +23,7 @@ from dtensor.api.search.comparison import schedule_text
 from dtensor.api.step.training import TrainStep
 from dtensor.commands.options import (
     SEVERAL_STAGES,
+    TWO_STAGES,
     check_axes,
     optimizer_class,
     schedule_of,
@@ -165,6 +166,12 @@ class PlacedWorkload:
         stated, ranks = self.options.microbatches, mesh.shape.get("pp", 1)
         if ranks == 1 and name is None and stated is None:
             return None
+        if ranks == 1 and name in TWO_STAGES:
+            mesh_text = ",".join(f"{a}={n}" for a, n in {**mesh.shape, "pp": 2}.items())
+            raise PlanningError(
+                f"--schedule {name} holds two stages per rank, and the mesh has no axis pp of at "
+                f"least 2.\nfix: --mesh {mesh_text}, or --schedule 1f1b"
+            )
         rows = max(1, self.work.num_rows // mesh.shape.get("dp", 1))
         most = min(rows, _PER_RANK * ranks)
         microbatches = stated or max(n for n in range(1, most + 1) if rows % n == 0)

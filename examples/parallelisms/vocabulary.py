@@ -8,5 +8,6 @@ losses = train(
         build(),
         dt.Mesh(tp=3),
         {"embed": dict(tp=dt.RowParallel()), "head": dict(tp=dt.ColumnParallel())},
-    )
+    ),
+    inputs=dict(tp=dt.Replicate()),  # attention is whole on purpose: 4 heads, 3 ranks
 )

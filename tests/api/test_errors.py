@@ -426,11 +426,12 @@ fix: return its loss, as in `return out.loss`""",
 @pytest.mark.parametrize("pack", [list, tuple])
 def test_a_list_where_a_tensor_belongs(pack: Callable[[Any], Any]) -> None:
     x, y = torch.randn(8, 16), torch.randn(8, 16)
-    text = refused(capture, squared_error, (MLP(), pack([x]), y), grads="loss")
-    assert text.endswith(
-        f"fix: the argument x is a {pack.__name__} of length 1: pass its tensor, as in step(x), "
-        f"or each of its tensors, as in step(*batch)"
-    )
+    for args, length in ((pack([x]), y), 1), ((pack([x, y]),), 2):  # the second is a whole batch
+        text = refused(capture, squared_error, (MLP(), *args), grads="loss")
+        assert text.endswith(
+            f"fix: the argument x is a {pack.__name__} of length {length}: pass its tensor, as in "
+            f"step(x), or each of its tensors, as in step(*batch)"
+        )
 
 
 def test_a_loss_that_is_no_scalar() -> None:

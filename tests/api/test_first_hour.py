@@ -357,7 +357,17 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(4, 8))
 
 
+class WrittenOut(Attention):
+    """Attention by torch.matmul, and a product beside it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.view(1, 4, 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = (q @ k.mT).softmax(-1) @ v
+        return self.out(mixed.transpose(1, 2).reshape(4, 8))
+
+
 DP2 = dt.Mesh(dp=2)
+UNALIGNED = {"qkv.weight": dict(tp=dt.Row())}
 OUT_ALONE = {"out.weight": dict(tp=dt.Row())}
 ALL = r"the 2 ranks of {0} repeat the same work: 100% of the FLOP of each, most of it in mm at .*\n"
 SPLITS = r"fix: inputs=dict\({0}=dt.Row\(\)\) splits the batch, .*; inputs=dict\({0}=dt.Repl"
@@ -375,10 +385,30 @@ SPLITS = r"fix: inputs=dict\({0}=dt.Row\(\)\) splits the batch, .*; inputs=dict\
             None,
             r"of tp .*: \d\d% of (?s:.*)\.explain",
         ),
+        (
+            WrittenOut,
+            TP2,
+            UNALIGNED,
+            None,
+            r"bmm at .*\nfix: qkv.weight as tp=Shard\(0, blocks=3\)",
+        ),
+        (
+            Attention,
+            TP2,
+            UNALIGNED,
+            dict(tp=dt.Column()),
+            r"fix: .*; {.*=dt.Replicate\(\)\)} of the",
+        ),
+        (Net, DP2, {"*": dict(dp=dt.Replicate())}, None, (ALL + SPLITS).format("dp")),
+        (Attention, TP2, UNALIGNED | {"out.bias": dict(tp=dt.Replicate())}, None, "blocks=3"),
         (Net, DP2, {}, dict(dp=dt.Row()), ""),  # the fixes
+        (WrittenOut, TP2, {"qkv.weight": dict(tp=dt.Row(blocks=3))}, None, ""),
+        (Attention, TP2, {"qkv.weight": dict(tp=dt.Row(blocks=3))}, None, ""),
+        (Attention, TP2, UNALIGNED | {"out.weight": dict(tp=dt.Replicate())}, None, ""),
         (Net, DP2, {}, dict(dp=dt.Replicate()), ""),
-        (Net, TP2, {"*": dict(tp=dt.Replicate())}, None, ""),
+        (Net, TP2, {"*": dict(tp=dt.Replicate())}, dict(tp=dt.Replicate()), ""),
         (Attention, TP2, OUT_ALONE, dict(tp=dt.Replicate()), ""),
+        (Net, dt.Mesh(dp=2, tp=2), {"*": dict(tp=dt.Replicate())}, dict(dp=dt.Row()), ""),
         (Net, TP2, PAIR, None, ""),
         (Net, dt.Mesh(dp=1), {}, None, ""),
     ],

@@ -130,6 +130,7 @@ def test_simulate_draws_and_writes(command: Command):
         ("plan tiny --mesh pt=2", "the axis 'pt' has no known use"),
         ("plan tiny --mesh tp=2 --zero pd=3", "--zero pd=3: no mesh has an axis 'pd'"),
         ("plan tiny --mesh pp=2 --schedule 1f1", "'1f1' is no schedule.\nfix: 1f1b"),
+        ("plan tiny --mesh tp=2 --schedule zbv", "at least 2.\nfix: --mesh tp=2,pp=2, or"),
         ("plan tiny --mesh tp=2 --dtype bf61", "'bf61' is no dtype of parameters.\nfix: bf16"),
         ("plan tiny --mesh tp=2 --topology h10", "no file of this name.\nfix: h100"),
         ("plan tiny --mesh tp=2 --optimizer Adamm", "none of this name.\nfix: Adam"),

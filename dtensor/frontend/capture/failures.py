@@ -106,7 +106,9 @@ def _message(error: Exception) -> list[str]:
 
 
 def _fix(error: Exception, call: FlatCall) -> str:
-    if re.search(r"\bnot (list|tuple)\b|^'(list|tuple)' object", str(error)):
+    if re.search(
+        r"\bnot (list|tuple)\b|^'(list|tuple)' object|missing \d+ required pos", str(error)
+    ):
         args, kwargs = pytree.tree_unflatten(call.leaves, call.spec)
 
         def is_list(value: Any) -> bool:

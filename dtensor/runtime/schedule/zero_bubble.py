@@ -204,7 +204,10 @@ def _dualpipe(rank: int, num_ranks: int, microbatches: int) -> list[Action]:
 
 def _check_v(name: str, num_stages: int, num_ranks: int) -> None:
     if num_ranks < 1 or num_stages != 2 * num_ranks:
-        raise PlanningError(
-            f"{name} holds two stages per rank, and there are {num_stages} stages for {num_ranks} "
-            f"ranks. State {2 * max(num_ranks, 1)} stages."
-        )
+        fix = f'stages={{"pp": dt.Auto(num_stages={2 * max(num_ranks, 2)})}}'
+        if num_ranks < 2:
+            there_are = "the mesh has no axis of stages"
+            fix += " with dt.Mesh(pp=2), or dt.OneFOneB, which needs no stages"
+        else:
+            there_are = f"there are {num_stages} stages for {num_ranks} ranks"
+        raise PlanningError(f"{name} holds two stages per rank, and {there_are}.\nfix: {fix}")

@@ -128,7 +128,12 @@ def _split_by(plan: PlanRecord, axis: str) -> tuple[list[str], float]:
     elements = {i.label: prod(i.base.shape) for i in plan.inputs if i.kind == "parameter"}
     labels = [item.label for item in split if item.label in elements]
     share = sum(elements[label] for label in labels) / max(sum(elements.values()), 1)
-    return labels, 1.0 if any(item.kind == "argument" for item in split) else share
+    return labels, 1.0 if _splits_argument(plan, axis) else share
+
+
+def _splits_argument(plan: PlanRecord, axis: str) -> bool:
+    arguments = (item for item in plan.inputs if item.kind == "argument")
+    return any(isinstance(item.base.sharding.get(axis), Shard) for item in arguments)
 
 
 def repeated_work(plan: PlanRecord) -> str:
@@ -139,36 +144,60 @@ def repeated_work(plan: PlanRecord) -> str:
 
 def _repeats(plan: PlanRecord, axis: str) -> str:
     size = plan.mesh.axis_size(axis)
-    if size == 1 or axis == plan.stage_axis or _states_replicas(plan, axis):
+    little = _split_by(plan, axis)[1] < _LEAST
+    if size == 1 or axis == plan.stage_axis or _states_replicas(plan, axis, little):
         return ""
     computed = [(s, s.flops * step_times(plan, s)) for s in plan.steps if isinstance(s, Compute)]
     repeated = [(step, flops) for step, flops in computed if not _is_placed(step, axis)]
-    little = _split_by(plan, axis)[1] < _LEAST
     if not little:  # other weights are whole as stated, such as a head's
-        repeated = [(s, flops) for s, flops in repeated if s.rule.kind == "attention"]
+        repeated = [(s, flops) for s, flops in repeated if _attends(s)]
     total, same = (sum(flops for _, flops in each) for each in (computed, repeated))
     if same <= _MOST_REPEATED * total:
         return ""
     longest = max(repeated, key=lambda each: each[1])[0]
     most = op_text(longest.op.call) + f" at {longest.source}" * bool(longest.source)
-    if not little:
-        fix = f"step.plan(...).explain({longest.gives[0]!r}) says why it is not split"
-    else:
+    meant = f"inputs=dict({axis}=dt.Replicate())"
+    if little:
         fix = (
             f"inputs=dict({axis}=dt.Row()) splits the batch, and "
             f'{{"*.weight": dict({axis}=dt.Row())}} splits weights'
         )
+    else:
+        if _splits_argument(plan, axis):
+            meant = f'{{"*.weight": dict({axis}=dt.Replicate())}} of the weights before it'
+        fix = _lining_up(plan, axis) or (
+            f"step.plan(...).explain({longest.gives[0]!r}) says why it is not split"
+        )
     return (
         f"the {size} ranks of {axis} repeat the same work: {same / total:.0%} of the FLOP of each, "
         f"most of it in {most}.\n"
-        f"fix: {fix}; inputs=dict({axis}=dt.Replicate()) states that it is meant"
+        f"fix: {fix}; {meant} states that it is meant"
     )
 
 
-def _states_replicas(plan: PlanRecord, axis: str) -> bool:
-    """Whether a parameter or an argument is stated as `Replicate()` on the axis."""
+def _attends(step: Compute) -> bool:
+    """Whether the step is attention, or a product of attention that a model writes out."""
+    return step.rule.kind == "attention" or step.op.call.name == "aten.bmm.default"
+
+
+def _lining_up(plan: PlanRecord, axis: str) -> str:
+    """The fix of the first pin on the axis whose split ends at an op; "" if all pins line up."""
+    pins = ((item.label, item.misaligned) for _, opened in plan.opened for item in opened)
+    lines_up = (f"{i} as {pin.fix}" for i, pin in pins if pin and pin.fix and pin.axis == axis)
+    return next(lines_up, "")
+
+
+def _states_replicas(plan: PlanRecord, axis: str, little: bool) -> bool:
+    """Whether an argument is stated as `Replicate()` on the axis; or a matrix is, if the axis
+    splits more than a ``little`` or another axis splits the batch. Otherwise the weights may be
+    replicas for data parallelism, and the batch forgotten."""
     stated = {value for on, value, _ in plan.pinned if on == axis}
-    return any(i.name in stated and i.base.sharding.get(axis) == REPLICATE for i in plan.inputs)
+    counts = not little or any(_splits_argument(plan, other) for other in plan.mesh.axes)
+    return any(
+        item.kind == "argument" or (counts and len(item.base.shape) > 1)
+        for item in plan.inputs
+        if item.name in stated and item.base.sharding.get(axis) == REPLICATE
+    )
 
 
 def _is_placed(step: Compute, axis: str) -> bool:
