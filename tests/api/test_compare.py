@@ -79,7 +79,8 @@ def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = found["pp2"], found["pp2 by two"]
     rows = str(found).splitlines()[2:8]
     assert [row[40:51].strip() for row in rows[:4]] == ["schedule", "", "", "OneFOneB(2)"], rows
-    free = replace(one.plan, topology=dt.Topology(latency=0.0, bandwidth=1e30))
+    topology = dt.Topology(latency=0.0, bandwidth=1e30, launch_latency=0.0)
+    free = replace(one.plan, topology=topology)
     assert free.cost.bubble == pytest.approx(1 / 3, abs=0.02)  # of stages that are nearly equal
     assert 1 / 3 < one.bubble < 1  # and of messages between them
     assert one.memory == max(one.plan.memory, key=lambda m: m.total)

@@ -93,7 +93,7 @@ def test_estimates_are_near_what_plans_say() -> None:
     for point in points[:: len(points) // 12]:
         family = StrategyFamily.of(program, point.tp, point.zero)
         estimate, row = family.estimate(point), program.planned(point)
-        hidden = 1.3 if point.zero == 3 else 1.07  # gathers behind work, which estimates are not
+        hidden = 1.3 if point.zero == 3 else 1.08  # gathers behind work, which estimates are not
         assert 0.95 < estimate.seconds / row.seconds < hidden, point.name
 
 

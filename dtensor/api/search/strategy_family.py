@@ -212,11 +212,12 @@ class Costing:
     def estimate(self, point: SearchPoint) -> Estimate:
         scale, begin = Scale(point.dp, point.microbatches), self.plan.topology.step_latency
         if point.pp == 1:
-            times = self.prices.times(scale)
-            device = float(sum(self.prices.seconds(scale)) @ times) + self._votes(point)
-            host = float(self.prices.host_seconds(scale) @ times)
+            each = sum(self.prices.seconds(scale)), self.prices.host_seconds(scale)
+            spent = np.stack(each) * self.prices.times(scale)  # by step, of the device and the host
+            end = spent[:, self.kinds == 3].sum(1)
+            seconds = (spent.sum(1) - end).max() + end.max()
             memory = self._memory(scale, ((0, self.num_units),), (0,), (1,))
-            return Estimate(max(device, host) + begin, *memory)
+            return Estimate(begin + float(seconds) + self._votes(point), *memory)
         grid = _grid(point)
         cut = self._cut(point, scale)
         if cut is None:
@@ -224,15 +225,17 @@ class Costing:
         bounds = tuple(itertools.pairwise(cut))
         homes = grid.home()
         table = self._stages(scale, bounds)
+        device = table[:, :, 0]
         costs = Costs(
-            forward=tuple(table[:, 0]), input=tuple(table[:, 1]), weight=tuple(table[:, 2])
+            forward=tuple(device[:, 0]), input=tuple(device[:, 1]), weight=tuple(device[:, 2])
         )
         span, _ = waits(grid, costs)
-        ends = [0.0] * point.pp
-        for stage, rank in enumerate(homes):
-            ends[rank] += float(table[stage, 3])
+        by_rank = np.zeros((point.pp, *table.shape[1:]))
+        np.add.at(by_rank, np.array(homes), table)
+        launched = by_rank[:, :3, 1].sum(1).max() * scale.microbatches  # hosts wait for no rank
+        seconds = max(span, float(launched)) + float(by_rank[:, 3].max())
         memory = self._memory(scale, bounds, homes, in_flight(grid))
-        return Estimate(begin + span + max(ends) + self._votes(point), *memory)
+        return Estimate(float(begin + seconds + self._votes(point)), *memory)
 
     def _votes(self, point: SearchPoint) -> float:
         """Seconds of the commit point, which is no step of a plan: a word is summed over each
@@ -300,7 +303,7 @@ class Costing:
         return self.cuts[key]
 
     def _stages(self, scale: Scale, bounds: Sequence[tuple[int, int]]) -> Floats:
-        """Seconds by stage and kind, of the device or, if that is longer, of the host."""
+        """Seconds by stage and kind, of the device and of the host."""
         table = np.zeros((len(bounds), len(KINDS), 2))
         stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
         for units, row in zip(self.groups, self._by_group(scale), strict=True):
@@ -309,7 +312,7 @@ class Costing:
         for passed, seconds in zip(self.passed, self._sent(scale), strict=True):
             others = {stage[u] for u in passed.readers} - {stage[passed.unit]}
             table[stage[passed.unit], KINDS.index(passed.kind), 0] += seconds * len(others)
-        return table.max(axis=2)
+        return table
 
     def _memory(
         self,

@@ -50,18 +50,18 @@ def a100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topol
 
 
 def laptop() -> Topology:
-    """Ray ranks on two cores of a CPU, float32, as `dt.calibrate` found them once."""
+    """Ray ranks on two shared cores of a CPU, float32: the medians of five `dt.calibrate`."""
     return Topology(
-        latency=2.6e-4,
-        bandwidth=1.2e9,
-        flops=8.2e10,
-        memory_bandwidth=1.2e10,
+        latency=9.2e-5,
+        bandwidth=2.3e9,
+        flops=5.0e10,
+        memory_bandwidth=9.4e9,
         memory_bytes=8 * 2**30,
-        op_latency=5.3e-6,
+        op_latency=9.7e-6,
         launch_latency=0.0,
-        step_latency=1.6e-3,
-        attention_flops=6.0e10,
-        update_bandwidth=9.5e9,
+        step_latency=5.0e-5,
+        attention_flops=2.7e10,
+        update_bandwidth=1.2e10,
         name="a laptop's two cores",
     )
 
