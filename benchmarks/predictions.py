@@ -32,8 +32,8 @@ RESULTS = Path(__file__).parent / "results"
 NOTES = (
     "Not predicted: two ranks on one GPU, whose one host launches twice the ops. They took 1.3",
     "times as long as one rank in the two GPTs and 2.4 times in the Llama (gpu_step.md). So a part",
-    "of the figure may belong to the step and not to the op, or to the machine, whose rounds differ",
-    "by half.",
+    "of the figure may belong to the step and not to the op, or to the machine, whose rounds",
+    "differ by half.",
 )
 
 
