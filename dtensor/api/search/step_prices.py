@@ -71,22 +71,19 @@ class StepPrices:
     def resized(self, scale: Scale) -> Resized:
         return Resized(self.at.sizes, scale.sizes)
 
-    def seconds(self, scale: Scale) -> tuple[Floats, Floats]:
-        """By step, each time that it runs: what grows with the bytes, and what each message has."""
+    def seconds(self, scale: Scale) -> tuple[Floats, Floats, Floats]:
+        """Return by step, for each run of it: the device's seconds that grow with the bytes, the
+        seconds of its exchanges, and the host's seconds."""
         to, topology = self.resized(scale), self.topology
         costs = [cost.resized(to) for cost in self.costs]
         starts = np.array([sum(m.starts(topology) for m in cost.messages) for cost in costs])
         seconds_by_step = [
             c.compute_seconds(topology) + c.communication_seconds(topology) for c in costs
         ]
+        host = np.array([cost.host_seconds(topology) for cost in costs])
         there = np.where(self.sums, scale.microbatches > 1, True)
-        return there * (np.array(seconds_by_step) - starts)[self.number], starts[self.number]
-
-    def host_seconds(self, scale: Scale) -> Floats:
-        """By step, each time that it runs: the launches of the host."""
-        to, topology = self.resized(scale), self.topology
-        host = np.array([cost.resized(to).host_seconds(topology) for cost in self.costs])
-        return np.where(self.sums, scale.microbatches > 1, True) * host[self.number]
+        grows = (np.array(seconds_by_step) - starts)[self.number]
+        return there * grows, starts[self.number], there * host[self.number]
 
     def times(self, scale: Scale) -> NDArray[np.int64]:
         """How often each step runs."""

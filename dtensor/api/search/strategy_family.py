@@ -200,20 +200,20 @@ class Costing:
         """All work, shared evenly by the stages; for the update, the part that ZeRO leaves."""
         scale = Scale(point.dp, point.microbatches)
         times = self.prices.times(scale)
-        seconds = sum(self.prices.seconds(scale)) * times
+        grows, starts, host = self.prices.seconds(scale)
+        seconds = (grows + starts) * times
         ids = set(map(id, updates_of(self.plan.steps)))
         updates = sum(seconds[i] for i, s in enumerate(self.plan.steps) if id(s) in ids)
         spared = updates * (1 - 1 / point.dp) if point.zero else 0.0
-        device, host = seconds.sum() - spared, self.prices.host_seconds(scale) @ times
-        return float(max(device, host)) / point.pp
+        return float(max(seconds.sum() - spared, host @ times)) / point.pp
 
     # -- estimates -----------------------------------------------------------------------------
 
     def estimate(self, point: SearchPoint) -> Estimate:
         scale, begin = Scale(point.dp, point.microbatches), self.plan.topology.step_latency
         if point.pp == 1:
-            each = sum(self.prices.seconds(scale)), self.prices.host_seconds(scale)
-            spent = np.stack(each) * self.prices.times(scale)  # by step, of the device and the host
+            grows, starts, host = self.prices.seconds(scale)
+            spent = np.stack([grows + starts, host]) * self.prices.times(scale)
             end = spent[:, self.kinds == 3].sum(1)
             seconds = (spent.sum(1) - end).max() + end.max()
             memory = self._memory(scale, ((0, self.num_units),), (0,), (1,))
@@ -253,13 +253,12 @@ class Costing:
         one microbatch. ``for_cut``: a message's start is shared by its values, as in
         stages="auto"."""
         if (scale, for_cut) not in self.tables:
-            grows, starts = self.prices.seconds(scale)
+            grows, starts, host = self.prices.seconds(scale)
             share = self.part if for_cut else self.starts
             device = grows[self.steps] * self.part + starts[self.steps] * share
-            host = self.prices.host_seconds(scale)[self.steps] * share
             table = np.zeros((len(self.groups), len(KINDS), 2))
             at = self.group, self.kinds[self.steps]
-            np.add.at(table, at, np.stack([device, host], axis=1))
+            np.add.at(table, at, np.stack([device, host[self.steps] * share], axis=1))
             self.tables[scale, for_cut] = table
         return self.tables[scale, for_cut]
 

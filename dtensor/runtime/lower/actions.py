@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from dtensor.runtime.schedule import Action, Costs, Event, Grid, Kind
-from dtensor.sharding.plan.cost.seconds import StepSeconds, step_seconds
+from dtensor.sharding.plan.cost.seconds import step_seconds
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import (
     Accumulate,
@@ -176,11 +176,11 @@ def stage_costs(plan: PlanRecord) -> Costs:
     that is longer, of the host."""
     actions = Actions(plan, None)
 
-    def seconds(kind: Kind) -> tuple[float, ...]:
-        return tuple(
-            StepSeconds(*map(sum, zip(*spent, strict=True))).longer if spent else 0.0
-            for stage in range(plan.num_stages)
-            for spent in [[step_seconds(plan, step, stage) for step in actions.steps(kind, stage)]]
-        )
+    def seconds(kind: Kind, stage: int) -> float:
+        spent = [step_seconds(plan, step, stage) for step in actions.steps(kind, stage)]
+        return max(sum(s.compute + s.communication for s in spent), sum(s.host for s in spent))
 
-    return Costs(forward=seconds("F"), input=seconds("I"), weight=seconds("W"))
+    def by_stage(kind: Kind) -> tuple[float, ...]:
+        return tuple(seconds(kind, stage) for stage in range(plan.num_stages))
+
+    return Costs(forward=by_stage("F"), input=by_stage("I"), weight=by_stage("W"))

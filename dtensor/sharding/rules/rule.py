@@ -106,14 +106,12 @@ def fullest_rank(
     the fraction is that of a dim with the factor, and counts once however many tensors have it.
     """
     metas = (*call.operands, *call.results)
-    cuts: list[dict[int, list[tuple[Shard, int]]]] = [{} for _ in metas]  # by dim of each tensor
-    splitting: dict[tuple[int, int], set[int]] = {}  # by tensor and dim, the axes
-    missing: set[int] = set()
+    cuts: list[dict[int, dict[int, tuple[Shard, int]]]] = [{} for _ in metas]  # by dim, by axis
+    missing: set[int] = set()  # axes whose share of the work is not counted yet
     for at, (strategy, num) in enumerate(strategies):
         for index, placement in enumerate((*strategy.operands, *strategy.results)):
             if isinstance(placement, Shard):
-                cuts[index].setdefault(placement.dim, []).append((placement, num))
-                splitting.setdefault((index, placement.dim), set()).add(at)
+                cuts[index].setdefault(placement.dim, {})[at] = placement, num
                 missing.add(at)
     work, parts = 1.0, list[float]()
     for index, meta in enumerate(metas):
@@ -121,13 +119,12 @@ def fullest_rank(
             parts.append(0.0)
             continue
         part = 1.0
-        for dim, of_dim in cuts[index].items():
-            share = largest_part(of_dim, meta.shape[dim])
+        for dim, by_axis in cuts[index].items():
+            share = largest_part(tuple(by_axis.values()), meta.shape[dim])
             part *= share
-            axes = splitting[index, dim]
-            if not missing.isdisjoint(axes):
+            if not missing.isdisjoint(by_axis):
                 work *= share
-                missing -= axes
+                missing.difference_update(by_axis)
         parts.append(part)
     return work, parts
 

@@ -26,11 +26,6 @@ class StepSeconds(NamedTuple):
     communication: float
     host: float
 
-    @property
-    def longer(self) -> float:
-        """The seconds of the device or of the host."""
-        return max(self.compute + self.communication, self.host)
-
 
 def step_seconds(plan: PlanRecord, step: Step, stage: int) -> StepSeconds:
     """Return the predicted seconds of a rank of ``stage``, each time that the step runs."""

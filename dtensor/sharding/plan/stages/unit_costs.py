@@ -61,7 +61,8 @@ def chain_of(
         uses: parameter to the units that use it; ``reused`` and ``depth``: of `Chain`.
         axis: the axis of transfers between stages.
     """
-    pricing = UnitPricing(whole, parts, uses, axis)
+    host_bound = PlanTotals(whole).cost.host_bound
+    pricing = UnitPricing(whole, parts, uses, axis, host_bound)
     pricing.walk()
     num = parts.num_stages
     pricing.cross()
@@ -103,13 +104,15 @@ class Crossing:
 class UnitPricing:
     """The shares of units in a plan; ``readers``: by the index of a step its units, after `walk`.
 
-    ``uses``: parameter to the units that use it; ``axis``: the axis of transfers between stages.
+    ``uses``: parameter to the units that use it; ``axis``: the axis of transfers between stages;
+    ``host_bound``: whether a unit costs its launches and not the seconds of its device.
     """
 
     whole: PlanRecord
     parts: Dataflow
     uses: Mapping[str, Units]
     axis: str
+    host_bound: bool = False
     costs: defaultdict[Units, int] = field(default_factory=lambda: defaultdict(int))
     passing: dict[int, int] = field(default_factory=dict[int, int])
     sent: list[Sent] = field(default_factory=list[Sent])
@@ -117,12 +120,10 @@ class UnitPricing:
     made: dict[str, Units] = field(default_factory=dict[str, Units])  # plan value to its units
     readers: dict[int, Units] = field(default_factory=dict[int, Units])  # of a step, by index
     rules: dict[str, Rule] = field(default_factory=dict[str, Rule])  # by op
-    host_bound: bool = False  # a unit costs its launches where these take longer than the devices
 
     # -- seconds -------------------------------------------------------------------------------
 
     def walk(self) -> None:
-        self.host_bound = PlanTotals(self.whole).cost.host_bound
         self.rules = {s.op.name: s.rule for s in self.whole.steps if isinstance(s, Compute)}
         stages_of: dict[str, list[int]] = {}
         for op in self.parts.ops:
