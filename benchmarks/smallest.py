@@ -15,7 +15,7 @@ from typing import Any
 def parsed(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, **smallest: Any
 ) -> argparse.Namespace:
-    """The arguments; with --smallest those in ``smallest`` replace what was given or is default."""
+    """Return the parsed arguments. With --smallest, the values in ``smallest`` replace them."""
     parser.add_argument("--smallest", action="store_true", help="only show that it runs")
     given = parser.parse_args(argv)
     if given.smallest:

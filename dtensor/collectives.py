@@ -37,8 +37,8 @@ class CollectiveKind:
     rooted: bool = False
 
     def launches(self, num: int) -> int:
-        """Ops of the host that a member needs, among `num`: one for each peer in an exchange (its
-        send, receive and addition), and one for the start and the wait."""
+        """Return how many ops the host of one of `num` members launches: one for each peer in an
+        exchange (its send, receive and addition), and one for the start and the wait."""
         return 1 + self.exchanges(num) * (num - 1)
 
     def takes(self, num_inputs: int, at: int, size: int) -> bool:

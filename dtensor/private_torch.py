@@ -154,10 +154,10 @@ def without_compiler() -> Generator[None]:
 
 @contextmanager
 def without_trace() -> Generator[None]:
-    """Within, torch's structured trace logs nothing unless TORCH_TRACE asks for it.
+    """Turn off torch's structured trace within the block, unless TORCH_TRACE asks for it.
 
-    Torch takes any handler of that logger for somebody who reads the trace, and pytest attaches its
-    own: each failing test would show the empty lines of it.
+    torch writes the trace if its logger has any handler. pytest attaches a handler to it, so each
+    failing test would show the empty lines of the trace.
     """
     log = logging.getLogger("torch.__trace")
     asked = any(getattr(handler, "root_dir", None) for handler in log.handlers)

@@ -344,9 +344,9 @@ function figures(plan) {
   const step = h("div", { class: "figure" }, h("label", {}, "predicted step"),
     h("strong", {}, seconds(head.seconds)),
     h("small", {}, head.host_bound ? `${head.hardware}, host-bound` : head.hardware));
-  const share = head.seconds ? head.communication / head.seconds : 0;
-  const part = (took) => head.seconds ? Math.max(0, took) / head.seconds : 0;
-  const waiting = part(head.waiting), host = part(head.host);
+  const shareOf = (took) => head.seconds ? Math.max(0, took) / head.seconds : 0;
+  const share = shareOf(head.communication);
+  const waiting = shareOf(head.waiting), host = shareOf(head.host);
   const bar = (parts) => h("div", { class: "bar" }, parts.map(([name, part, label, color]) =>
     h("i", { class: name, title: label, style: `width:${100 * clamp(part, 0, 1)}%${
       color ? `;background:${color}` : ""}` })));

@@ -93,7 +93,7 @@ class CompiledFunction:
         self._derivatives: dict[object, list[Derivative]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Its function and its options, without plans: a pickle, and a copy, plan again."""
+        """Pickle and copy the function and its options. The copy makes its plans again."""
         made_of = self.fn, self.mesh, self.out, self._options, self._roles.detect_nan
         return CompiledFunction, made_of
 

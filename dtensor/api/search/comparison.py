@@ -61,8 +61,8 @@ MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One strategy and its plan, or the PlanningError for which it has none. ``schedule``: as
-    stated; None for a step that is not cut into microbatches."""
+    """One strategy and its plan, or the PlanningError that planning raised. ``schedule``: the
+    stated schedule; None if the step has no microbatches."""
 
     name: str
     mesh: Mesh

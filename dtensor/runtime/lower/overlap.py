@@ -35,7 +35,8 @@ CUT_SECONDS = 2e-6
 def early(
     steps: Sequence[Step], seconds: Callable[[Step], StepSeconds]
 ) -> tuple[tuple[Step, ...], frozenset[int]]:
-    """The steps of an action in their new order, and the ids of those that are waited for late."""
+    """Return the steps of an action in their new order, and the ids of the steps whose results are
+    waited for late."""
     maker_of = {name: at for at, step in enumerate(steps) for name in step.gives}
     read: dict[str, int] = {}
     for at, step in enumerate(steps):

@@ -40,11 +40,11 @@ class Stretch:
 
     @staticmethod
     def of(seconds: float, host: float) -> Stretch:
-        """One op."""
+        """Return the stretch of one op."""
         return Stretch(seconds, seconds, host, host + seconds)
 
     def then(self, other: Stretch) -> Stretch:
-        """Both, one after the other."""
+        """Return this stretch and then the other as one stretch."""
         return Stretch(
             self.seconds + other.seconds,
             self.computes + other.computes,
@@ -109,9 +109,9 @@ class _Clock:
 def run(
     lists: Mapping[int, Sequence[Item]], begin: float = 0.0, host_begin: float | None = None
 ) -> dict[int, list[Interval]]:
-    """By rank, when each of its items begins and ends on the device; of a `Begin`, the message.
-    Devices start at ``begin``, hosts at ``host_begin``, by default the same. AssertionError for
-    lists that wait for ever, which the verifier refuses."""
+    """Return, by rank, the begin and the end of each of its items on the device; for a `Begin`, of
+    the message. Devices start at ``begin``, hosts at ``host_begin``, by default the same. Raises
+    AssertionError if the lists wait for ever, which the verifier refuses."""
     clock = _Clock(lists)
     times: dict[int, list[Interval | _Message]] = {rank: [] for rank in lists}
     now = dict.fromkeys(lists, begin)

@@ -411,7 +411,7 @@ def _rank_profile(
 
 
 def _predicted_kernels(plan: Plan, rank: int) -> dict[str, float]:
-    """Seconds by op on a rank, without those of dispatch."""
+    """Return a rank's predicted seconds by op, without the seconds of dispatch."""
     latency = plan.topology.op_latency
     coordinates = plan.mesh.coordinates(rank)
     place = coordinates[plan.stage_axis] if plan.stage_axis else 0
@@ -455,7 +455,7 @@ def _representative(plan: Plan, rank: int) -> int:
 
 
 def _waits_of(predicted: Trace, rank: int) -> dict[Label, float]:
-    """By label of a wait, its predicted seconds on the rank."""
+    """Return the predicted seconds of the rank's waits, by the label of the wait."""
     seconds_by_label: dict[Label, float] = defaultdict(float)
     for span in predicted.spans:
         if span.rank == rank and span.track == "wait":

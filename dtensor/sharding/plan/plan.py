@@ -68,7 +68,7 @@ class StageMemory(tuple[Memory, ...]):
         rows = [["memory per rank", *(f"stage {stage}" for stage in stages)]]
         for name in (*(f.name for f in fields(Memory)), "total"):
             sizes = [getattr(memory, name) for memory in self]
-            if any(sizes):  # what is not held at once is subtracted
+            if any(sizes):  # the bytes that are not held at once are subtracted
                 sign = -1 if name == "not_at_once" else 1
                 rows.append([f"  {name}", *(size_text(sign * size) for size in sizes)])
         return "\n".join(table(rows))

@@ -20,7 +20,7 @@ from dtensor.sharding.plan.steps import Norm, Redistribute, Step, StepPhase, Tra
 
 
 class StepSeconds(NamedTuple):
-    """``host``: seconds of the launches, beside the device's compute and communication."""
+    """Seconds of a step: the device computes and communicates, and the ``host`` launches."""
 
     compute: float
     communication: float
