@@ -28,6 +28,7 @@ pytest.importorskip("ray", reason=missing("ray"))
 from dtensor.daft.errors import HostError
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
 from dtensor.daft.ray.channel import run_channel
+from dtensor.daft.ray.channel.handshake import join
 from dtensor.daft.ray.channel.host import Host
 from dtensor.daft.ray.channel.messages import (
     ONE_WAY,
@@ -36,7 +37,6 @@ from dtensor.daft.ray.channel.messages import (
     Packed,
     encoded,
     incoming,
-    join,
     send,
 )
 from dtensor.daft.ray.channel.run_channel import MOST_UNREAD, CallLost, NotYet, Reply, RunChannel

@@ -42,16 +42,14 @@ from torch import Tensor
 from dtensor.daft.errors import ActorLost, Failure
 from dtensor.daft.ray.bootstrap.machines import LOOPBACK, START_S, node_at, reached_at
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
-from dtensor.daft.ray.channel.handshake import LONGEST_PATH, Handshakes
+from dtensor.daft.ray.channel.handshake import MAX_PATH_BYTES, Credentials, Handshakes, join
 from dtensor.daft.ray.channel.messages import (
     MOST_PIECES,
     ONE_WAY,
-    Credentials,
     Data,
     Payload,
     encoded,
     incoming,
-    join,
     unsent,
 )
 from dtensor.daft.ray.transports.segments import Segment, SegmentAddress
@@ -324,7 +322,7 @@ class ObjectStore:
         meeting, path, address = self._meeting, None, None
         if meeting.folder.exists():
             socket_path = str(meeting.folder / f"values{self.index}")
-            if len(socket_path.encode()) <= LONGEST_PATH:
+            if len(socket_path.encode()) <= MAX_PATH_BYTES:
                 sock = socket.socket(socket.AF_UNIX)
                 sock.bind(socket_path)
                 self._guests.listen(sock)
@@ -502,7 +500,7 @@ class ObjectStore:
                     self._bell.recv(1 << 12)
                     self._tell_to_drop()
                 else:
-                    self._guests.hear(descriptor)
+                    self._guests.handle(descriptor)
 
     def _tell_to_drop(self) -> None:
         told: dict[int, list[Key]] = {}

@@ -26,18 +26,17 @@ import torch
 from dtensor.daft.errors import as_sent
 from dtensor.daft.ray.bootstrap.machines import START_S
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter
+from dtensor.daft.ray.channel.handshake import Credentials, join
 from dtensor.daft.ray.channel.messages import (
     RAISED,
     REQUEST,
     RESPONSE,
     UNREAD,
-    Credentials,
     Data,
     HostFailed,
     Message,
     encoded,
     incoming,
-    join,
     send,
 )
 from dtensor.daft.remote_exceptions import interrupts, reason_of, trace_of

@@ -1,6 +1,5 @@
 """Messages between controller and hosts: the form of a call on a stream of bytes.
 
-    sock = join(invitation)                                    # the host's end, with a handshake
     for message in incoming(sock):                             # and at the other end
         method, *_ = message.functions                    #   send(encoded(8, REQUEST, (f,), (x,)))
 
@@ -18,15 +17,13 @@ neither encrypted nor signed, as with multiprocessing's connections and Ray's ow
 
 from __future__ import annotations
 
-import hmac
 import io
 import pickle
-import secrets
 import socket
 import struct
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from typing import Any, Literal, TypeAlias
@@ -37,7 +34,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from dtensor.daft.errors import DaftError
-from dtensor.daft.ray.bootstrap.dead_connections import listen_to
 from dtensor.daft.remote_exceptions import PICKLERS, reduced
 from dtensor.daft.tasks.values import ByValuePickler
 
@@ -81,8 +77,7 @@ PICKLERS.insert(0, CloudExceptionPickler)
 SMALL_BYTES = 1 << 14
 """A smaller tensor is part of the pickle: a separate buffer costs more than the copy."""
 ROOM = 1 << 16  # bytes that one read asks for
-SOCKET_BYTES = 1 << 22
-"""Bytes in flight, as requested from the system, which may allow fewer."""
+
 MOST_PIECES = 512  # in one system call, which has a limit of 1024
 _LEVEL = 1
 """zlib's level: 6 takes three times as long, for a fifth fewer bytes."""
@@ -313,100 +308,3 @@ def incoming(sock: socket.socket) -> Generator[Message | None]:
         while not stream.empty:
             yield stream.small() or (yield from stream.message())
         yield None
-
-
-# -- handshake -----------------------------------------------------------------------
-
-NONCE_BYTES = 32
-_CLAIM = struct.Struct(f"<I{NONCE_BYTES}s32s")
-CLAIM_BYTES = _CLAIM.size
-PROOF_BYTES = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credentials:
-    """How host `index` reaches the controller: by the socket at `path` if it is on its machine,
-    else by `address`. The key belongs to the launch, and is an argument of the call that starts the
-    host."""
-
-    index: int
-    path: str | None
-    address: tuple[str, int] | None
-    key: bytes = field(repr=False)
-
-
-def join(credentials: Credentials, patience_s: float) -> socket.socket:
-    """The host's end of a connection, once both sides have proved that they know the key."""
-    sock = _connected(credentials)
-    try:
-        sock.settimeout(patience_s)
-        nonce = _exactly(sock, NONCE_BYTES)
-        challenge = secrets.token_bytes(NONCE_BYTES)
-        sock.sendall(claim(credentials.key, nonce, credentials.index, challenge))
-        if not hmac.compare_digest(_exactly(sock, PROOF_BYTES), proof(credentials.key, challenge)):
-            raise ConnectionError("the peer at that address is not the controller")
-        sock.settimeout(None)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _connected(credentials: Credentials) -> socket.socket:
-    if credentials.path is not None:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(credentials.path)
-        except (FileNotFoundError, ConnectionRefusedError):  # it is on another machine
-            sock.close()
-            if credentials.address is None:
-                raise
-        else:
-            widen(sock)
-            return sock
-    assert credentials.address is not None, "a controller listens somewhere"
-    sock = socket.create_connection(credentials.address)
-    widen(sock)
-    return sock
-
-
-def widen(sock: socket.socket) -> None:
-    """Raise the limit of bytes in flight above the default, send small messages at once, and let a
-    connection to another machine break when that falls silent."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        listen_to(sock)
-
-
-def claim(key: bytes, nonce: bytes, index: int, challenge: bytes) -> bytes:
-    """A host's answer to the controller's nonce, with its own nonce."""
-    return _CLAIM.pack(
-        index, challenge, _digest(key, b"host", nonce, struct.pack("<I", index), challenge)
-    )
-
-
-def claimed(key: bytes, nonce: bytes, said: bytes) -> tuple[int, bytes] | None:
-    """The host and its nonce, if it knows the key."""
-    index, challenge, digest = _CLAIM.unpack(said)
-    known = hmac.compare_digest(said, claim(key, nonce, index, challenge))
-    return (index, challenge) if known and digest else None
-
-
-def proof(key: bytes, nonce: bytes) -> bytes:
-    """The controller's answer to a host's nonce."""
-    return _digest(key, b"controller", nonce)
-
-
-def _digest(key: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(key, b"".join(parts), "sha256")
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        if not (more := sock.recv(size - len(data))):
-            raise ConnectionError("the controller hung up")
-        data += more
-    return data

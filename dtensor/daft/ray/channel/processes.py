@@ -37,9 +37,9 @@ from dtensor.daft.ray.bootstrap.machines import (
 from dtensor.daft.ray.bootstrap.progress import ProgramCounter, process_stat
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.bootstrap.user_folder import OwnFolder
+from dtensor.daft.ray.channel.handshake import Credentials
 from dtensor.daft.ray.channel.host_actor import packed
 from dtensor.daft.ray.channel.local_ray import LocalRay, is_possible, release, use
-from dtensor.daft.ray.channel.messages import Credentials
 from dtensor.daft.ray.channel.run_channel import RunChannel
 
 END_S = 30.0

@@ -36,13 +36,12 @@ from typing import Any
 
 from dtensor.daft.errors import HostError, as_sent
 from dtensor.daft.ray.bootstrap.dead_connections import is_quiet
-from dtensor.daft.ray.channel.handshake import LONGEST_PATH, Handshakes
+from dtensor.daft.ray.channel.handshake import MAX_PATH_BYTES, Credentials, Handshakes
 from dtensor.daft.ray.channel.messages import (
     MOST_PIECES,
     RAISED,
     REQUEST,
     UNREAD,
-    Credentials,
     Data,
     Function,
     Kind,
@@ -127,7 +126,7 @@ class RunChannel:
         self._writer: threading.Thread | None = None
         self._closed = False
         path = str(folder / "runs")
-        if len(path.encode()) <= LONGEST_PATH:
+        if len(path.encode()) <= MAX_PATH_BYTES:
             sock = socket.socket(socket.AF_UNIX)
             sock.bind(path)
             self._guests.listen(sock)
@@ -333,7 +332,7 @@ class RunChannel:
                             self._write_on(line)
                 else:
                     with self._lock:
-                        self._guests.hear(descriptor)
+                        self._guests.handle(descriptor)
             if self._waiting:  # a thread counts as waiting before it checks whether it is done
                 with self._lock:
                     self._changed.notify_all()

@@ -27,7 +27,6 @@ from __future__ import annotations
 import fcntl
 import hmac
 import os
-import secrets
 import select
 import signal
 import socket
@@ -41,23 +40,17 @@ from typing import Any, TypeAlias
 import torch
 
 from dtensor.daft.diagnosis.observation import thread
+from dtensor.daft.ray.channel.handshake import Credentials, admit, join
 from dtensor.daft.ray.channel.messages import (
-    CLAIM_BYTES,
-    NONCE_BYTES,
     ONE_WAY,
     RAISED,
     REQUEST,
     RESPONSE,
-    Credentials,
     Kind,
     Message,
-    claimed,
     encoded,
     incoming,
-    join,
-    proof,
     send,
-    widen,
 )
 from dtensor.daft.undo.snapshot_file import SnapshotFile
 from dtensor.daft.undo.snapshots import Key, Keys, SnapshotRecord, SnapshotStore
@@ -274,29 +267,12 @@ class ReplicaServer:
     def _keep(self, kept: PeerCopy, sock: socket.socket) -> None:
         with sock:
             try:
-                if self._knows(sock):
+                if admit(sock, self._key, ANSWER_S) is not None:
                     _serve(kept, sock)
             except (EOFError, OSError):  # the other end has gone
                 pass
             finally:
                 kept.close()
-
-    def _knows(self, sock: socket.socket) -> bool:
-        """Whether the peer belongs to the launch."""
-        widen(sock)
-        sock.settimeout(ANSWER_S)
-        nonce, said = secrets.token_bytes(NONCE_BYTES), b""
-        sock.sendall(nonce)
-        while len(said) < CLAIM_BYTES:
-            if not (more := sock.recv(CLAIM_BYTES - len(said))):
-                return False
-            said += more
-        known = claimed(self._key, nonce, said)
-        if known is None:
-            return False
-        sock.sendall(proof(self._key, known[1]))
-        sock.settimeout(None)
-        return True
 
 
 def _serve(kept: PeerCopy, sock: socket.socket) -> None:
