@@ -130,8 +130,9 @@ if hasattr(_C, "_get_cudnn_depthwise_kernel"):  # from torch 2.13 on
 
 
 def kernel_flags() -> Flags:
-    """Those of this process, now."""
-    return tuple((name, ask()) for name, (ask, _) in _FLAGS.items())
+    """Return the present settings of this process."""
+    # a list, since each run asks: a generator would cost a call for each setting
+    return tuple([(name, ask()) for name, (ask, _) in _FLAGS.items()])
 
 
 def obey(flags: Flags) -> None:

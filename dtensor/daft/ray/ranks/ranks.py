@@ -66,7 +66,7 @@ class SentInputs:
             sent: dict[str, Any] = dict(named)
             rest[rank] = sent
             for name, value in tuple(sent.items()):
-                if type(value) in _CONTAINERS and _is_plain(value):
+                if type(value) in _CONTAINERS and _has_plain_items(value):
                     data = marshal.dumps(value, 2)  # 1, 1.0 and True differ; NaN is equal to NaN
                     plain.setdefault(rank, {})[name] = self._new(handle, rank, name, data)
                     del sent[name]
@@ -108,13 +108,15 @@ _CONTAINERS = frozenset({tuple, list, dict})
 _ATOMS = frozenset({bool, int, float, str, bytes, type(None)})
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it has only these types, and not classes derived from them: marshal takes numpy's
-    numbers for bytes, and mutable values may change unseen."""
-    kind = type(value)  # pyright: ignore[reportUnknownVariableType]
-    if kind is dict:
-        return all(map(_is_plain, value)) and all(map(_is_plain, value.values()))
-    return kind in _ATOMS or (kind in _CONTAINERS and all(map(_is_plain, value)))
+def _has_plain_items(container: Any) -> bool:
+    """Return whether a container holds only the types of `_ATOMS` and `_CONTAINERS`, at any depth.
+    Subclasses do not count: marshal would write numpy's numbers as bytes."""
+    items: Any = (*container, *container.values()) if type(container) is dict else container
+    for item in items:  # a plain loop, since it runs with each step: one call for each container
+        kind = type(item)
+        if kind not in _ATOMS and (kind not in _CONTAINERS or not _has_plain_items(item)):
+            return False
+    return True
 
 
 def packed(parts: Iterable[HostProgram]) -> Iterator[tuple[Packed, Packed]]:
