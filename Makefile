@@ -6,6 +6,8 @@
 # plain: test-all without the three replacements that make tests cheap (CONTRIBUTING.md): hours;
 # sweep: the cases that the tests only sample;
 # docs: the pages as a site, docs/_build/html/index.html, where any warning is an error;
+# replay: plans and programs of a fixed corpus, here and at another commit (ARGS="--base HEAD~3"),
+#   and each difference;
 # check: all that CI runs;  certify: every rule by brute force, and its table;
 # opinfo: PyTorch's OpInfo database under placements, and its table;
 # versions: capture, rules and Ray with each torch and each Python that is supported, and their table;
@@ -40,7 +42,7 @@ export PYTHONDONTWRITEBYTECODE :=
 INSTALLED = $(BIN)/python -Ic "import importlib.metadata as m, sys; \
 	sys.exit('\"editable\"' in (m.distribution('dtensor').read_text('direct_url.json') or ''))"
 
-.PHONY: setup demo test test-all quick plain sweep lint docs check certify opinfo versions hf integrations chaos gpus gpu kernels format
+.PHONY: setup demo test test-all quick plain sweep lint docs check replay certify opinfo versions hf integrations chaos gpus gpu kernels format
 .DEFAULT_GOAL := check
 
 setup: $(VENV)/.stamp
@@ -81,6 +83,9 @@ docs: setup
 
 check: lint docs
 	$(MAKE) test
+
+replay: setup
+	$(BIN)/python -m tests.replay $(ARGS)
 
 # Torch warns in C++ about statistics of empty shards, thousands of times.
 certify: setup

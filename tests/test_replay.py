@@ -1,0 +1,37 @@
+"""The comparison of plans and programs between two revisions (`tests.replay`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.replay import RAISED, difference, record
+
+
+def test_recorded_entry_has_the_plan_and_the_programs(tmp_path: Path) -> None:
+    record(["compile sum"], tmp_path / "texts.json")
+    [(name, text)] = json.loads((tmp_path / "texts.json").read_text()).items()
+    assert name == "compile sum"
+    assert "plan lambda    mesh(dp=2, tp=2)" in text and "program lambda" in text
+    assert "def forward(" in text
+
+
+def test_difference_names_changed_missing_and_failed_entries() -> None:
+    base = dict(same="a", changed="a\nb", removed="a", failed="a")
+    tree = dict(same="a", changed="a\nc", added="a", failed=f"{RAISED}KeyError: 'a'")
+    assert list(difference(base, tree)) == [
+        "added: only in the work tree",
+        "changed: differs",
+        "    --- base",
+        "    +++ work tree",
+        "    @@ -1,2 +1,2 @@",
+        "     a",
+        "    -b",
+        "    +c",
+        "failed: raised KeyError: 'a'",
+        "removed: only at the base",
+    ]
+
+
+def test_equal_texts_have_no_difference() -> None:
+    assert list(difference(dict(a="1"), dict(a="1"))) == []
