@@ -94,7 +94,7 @@ def of_ours(d: int, clip: Tensor | None = None) -> Way:
     options = hyperparameters(AdamW([torch.zeros(1)]))
     shards = dict(zip(names, way.values, strict=True))
     gradients = dict(zip(names, way.gradients, strict=True))
-    way.run = lambda: optimizer.step(what, shards, options, gradients, values, clip, own=names)
+    way.run = lambda: optimizer.step(what, shards, options, gradients, values, clip, writable=names)
     return way
 
 

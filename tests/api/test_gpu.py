@@ -166,7 +166,7 @@ def test_an_optimizer_leaves_an_actor_without_its_state() -> None:
     shards, gradients = {"w": torch.ones(3)}, {"w": torch.arange(3.0)}
     optimizer.step(what, shards, options, gradients, values)
     arrived = pickle.loads(pickle.dumps(optimizer))
-    assert arrived.run_of == {} and arrived.optimizer is None and arrived.values == {}
+    assert arrived.buffer_by_name == {} and arrived.optimizer is None and arrived.values == {}
     there, state = {"w": shards["w"].clone()}, tuple(value.clone() for value in values)
     optimizer.step(what, shards, options, gradients, values)
     arrived.step(what, there, options, gradients, state)

@@ -29,7 +29,12 @@ import torch
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.runtime.optimizer.optimizer_kind import copied, options_of, plain_attributes, same
+from dtensor.runtime.optimizer.optimizer_kind import (
+    copy_plain,
+    options_of,
+    plain_attributes,
+    plain_equal,
+)
 from dtensor.runtime.optimizer.shard_optimizer import ELEMENTWISE
 
 PACKAGES = {  # module -> distribution
@@ -210,13 +215,13 @@ def difference(
                 alike = x.shape == y.shape and torch.allclose(x, y, rtol=1e-3, atol=1e-5)
                 if not alike or x.dtype != y.dtype:
                     return f"{key} of the state of {label} differs"
-            elif not same(x, y):
+            elif not plain_equal(x, y):
                 return f"{key} of the state of {label} is {x!r}, in torch {y!r}"
     for one, other in zip(optimizer.param_groups, plain.param_groups, strict=True):
-        if not same(copied(options_of(one)), copied(options_of(other))):
+        if not plain_equal(copy_plain(options_of(one)), copy_plain(options_of(other))):
             return "options of a group differ"
     ours, theirs = plain_attributes(optimizer), plain_attributes(plain)
-    return "" if same(ours, theirs) else "attributes differ"
+    return "" if plain_equal(ours, theirs) else "attributes differ"
 
 
 def table(found: Sequence[Found]) -> str:

@@ -100,7 +100,7 @@ def measure(run: Run, one: Any) -> list[dict[str, int]]:
                 for state in value.state.values():
                     for tensor in state.values():
                         meter.add_state(tensor, rank)
-                for buffer in value.run_of.values():
+                for buffer in value.buffer_by_name.values():
                     if buffer.master:
                         meter.add_state(buffer.parameter.data, rank)
             elif name.startswith("model 0: optimizer 0: "):  # a view of what is counted above

@@ -266,7 +266,7 @@ def test_gradients_are_divided_and_not_changed(kind: type[O.Optimizer]) -> None:
         optimizer = Rank(kind, (tuple(shapes),))
         shards = copy.deepcopy(start)
         for _ in range(2):
-            optimizer.step(shards, options, gradients, clip, own=own)
+            optimizer.step(shards, options, gradients, clip, writable=own)
             kept = all(torch.equal(g, values(1, shapes)[n]) for n, g in gradients.items())
             assert kept == (not own or kind not in FUSED)
             gradients = values(1, shapes)

@@ -49,7 +49,7 @@ def counted(run: Run, one: Any) -> tuple[list[int], list[int], list[int]]:
     def update(optimizer: Any, given: Any, clip: Tensor | None) -> None:
         [(own, gradients)] = now
         flat = {id(parameter): gradient.untyped_storage() for parameter, gradient in given}
-        read = {n: flat[id(own.run_of[n].parameter)].data_ptr() for n in gradients}
+        read = {n: flat[id(own.buffer_by_name[n].parameter)].data_ptr() for n in gradients}
         moved = [g for n, g in gradients.items() if g.untyped_storage().data_ptr() != read[n]]
         copied.append(sum(g.nbytes for g in moved))
         whole.append(sum(g.nbytes for g in gradients.values()))

@@ -120,7 +120,7 @@ class OptimizerHome:
         """Use another rule from now on: its options have changed."""
         self.rule, shadow = rule, rule.shadow({})
         if shadow is not None and self.shadow is not None:
-            shadow.of, shadow.state = self.shadow.of, self.shadow.state
+            shadow.parameters, shadow.state = self.shadow.parameters, self.shadow.state
         self.shadow = shadow
 
     def advance(self) -> Callable[[], None]:
@@ -395,7 +395,7 @@ class ModelHome:
             if value is not None:
                 entry, parameter = home.rule.entry(key), home.parameters[label]
                 if entry.number:
-                    value = entry.given(value)
+                    value = entry.from_table(value)
                 elif not parameter.is_meta:
                     value = value.to(parameter.device)
                 gathered.setdefault(parameter, {})[key] = value

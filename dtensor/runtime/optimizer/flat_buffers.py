@@ -1,23 +1,14 @@
-"""Parameters end to end in one buffer, so that a kernel updates them as one tensor.
+"""Concatenate small parameters into flat buffers, so that one kernel call updates all of them.
 
-    bias, scale of 5 and 7 float32      run.parameter  f32[32]: bias 0..5, scale 16..23, zeros
+    bias f32[5], scale f32[7]    ->    buffer.parameter f32[32]: bias at 0, scale at 16, rest zeros
 
-A run is such a tensor with its members. Small shards of a group and dtype share a run: their
-tensors become views of its buffer, which is done once; their gradients are gathered at each step,
-in one call. A large shard is a run of its own and stays where it is, and so does its gradient.
-Only a shard whose elements do not fill whole vectors is in a buffer however large it is, or if it
-is a part of a tensor, in one of the step's own.
+Small shards of one group and dtype become views of a shared buffer; each step gathers their
+gradients with one call. A large shard is a buffer by itself and is updated in place.
 
-Invariants: each member begins at a multiple of `WIDTH` bytes and the rest up to the next is zeros.
-So a kernel reads whole vectors alone, and the bits of an element do not depend on where a tensor
-was cut: torch's fused kernels, and all of its ops on 16-bit floats, round otherwise in the elements
-after the last whole vector. Members of a run have had the same steps: where a gradient is missing,
-the run is split, for good and without a copy.
-
-Rejected: gradients in one buffer too, for it would have to be there before the backward, when
-activations are; and to copy large ones into it takes half as long as the update itself.
-
-Not here: what torch.optim is told (shard_optimizer.py).
+Invariants: each member begins at a multiple of `WIDTH` bytes and is padded with zeros to the next.
+So a kernel reads only whole vectors, and results do not depend on where a tensor was cut (torch's
+kernels may round differently in the elements after the last whole vector). All members have had
+the same number of steps: a buffer is split, for good and without a copy, if gradients are missing.
 """
 
 from __future__ import annotations
@@ -31,109 +22,128 @@ import torch
 from torch import Tensor
 
 WIDTH = 64
-"""Bytes: the widest vector of a CPU."""
+"""Bytes of the widest vector register of a CPU."""
 
 SMALL = 4096
-"""Elements. A gather of smaller gradients costs less than another tensor in torch's loop."""
+"""Elements. Gathering a smaller gradient is faster than one more tensor in torch's loop."""
 
 
 @dataclass(slots=True)
 class Member:
-    """A shard's place in its run, in elements; `seen`: the shard of the step before, and which
-    version it was after that."""
+    """The position of one shard in its buffer, in elements.
+
+    ``last_seen``: the shard tensor of the last step, and its version after that step.
+    """
 
     name: str
     shape: torch.Size
     begin: int
     numel: int
-    seen: tuple[weakref.ref[Tensor], int] | None = None
+    last_seen: tuple[weakref.ref[Tensor], int] | None = None
 
 
-class FlatRun:
-    """`size`: of the buffer, in elements. `master`: it is a float32 copy of narrower shards."""
+class FlatBuffer:
+    """One 1-D parameter that holds several small shards, or one large shard.
 
-    __slots__ = ("_at", "_copies", "_owns", "_views", "master", "members", "parameter", "size")
+    ``size``: elements of the buffer with padding. ``master``: the buffer is a float32 copy of
+    shards with a narrower dtype. ``owns_memory``: False if the parameter is a view of its shard.
+    """
+
+    __slots__ = (
+        *("_addresses", "_copies_back", "_owns_memory", "_views"),
+        *("master", "members", "parameter", "size"),
+    )
 
     def __init__(
-        self, members: Sequence[Member], size: int, parameter: Tensor, *, master: bool, owns: bool
+        self,
+        members: Sequence[Member],
+        size: int,
+        parameter: Tensor,
+        *,
+        master: bool,
+        owns_memory: bool,
     ) -> None:
         self.members = tuple(members)
         self.size: int = size
         self.master: bool = master
         self.parameter: torch.nn.Parameter = torch.nn.Parameter(parameter)
-        self._copies: list[tuple[Tensor, Tensor]] = []  # shard and what becomes its value
-        self._stands(owns=owns)
+        self._copies_back: list[tuple[Tensor, Tensor]] = []  # (shard, its part of the buffer)
+        self._set_location(owns_memory=owns_memory)
 
-    def of(self, flat: Tensor, member: Member) -> Tensor:
-        """A member's part of a tensor of the run's size, in the member's shape."""
+    def member_part(self, flat: Tensor, member: Member) -> Tensor:
+        """Return the member's part of ``flat``, a tensor of the buffer's size, in its shape."""
         return flat[member.begin : member.begin + member.numel].view(member.shape)
 
-    def _stands(self, *, owns: bool) -> None:
-        """Note where the parameter is now; ``owns``: in a buffer, not in a shard's memory."""
-        self._owns = owns
+    def _set_location(self, *, owns_memory: bool) -> None:
+        """Recompute the members' views and addresses after the parameter's memory has changed."""
+        self._owns_memory = owns_memory
         flat = self.parameter.data
-        self._views = [self.of(flat, member) for member in self.members] if owns else [flat]
-        self._at = [view.data_ptr() for view in self._views]
+        self._views = (
+            [self.member_part(flat, member) for member in self.members] if owns_memory else [flat]
+        )
+        self._addresses = [view.data_ptr() for view in self._views]
 
-    def take(self, shards: Mapping[str, Tensor], parts: Collection[str]) -> None:
-        """The parameter becomes the value of the shards, before a step.
+    def load_shards(self, shards: Mapping[str, Tensor], parts: Collection[str]) -> None:
+        """Before a step: set the parameter to the values of the shards.
 
-        ``parts``: names of shards that are no tensors of the rank's table, but parts of them.
+        A whole shard becomes a view of the buffer. A shard named in ``parts`` is only a slice of
+        a tensor in the rank's table, so it is copied in here and copied back after the step.
         """
         if self.master:
-            self._follow(shards)
+            self._update_masters(shards)
             return
         first = shards[self.members[0].name]
         if len(self.members) == 1 and self.size == first.numel() and first.is_contiguous():
-            if self._owns or self._at[0] != first.data_ptr():
+            if self._owns_memory or self._addresses[0] != first.data_ptr():
                 self.parameter.data = first.detach().view(-1)
-                self._stands(owns=False)
+                self._set_location(owns_memory=False)
             return
-        if not self._owns:
+        if not self._owns_memory:
             self.parameter.data = first.new_zeros(self.size)
-            self._stands(owns=True)
+            self._set_location(owns_memory=True)
         for at, member in enumerate(self.members):
             shard = shards[member.name]
-            if shard.data_ptr() == self._at[at]:
+            if shard.data_ptr() == self._addresses[at]:
                 continue
             self._views[at].copy_(shard)
             if member.name in parts:
-                self._copies.append((shard, self._views[at]))
+                self._copies_back.append((shard, self._views[at]))
             else:
                 shard.data = self._views[at]
 
-    def _follow(self, shards: Mapping[str, Tensor]) -> None:
-        """Shards that are other tensors than at the step before, or were written since, may have
-        other values: a master takes those over."""
-        self._copies = []
+    def _update_masters(self, shards: Mapping[str, Tensor]) -> None:
+        """Copy the shards that were replaced or written since the last step into their masters."""
+        self._copies_back = []
         for member, here in zip(self.members, self._views, strict=True):
             shard = shards[member.name]
-            if member.seen is not None:
-                before, version = member.seen
+            if member.last_seen is not None:
+                before, version = member.last_seen
                 if before() is not shard or version != shard._version:
-                    here.copy_(master_of(shard, here))
-            self._copies.append((shard, here))
+                    here.copy_(current_master(shard, here))
+            self._copies_back.append((shard, here))
 
-    def give(self) -> None:
-        """The shards become the parameter, after a step."""
-        for shard, here in self._copies:
+    def store_shards(self) -> None:
+        """After a step: copy the parameter's new values back to shards that are not views of it."""
+        for shard, here in self._copies_back:
             shard.copy_(here)
         if self.master:
-            for member, (shard, _) in zip(self.members, self._copies, strict=True):
-                member.seen = weakref.ref(shard), shard._version
-        if self._copies and len(self.members) == 1 and not self.master:  # a large part of a tensor
+            for member, (shard, _) in zip(self.members, self._copies_back, strict=True):
+                member.last_seen = weakref.ref(shard), shard._version
+        if (
+            self._copies_back and len(self.members) == 1 and not self.master
+        ):  # a large part of a tensor
             self.parameter.data = self.parameter.data.new_empty(0)
-            self._stands(owns=False)
-        self._copies = []
+            self._set_location(owns_memory=False)
+        self._copies_back = []
 
     def gradient(self, gradients: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
-        """The members' gradients as one tensor, and whether it is a copy."""
+        """Return the members' gradients as one flat tensor, and whether that tensor is a copy."""
         gradients_of_members = [gradients[member.name] for member in self.members]
         first = gradients_of_members[0]
         if len(gradients_of_members) == 1 and self.size == first.numel():
             there = first.dtype == self.parameter.dtype and first.is_contiguous()
             return (first if there else first.to(self.parameter.dtype)).reshape(-1), not there
-        if self._follow_each_other(gradients_of_members):
+        if self._are_adjacent(gradients_of_members):
             return first.as_strided((self.size,), (1,), first.storage_offset()), False
         pieces: list[Tensor] = []
         for member, gradient in zip(self.members, gradients_of_members, strict=True):
@@ -143,8 +153,8 @@ class FlatRun:
                 pieces.append(gradient.new_zeros(rest))
         return torch.cat(pieces).to(self.parameter.dtype), True
 
-    def _follow_each_other(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether the gradients stand in one memory as the members do: as parts of a bucket."""
+    def _are_adjacent(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether the gradients lie in one storage at the members' offsets, as in a bucket."""
         begin = gradients[0].storage_offset()
         for member, gradient in zip(self.members, gradients, strict=True):
             if (
@@ -156,48 +166,54 @@ class FlatRun:
                 return False
         return len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
 
-    def split(self, present: Collection[str]) -> list[tuple[FlatRun, int]]:
-        """Runs of neighbours that are all in ``present`` or all not, and where each begins here:
-        views of this one's buffer."""
+    def split(self, present: Collection[str]) -> list[tuple[FlatBuffer, int]]:
+        """Return buffers that are views of this buffer, and the offset of each in it.
+
+        Each buffer holds consecutive members that are all in ``present``, or all not in it.
+        """
         groups: list[list[Member]] = []
         for member in self.members:
             if not groups or (groups[-1][-1].name in present) != (member.name in present):
                 groups.append([])
             groups[-1].append(member)
         ends = [group[0].begin for group in groups[1:]] + [self.size]
-        parts: list[tuple[FlatRun, int]] = []
+        parts: list[tuple[FlatBuffer, int]] = []
         for group, end in zip(groups, ends, strict=True):
             begin = group[0].begin
             members = [replace(member, begin=member.begin - begin) for member in group]
             flat = self.parameter.data[begin:end]
-            run = FlatRun(members, end - begin, flat, master=self.master, owns=True)
-            parts.append((run, begin))
+            buffer = FlatBuffer(members, end - begin, flat, master=self.master, owns_memory=True)
+            parts.append((buffer, begin))
         return parts
 
 
 def filled(numel: int, dtype: torch.dtype) -> int:
-    """How many elements the vectors hold that hold this many."""
+    """Return ``numel`` rounded up to whole vectors of `WIDTH` bytes."""
     lanes = WIDTH // dtype.itemsize
     return -(-numel // lanes) * lanes
 
 
 def together(sizes: Iterable[int]) -> list[list[int]]:
-    """Which of a group's shards share a run, by position: the small ones, and each other alone."""
+    """Group shards into buffers by their number of elements: all small ones share one buffer, and
+    each large one has its own. Return the positions in each buffer."""
     small: list[int] = []
-    runs: list[list[int]] = [small]
+    buffers: list[list[int]] = [small]
     for at, size in enumerate(sizes):
         if size < SMALL:
             small.append(at)
         else:
-            runs.append([at])
-    return runs if small else runs[1:]
+            buffers.append([at])
+    return buffers if small else buffers[1:]
 
 
-def run_of(
+def make_buffer(
     names: Sequence[str], shards: Mapping[str, Tensor], masters: Mapping[str, Tensor | None] | None
-) -> FlatRun:
-    """A run of these shards, which `FlatRun.take` gives it; of their masters, where there are such:
-    as they were loaded, or None for none."""
+) -> FlatBuffer:
+    """Make a buffer for these shards.
+
+    If ``masters`` is None, the buffer is empty until `FlatBuffer.load_shards`. Otherwise it is
+    filled with float32 masters: the loaded master where there is one, else the converted shard.
+    """
     first = shards[names[0]]
     dtype = first.dtype if masters is None else torch.float32
     members: list[Member] = []
@@ -207,24 +223,26 @@ def run_of(
         members.append(Member(name, shape, size, math.prod(shape)))
         size += filled(members[-1].numel, dtype)
     if masters is None:
-        return FlatRun(members, size, first.new_empty(0), master=False, owns=False)
+        return FlatBuffer(members, size, first.new_empty(0), master=False, owns_memory=False)
     alone = masters[names[0]] if len(names) == 1 else None
-    if alone is not None and alone.numel() == size and _is_as(alone, first, dtype):
-        flat = alone.detach().copy_(master_of(first, alone)).view(-1)  # it stays where it is
-        return FlatRun(members, size, flat, master=True, owns=True)
-    run = FlatRun(members, size, first.new_zeros(size, dtype=dtype), master=True, owns=True)
+    if alone is not None and alone.numel() == size and _is_like(alone, first, dtype):
+        flat = alone.detach().copy_(current_master(first, alone)).view(-1)  # no new memory
+        return FlatBuffer(members, size, flat, master=True, owns_memory=True)
+    buffer = FlatBuffer(
+        members, size, first.new_zeros(size, dtype=dtype), master=True, owns_memory=True
+    )
     for member in members:
         loaded, shard = masters[member.name], shards[member.name]
-        value = shard if loaded is None else master_of(shard, loaded.to(shard.device, dtype))
-        run.of(run.parameter.data, member).copy_(value)
-    return run
+        value = shard if loaded is None else current_master(shard, loaded.to(shard.device, dtype))
+        buffer.member_part(buffer.parameter.data, member).copy_(value)
+    return buffer
 
 
-def _is_as(x: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
+def _is_like(x: Tensor, like: Tensor, dtype: torch.dtype) -> bool:
     return x.shape == like.shape and x.device == like.device and x.dtype == dtype
 
 
-def master_of(shard: Tensor, master: Tensor) -> Tensor:
-    """The elements of a master that the shard is the rounding of: where the model was given other
-    values since, those count."""
+def current_master(shard: Tensor, master: Tensor) -> Tensor:
+    """Return ``master`` with each element replaced by the shard's where it no longer rounds to the
+    shard's: the user has changed the model since the last step."""
     return torch.where(master.to(shard.dtype) == shard, master, shard.float())

@@ -1,17 +1,13 @@
-"""The description of an optimizer class that passed a probe: its construction and its state.
+"""Describe an optimizer class that is not torch's, so that ranks can create objects of it.
 
-    kind = OptimizerKind.of(lion)                       # of the user's object
+    kind = OptimizerKind.of(lion)                       # lion: the user's optimizer
     kind = replace(kind, entries={"step": StateEntry(number=True, python=int)})
-    own = kind.make([{"lr": 1e-4, "params": [flat]}], attributes={"step_count": 3})
+    optimizer = kind.make([{"lr": 1e-4, "params": [flat]}], attributes={"step_count": 3})
 
-Another object of a class is not constructed with guessed arguments: it gets the attributes that
-`__init__` has left on the user's object. These are plain data (numbers, text, containers of them,
-tensors of one element), which is sent at each step, as a step may change it; functions and classes,
-which stay; and methods of the object, which are bound to the new one. Any other attribute is
-refused by name: it may hold tensors, or another optimizer, or draw.
-
-Not here: the test whether a class is elementwise (elementwise/), the state on a rank
-(shard_optimizer.py).
+`make` does not call `__init__`: it copies the attributes of the user's object. Plain data
+(numbers, text, one-element tensors, containers of these) is sent again for each step, because a
+step may change it. Functions and classes are constant; methods are bound to the new object. Any
+other attribute raises PlanningError, because it may hold tensors or an optimizer, or draw numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
-import torch.optim.optimizer as torchs
+import torch.optim.optimizer as torch_optimizer
 
 from dtensor.errors import PlanningError
 
@@ -37,25 +33,25 @@ HOOKS = frozenset(
         *("load_state_dict_pre", "load_state_dict_post"),
     )
 )
-OF_TORCH = HOOKS | {
+TORCH_ATTRIBUTES = HOOKS | {
     *("state", "param_groups", "defaults", "_zero_grad_profile_name", "_opt_called"),
     *("_warned_capturable_if_run_uncaptured", "_patch_step_function", "grad_scale", "found_inf"),
 }
-"""Attributes of an optimizer that torch, or one of its schedulers, has put there."""
+"""Attributes that torch or one of its schedulers sets on an optimizer."""
 
-_ATOMS = (Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, type, functools.partial)
-PYTHON = {bool: torch.uint8, int: torch.int64, float: torch.float64}
-"""A Python number of a parameter's state is such a tensor in the tables of the ranks."""
+_PLAIN_TYPES = (Number, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
+_FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type, functools.partial)
+TABLE_DTYPES = {bool: torch.uint8, int: torch.int64, float: torch.float64}
+"""Dtype in the ranks' tables of state entries that are Python numbers, by their Python type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """The form of a key of a parameter's state.
+    """The form of one entry of a parameter's state, such as "exp_avg".
 
-    ``number``: one number for a parameter, of ``shape``; else an element for each of the
-    parameter's. ``python``: it is a Python number of this type. ``dtypes``: the dtype of the
-    updated tensor to its own. ``late``: it may be missing, or None, where other keys exist.
+    ``number``: the entry is one number of ``shape`` per parameter; otherwise it has the parameter's
+    shape. ``python``: the type of a Python number. ``dtypes``: pairs of the updated tensor's dtype
+    and the entry's. ``late``: the entry may be missing or None although other entries exist.
     """
 
     number: bool
@@ -65,33 +61,36 @@ class StateEntry:
     late: bool = False
 
     def dtype(self, updated: torch.dtype) -> torch.dtype:
-        """The dtype of the value in a table; ``updated``: the dtype of the updated tensor."""
+        """Return the entry's dtype in a rank's table. ``updated``: the updated tensor's dtype."""
         if self.python is not None:
-            return PYTHON[self.python]
+            return TABLE_DTYPES[self.python]
         return dict(self.dtypes).get(updated, updated)
 
-    def given(self, value: torch.Tensor) -> Any:
-        """The entry of a state, from a table's value."""
+    def from_table(self, value: torch.Tensor) -> Any:
+        """Return the optimizer's form of the value in a rank's table."""
         return value if self.python is None else self.python(value.item())
 
-    def begun(self) -> Any:
-        """A sample entry for a parameter of one element."""
+    def sample(self) -> Any:
+        """Return an example of the entry for a parameter with one element."""
         if self.python is not None:
             return self.python(1)
         dtype = self.dtype(torch.float32)
         return torch.ones(self.shape, dtype=dtype) if self.number else torch.zeros(1, dtype=dtype)
 
-    def stored(self, value: Any) -> torch.Tensor:
-        """A table's value, from the entry of a state."""
+    def to_table(self, value: Any) -> torch.Tensor:
+        """Return the tensor for a rank's table, from the optimizer's form of the entry."""
         if self.python is None:
             return value
-        return torch.tensor(value, dtype=PYTHON[self.python])
+        return torch.tensor(value, dtype=TABLE_DTYPES[self.python])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerKind:
-    """A class and the facts that its objects here share. ``fixed``: constant attributes;
-    ``methods``: functions that are bound to an object; ``entries``: of a parameter's state."""
+    """An optimizer class, and the attributes that the ranks' objects share with the user's.
+
+    ``fixed``: constant attributes. ``methods``: functions that `make` binds to the new object.
+    ``entries``: the form of a parameter's state, by key.
+    """
 
     cls: type[torch.optim.Optimizer]
     defaults: Mapping[str, Any]
@@ -101,7 +100,10 @@ class OptimizerKind:
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerKind:
-        """The kind of an object. PlanningError for an attribute that another object cannot have."""
+        """Return the kind of the user's optimizer.
+
+        Raises PlanningError if an attribute cannot be given to another object.
+        """
         fixed: dict[str, Any] = {}
         methods: dict[str, Callable[..., Any]] = {}
         for name, value in own_attributes(optimizer).items():
@@ -115,29 +117,29 @@ class OptimizerKind:
                 if not is_plain(value):
                     _check_fixed(optimizer, f"{name!r} of its group {number}", value)
         defaults = {k: v for k, v in optimizer.defaults.items() if is_plain(v) or callable(v)}
-        return OptimizerKind(type(optimizer), copied(defaults), fixed, methods)
+        return OptimizerKind(type(optimizer), copy_plain(defaults), fixed, methods)
 
-    def alike(self, other: OptimizerKind) -> bool:
-        """Whether objects of both kinds are made from equal values."""
+    def equals(self, other: OptimizerKind) -> bool:
+        """Whether both kinds make equal objects; the forms of their states are not compared."""
         return (
             self.cls is other.cls
-            and same(self.defaults, other.defaults)
-            and same(self.fixed, other.fixed)
-            and same(self.methods, other.methods)
+            and plain_equal(self.defaults, other.defaults)
+            and plain_equal(self.fixed, other.fixed)
+            and plain_equal(self.methods, other.methods)
         )
 
     def make(
         self, groups: Sequence[dict[str, Any]], attributes: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
-        """An object with these groups, which have their ``params``, and without state. It owns its
-        arguments, and may write to them."""
+        """Create an optimizer without state. ``groups`` include their ``params``. The optimizer
+        keeps the arguments without a copy and may write to them."""
         optimizer = self.cls.__new__(self.cls)
         vars(optimizer).update(self.fixed)
         vars(optimizer).update(attributes)
         for name, function in self.methods.items():
             setattr(optimizer, name, MethodType(function, optimizer))
         state = defaultdict[torch.Tensor, dict[str, Any]](dict)
-        defaults = copied(self.defaults)
+        defaults = copy_plain(self.defaults)
         has = {"defaults": defaults, "state": state, "param_groups": list(groups)}
         torch.optim.Optimizer.__setstate__(optimizer, has)
         return optimizer
@@ -147,28 +149,31 @@ class OptimizerKind:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes of the object that are not torch's. They include a step that differs from the
-    class's."""
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in OF_TORCH}
-    if "step" in attributes and _without_torchs(attributes["step"]) is unwrapped(type(optimizer)):
+    """Return the attributes of the object that torch did not set, including a replaced ``step``."""
+    attributes = {
+        name: value for name, value in vars(optimizer).items() if name not in TORCH_ATTRIBUTES
+    }
+    if "step" in attributes and _unwrap_torch(attributes["step"]) is unwrapped_step(
+        type(optimizer)
+    ):
         del attributes["step"]
     return attributes
 
 
-def unwrapped(cls: type) -> Any:
-    """The class's step, without torch's wrappers."""
-    return _without_torchs(getattr(cls, "step", None))
+def unwrapped_step(cls: type) -> Any:
+    """Return the class's step without torch's wrappers."""
+    return _unwrap_torch(getattr(cls, "step", None))
 
 
-def _without_torchs(step: Any) -> Any:
-    """A step, without the wrappers of torch or of its schedulers."""
+def _unwrap_torch(step: Any) -> Any:
+    """Remove the wrappers that torch and its schedulers put around a step."""
     while isinstance(step, FunctionType) and step.__code__.co_filename in _WRAPPERS:
         step = getattr(step, "__wrapped__", None)
     return step
 
 
-def bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """Call its step, without the hooks that a program has for all optimizers."""
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the optimizer's step without the hooks that are registered for all optimizers."""
     step: Any = type(optimizer).step
     if "step" in vars(optimizer) or not getattr(step, "hooked", False):
         optimizer.step()
@@ -176,21 +181,21 @@ def bare_step(optimizer: torch.optim.Optimizer) -> None:
         step.__wrapped__(optimizer)
 
 
-_WRAPPERS = (torch.optim.lr_scheduler.__file__, torchs.__file__)
+_WRAPPERS = (torch.optim.lr_scheduler.__file__, torch_optimizer.__file__)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, without its parameters."""
+    """Return the options of a group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def plain_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The attributes that are data, which a step may change."""
+    """Return the attributes that are plain data. A step may change them."""
     return {name: value for name, value in own_attributes(optimizer).items() if is_plain(value)}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, text, a tensor of one element, or a container of such."""
+    """Whether the value is a number, text, a one-element tensor, or a container of these."""
     match value:
         case torch.Tensor():
             return value.numel() == 1 and not isinstance(value, torch.nn.Parameter)
@@ -199,13 +204,15 @@ def is_plain(value: Any) -> bool:
         case dict() if type(value) in (dict, OrderedDict):
             return all(map(is_plain, value)) and all(map(is_plain, value.values()))
         case _:
-            return isinstance(value, _ATOMS)
+            return isinstance(value, _PLAIN_TYPES)
 
 
-def copied(value: Any, shared: dict[int, Any] | None = None) -> Any:
-    """A copy of plain data; other values are returned as they are. A container that holds one list
-    twice, as groups that have it from the defaults, gets one copy of it twice; with ``shared`` also
-    over several calls."""
+def copy_plain(value: Any, shared: dict[int, Any] | None = None) -> Any:
+    """Copy plain data; return other values unchanged.
+
+    An object that occurs twice (a list in several groups) is copied once. ``shared`` extends this
+    to several calls: a dict that the caller passes to each of them.
+    """
     shared = {} if shared is None else shared
     if id(value) in shared:
         return shared[id(value)][1]
@@ -213,11 +220,11 @@ def copied(value: Any, shared: dict[int, Any] | None = None) -> Any:
         case torch.Tensor():
             copy_of_value = value.detach().clone()
         case dict():
-            copy_of_value = type(value)((k, copied(v, shared)) for k, v in value.items())
+            copy_of_value = type(value)((k, copy_plain(v, shared)) for k, v in value.items())
         case tuple() if type(value) is tuple:
-            return tuple(copied(v, shared) for v in value)
+            return tuple(copy_plain(v, shared) for v in value)
         case list():
-            copy_of_value = [copied(v, shared) for v in value]
+            copy_of_value = [copy_plain(v, shared) for v in value]
         case set() | frozenset() | deque() | tuple():
             copy_of_value = copy.deepcopy(value)
         case _:
@@ -226,17 +233,21 @@ def copied(value: Any, shared: dict[int, Any] | None = None) -> Any:
     return copy_of_value
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether plain data is equal, NaN to NaN; other values are compared by identity."""
+def plain_equal(a: Any, b: Any) -> bool:
+    """Whether plain data is equal (NaN equals NaN). Other values are compared by identity."""
     match a:
         case torch.Tensor():
             if not isinstance(b, torch.Tensor) or (a.shape, a.dtype) != (b.shape, b.dtype):
                 return False
             return bool(torch.equal(a, b) or (a.isnan() & b.isnan()).all())
         case dict():
-            return type(a) is type(b) and a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+            return (
+                type(a) is type(b)
+                and a.keys() == b.keys()
+                and all(plain_equal(a[k], b[k]) for k in a)
+            )
         case tuple() | list() | deque():
-            return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+            return type(a) is type(b) and len(a) == len(b) and all(map(plain_equal, a, b))
         case _ if not is_plain(a):
             return a is b
         case _:
@@ -244,8 +255,11 @@ def same(a: Any, b: Any) -> bool:
 
 
 def kind_of_value(value: Any) -> object:
-    """The property of a value on which a class may decide: a number's type and sign, else the
-    value."""
+    """Return the part of an option's value that may select other code in a step.
+
+    For a float or a large int this is the type and sign, so that a new learning rate does not
+    require a new probe; for most other values it is the value itself.
+    """
     match value:
         case bool() | str() | None:
             return value
@@ -262,7 +276,7 @@ def kind_of_value(value: Any) -> object:
         case set() | frozenset():
             return type(value), tuple(sorted(map(str, value)))
         case FunctionType():
-            cells = (c.cell_contents for c in value.__closure__ or () if _is_filled(c))
+            cells = (c.cell_contents for c in value.__closure__ or () if _has_value(c))
             return value.__code__, id(value.__globals__), *map(kind_of_value, cells)
         case functools.partial():
             return kind_of_value((value.func, *value.args, *value.keywords.items()))
@@ -271,8 +285,9 @@ def kind_of_value(value: Any) -> object:
 
 
 def _check_fixed(optimizer: torch.optim.Optimizer, what: str, value: Any) -> None:
-    """PlanningError unless it is a function or a class without a reference to the object."""
-    why = _why_not(optimizer, value)
+    """Raise PlanningError unless ``value`` is a function or class that does not refer to the
+    optimizer, to tensors or to another optimizer."""
+    why = _refusal(optimizer, value)
     if why:
         raise PlanningError(
             f"{type(optimizer).__name__} cannot be made on the ranks: {what} {why}.\n"
@@ -280,27 +295,28 @@ def _check_fixed(optimizer: torch.optim.Optimizer, what: str, value: Any) -> Non
         )
 
 
-def _why_not(optimizer: torch.optim.Optimizer, value: Any, seen: tuple[Any, ...] = ()) -> str:
+def _refusal(optimizer: torch.optim.Optimizer, value: Any, seen: tuple[Any, ...] = ()) -> str:
+    """Return why the value cannot be given to another object, or "" if it can."""
     if isinstance(value, torch.optim.Optimizer):
         return f"is another optimizer, a {type(value).__name__}, which has a state of its own"
     if isinstance(value, torch.Tensor):
         return f"is a tensor of shape {list(value.shape)}"
-    if not isinstance(value, _FUNCTIONS):
+    if not isinstance(value, _FUNCTION_TYPES):
         return f"is a {type(value).__name__}, which may hold tensors"
     parts: tuple[Any, ...] = ()
     if isinstance(value, functools.partial):
         parts = value.func, *value.args, *value.keywords.values()
     cells = getattr(value, "__closure__", None) or ()
-    for held in (*parts, *(cell.cell_contents for cell in cells if _is_filled(cell))):
+    for held in (*parts, *(cell.cell_contents for cell in cells if _has_value(cell))):
         if held is optimizer:
             return "is a function that refers to the object itself"
         known = is_plain(held) or any(held is other for other in (value, *seen))
-        if not known and (why := _why_not(optimizer, held, (value, *seen))):
+        if not known and (why := _refusal(optimizer, held, (value, *seen))):
             return f"is a function that refers to a value that {why}"
     return ""
 
 
-def _is_filled(cell: Any) -> bool:
+def _has_value(cell: Any) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:

@@ -1,10 +1,10 @@
-"""Optimizers of other packages that need no statement: by distribution, class and version.
+"""List optimizers of other packages that need no `train_step(..., elementwise=True)`.
 
-    certified(lion_pytorch.Lion(...))        # True of lion-pytorch 0.2.5
+    certified(lion_pytorch.Lion(...))        # True for lion-pytorch 0.2.5
 
-Each entry's source was read at that version, and `python -m tests.optimizers_sweep` trains it as
-torch does. They are probed like others, with the user's options: one whose options make it another
-thing (a norm that clips, say) is refused all the same.
+The source of each was read at the listed versions, and `python -m tests.optimizers_sweep` compares
+its training with torch's. They are still probed with the user's options, and refused if an option
+makes the update not elementwise (clipping by a norm, for example).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 CERTIFIED: dict[str, tuple[str, tuple[str, ...]]] = {
-    # class -> distribution and its versions
+    # class -> (distribution, its certified versions)
     "lion_pytorch.lion_pytorch.Lion": ("lion-pytorch", ("0.2.5",)),
     "schedulefree.adamw_schedulefree.AdamWScheduleFree": ("schedulefree", ("1.4.1",)),
     "schedulefree.radam_schedulefree.RAdamScheduleFree": ("schedulefree", ("1.4.1",)),
@@ -26,7 +26,7 @@ CERTIFIED: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def certified(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the exact class, of an installed version that was read, is in the table."""
+    """Whether CERTIFIED has the optimizer's exact class and the installed version."""
     cls = type(optimizer)
     entry = CERTIFIED.get(f"{cls.__module__}.{cls.__qualname__}")
     if entry is None:

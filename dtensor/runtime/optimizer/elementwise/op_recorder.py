@@ -1,16 +1,15 @@
-"""The ops of an optimizer's step on elements of parameters, and the lines that it ran.
+"""Record the ops that an optimizer's step runs on elements of parameters, and the lines it runs.
 
-    with RecordedSteps(files, [p.data, p.grad]) as recorded:
+    recorded = RecordedSteps(files)
+    recorded.follow([p.data, p.grad])
+    with recorded:
         optimizer.step()                       # NotElementwise at the first op that mixes elements
     recorded.ops                               # {"aten.add_", "aten.lerp_", ...}
 
-A tensor *holds elements* if it is a parameter, its gradient, or was computed or written from one
-that does; it is identified by its memory, so views do too. On such tensors a step may run torch's
-pointwise ops, copy, view all elements in their order, and read shapes. Nothing else is allowed: no
-sum, index, product of matrices, cut, or read to Python, after which ops are hidden. A step may not
-draw random numbers at all. Other tensors, such as a count of steps, are free.
-
-The use of shapes is not seen here: the probe compares values (probe.py).
+A tensor *holds elements* if it is a parameter, a gradient, or computed from tensors that do;
+tensors are identified by their storage, so views count. On these tensors a step may run torch's
+pointwise ops, copies, views of all elements in order, and read shapes: no sum, index, matrix
+product, or read to Python. It may not draw random numbers. Other tensors may be used freely.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from dtensor.private_torch import DisableTorchFunction, OpOverload, TorchDispatc
 
 
 class NotElementwise(BaseException):
-    """An op that mixes elements. Not an Exception: a step does not catch it."""
+    """The step ran an op that mixes elements. A BaseException, so that the step cannot catch it."""
 
     def __init__(self, what: str, line: str) -> None:
         super().__init__(what)
@@ -59,7 +58,7 @@ _VIEWS = {
     *(_aten._reshape_alias, _aten.unsqueeze, _aten.view_as_real, _aten.view_as_complex),
     *(_aten.real, _aten.imag, _aten._neg_view),
 }
-"""All elements, in their order, or both parts of complex ones."""
+"""Views of all elements in their order, or of the real and imaginary parts of all elements."""
 _FACTORIES = {
     *(_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_like, _aten.new_zeros),
     *(_aten.new_empty, _aten.new_full, _aten.new_ones, _aten.new_empty_strided),
@@ -67,7 +66,7 @@ _FACTORIES = {
 _FUSED = {_aten._fused_adam_, _aten._fused_adamw_, _aten._fused_sgd_, _aten._fused_adagrad_}
 _READS = {_aten._local_scalar_dense, _aten.equal, _aten.is_nonzero, _aten.item, _aten.allclose}
 _REDUCES = frozenset({"max", "min", "norm", "powsum", "mm"})
-"""Torch's ops on lists."""
+"""Names of `_foreach_` ops that mix elements, without the prefix."""
 _RAW = {
     *(Tensor.tolist, Tensor.numpy, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),
     *(Tensor.__array__, Tensor.__dlpack__, Tensor.apply_, Tensor.map_),
@@ -75,8 +74,10 @@ _RAW = {
 
 
 class RecordedSteps(AbstractContextManager["RecordedSteps"]):
-    """Within, ops on tensors that hold elements are watched; see the module. ``files``: lines of
-    these files are noted."""
+    """A context in which ops on tensors that hold elements are recorded, or refused.
+
+    ``files``: the executed lines of these files are recorded.
+    """
 
     def __init__(self, files: Collection[str]) -> None:
         self.files = frozenset(files)
@@ -86,7 +87,7 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
         self._block = ExitStack()
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
-        """Note that these hold elements."""
+        """Mark tensors as holding elements."""
         with DisableTorchFunction():
             for tensor in tensors:
                 memory = tensor.untyped_storage()
@@ -132,7 +133,7 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
     # -- ops ---------------------------------------------------------------------------------------
 
     def op(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run an op, or NotElementwise."""
+        """Run an op. Raises NotElementwise if it is not allowed."""
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         held = [t for t in tensors if self.holds(t)]
         packet = func.overloadpacket
@@ -153,8 +154,8 @@ class RecordedSteps(AbstractContextManager["RecordedSteps"]):
         return out
 
     def _check_sizes(self, func: OpOverload, values: Sequence[Any]) -> None:
-        """All tensors that hold elements have the same number of them, and the result too; in
-        lists, those at each position."""
+        """Raise NotElementwise unless the result and all operands that hold elements have the same
+        number of elements. Lists of tensors (foreach ops) are compared position by position."""
         lists = [v for v in values if isinstance(v, list | tuple) and _are_tensors(v)]
         longest = max(map(len, lists), default=1)
         for at in range(longest):
@@ -185,7 +186,7 @@ class _Dispatched(TorchDispatchMode):
 
 
 class _MemoryReads(TorchFunctionMode):
-    """Reads of memory itself, which no op shows."""
+    """Refuse functions that read a tensor's memory without an op, such as `Tensor.numpy`."""
 
     def __init__(self, recorded: RecordedSteps) -> None:
         super().__init__()
@@ -201,6 +202,7 @@ class _MemoryReads(TorchFunctionMode):
 
 
 def _allowed(func: OpOverload) -> bool:
+    """Whether the op copies, views, or computes each element from one element of each operand."""
     packet = func.overloadpacket
     if packet in _COPIES or packet in _VIEWS or packet in _FUSED:
         return True
@@ -211,7 +213,7 @@ def _allowed(func: OpOverload) -> bool:
             return False
     elif torch.Tag.pointwise in func.tags:
         return True
-    else:  # in place and out= variants lack the tag at times
+    else:  # some in-place and out= variants lack the tag
         ends = ("out", "Scalar_out", "Tensor_out")
         if not (name.endswith("_") or func._overloadname.endswith(ends)):
             return False
@@ -225,7 +227,7 @@ def _allowed(func: OpOverload) -> bool:
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an op writes to."""
+    """Yield the tensors that an op writes to."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
@@ -241,7 +243,7 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def line_of(files: Collection[str]) -> str:
-    """The present line of the caller's step: its innermost line in these files."""
+    """Return the innermost line of the current stack that is in one of these files, or ""."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -252,13 +254,13 @@ def line_of(files: Collection[str]) -> str:
 
 
 def text_of(file: str, line: int) -> str:
-    """A line of source, with its place."""
+    """Return a line of source, with its file and number."""
     folder, name = os.path.split(file)
     return f"{os.path.basename(folder)}/{name}:{line}: {linecache.getline(file, line).strip()}"
 
 
 def unreached(reached: dict[CodeType, set[int]]) -> tuple[str, ...]:
-    """The lines of these functions that did not run."""
+    """Return the lines that did not run. ``reached``: the lines that ran, by function."""
     lines_left: list[tuple[str, int]] = []
     for code, lines in reached.items():
         lines_of_code = {line for _, _, line in code.co_lines() if line is not None}

@@ -1,16 +1,14 @@
-"""The optimizers that a step accepts, and the rule of each: its class is torch's, or was probed.
+"""Decide which optimizers a train step accepts, and describe the state of each by a rule.
 
-    state_elementwise(lion, masters=False)     # train_step(..., elementwise=True): probe it
-    rule = rule_of(lion)                       # or PlanningError
+    state_elementwise(lion)                    # the user passed train_step(..., elementwise=True)
+    rule = rule_of(lion)                       # raises PlanningError if the probe fails
     rule.keys(lion.param_groups[0])            # ("exp_avg",)
     rule.on_rank(masters=False)                # ShardOptimizer(...), for a rank's table
 
-A torch class that is known to be elementwise is accepted, and so is a subclass that changes only
-`__init__`. Any other class must be stated elementwise by the user, unless it is certified
-(certified.py), and pass the probe. It is probed again when an option is of another kind than before
-(`amsgrad` switched on, a first weight decay); a number such as the learning rate may change.
-
-Not here: the probe (probe.py), the update (shard_optimizer.py).
+A torch class in ELEMENTWISE is accepted, and so is a subclass that changes only `__init__`. Any
+other class must be certified (certified.py) or stated elementwise by the user, and must pass the
+probe (probe.py). It is probed again if an option changes in kind (`amsgrad` switched on, a first
+weight decay), but not for a new number such as another learning rate.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ import torch
 
 from dtensor.errors import PlanningError
 from dtensor.runtime.optimizer.optimizer_kind import (
-    OF_TORCH,
+    TORCH_ATTRIBUTES,
     OptimizerKind,
     StateEntry,
-    bare_step,
-    copied,
+    copy_plain,
     options_of,
     own_attributes,
     plain_attributes,
-    unwrapped,
+    step_without_hooks,
+    unwrapped_step,
 )
 from dtensor.runtime.optimizer.shard_optimizer import (
     ELEMENTWISE,
@@ -43,7 +41,7 @@ from dtensor.runtime.optimizer.shard_optimizer import (
     keys_of,
 )
 
-if TYPE_CHECKING:  # the probe is loaded where one is needed
+if TYPE_CHECKING:  # most programs never import the probe
     from dtensor.runtime.optimizer.elementwise.probe import Probed, ProbeReport
     from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer
 
@@ -51,63 +49,63 @@ Optimizer = torch.optim.Optimizer
 
 
 class OptimizerRule(Protocol):
-    """The rule of an optimizer."""
+    """The properties of the user's optimizer on which planning and training depend."""
 
     @property
     def name(self) -> str:
-        """The name of its class in plans."""
+        """The name of the optimizer's class, as plans print it."""
         ...
 
     @property
     def report(self) -> ProbeReport | None:
-        """The report of the probe; None for a torch class."""
+        """The report of the probe, or None for a torch class."""
         ...
 
     def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """The keys of a parameter's state, in a group with these options."""
+        """Return the keys of a parameter's state in a group with these options."""
         ...
 
     def entry(self, key: str) -> StateEntry:
-        """The form of a key's entry."""
+        """Return the form of the state entry ``key``."""
         ...
 
     def numbers(self) -> frozenset[str]:
-        """The keys of entries that are one number for a parameter."""
+        """Return the keys of the state entries that are one number per parameter."""
         ...
 
     def on_rank(self, masters: bool) -> ShardOptimizer:
-        """The updater for the table of a rank."""
+        """Return a new optimizer for a rank's table."""
         ...
 
     def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
-        """The options that a rank gets at each step."""
+        """Return the options (and attributes, of a probed class) that ranks receive for a step."""
         ...
 
     def shadow(self, numbers: Mapping[str, Mapping[str, Any]]) -> ShadowOptimizer | None:
-        """The object that advances the numbers which a step changes on the optimizer itself; None
-        if there are none. ``numbers``: of existing states, by label."""
+        """Return a shadow that computes how steps change the optimizer's options and attributes, or
+        None if steps change none. ``numbers``: existing state entries, by label."""
         ...
 
     def makes_missing(
-        self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
+        self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
     ) -> bool:
-        """Whether a step can continue from a state that has only these keys."""
+        """Whether a step itself creates the missing entries of a state with only ``present``."""
         ...
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step may be called before the previous one has ended."""
+        """Whether the controller may submit a step before the previous step has ended."""
         ...
 
     @property
     def attributes(self) -> frozenset[str]:
-        """The names of the attributes that a step changes."""
+        """The names of the optimizer's attributes that a step changes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Torchs:
-    """A known torch class."""
+class _TorchRule:
+    """The rule of a class in ELEMENTWISE."""
 
     cls: type[Optimizer]
     report: None = None
@@ -122,7 +120,7 @@ class _Torchs:
         return keys_of(self.cls, group)
 
     def entry(self, key: str) -> StateEntry:
-        return _NUMBER if key in NUMBERS else _LIKE
+        return _PER_PARAMETER if key in NUMBERS else _PER_ELEMENT
 
     def numbers(self) -> frozenset[str]:
         return NUMBERS
@@ -137,50 +135,50 @@ class _Torchs:
         return None
 
     def makes_missing(
-        self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
+        self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
     ) -> bool:
         return self.cls is torch.optim.SGD
 
 
-_NUMBER, _LIKE = StateEntry(number=True), StateEntry(number=False)
+_PER_PARAMETER, _PER_ELEMENT = StateEntry(number=True), StateEntry(number=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Probed:
-    """A class that passed the probe."""
+class _ProbedRule:
+    """The rule of a class that passed the probe."""
 
-    found: Probed
+    probed: Probed
 
     @property
     def name(self) -> str:
-        cls = self.found.kind.cls
+        cls = self.probed.kind.cls
         return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
     @property
     def report(self) -> ProbeReport:
-        return self.found.report
+        return self.probed.report
 
     @property
     def runs_ahead(self) -> bool:
-        return not self.found.moves
+        return not self.probed.changes_optimizer
 
     @property
     def attributes(self) -> frozenset[str]:
-        return self.found.attributes_changed
+        return self.probed.attributes_changed
 
     def keys(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         from dtensor.runtime.optimizer.elementwise.probe import group_key
 
-        return self.found.keys[group_key(group, self.found.changed)]
+        return self.probed.keys[group_key(group, self.probed.changed)]
 
     def entry(self, key: str) -> StateEntry:
-        return self.found.kind.entries.get(key, _LIKE)
+        return self.probed.kind.entries.get(key, _PER_ELEMENT)
 
     def numbers(self) -> frozenset[str]:
-        return frozenset(key for key, entry in self.found.kind.entries.items() if entry.number)
+        return frozenset(key for key, entry in self.probed.kind.entries.items() if entry.number)
 
     def on_rank(self, masters: bool) -> ShardOptimizer:
-        return ShardOptimizer(self.found.kind, masters)
+        return ShardOptimizer(self.probed.kind, masters)
 
     def told(self, optimizer: Optimizer) -> tuple[dict[str, Any], ...]:
         return *hyperparameters(optimizer), plain_attributes(optimizer)
@@ -188,34 +186,38 @@ class _Probed:
     def shadow(self, numbers: Mapping[str, Mapping[str, Any]]) -> ShadowOptimizer | None:
         from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer
 
-        return ShadowOptimizer(self.found.kind, numbers) if self.found.moves else None
+        return ShadowOptimizer(self.probed.kind, numbers) if self.probed.changes_optimizer else None
 
     def makes_missing(
-        self, optimizer: Optimizer, group: Mapping[str, Any], there: Set[str]
+        self, optimizer: Optimizer, group: Mapping[str, Any], present: Set[str]
     ) -> bool:
-        """A trial on a parameter of one element."""
-        from dtensor.runtime.optimizer.elementwise.shadow_optimizer import GRADIENT
+        """Try one step on a one-element parameter."""
+        from dtensor.runtime.optimizer.elementwise.shadow_optimizer import SAMPLE_GRADIENT
 
-        kind, parameter = self.found.kind, torch.nn.Parameter(torch.full((1,), 0.5))
-        parameter.grad = torch.full((1,), GRADIENT)
-        options = {**copied(options_of(group)), "params": [parameter]}
-        trial = kind.make([options], copied(plain_attributes(optimizer)))
-        trial.state[parameter] = {k: kind.entries[k].begun() for k in there if k in kind.entries}
+        kind, parameter = self.probed.kind, torch.nn.Parameter(torch.full((1,), 0.5))
+        parameter.grad = torch.full((1,), SAMPLE_GRADIENT)
+        options = {**copy_plain(options_of(group)), "params": [parameter]}
+        trial = kind.make([options], copy_plain(plain_attributes(optimizer)))
+        trial.state[parameter] = {k: kind.entries[k].sample() for k in present if k in kind.entries}
         try:
-            bare_step(trial)
-        except Exception:  # it needs a missing entry
+            step_without_hooks(trial)
+        except Exception:  # the step reads a missing entry
             return False
         return True
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """PlanningError unless it is torch's, certified, or was stated to be elementwise."""
+    """Raise PlanningError unless the class is in ELEMENTWISE, certified, or stated elementwise."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PlanningError(
             f"the optimizer is {optimizer!r}, not a torch.optim optimizer; "
             f"fix: torch.optim.AdamW(model.parameters())"
         )
-    if known_class(optimizer) is None and optimizer not in _STATED and not _certified(optimizer):
+    if (
+        known_class(optimizer) is None
+        and optimizer not in _STATED_ELEMENTWISE
+        and not _is_certified(optimizer)
+    ):
         known = ", ".join(cls.__name__ for cls in ELEMENTWISE)
         kind = type(optimizer)
         if kind not in ELEMENTWISE and kind.__module__.startswith("torch.optim"):
@@ -238,87 +240,91 @@ def check_optimizer(optimizer: Optimizer) -> None:
 
 
 def state_elementwise(optimizer: Optimizer) -> None:
-    """Note the user's statement that this optimizer is elementwise; the probe will test it."""
+    """Record the user's statement that this optimizer is elementwise. The probe will test it."""
     if isinstance(optimizer, torch.optim.Optimizer) and known_class(optimizer) is None:
-        _STATED[optimizer] = True
+        _STATED_ELEMENTWISE[optimizer] = True
 
 
 def rule_of(optimizer: Optimizer, masters: bool | None = None) -> OptimizerRule:
-    """The present rule of an optimizer; it is probed anew if its options are of other kinds than
-    before. ``masters``: whether a step updates float32 copies, None for the last value.
-    PlanningError if the probe fails."""
+    """Return the rule of the optimizer with its current options, probing the class if necessary.
+
+    ``masters``: whether steps update float32 master weights; None means the last value. Raises
+    PlanningError if the optimizer is not accepted or the probe fails.
+    """
     last = _RULES.get(optimizer)
-    if isinstance(last, _Torchs):
+    if isinstance(last, _TorchRule):
         return last
     if last is None:
         check_optimizer(optimizer)
         known = known_class(optimizer)
         if known is not None:
-            _RULES[optimizer] = probed = _Torchs(known)
+            _RULES[optimizer] = probed = _TorchRule(known)
             return probed
-    from dtensor.runtime.optimizer.elementwise.probe import asked_of, probe
+    from dtensor.runtime.optimizer.elementwise.probe import probe, probe_key
 
     with_masters = _MASTERS.get(optimizer, False) if masters is None else masters
     _MASTERS[optimizer] = with_masters
-    known = _PROBED.setdefault(type(optimizer), [])
-    before = last.found if isinstance(last, _Probed) else None
+    known = _PROBED_BY_CLASS.setdefault(type(optimizer), [])
+    before = last.probed if isinstance(last, _ProbedRule) else None
     for probed in [*([before] if before else []), *known]:
-        asked = asked_of(optimizer, with_masters, probed.changed, probed.attributes_changed)
-        if asked == probed.seen:
+        key = probe_key(optimizer, with_masters, probed.changed, probed.attributes_changed)
+        if key == probed.key:
             break
     else:
         probed = probe(optimizer, with_masters)
         known.append(probed)
     kind = OptimizerKind.of(optimizer)
-    if last is not None and before is not None and probed is before and kind.alike(before.kind):
+    if last is not None and before is not None and probed is before and kind.equals(before.kind):
         return last
-    rule = _Probed(replace(probed, kind=replace(kind, entries=probed.kind.entries)))
+    rule = _ProbedRule(replace(probed, kind=replace(kind, entries=probed.kind.entries)))
     _RULES[optimizer] = rule
     return rule
 
 
-_STATED: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+_STATED_ELEMENTWISE: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
+    weakref.WeakKeyDictionary()
+)
 _MASTERS: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
 _RULES: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerRule] = (
     weakref.WeakKeyDictionary()
 )
-_PROBED: weakref.WeakKeyDictionary[type, list[Probed]] = weakref.WeakKeyDictionary()
+_PROBED_BY_CLASS: weakref.WeakKeyDictionary[type, list[Probed]] = weakref.WeakKeyDictionary()
 
 
 def known_rule(optimizer: Optimizer) -> OptimizerRule | None:
-    """The rule when a step was last made or called."""
+    """Return the last result of `rule_of` for this optimizer, or None."""
     return _RULES.get(optimizer)
 
 
 def changed_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """The attributes that its steps change, which no state dict has."""
+    """Return the attributes that steps change. An optimizer's `state_dict` does not have them."""
     rule = _RULES.get(optimizer)
     names = rule.attributes if rule is not None else ()
-    return {k: copied(vars(optimizer)[k]) for k in sorted(names) if k in vars(optimizer)}
+    return {k: copy_plain(vars(optimizer)[k]) for k in sorted(names) if k in vars(optimizer)}
 
 
 def python_numbers(optimizer: Optimizer) -> dict[str, str]:
-    """The keys of its state whose entries are Python numbers, which ranks have as tensors, and the
-    names of their types."""
+    """Return the state keys whose entries are Python numbers, with the names of their types. Ranks
+    store these entries as tensors."""
     rule = _RULES.get(optimizer)
-    entries = rule.found.kind.entries if isinstance(rule, _Probed) else {}
+    entries = rule.probed.kind.entries if isinstance(rule, _ProbedRule) else {}
     return {k: e.python.__name__ for k, e in entries.items() if e.python is not None}
 
 
 def give_attributes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Set those attributes of `changed_attributes` that the optimizer has."""
+    """Set attributes saved by `changed_attributes`, except those that the optimizer lacks."""
     for name in saved.keys() & plain_attributes(optimizer).keys():
-        setattr(optimizer, name, copied(saved[name]))
+        setattr(optimizer, name, copy_plain(saved[name]))
 
 
 def state_tensors(optimizer: Optimizer) -> int:
-    """How many tensors of a parameter's shape the state will hold, from class and options."""
+    """Return how many tensors of the parameter's shape the state of each parameter will hold."""
     rule = rule_of(optimizer)
-    groups = optimizer.param_groups if isinstance(rule, _Probed) else [optimizer.defaults]
+    groups = optimizer.param_groups if isinstance(rule, _ProbedRule) else [optimizer.defaults]
     return max(sum(not rule.entry(key).number for key in rule.keys(group)) for group in groups)
 
 
-def _certified(optimizer: Optimizer) -> bool:
+def _is_certified(optimizer: Optimizer) -> bool:
     from dtensor.runtime.optimizer.elementwise.certified import certified
 
     return certified(optimizer)
@@ -326,7 +332,7 @@ def _certified(optimizer: Optimizer) -> bool:
 
 # -- torch's classes ----------------------------------------------------------------------------
 
-_OF_A_CLASS = frozenset(
+_CLASS_ATTRIBUTES = frozenset(
     {
         *("__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__dict__"),
         *("__weakref__", "__firstlineno__", "__static_attributes__", "__orig_bases__"),
@@ -337,8 +343,11 @@ _OF_A_CLASS = frozenset(
 
 
 def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
-    """The torch class whose step this is: its own, or a parent from which it differs only in
-    `__init__`, over all its bases and on the object."""
+    """Return the class in ELEMENTWISE whose step this optimizer runs, or None.
+
+    It is the optimizer's class, or a base class of it, if neither a subclass nor the object changes
+    anything other than `__init__`.
+    """
     mro = type(optimizer).__mro__
     at = next((i for i, base in enumerate(mro) if base in ELEMENTWISE), None)
     if at is None or mro[at:] != mro[at].__mro__:
@@ -346,9 +355,11 @@ def known_class(optimizer: Optimizer) -> type[Optimizer] | None:
     parent = mro[at]
     for base in mro[:at]:
         for name, value in vars(base).items():
-            hooked = name == "step" and inspect.unwrap(value) is inspect.unwrap(unwrapped(parent))
-            if name not in _OF_A_CLASS and not hooked:
+            hooked = name == "step" and inspect.unwrap(value) is inspect.unwrap(
+                unwrapped_step(parent)
+            )
+            if name not in _CLASS_ATTRIBUTES and not hooked:
                 return None
-    attributes = own_attributes(optimizer)  # a scheduler's step is not among them
-    shadows = any(hasattr(parent, name) for name in attributes if name not in OF_TORCH)
+    attributes = own_attributes(optimizer)  # without the step that a scheduler has wrapped
+    shadows = any(hasattr(parent, name) for name in attributes if name not in TORCH_ATTRIBUTES)
     return None if shadows else parent

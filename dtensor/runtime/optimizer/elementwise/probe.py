@@ -1,22 +1,15 @@
-"""A trial whether an optimizer of an unknown class computes the same numbers on shards.
+"""Test whether an optimizer of an unknown class computes the same numbers on shards.
 
-    probed = probe(lion, masters=False)      # PlanningError: the op, its line, the difference
+    probed = probe(lion, masters=False)      # PlanningError with the op, its line, the difference
     print(probed.report)                     # the trials, and the lines of `step` that did not run
     probed.kind.entries                      # {"exp_avg": StateEntry(number=False, ...)}
 
-An optimizer of the same class, with the user's options and attributes, steps small parameters of 1
-to 4 dims. First as in torch, with each op recorded (op_recorder.py); then also through the ranks'
-own path, `ShardOptimizer` over flat runs, cut unevenly over two and three ranks, and with whole
-parameters on either of two. Gradients are of 1e-6 to 1e3, some have NaN and Inf in single elements,
-some are missing, one parameter gets its first gradient late. After each step all values, states,
-groups' options and attributes are compared: in float64, where a weight decay that depends on the
-shape shows, and in the user's dtypes.
-
-The probe observes the form of a state (a tensor like the parameter, a number, its dtype), and which
-options and attributes a step changes. It costs 0.1 to 0.5 s, and its result is remembered.
-
-It does not see lines that did not run, such as those for sparse gradients or from the 1,000th step
-on; the report lists them. It runs on the CPU.
+Optimizers of the class, with the user's options and attributes, step small CPU parameters: once
+whole with every op recorded (op_recorder.py), then whole and as shards (`ShardOptimizer` on two or
+three ranks), with all values, states, options and attributes compared after each step. Gradients
+are large, tiny, not finite, or missing. The probe also finds the form of each state entry, and
+which options and attributes a step changes. It takes 0.1 to 0.5 s. It cannot judge lines that did
+not run (for sparse gradients, or after 1,000 steps); the report lists them.
 """
 
 from __future__ import annotations
@@ -43,17 +36,17 @@ from dtensor.runtime.optimizer.elementwise.op_recorder import (
     text_of,
     unreached,
 )
-from dtensor.runtime.optimizer.elementwise.shadow_optimizer import ShadowOptimizer, Told
+from dtensor.runtime.optimizer.elementwise.shadow_optimizer import Settings, ShadowOptimizer
 from dtensor.runtime.optimizer.optimizer_kind import (
-    PYTHON,
+    TABLE_DTYPES,
     OptimizerKind,
     StateEntry,
-    bare_step,
-    copied,
+    copy_plain,
     kind_of_value,
     options_of,
     plain_attributes,
-    same,
+    plain_equal,
+    step_without_hooks,
 )
 from dtensor.runtime.optimizer.shard_optimizer import (
     MASTER,
@@ -64,20 +57,20 @@ from dtensor.runtime.optimizer.shard_optimizer import (
 )
 
 SHAPES = ((7,), (6, 5), (4, 3, 5), (3, 2, 3, 3), (66, 64))
-"""Shapes of the parameters of a group; the last is large enough for a run of its own."""
+"""Shapes of the parameters of a group. The last is large enough for a flat buffer of its own."""
 SCALES = (1.0, 1e-3, 1e-6, 1e3, 10.0, 0.1, 1e-2, 1e2, 1e-5, 1.0, 1e-4, 1.0)
-"""Sizes of the gradients, by step."""
+"""The magnitude of the gradients in each step."""
 NOT_FINITE = 7
-"""From this step on single elements of gradients are not finite."""
+"""The first step in which some elements of gradients are NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
     """The observations of a probe of an elementwise optimizer.
 
-    ``ops``: on elements of parameters; ``state``: of a parameter, by key; ``changed``: options of
-    groups and attributes that a step changes; ``unreached``: lines of `step`, and of functions that
-    it calls in the classes' files, that did not run, so that their effect is unknown.
+    ``ops``: the ops that ran on elements of parameters. ``state``: the form of each state entry.
+    ``changed``: the options and attributes that a step changes. ``unreached``: the lines of `step`,
+    and of functions that it calls in the classes' files, that did not run and so are untested.
     """
 
     optimizer: str
@@ -105,25 +98,30 @@ class ProbeReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probed:
-    """A class that passed. ``keys``: of a parameter's state, by the group's options; ``changed``:
-    names of options and of attributes that a step changes; ``seen``: everything that the probe's
-    answer depends on."""
+    """The result of a probe that passed.
+
+    ``keys``: the keys of a parameter's state, by `group_key`. ``changed``: the options that a step
+    changes. ``key``: the `probe_key`; the result is valid for optimizers with an equal key.
+    """
 
     kind: OptimizerKind
     report: ProbeReport
     keys: Mapping[object, tuple[str, ...]]
     changed: frozenset[str]
     attributes_changed: frozenset[str]
-    seen: object
+    key: object
 
     @property
-    def moves(self) -> bool:
-        """Whether a step changes numbers on the optimizer itself."""
+    def changes_optimizer(self) -> bool:
+        """Whether a step changes the optimizer's options or attributes."""
         return bool(self.changed or self.attributes_changed)
 
 
 def probe(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
-    """PlanningError unless it is elementwise, as far as a trial shows."""
+    """Test the optimizer's class with its options. Raises PlanningError if it is not elementwise.
+
+    The state of Python's, numpy's and torch's random generators is preserved.
+    """
     python, arrays = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):
@@ -134,21 +132,21 @@ def probe(optimizer: torch.optim.Optimizer, masters: bool) -> Probed:
 
 
 def group_key(group: Mapping[str, Any], changed: frozenset[str]) -> object:
-    """The options of a group on which a class may decide, without those that its step changes."""
+    """Return a hashable form of a group's options (`kind_of_value`), without ``changed``."""
     options = options_of(group)
     return tuple((k, kind_of_value(v)) for k, v in options.items() if k not in changed)
 
 
-def asked_of(
+def probe_key(
     optimizer: torch.optim.Optimizer,
     masters: bool,
     changed: frozenset[str],
     attributes_changed: frozenset[str],
 ) -> object:
-    """The facts that a probe's answer depends on, without those that a step changes: kinds, no
-    values."""
+    """Return everything that the result of a probe depends on, for comparison by ``==``: the class,
+    and the kinds of its options and attributes, without the ones that a step changes."""
     groups = {group_key(group, changed): None for group in optimizer.param_groups}
-    with DisableTorchFunctionSubclass():  # it reads no lazy parameter
+    with DisableTorchFunctionSubclass():  # does not fetch lazy parameters
         dtypes = {p.dtype: None for group in optimizer.param_groups for p in group["params"]}
     kind = OptimizerKind.of(optimizer)
     fixed = (*kind.fixed.items(), *kind.methods.items(), *kind.defaults.items())
@@ -160,10 +158,10 @@ def asked_of(
 
 
 @dataclass(slots=True, eq=False)
-class _Rank:
-    """One rank's optimizer, and the values of its table."""
+class _ShardedRank:
+    """The optimizer, the shards, and the state values of one simulated rank."""
 
-    own: ShardOptimizer
+    optimizer: ShardOptimizer
     shards: dict[str, Tensor]
     values: dict[tuple[str, str], Tensor] = field(default_factory=dict[Any, Tensor])
 
@@ -171,69 +169,71 @@ class _Rank:
         self,
         groups: tuple[tuple[str, ...], ...],
         keys: Mapping[str, tuple[str, ...]],
-        told: Sequence[Mapping[str, Any]],
+        options: Sequence[Mapping[str, Any]],
         gradients: Mapping[str, Tensor],
     ) -> None:
         names: list[tuple[str, str]] = []
         for label in gradients:
-            narrow = self.own.masters and is_narrow(self.shards[label].dtype)
+            narrow = self.optimizer.masters and is_narrow(self.shards[label].dtype)
             names += [(label, key) for key in (*keys[label], *([MASTER] if narrow else []))]
-        for which in names:
-            self.values.setdefault(which, absent("cpu"))
-        what = Updated(groups, tuple(gradients), tuple(names))
-        given = tuple(self.values[which] for which in names)
+        for name in names:
+            self.values.setdefault(name, absent("cpu"))
+        updated = Updated(groups, tuple(gradients), tuple(names))
+        values = tuple(self.values[name] for name in names)
         shards = {label: self.shards[label] for label in gradients}
-        self.own.step(what, shards, told, gradients, given)
+        self.optimizer.step(updated, shards, options, gradients, values)
 
 
 Cut = Callable[[int, Tensor], list[Tensor]]
-"""A parameter's shards by rank, from its number and the parameter."""
+"""A function (index of a parameter, the parameter) -> its shards by rank."""
 
 
 @dataclass(slots=True, eq=False)
-class _Whole:
-    """Torch's optimizer, over whole parameters of one dtype."""
+class _Reference:
+    """An optimizer of the user's class over whole parameters, stepped as in plain torch."""
 
     optimizer: torch.optim.Optimizer
-    held: dict[str, Parameter]
+    parameters: dict[str, Parameter]
     groups: tuple[tuple[str, ...], ...]
-    stored: torch.dtype  # of the parameters; the updated tensors may be float32 copies
+    stored_dtype: torch.dtype  # the user's dtype; ``parameters`` may be float32 masters
 
     def step(self, gradients: Mapping[str, Tensor]) -> None:
-        for label, parameter in self.held.items():
+        for label, parameter in self.parameters.items():
             given = gradients.get(label)
             parameter.grad = None if given is None else given.to(parameter.dtype).clone()
-        bare_step(self.optimizer)
+        step_without_hooks(self.optimizer)
 
     @property
-    def told(self) -> Told:
+    def settings(self) -> Settings:
         groups = map(options_of, self.optimizer.param_groups)
-        *options, attributes = copied((*groups, plain_attributes(self.optimizer)))
+        *options, attributes = copy_plain((*groups, plain_attributes(self.optimizer)))
         return tuple(options), attributes
 
 
 class _Trial:
+    """The state of one probe."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, masters: bool) -> None:
         self.name = type(optimizer).__name__
         self.optimizer = optimizer
         self.masters = masters
         self.kind = OptimizerKind.of(optimizer)
         self.files = files_of(type(optimizer))
-        self.late = True  # whether gradients are missing at times
+        self.with_missing = True  # whether some gradients are missing in some steps
         self.attributes = plain_attributes(optimizer)
-        self.drawn: dict[tuple[str, int], Tensor] = {}  # gradients, in float64
-        alike: dict[object, dict[str, Any]] = {}
-        for number, group in enumerate(optimizer.param_groups):  # also of two equal groups
+        self.gradient_cache: dict[tuple[str, int], Tensor] = {}  # gradients, in float64
+        groups_by_key: dict[object, dict[str, Any]] = {}
+        for number, group in enumerate(optimizer.param_groups):  # keep the first two, even if equal
             key = group_key(group, frozenset())
-            alike.setdefault(key if number > 1 else (number, key), group)
-        self.tried = list(alike.values())
-        self.options = [*copied(tuple(map(options_of, self.tried)))]
-        self.begun: list[dict[str, Any]] = [{} for _ in self.options]  # states, as `_begun`
+            groups_by_key.setdefault(key if number > 1 else (number, key), group)
+        self.distinct_groups = list(groups_by_key.values())
+        self.options = [*copy_plain(tuple(map(options_of, self.distinct_groups)))]
+        self.initial_states: list[dict[str, Any]] = [{} for _ in self.options]  # by group
         dtypes = dict.fromkeys(p.dtype for g in optimizer.param_groups for p in g["params"])
         self.dtypes = tuple(dtypes) or (torch.float32,)
 
     def run(self) -> Probed:
-        changed, attributes_changed = self._changed()
+        changed, attributes_changed = self._find_changed()
         recorded = self._record()
         entries, keys = self._entries()
         self.kind = replace(self.kind, entries=entries)
@@ -244,20 +244,20 @@ class _Trial:
             steps=len(SCALES),
             dtypes=tuple(dict.fromkeys((torch.float64, *self.dtypes))),
             ops=tuple(recorded.ops),
-            state=tuple(f"{key} ({_told_entry(entry)})" for key, entry in entries.items()),
+            state=tuple(f"{key} ({_describe_entry(entry)})" for key, entry in entries.items()),
             changed=tuple(sorted({*changed, *attributes_changed})),
             unreached=unreached(recorded.reached),
         )
         by_options: dict[object, tuple[str, ...]] = {}
         for options, own in zip(self.options, keys, strict=True):
             by_options[group_key(options, changed)] = own
-        seen = asked_of(self.optimizer, self.masters, changed, attributes_changed)
-        return Probed(self.kind, report, by_options, changed, attributes_changed, seen)
+        key = probe_key(self.optimizer, self.masters, changed, attributes_changed)
+        return Probed(self.kind, report, by_options, changed, attributes_changed, key)
 
     # -- the trials -----------------------------------------------------------------------------
 
-    def _whole(self, dtype: torch.dtype) -> _Whole:
-        """Torch's optimizer for a stored dtype; with masters, float32 copies are updated."""
+    def _make_reference(self, dtype: torch.dtype) -> _Reference:
+        """Make new parameters of the user's ``dtype`` (or float32 masters) and their optimizer."""
         wide = torch.float32 if self.masters and is_narrow(dtype) else dtype
         draw = torch.Generator().manual_seed(0)
         held: dict[str, Parameter] = {}
@@ -268,51 +268,52 @@ class _Trial:
             for label, shape in zip(labels, SHAPES, strict=True):
                 value = torch.randn(shape, generator=draw, dtype=torch.float64).mul(0.5).to(dtype)
                 held[label] = Parameter(value.to(wide))
-        *given, attributes = copied((*self.options, self.attributes))
-        parameters = [
+        *group_options, attributes = copy_plain((*self.options, self.attributes))
+        param_groups = [
             {**options, "params": [held[label] for label in labels]}
-            for options, labels in zip(given, groups, strict=True)
+            for options, labels in zip(group_options, groups, strict=True)
         ]
-        optimizer = self.kind.make(parameters, attributes)
+        optimizer = self.kind.make(param_groups, attributes)
         for number, labels in enumerate(groups):
-            for label in labels if self.begun[number] else ():
-                optimizer.state[held[label]] = self._state_of(number, held[label])
-        return _Whole(optimizer, held, tuple(groups), dtype)
+            for label in labels if self.initial_states[number] else ():
+                optimizer.state[held[label]] = self._initial_state(number, held[label])
+        return _Reference(optimizer, held, tuple(groups), dtype)
 
-    def _gradients(self, reference: _Whole, step: int) -> dict[str, Tensor]:
+    def _gradients(self, reference: _Reference, step: int) -> dict[str, Tensor]:
+        """Return the gradients of a step, which are the same in all trials."""
         gradients: dict[str, Tensor] = {}
-        for at, (label, parameter) in enumerate(reference.held.items()):
-            value = self.drawn.get((label, step))
+        for at, (label, parameter) in enumerate(reference.parameters.items()):
+            value = self.gradient_cache.get((label, step))
             if value is None:
                 draw = torch.Generator().manual_seed(1000 * at + step)
                 wide, spread = torch.randn(
                     (2, *parameter.shape), generator=draw, dtype=torch.float64
                 )
-                value = self.drawn[label, step] = wide * spread.exp() * SCALES[step]
+                value = self.gradient_cache[label, step] = wide * spread.exp() * SCALES[step]
                 if step >= NOT_FINITE:
                     flat = value.view(-1)
                     flat[0], flat[3], flat[5] = torch.nan, torch.inf, -torch.inf
             missing = (at % len(SHAPES) == 1 and step == 4) or (at % len(SHAPES) == 2 and step < 2)
-            if not (self.late and missing):
-                gradients[label] = value.to(reference.stored)
+            if not (self.with_missing and missing):
+                gradients[label] = value.to(reference.stored_dtype)
         return gradients
 
-    def _try(self, reference: _Whole, step: int) -> None:
-        """One step in torch. PlanningError where it raises."""
+    def _step_reference(self, reference: _Reference, step: int) -> None:
+        """Step the reference. Raises PlanningError if the step raises."""
         try:
             reference.step(self._gradients(reference, step))
         except Exception as error:
-            raise self._raised(error, "on whole parameters") from error
+            raise self._step_error(error, "on whole parameters") from error
 
-    def _changed(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The options and attributes that a step changes. From now on the probe's options begin
-        with the values of a new optimizer: the user's optimizer may be resumed, with counts in its
-        state, and the probe's has no state."""
-        given = self.options
+    def _find_changed(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Return the names of the options and attributes that steps change, and reset these options
+        to the class's defaults. (The user's optimizer may be resumed, with counts in its options;
+        the probe's optimizers begin without state.)"""
+        user_options = self.options
         defaults = {k: v for k, v in self.kind.defaults.items() if not isinstance(v, bool)}
         self.options = [
             {k: defaults.get(k, v) if _is_count(v) else v for k, v in options.items()}
-            for options in given
+            for options in user_options
         ]
         changed, attributes = self._first_steps()
         self.options = [
@@ -321,84 +322,90 @@ class _Trial:
                 for k, v in o.items()
                 if k in defaults or k not in changed
             }
-            for o in given
+            for o in user_options
         ]
         return changed, attributes
 
     def _first_steps(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The options and attributes that steps change. The class itself may need all gradients
-        from the first step on, or the state that its `__init__` makes."""
-        first: PlanningError | None = None
-        nothing = self.begun
-        for late, begun in ((True, nothing), (False, nothing), (True, None), (False, None)):
-            self.late, self.begun = late, self._begun() if begun is None else begun
+        """Return the names of the options and attributes that steps change.
+
+        If the step raises, try again without missing gradients, then with the state that the
+        class's `__init__` made. Raises the first error if no way works.
+        """
+        first_error: PlanningError | None = None
+        empty = self.initial_states
+        for missing, states in ((True, empty), (False, empty), (True, None), (False, None)):
+            self.with_missing = missing
+            self.initial_states = self._initial_states() if states is None else states
             try:
                 return self._changed_by_steps()
             except PlanningError as error:
-                first = first or error
-        assert first is not None
-        raise first
+                first_error = first_error or error
+        assert first_error is not None
+        raise first_error
 
-    def _begun(self) -> list[dict[str, Any]]:
-        """The state of a parameter of each group, as `__init__` made it: numbers; for a tensor, the
-        number that all its elements equal, or None for the parameter's own value. Empty where the
-        state is anything else, as after a step."""
+    def _initial_states(self) -> list[dict[str, Any]]:
+        """Return the state that `__init__` made for the first parameter of each group.
+
+        A tensor of the parameter's shape becomes a `_FilledTensor`. If one is neither constant nor
+        equal to its parameter (a step has run), the states are returned as they were, empty.
+        """
         states: list[dict[str, Any]] = []
-        for group in self.tried:
+        for group in self.distinct_groups:
             state: dict[str, Any] = {}
-            plain = type(self.optimizer.state) is defaultdict  # else it is on ranks
-            for parameter in group["params"][:1] if plain else ():
+            is_local = type(self.optimizer.state) is defaultdict  # otherwise it is on ranks
+            for parameter in group["params"][:1] if is_local else ():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
                     like = isinstance(value, Tensor) and value.shape == parameter.shape
                     if not like or value.numel() < 2:
-                        state[key] = copied(value)
+                        state[key] = copy_plain(value)
                     elif value.is_meta or parameter.is_meta:
-                        return self.begun
+                        return self.initial_states
                     elif bool((value == value.view(-1)[0]).all()):
-                        state[key] = _Full(value.view(-1)[0].item(), value.dtype)
+                        state[key] = _FilledTensor(value.view(-1)[0].item(), value.dtype)
                     elif torch.equal(value, parameter):
-                        state[key] = _Full(None, value.dtype)
+                        state[key] = _FilledTensor(None, value.dtype)
                     else:
-                        return self.begun
+                        return self.initial_states
             states.append(state)
         return states
 
-    def _state_of(self, group: int, parameter: Parameter) -> dict[str, Any]:
-        """The initial state of a parameter."""
+    def _initial_state(self, group: int, parameter: Parameter) -> dict[str, Any]:
+        """Return the initial state of a parameter of the probe."""
         state: dict[str, Any] = {}
-        for key, value in self.begun[group].items():
-            if isinstance(value, _Full):
-                same_dtype = value.dtype == self.tried[group]["params"][0].dtype
+        for key, value in self.initial_states[group].items():
+            if isinstance(value, _FilledTensor):
+                same_dtype = value.dtype == self.distinct_groups[group]["params"][0].dtype
                 dtype = parameter.dtype if same_dtype else value.dtype
-                begun = parameter.detach().to(dtype, copy=True)
-                state[key] = begun if value.value is None else begun.fill_(value.value)
+                tensor = parameter.detach().to(dtype, copy=True)
+                state[key] = tensor if value.value is None else tensor.fill_(value.value)
             else:
-                state[key] = copied(value)
+                state[key] = copy_plain(value)
         return state
 
     def _changed_by_steps(self) -> tuple[frozenset[str], frozenset[str]]:
-        reference = self._whole(self.dtypes[0])
-        before, changed, attributes = reference.told, frozenset[str](), frozenset[str]()
+        reference = self._make_reference(self.dtypes[0])
+        before, changed, attributes = reference.settings, frozenset[str](), frozenset[str]()
         for step in range(NOT_FINITE):
-            self._try(reference, step)
-            more, others = _changes(before, reference.told)
+            self._step_reference(reference, step)
+            more, others = _changed_names(before, reference.settings)
             changed, attributes = changed | more, attributes | others
         return changed, attributes
 
     def _record(self) -> RecordedSteps:
-        """All steps once, each op watched. PlanningError for one that mixes elements."""
-        reference = self._whole(self.dtypes[0])
+        """Run all steps and record their ops. Raises PlanningError if an op mixes elements."""
+        reference = self._make_reference(self.dtypes[0])
         recorded = RecordedSteps(self.files)
         for step in range(len(SCALES)):
             gradients = self._gradients(reference, step)
-            for label, parameter in reference.held.items():
+            for label, parameter in reference.parameters.items():
                 given = gradients.get(label)
                 parameter.grad = None if given is None else given.to(parameter.dtype)
-            recorded.follow(p.data for p in reference.held.values())
-            recorded.follow(p.grad for p in reference.held.values() if p.grad is not None)
+            recorded.follow(p.data for p in reference.parameters.values())
+            recorded.follow(p.grad for p in reference.parameters.values() if p.grad is not None)
             try:
                 with recorded:
-                    bare_step(reference.optimizer)
+                    step_without_hooks(reference.optimizer)
             except NotElementwise as found:
                 raise PlanningError(
                     f"{self.name} is not elementwise: {found.what}, so on shards it would give "
@@ -408,86 +415,97 @@ class _Trial:
                     f"state alone, such as torch.optim.AdamW"
                 ) from None
             except Exception as error:
-                raise self._raised(error, "on whole parameters") from error
+                raise self._step_error(error, "on whole parameters") from error
         return recorded
 
     def _entries(self) -> tuple[dict[str, StateEntry], list[tuple[str, ...]]]:
-        """The entries of a state, over all dtypes, and its keys by group."""
-        seen: dict[str, _Under] = {}
+        """Return the forms of the state entries over all dtypes, and the state's keys by group."""
+        observed: dict[str, _ObservedEntry] = {}
         keys: list[dict[str, None]] = [{} for _ in self.options]
         for dtype in dict.fromkeys((torch.float64, *self.dtypes)):
-            reference = self._whole(dtype)
+            reference = self._make_reference(dtype)
             for step in range(len(SCALES)):
-                self._try(reference, step)
-                known = set(reference.held.values())
+                self._step_reference(reference, step)
+                known = set(reference.parameters.values())
                 for key in reference.optimizer.state:
                     if key not in known:
-                        raise self._keeps(f"{key!r}", "a state that is of no parameter")
+                        raise self._unsplittable(f"{key!r}", "a state that is of no parameter")
                 for group, labels in enumerate(reference.groups):
                     for label in labels:
-                        parameter = reference.held[label]
+                        parameter = reference.parameters[label]
                         state = reference.optimizer.state.get(parameter)
                         if state:
-                            self._see(seen, state, parameter)
+                            self._observe(observed, state, parameter)
                             keys[group] |= dict.fromkeys(state)
-        entries = {key: one.entry(self, key) for key, one in seen.items()}
-        return entries, [tuple(k for k in own if not seen[k].nothing) for own in keys]
+        entries = {key: values.entry(self, key) for key, values in observed.items()}
+        return entries, [tuple(k for k in own if not observed[k].nothing) for own in keys]
 
-    def _see(self, seen: dict[str, _Under], state: Mapping[str, Any], parameter: Tensor) -> None:
+    def _observe(
+        self, observed: dict[str, _ObservedEntry], state: Mapping[str, Any], parameter: Tensor
+    ) -> None:
         for key, value in state.items():
             if not isinstance(key, str):
-                raise self._keeps(f"{key!r}", "a key that is no text")
-            seen.setdefault(key, _Under()).look(self, key, value, parameter)
-        for key in seen.keys() - state.keys():
-            seen[key].missing = True
+                raise self._unsplittable(f"{key!r}", "a key that is no text")
+            observed.setdefault(key, _ObservedEntry()).observe(self, key, value, parameter)
+        for key in observed.keys() - state.keys():
+            observed[key].missing = True
 
     def _compare(self, dtype: torch.dtype, keys: Sequence[tuple[str, ...]]) -> None:
-        """Compare the ranks' path with torch's, for each way of cutting."""
-        for cut, size, how in _CUTS:
-            reference = self._whole(dtype)
-            begun = {
-                n: dict(reference.optimizer.state.get(p, {})) for n, p in reference.held.items()
+        """Raise PlanningError if steps on shards, cut as in _CUTS, differ from the reference."""
+        for cut, size, cut_name in _CUTS:
+            reference = self._make_reference(dtype)
+            states = {
+                n: dict(reference.optimizer.state.get(p, {}))
+                for n, p in reference.parameters.items()
             }
-            shadow = ShadowOptimizer(self.kind, copied({n: s for n, s in begun.items() if s}))
-            by_label = {
+            shadow = ShadowOptimizer(self.kind, copy_plain({n: s for n, s in states.items() if s}))
+            keys_by_label = {
                 n: k for group, k in zip(reference.groups, keys, strict=True) for n in group
             }
             optimizers = [ShardOptimizer(self.kind, self.masters) for _ in range(size)]
             parts = {
-                label: cut(_at(label), parameter.detach().to(dtype))
-                for label, parameter in reference.held.items()
+                label: cut(_parameter_index(label), parameter.detach().to(dtype))
+                for label, parameter in reference.parameters.items()
             }
             ranks = [
-                _Rank(one, {n: p[r].clone() for n, p in parts.items() if p[r] is not None})
-                for r, one in enumerate(optimizers)
+                _ShardedRank(own, {n: p[r].clone() for n, p in parts.items() if p[r] is not None})
+                for r, own in enumerate(optimizers)
             ]
-            for label, state in begun.items():
-                self._give(ranks, cut, label, state)
+            for label, state in states.items():
+                self._put_initial_state(ranks, cut, label, state)
             for step in range(len(SCALES)):
                 gradients = self._gradients(reference, step)
-                options, attributes = reference.told
+                options, attributes = reference.settings
                 for number, rank in enumerate(ranks):
-                    pieces = {n: cut(_at(n), g)[number] for n, g in gradients.items()}
-                    mine = {n: piece.clone() for n, piece in pieces.items() if n in rank.shards}
+                    pieces = {n: cut(_parameter_index(n), g)[number] for n, g in gradients.items()}
+                    own_gradients = {
+                        n: piece.clone() for n, piece in pieces.items() if n in rank.shards
+                    }
                     try:
-                        rank.step(reference.groups, by_label, (*options, attributes), mine)
+                        rank.step(
+                            reference.groups, keys_by_label, (*options, attributes), own_gradients
+                        )
                     except Exception as error:
-                        raise self._raised(error, f"on shards ({how})") from error
+                        raise self._step_error(error, f"on shards ({cut_name})") from error
                 try:
-                    told = shadow.step(reference.groups, gradients.keys(), options, attributes)
+                    settings = shadow.step(reference.groups, gradients.keys(), options, attributes)
                 except Exception as error:
-                    raise self._raised(error, "on parameters of one element") from error
-                self._try(reference, step)
-                self._check_values(reference, ranks, cut, f"{how}, step {step + 1}")
-                self._check_told(told, reference.told, f"step {step + 1}")
+                    raise self._step_error(error, "on parameters of one element") from error
+                self._step_reference(reference, step)
+                self._check_values(reference, ranks, cut, f"{cut_name}, step {step + 1}")
+                self._check_settings(settings, reference.settings, f"step {step + 1}")
 
-    def _give(self, ranks: Sequence[_Rank], cut: Cut, label: str, state: Mapping[str, Any]) -> None:
+    def _put_initial_state(
+        self, ranks: Sequence[_ShardedRank], cut: Cut, label: str, state: Mapping[str, Any]
+    ) -> None:
         """Put a parameter's initial state into the tables of the ranks."""
         for key, value in state.items():
             entry = self.kind.entries[key]
             if value is not None:
-                stored = entry.stored(value)
-                parts = [stored] * len(ranks) if entry.number else cut(_at(label), stored)
+                stored = entry.to_table(value)
+                parts = (
+                    [stored] * len(ranks) if entry.number else cut(_parameter_index(label), stored)
+                )
                 for rank, part in zip(ranks, parts, strict=True):
                     if label in rank.shards:
                         rank.values[label, key] = part.clone()
@@ -495,29 +513,33 @@ class _Trial:
     # -- comparisons --------------------------------------------------------------------------
 
     def _check_values(
-        self, reference: _Whole, ranks: Sequence[_Rank], cut: Cut, where: str
+        self, reference: _Reference, ranks: Sequence[_ShardedRank], cut: Cut, where: str
     ) -> None:
-        for label, parameter in reference.held.items():
-            expected = cut(_at(label), parameter.detach().to(reference.stored))
-            for rank, one in zip(ranks, expected, strict=True):
+        for label, parameter in reference.parameters.items():
+            expected = cut(_parameter_index(label), parameter.detach().to(reference.stored_dtype))
+            for rank, shard in zip(ranks, expected, strict=True):
                 if label in rank.shards:
-                    self._check(rank.shards[label], one, "the value", parameter, where)
+                    self._check(rank.shards[label], shard, "the value", parameter, where)
             for key, value in (reference.optimizer.state.get(parameter) or {}).items():
                 entry = self.kind.entries[key]
                 like = value if isinstance(value, Tensor) and not entry.number else None
-                pieces = None if like is None else cut(_at(label), like)
+                pieces = None if like is None else cut(_parameter_index(label), like)
                 for number, rank in enumerate(ranks):
                     held = rank.values.get((label, key))
                     if label not in rank.shards or value is None:
                         continue
                     if held is None or is_absent(held):
-                        raise self._differs(f"{key} of the state is missing", parameter, where)
-                    wanted = pieces[number] if pieces is not None else entry.stored(value)
+                        raise self._difference(f"{key} of the state is missing", parameter, where)
+                    wanted = pieces[number] if pieces is not None else entry.to_table(value)
                     self._check(held, wanted, f"{key} of the state", parameter, where)
 
     def _check(self, got: Tensor, wanted: Tensor, what: str, of: Tensor, where: str) -> None:
+        """Raise PlanningError if a shard's value or state differs by more than the tolerance.
+
+        ``of``: the parameter. ``what`` and ``where`` are parts of the message.
+        """
         if got.shape != wanted.shape or got.dtype != wanted.dtype:
-            raise self._differs(
+            raise self._difference(
                 f"{what} is {got.dtype}{list(got.shape)} in place of "
                 f"{wanted.dtype}{list(wanted.shape)}",
                 of,
@@ -525,49 +547,52 @@ class _Trial:
             )
         if torch.equal(got, wanted):
             return
-        rtol, atol, few = _TOLERANCES.get(of.dtype if of.is_floating_point() else got.dtype, _WIDE)
+        rtol, atol, few = _TOLERANCES.get(
+            of.dtype if of.is_floating_point() else got.dtype, _TOLERANCE_32_BIT
+        )
         if is_narrow(got.dtype):
-            rtol, atol, few = _NARROW
-        a, b = (_wide(x) for x in (got, wanted))
+            rtol, atol, few = _TOLERANCE_16_BIT
+        a, b = (_widen(x) for x in (got, wanted))
         # a small value may be the difference of large ones
         atol *= max(1.0, float(b.abs().nan_to_num(0.0, 0.0, 0.0).max())) if b.numel() else 1.0
-        alike = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
-        if int((~alike).sum()) <= few * a.numel():
+        is_close = torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+        if int((~is_close).sum()) <= few * a.numel():
             return
-        most = (a - b)[~alike].abs().nan_to_num(torch.inf).max()
-        raise self._differs(
-            f"{what} differs in {int((~alike).sum())} of {a.numel()} elements, by up to "
-            f"{float(most):.2g}",
+        max_difference = (a - b)[~is_close].abs().nan_to_num(torch.inf).max()
+        raise self._difference(
+            f"{what} differs in {int((~is_close).sum())} of {a.numel()} elements, by up to "
+            f"{float(max_difference):.2g}",
             of,
             where,
         )
 
-    def _check_told(self, got: Told, wanted: Told, where: str) -> None:
-        both = zip((*got[0], got[1]), (*wanted[0], wanted[1]), strict=True)
-        for number, (one, other) in enumerate(both):
-            for key in one.keys() | other.keys():
-                if key not in one or key not in other or not same(one[key], other[key]):
+    def _check_settings(self, got: Settings, wanted: Settings, where: str) -> None:
+        """Raise PlanningError if the shadow's options or attributes differ from the reference's."""
+        pairs = zip((*got[0], got[1]), (*wanted[0], wanted[1]), strict=True)
+        for number, (a, b) in enumerate(pairs):
+            for key in a.keys() | b.keys():
+                if key not in a or key not in b or not plain_equal(a[key], b[key]):
                     what = f"{key!r} of a group" if number < len(got[0]) else f"attribute {key}"
                     raise PlanningError(
                         f"{self.name} is not elementwise: a step changes its {what} depending on "
-                        f"the parameters ({where}: {other.get(key)!r}, on one element "
-                        f"{one.get(key)!r}).\n{_FIX}"
+                        f"the parameters ({where}: {b.get(key)!r}, on one element "
+                        f"{a.get(key)!r}).\n{_FIX}"
                     )
 
     # -- errors ------------------------------------------------------------------------------------
 
-    def _differs(self, what: str, parameter: Tensor, where: str) -> PlanningError:
+    def _difference(self, what: str, parameter: Tensor, where: str) -> PlanningError:
         return PlanningError(
             f"{self.name} is not elementwise: on shards {what}.\n"
             f"  a parameter of shape {list(parameter.shape)}, {parameter.dtype}; {where}\n{_FIX}"
         )
 
-    def _keeps(self, key: str, what: str) -> PlanningError:
+    def _unsplittable(self, key: str, what: str) -> PlanningError:
         return PlanningError(
             f"{self.name} keeps {what} under {key}, which cannot be cut as a parameter is.\n{_FIX}"
         )
 
-    def _raised(self, error: Exception, where: str) -> PlanningError:
+    def _step_error(self, error: Exception, where: str) -> PlanningError:
         line = ""
         trace = error.__traceback__
         while trace is not None:
@@ -587,20 +612,24 @@ _FIX = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Full:
-    """A tensor like its parameter with one value everywhere, or the parameter's own (None)."""
+class _FilledTensor:
+    """A tensor of the parameter's shape filled with ``value``, or equal to the parameter (None)."""
 
     value: Any
     dtype: torch.dtype
 
 
 @dataclass(slots=True, eq=False)
-class _Under:
-    """The values seen under a key of the states."""
+class _ObservedEntry:
+    """The kinds of values that were observed for one state key.
+
+    ``pythons``: types of Python numbers. ``shapes``: of one-element tensors. ``like``: there were
+    tensors of the parameter's shape. ``dtypes``: the parameter's dtype to the tensor's.
+    """
 
     pythons: set[type] = field(default_factory=set[type])
     shapes: set[tuple[int, ...]] = field(default_factory=set[tuple[int, ...]])
-    like: bool = False  # tensors of their parameter's shape
+    like: bool = False
     dtypes: dict[torch.dtype, torch.dtype] = field(default_factory=dict[Any, Any])
     missing: bool = False
 
@@ -608,31 +637,32 @@ class _Under:
     def nothing(self) -> bool:
         return not (self.pythons or self.shapes or self.like)
 
-    def look(self, probe: _Trial, key: str, value: Any, parameter: Tensor) -> None:
+    def observe(self, probe: _Trial, key: str, value: Any, parameter: Tensor) -> None:
         if value is None:
             self.missing = True
-        elif type(value) in PYTHON:
+        elif type(value) in TABLE_DTYPES:
             self.pythons.add(type(value))
         elif isinstance(value, Tensor) and value.layout is torch.strided:
             if value.dtype == torch.bool:
-                raise probe._keeps(f"{key!r}", "a tensor of bools")
+                raise probe._unsplittable(f"{key!r}", "a tensor of bools")
             before = self.dtypes.setdefault(parameter.dtype, value.dtype)
             if value.shape == parameter.shape:
                 self.like = True
                 if before != value.dtype:
-                    raise probe._keeps(f"{key!r}", f"now {before}, now {value.dtype}")
+                    raise probe._unsplittable(f"{key!r}", f"now {before}, now {value.dtype}")
             elif value.numel() == 1 and value.dim() < 2:
                 self.shapes.add(tuple(value.shape))
             else:
                 what = f"a tensor of shape {list(value.shape)} for a parameter of "
-                raise probe._keeps(f"{key!r}", f"{what}{list(parameter.shape)}")
+                raise probe._unsplittable(f"{key!r}", f"{what}{list(parameter.shape)}")
         else:
-            raise probe._keeps(f"{key!r}", f"a {type(value).__name__}")
+            raise probe._unsplittable(f"{key!r}", f"a {type(value).__name__}")
 
     def entry(self, probe: _Trial, key: str) -> StateEntry:
+        """Return the form of the entry. Raises PlanningError if its values differ in kind."""
         kinds = [bool(self.pythons), self.like, *([True] * len(self.shapes))]
         if sum(kinds) > 1:
-            raise probe._keeps(f"{key!r}", "values of several kinds")
+            raise probe._unsplittable(f"{key!r}", "values of several kinds")
         dtypes = tuple(self.dtypes.items())
         if self.like or self.nothing:
             return StateEntry(number=False, dtypes=dtypes, late=self.missing)
@@ -643,14 +673,14 @@ class _Under:
         return StateEntry(number=True, python=python, late=self.missing)
 
 
-def _told_entry(entry: StateEntry) -> str:
+def _describe_entry(entry: StateEntry) -> str:
     if entry.python is not None:
         return entry.python.__name__
     return "one number" if entry.number else "like the parameter"
 
 
 def files_of(cls: type) -> frozenset[str]:
-    """The files of an optimizer's classes, without torch's base."""
+    """Return the source files of an optimizer's class and its bases, except torch's `Optimizer`."""
     files: set[str] = set()
     for base in cls.__mro__:
         if issubclass(base, torch.optim.Optimizer) and base is not torch.optim.Optimizer:
@@ -667,27 +697,28 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _changes(before: Told, after: Told) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of options of groups, and of attributes."""
+def _changed_names(before: Settings, after: Settings) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the options and of the attributes that differ."""
 
-    def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-        both = one.keys() & other.keys()
-        return (one.keys() ^ other.keys()) | {k for k in both if not same(one[k], other[k])}
+    def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> set[str]:
+        both = a.keys() & b.keys()
+        return (a.keys() ^ b.keys()) | {k for k in both if not plain_equal(a[k], b[k])}
 
     groups = (differing(a, b) for a, b in zip(before[0], after[0], strict=True))
     return frozenset[str]().union(*groups), frozenset(differing(before[1], after[1]))
 
 
-def _at(label: str) -> int:
+def _parameter_index(label: str) -> int:
     return int(label.rpartition(".")[2])
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     return x if x.is_complex() or x.dtype == torch.float64 else x.double()
 
 
-def _over(*bounds: int) -> Cut:
-    """Cut along the first dim or the last, in turn; part r ends at `bounds[r] / bounds[-1]`."""
+def _cut_at(*bounds: int) -> Cut:
+    """Return a cut along the first dim (parameters with even index) or the last dim (odd index).
+    Shard r ends at the fraction `bounds[r] / bounds[-1]` of the dim."""
 
     def cut(at: int, x: Tensor) -> list[Tensor]:
         dim = 0 if at % 2 == 0 else x.dim() - 1
@@ -697,22 +728,23 @@ def _over(*bounds: int) -> Cut:
     return cut
 
 
-def _by_parameter(at: int, x: Tensor) -> list[Any]:
-    """Whole, on one of two ranks, as in a pipeline."""
+def _alternate(at: int, x: Tensor) -> list[Any]:
+    """Put whole parameters alternately on one of two ranks, as in a pipeline."""
     return [x, None] if at % 2 == 0 else [None, x]
 
 
 _CUTS: tuple[tuple[Cut, int, str], ...] = (
-    (_over(2, 3), 2, "cut over 2 ranks"),
-    (_over(1, 3, 4), 3, "cut over 3 ranks"),
-    (_by_parameter, 2, "whole, on 2 ranks"),
+    (_cut_at(2, 3), 2, "cut over 2 ranks"),
+    (_cut_at(1, 3, 4), 3, "cut over 3 ranks"),
+    (_alternate, 2, "whole, on 2 ranks"),
 )
-_WIDE = (2e-4, 1e-5, 0.0)
+_TOLERANCE_32_BIT = (2e-4, 1e-5, 0.0)
 _TOLERANCES = {
     torch.float64: (1e-9, 1e-12, 0.0),
     torch.complex128: (1e-9, 1e-12, 0.0),
 }
-"""Relative, absolute, and how much of a tensor may differ more: with 16 bits an update by a sign
-may differ where a sum is nearly 0, since the last elements of a tensor are rounded differently
-(flat_buffers.py)."""
-_NARROW = (0.05, 0.02, 0.05)
+"""(relative tolerance, absolute tolerance, fraction of elements that may differ more).
+
+With 16 bits, an update by a sign may differ where a sum is nearly 0, because torch rounds the last
+elements of a tensor differently (flat_buffers.py)."""
+_TOLERANCE_16_BIT = (0.05, 0.02, 0.05)

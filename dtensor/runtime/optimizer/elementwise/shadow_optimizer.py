@@ -1,16 +1,13 @@
-"""A ghost: it advances the numbers that a step changes on the user's optimizer, without gradients.
+"""Compute on the controller how a step changes the optimizer's options and attributes.
 
     shadow = ShadowOptimizer(kind, {"w": {"step": 3}})
-    told = shadow.step(groups=(("w", "b"),), trained={"w", "b"}, options=({"lr": 0.1, "k": 3},), {})
-    told                                   # ({"lr": 0.1, "k": 4},), {}: as after torch's step
+    shadow.step((("w", "b"),), {"w", "b"}, ({"lr": 0.1, "k": 3},), {})
+    # returns ({"lr": 0.1, "k": 4},), {} if the class's step does `group["k"] += 1`
 
-`group["k"] += 1` and `self.step_count += 1` are state of the controller's optimizer: each step
-sends their present values, and the ranks start from these. Their new values do not depend on the
-parameters' places, since no element is ever read to Python. So a step of the same class over
-parameters of one element computes them: one for neighbours in a group with the same numbers in
-their state, which have a gradient where the real ones have.
-
-Invariant: the probe compares the results with those of torch's own step.
+Such counts belong to the controller's optimizer, which never steps; the ranks receive their current
+values with each step. The new values do not depend on the elements of parameters, which a step may
+not read. So the shadow steps an optimizer of the same class over one-element parameters and returns
+its options and attributes. The probe checks that they equal those of torch's own step.
 """
 
 from __future__ import annotations
@@ -25,26 +22,30 @@ from torch.nn import Parameter
 
 from dtensor.runtime.optimizer.optimizer_kind import (
     OptimizerKind,
-    bare_step,
-    copied,
+    copy_plain,
     options_of,
     plain_attributes,
-    same,
+    plain_equal,
+    step_without_hooks,
 )
 
-GRADIENT = 1e-3
+SAMPLE_GRADIENT = 1e-3
 
-Told = tuple[tuple[dict[str, Any], ...], dict[str, Any]]
-"""The options of each group, and the object's attributes."""
+Settings = tuple[tuple[dict[str, Any], ...], dict[str, Any]]
+"""The options of each group, and the optimizer's attributes."""
 
 
 @dataclass(slots=True, eq=False)
 class ShadowOptimizer:
-    """``numbers``: by label, the entries of parameters that have a state already."""
+    """An optimizer over one-element parameters, which follows the user's optimizer.
+
+    ``numbers``: the state entries of parameters that already have a state, by label.
+    ``parameters``: the one-element parameter that represents each parameter, by label.
+    """
 
     kind: OptimizerKind
     numbers: Mapping[str, Mapping[str, Any]]
-    of: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
+    parameters: dict[str, Parameter] = field(default_factory=dict[str, Parameter])
     state: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict[torch.Tensor, Any])
     _last: tuple[object, object] = (None, None)
 
@@ -54,76 +55,87 @@ class ShadowOptimizer:
         trained: Set[str],
         options: Sequence[Mapping[str, Any]],
         attributes: Mapping[str, Any],
-    ) -> Told:
-        """The options and attributes after a step in which ``trained`` had gradients."""
+    ) -> Settings:
+        """Return the options and attributes after a step in which ``trained`` have gradients."""
         if self._last != (groups, trained):
-            self._stand_in(groups, trained)
+            self._assign_parameters(groups, trained)
             self._last = groups, trained
-        held = [dict.fromkeys(self.of[label] for label in group) for group in groups]
-        *told, told_attributes = copied((*map(dict, options), dict(attributes)))
-        given = [{**o, "params": [*h]} for o, h in zip(told, held, strict=True)]
-        optimizer = self.kind.make(given, told_attributes)
+        held = [dict.fromkeys(self.parameters[label] for label in group) for group in groups]
+        *new_options, new_attributes = copy_plain((*map(dict, options), dict(attributes)))
+        param_groups = [{**o, "params": [*h]} for o, h in zip(new_options, held, strict=True)]
+        optimizer = self.kind.make(param_groups, new_attributes)
         for parameter, entries in self.state.items():
             optimizer.state[parameter] = entries
-        for label, parameter in self.of.items():
-            parameter.grad = torch.full_like(parameter, GRADIENT) if label in trained else None
+        for label, parameter in self.parameters.items():
+            parameter.grad = (
+                torch.full_like(parameter, SAMPLE_GRADIENT) if label in trained else None
+            )
         with torch.enable_grad():
-            bare_step(optimizer)
+            step_without_hooks(optimizer)
         self.state = dict(optimizer.state)
         return tuple(options_of(group) for group in optimizer.param_groups), plain_attributes(
             optimizer
         )
 
-    def kept(self) -> tuple[Any, ...]:
-        """The state that `restore` takes."""
-        return dict(self.of), copy.deepcopy({id(p): s for p, s in self.state.items()}), self._last
+    def snapshot(self) -> tuple[Any, ...]:
+        """Return a copy of the state, for `restore`."""
+        return (
+            dict(self.parameters),
+            copy.deepcopy({id(p): s for p, s in self.state.items()}),
+            self._last,
+        )
 
-    def restore(self, kept: tuple[Any, ...]) -> None:
-        self.of, state, self._last = kept
-        self.state = {p: state[id(p)] for p in self.of.values() if id(p) in state}
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        self.parameters, state, self._last = snapshot
+        self.state = {p: state[id(p)] for p in self.parameters.values() if id(p) in state}
 
-    def _stand_in(self, groups: Sequence[Sequence[str]], trained: Set[str]) -> None:
-        """One parameter for equal neighbours: in a group, with the same history, trained or not.
-        They keep the group's order, since the last one may determine an option."""
-        alike: list[tuple[tuple[object, ...], list[str]]] = []
+    def _assign_parameters(self, groups: Sequence[Sequence[str]], trained: Set[str]) -> None:
+        """Represent each run of equal neighbours in a group by one parameter.
+
+        Neighbours are equal if they have the same history and both have gradients or both have
+        none. The group's order is kept, since its last parameter may determine an option.
+        """
+        neighbours: list[tuple[tuple[object, ...], list[str]]] = []
         for number, group in enumerate(groups):
             for label in group:
-                past = id(self.of[label]) if label in self.of else self._past(label)
+                past = (
+                    id(self.parameters[label]) if label in self.parameters else self._history(label)
+                )
                 key = number, past, label in trained
-                if not alike or alike[-1][0] != key:
-                    alike.append((key, []))
-                alike[-1][1].append(label)
-        before, self.of = self.of, {}
+                if not neighbours or neighbours[-1][0] != key:
+                    neighbours.append((key, []))
+                neighbours[-1][1].append(label)
+        before, self.parameters = self.parameters, {}
         taken = set[int]()
-        for _, labels in alike:
+        for _, labels in neighbours:
             first = before.get(labels[0])
             if first is not None and id(first) not in taken:
                 taken.add(id(first))
                 parameter = first
             else:
                 parameter = Parameter(torch.full((1,), 0.5))
-                state = self._begun(labels[0]) if first is None else self.state.get(first)
+                state = self._initial_state(labels[0]) if first is None else self.state.get(first)
                 if state:
-                    self.state[parameter] = copied(state)
-            self.of.update(dict.fromkeys(labels, parameter))
-        self.state = {p: s for p, s in self.state.items() if p in set(self.of.values())}
+                    self.state[parameter] = copy_plain(state)
+            self.parameters.update(dict.fromkeys(labels, parameter))
+        self.state = {p: s for p, s in self.state.items() if p in set(self.parameters.values())}
 
-    def _past(self, label: str) -> object:
-        """The part of a parameter's state that distinguishes it, before the ghost has seen it."""
-        entries, known = self.numbers.get(label, {}), self.kind.entries
-        numbers = ((k, float(v)) for k, v in entries.items() if k in known and known[k].number)
-        return tuple(sorted(numbers)), frozenset(entries)
+    def _history(self, label: str) -> object:
+        """Return a key that is equal for two new parameters if one can represent both."""
+        state, entries = self.numbers.get(label, {}), self.kind.entries
+        numbers = ((k, float(v)) for k, v in state.items() if k in entries and entries[k].number)
+        return tuple(sorted(numbers)), frozenset(state)
 
-    def _begun(self, label: str) -> dict[str, Any]:
-        """A state like the parameter's, of one element."""
+    def _initial_state(self, label: str) -> dict[str, Any]:
+        """Return a one-element state with the numbers of the parameter's state."""
         state: dict[str, Any] = {}
         for key, value in self.numbers.get(label, {}).items():
             entry = self.kind.entries.get(key)
             if entry is None or value is None or entry.number:
                 python = entry is not None and entry.python is not None
-                state[key] = entry.python(value) if python else copied(value)  # type: ignore
+                state[key] = entry.python(value) if python else copy_plain(value)  # type: ignore
             else:
-                state[key] = entry.begun()
+                state[key] = entry.sample()
         return state
 
 
@@ -133,43 +145,46 @@ def advance(
     groups: tuple[tuple[str, ...], ...],
     trained: Set[str],
 ) -> Callable[[], None]:
-    """A step was called: give the optimizer the new values of its groups' options and attributes.
-    The returned function restores the old values, except those that the user has written since."""
-    kept = shadow.kept()
-    places: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
+    """Set the options and attributes of the user's optimizer to their values after a step.
+
+    The returned function restores the old values, except where the user has set others since.
+    """
+    snapshot = shadow.snapshot()
+    targets: list[dict[str, Any]] = [*optimizer.param_groups, vars(optimizer)]
     before = [*map(options_of, optimizer.param_groups), plain_attributes(optimizer)]
-    before = [*copied(tuple(before))]
+    before = [*copy_plain(tuple(before))]
     options, attributes = shadow.step(groups, trained, before[:-1], before[-1])
     after = [*options, attributes]
     shared: dict[int, Any] = {}
-    for place, old, new in zip(places, before, after, strict=True):
-        _turn(place, old, new, shared)
+    for target, old, new in zip(targets, before, after, strict=True):
+        _apply_changes(target, old, new, shared)
 
     def undo() -> None:
-        shadow.restore(kept)
-        for place, old, new in zip(places, before, after, strict=True):
-            known = {k: place[k] for k in {*old, *new} if k in place}
-            changed_keys = {k for k in {*old, *new} if (k in known) != (k in new)}
-            changed_keys |= {k for k in known if k in new and not same(known[k], new[k])}
-            then, back = (
-                {k: v for k, v in one.items() if k not in changed_keys} for one in (new, old)
+        shadow.restore(snapshot)
+        for target, old, new in zip(targets, before, after, strict=True):
+            current = {k: target[k] for k in {*old, *new} if k in target}
+            by_user = {k for k in {*old, *new} if (k in current) != (k in new)}
+            by_user |= {k for k in current if k in new and not plain_equal(current[k], new[k])}
+            new_values, old_values = (
+                {k: v for k, v in values.items() if k not in by_user} for values in (new, old)
             )
-            _turn(place, then, back, {})
+            _apply_changes(target, new_values, old_values, {})
 
     return undo
 
 
-def _turn(
-    place: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], shared: dict[int, Any]
+def _apply_changes(
+    target: dict[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], shared: dict[int, Any]
 ) -> None:
-    """Set the values that differ; a tensor in place, as it may have other references."""
+    """Change ``target`` from ``old`` to ``new`` where they differ. Tensors are written in place,
+    because other objects may refer to them."""
     for key in old.keys() - new.keys():
-        place.pop(key, None)
+        target.pop(key, None)
     for key, value in new.items():
-        if key in old and same(old[key], value):
+        if key in old and plain_equal(old[key], value):
             continue
-        here = place.get(key)
-        if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
-            here.copy_(value)
+        current = target.get(key)
+        if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
+            current.copy_(value)
         else:
-            place[key] = copied(value, shared)
+            target[key] = copy_plain(value, shared)
