@@ -58,6 +58,7 @@ from dtensor.api.values.lazy_parameters import Entries
 from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.errors import PlanningError, check_kind
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import rule_of
+from dtensor.runtime.optimizer.shard_optimizer import value_name
 from dtensor.runtime.schedule import Schedule
 from dtensor.runtime.transfer.between_meshes import bucket_bytes
 from dtensor.sharding.redistribute.sync_plan import SyncPlan, plan_sync
@@ -263,10 +264,10 @@ class _Switch:
                 self.moves[label], self.into[label] = (before, target), (model_home.owner, label)
             for home in model_home.optimizers.values():
                 self.states.append(_MovedState.of(home, steps, numbers))
-                for which, target in self.states[-1].now.items():
-                    called = target.label.removeprefix(model_home.prefix)
-                    self.moves[called] = home.owner.stored[which], target
-                    self.into[called] = home.owner, which
+                for (label, key), target in self.states[-1].now.items():
+                    called = value_name(home.label, key, label)
+                    self.moves[called] = home.owner.stored[label, key], target
+                    self.into[called] = home.owner, (label, key)
         self.plan: SyncPlan = self._plan(topology)
 
     def _plan(self, topology: Topology | None) -> SyncPlan:

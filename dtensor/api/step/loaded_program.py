@@ -369,16 +369,14 @@ def _fused(
     plan = planned.plan
     given: list[dict[str, object]] = []
     for rank, rank_program in enumerate(program.ranks):
-        here, known = session.mesh.coordinates(rank), {*rank_program.inputs, *rank_program.state}
+        here, read = session.mesh.coordinates(rank), {*rank_program.inputs, *rank_program.state}
         buffers: dict[str, object] = {}
         for item in plan.inputs:
             name = state.get(item.name, item.name)
-            if name in known:
+            if name in read:
                 held = item.held if item.name in state else item.spec
                 buffers[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
-        unknown = {"options", SCALE, roles.optimizer}
-        unknown |= {n for n in rank_program.state if n.startswith(f"{roles.optimizer}: ")}
-        numbers = known.difference(buffers, unknown)
+        numbers = set(rank_program.inputs).difference(buffers, ("options", SCALE))
         given.append(buffers | dict.fromkeys(numbers, 0))
     return fused(program, given)
 

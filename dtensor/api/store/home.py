@@ -64,8 +64,8 @@ _version = attrgetter("_version")
 
 @dataclass(slots=True, repr=False)
 class OptimizerHome:
-    """One torch optimizer and its state on the ranks. The fields: its name in the ranks' tables,
-    whether the ranks hold masters, and ``optimizer.state``, first as the user gave it.
+    """One torch optimizer and its state on the ranks. The fields: its label among the model's
+    values, whether the ranks hold masters, and ``optimizer.state``, first as the user gave it.
 
     ``parameters``: the labels of parameters that have state on the ranks; ``keys``: of the state,
     by group; ``rule``: the rule of its class; ``ghost``: the object that advances numbers on the
@@ -76,7 +76,7 @@ class OptimizerHome:
     """
 
     optimizer: torch.optim.Optimizer
-    name: str
+    label: str
     masters: bool
     keys: tuple[tuple[str, ...], ...]
     rule: OptimizerRule
@@ -96,6 +96,11 @@ class OptimizerHome:
     def __post_init__(self, given: Entries) -> None:
         self.state = LazyOptimizerState(given, lambda: self.model_home.gather_optimizer(self))
         self.optimizer.state = cast(Any, self.state)
+
+    @property
+    def name(self) -> str:
+        """The name of the ranks' optimizers in their tables."""
+        return self.model_home.name(self.label)
 
     @property
     def current(self) -> bool:

@@ -78,7 +78,8 @@ def place_optimizer(
     known_so = home is not None and home.rule is rule and home.keys == keys
     if home is not None and known_so and home.current and home.placed is plan:
         return home
-    name = home.name if home else f"{model_home.prefix}optimizer {len(model_home.optimizers)}"
+    own_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
+    name = model_home.name(own_label)
     updated = updated_by(session.ranks, plan, groups, keys, name, models.labels, rule)
     known = {} if home is None else home.owner.stored
     cast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
@@ -87,7 +88,7 @@ def place_optimizer(
         held: object = optimizer.state
         entries = held.to_place() if isinstance(held, LazyOptimizerState) else dict(optimizer.state)
         new = {**known, **updated}
-        kept_by = (optimizer, name, masters, keys, rule, model_home, entries, dict(entries))
+        kept_by = (optimizer, own_label, masters, keys, rule, model_home, entries, dict(entries))
         before = {} if home is None else home.parameters
         home = OptimizerHome(*kept_by, parameters=before)
         home.shadow = _ghost(model, rule, entries)
