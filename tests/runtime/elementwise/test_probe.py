@@ -67,10 +67,10 @@ def test_what_the_report_says() -> None:
     assert "step (int)" in str(report) and "m (like the parameter)" in str(report)
     assert report.unreached == ()
     assert rule.keys(over(own.Counted).param_groups[0]) == ("step", "seen", "m")
-    entries = rule.found.kind.entries
+    entries = rule.probed.kind.entries
     assert entries["step"] == StateEntry(number=True, python=int)
     assert entries["seen"].python is float and entries["prior"].late
-    wide = stated(over(own.Wide, torch.bfloat16)).found.kind.entries
+    wide = stated(over(own.Wide, torch.bfloat16)).probed.kind.entries
     assert wide["m"].dtype(torch.bfloat16) == torch.float32
     assert (wide["count"].shape, wide["count"].number) == ((1,), True)
     text = str(stated(over(own.Amsgrad)).report)
