@@ -132,7 +132,7 @@ def test_one_without_a_plan_keeps_its_row() -> None:
         ({"a": {"tp": 2}}, "the strategy \"a\" is {'tp': 2}, without a mesh"),
         (
             {"a": (dt.Mesh(dp=2), {}, dict(shedule=dt.GPipe(2)))},
-            "states 'shedule', which is no option of parallelize or train_step.*fix: schedule=",
+            "states 'shedule', which is not an option of parallelize or train_step.*fix: schedule=",
         ),
     ],
 )

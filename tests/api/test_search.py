@@ -175,7 +175,7 @@ def test_repeated_modules() -> None:
         (dict(objective="tokens", loss_fn=None, slots=8, length=64), "needs prompt="),
         (
             dict(objective="tokens", loss_fn=None, slots=8, length=64, prompt=64),
-            "leave no room for new ones in a slot of 64",
+            "leave no room for new tokens in slots of 64",
         ),
         (
             dict(objective="tokens", loss_fn=None, slots=8, length=64, prompt=8),

@@ -1,25 +1,14 @@
-"""`compare`: the cost of a training step under several strategies, before a cluster is rented.
+"""`compare`: print what a training step costs under several strategies.
 
     found = compare(model, loss_fn, {
         "tp4": (Mesh(tp=4), MEGATRON),
         "dp4": (Mesh(dp=4), {}, dict(inputs=dict(dp=Row()), zero={"dp": 3})),
     }, tokens, targets, topology=Topology(bandwidth={"tp": 400e9, "dp": 50e9}))
-    print(found)                           # one table
+    print(found)       # the seconds of a step, bytes sent by axis and phase, and memory
     found["tp4"].seconds, found["tp4"].memory.total, found["tp4"].plan
 
-The program is captured once and planned once for each strategy; nothing is launched or computed,
-the model may be on the meta device and stays as it is. A strategy without a plan keeps its row,
-with the reason. Numbers are for one rank: if stages differ, for the one with the most.
-
-The table shows the decisive figures first, then bytes by axis and phase, then memory:
-
-    strategy    mesh         step        bubble   collectives   sent       memory
-    tp4         mesh(tp=4)   1.21 ms *   0%       24            48.0 MiB   1.2 GiB *
-    dp4         no plan: result 0 is neither a sum nor a mean over the rows of the batch.
-
-``*`` marks the least of a column; in the first block the least of the strategies that fit, if any
-does. ``!`` marks memory above that of a rank's device. A column of equal values has no mark. Bytes
-are binary (MiB). Not here: prices (sharding/plan/cost).
+The program is captured once and planned for each strategy; nothing is launched. The row of a
+strategy that the planner refuses gives the reason. Numbers are for the rank with the largest value.
 """
 
 from __future__ import annotations
@@ -54,15 +43,17 @@ from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.showing import html_text, screen
 
 Strategy = tuple[Any, ...] | Mapping[str, Any]
-"""(mesh, placements), (mesh, placements, options), or a dict with "mesh", "placements", options:
-keywords of `parallelize` and `train_step`."""
+"""(mesh, placements), (mesh, placements, options), or a dict with "mesh", "placements" and options.
+Options are keywords of `parallelize` and `train_step`."""
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One strategy and its plan, or the PlanningError that planning raised. ``schedule``: the
-    stated schedule; None if the step has no microbatches."""
+    """A strategy with its plan, or with the PlanningError that the planner raised.
+
+    ``schedule``: the stated schedule; None if the step has no microbatches.
+    """
 
     name: str
     mesh: Mesh
@@ -71,19 +62,19 @@ class Compared:
 
     @property
     def error(self) -> PlanningError | None:
-        """The reason why it has no plan; None if it has one."""
+        """The reason why the strategy has no plan; None if it has a plan."""
         return self.found if isinstance(self.found, PlanningError) else None
 
     @property
     def plan(self) -> Plan:
-        """The plan. Raises the strategy's PlanningError if it has none."""
+        """The plan. Raises the planner's PlanningError if there is no plan."""
         if isinstance(self.found, PlanningError):
             raise self.found
         return self.found
 
     @property
     def bytes(self) -> dict[tuple[str, str], int]:
-        """(axis, phase) to the bytes that a rank sends in a step, for the stage that sends most."""
+        """By (axis, phase), the bytes that a rank of the stage that sends most sends in a step."""
         sent = self.plan.totals.most_sent(lambda key: (key[0], str(key[1])))
         return {key: most.bytes_sent for key, most in sent.items()}
 
@@ -120,7 +111,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Comparison:
-    """The result of `compare`; its str is the table. ``comparison["tp4"]`` is a row."""
+    """The result of `compare`: its str is a table; ``comparison["tp4"]`` is a row."""
 
     name: str
     optimizer: str
@@ -158,19 +149,20 @@ def compare(
     optimizer: MakeOptimizer | torch.optim.Optimizer = torch.optim.AdamW,
     **kwargs: Any,
 ) -> Comparison:
-    """The cost of a step of ``loss_fn(model, *batch, **kwargs)`` under each of ``strategies``.
+    """Return the cost of a step of ``loss_fn(model, *batch, **kwargs)`` under each strategy.
 
     Args:
-        strategies: name to (mesh, placements), to (mesh, placements, options), or to a dict of
-            these; options are keywords of `parallelize` and `train_step` (``stages``, ``zero``,
-            ``inputs``, ``schedule``, ``topology``, ...).
-        batch: tensors (meta too), `spec`s, or a torch.Size for float32 of it; shapes are global.
-        topology: the hardware of the prices, and the memory of a rank; a strategy may state its
-            own.
+        strategies: by name, (mesh, placements), (mesh, placements, options), or a dict with
+            "mesh", "placements" and options; options are keywords of `parallelize` and
+            `train_step` (``stages``, ``zero``, ``inputs``, ``schedule``, ``topology``, ...).
+        batch: tensors (meta too), `spec`s, or a torch.Size, which stands for a float32 tensor;
+            shapes are global.
+        topology: the hardware that the prices are for, with the memory of a rank; a strategy may
+            state another topology.
         optimizer: a class, or a function of the parameters, or an optimizer over them.
 
-    Raises PlanningError for a program that cannot be captured, and for an invalid strategy. A valid
-    one without a plan is a row with its error.
+    Raises PlanningError if the program cannot be captured or a strategy is invalid. A valid
+    strategy that the planner refuses is a row with the error.
     """
     fix = "dt.compare(GPT(config), loss_fn, {...}, *batch)"
     check_model("compare", model, fix)
@@ -181,8 +173,8 @@ def compare(
             f"strategies is {strategies!r}, not a dict of at least one strategy.\n"
             f'fix: {{"tp2": (dt.Mesh(tp=2), placements)}}'
         )
-    stated = [_stated(name, strategy) for name, strategy in strategies.items()]
-    return _compared(CapturedStep.of(model, loss_fn, batch, kwargs, optimizer), stated, topology)
+    stated = [_parse_strategy(name, strategy) for name, strategy in strategies.items()]
+    return _compare(CapturedStep.of(model, loss_fn, batch, kwargs, optimizer), stated, topology)
 
 
 def compare_captured(
@@ -194,30 +186,30 @@ def compare_captured(
     topology: Topology | None,
     optimizer: torch.optim.Optimizer,
 ) -> Comparison:
-    """`compare` for a captured step."""
-    stated = [_stated(name, strategy) for name, strategy in strategies.items()]
+    """Return the comparison of a step that is already captured, as `compare` does."""
+    stated = [_parse_strategy(name, strategy) for name, strategy in strategies.items()]
     step = CapturedStep(
         model=model, loss_fn=loss_fn, optimizer=optimizer, graph=graph, args=batch, kwargs={}
     )
-    return _compared(step, stated, topology)
+    return _compare(step, stated, topology)
 
 
-def _compared(
-    step: CapturedStep, stated: Sequence[_Stated], topology: Topology | None
+def _compare(
+    step: CapturedStep, stated: Sequence[_StrategyOptions], topology: Topology | None
 ) -> Comparison:
     return Comparison(
         name=step.name,
         optimizer=type(step.optimizer).__name__,
-        rows=tuple(_row(step, one, topology or Topology()) for one in stated),
+        rows=tuple(_plan_row(step, strategy, topology or Topology()) for strategy in stated),
     )
 
 
 def check_model(who: str, model: object, fix: str) -> None:
-    """PlanningError unless it is a module that is not placed yet."""
+    """Raise PlanningError unless ``model`` is an nn.Module that is not parallelized."""
     if isinstance(model, ParallelModule):
         raise PlanningError(
-            f"{who} places the model anew for each strategy, and this one is parallelized.\n"
-            "fix: pass the original, model.module"
+            f"{who} places the model for each strategy, but this model is already parallelized.\n"
+            "fix: pass the original module, model.module"
         )
     check_kind(f"the first argument of {who}", model, nn.Module, "an nn.Module", fix)
 
@@ -227,7 +219,7 @@ def check_model(who: str, model: object, fix: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedStep:
-    """A training step, captured once, that is planned under any strategy."""
+    """A captured training step, which can be planned under any strategy."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -245,19 +237,18 @@ class CapturedStep:
         kwargs: Mapping[str, Any],
         optimizer: MakeOptimizer | torch.optim.Optimizer,
     ) -> CapturedStep:
-        """Capture a step. PlanningError for a program that cannot be captured, and without an
-        optimizer."""
-        over = optimizer
-        if not isinstance(over, torch.optim.Optimizer):
-            check_callable("optimizer", over, "torch.optim.AdamW, or an optimizer")
-            over = over(model.parameters())
-        over = torchs_own(over)
-        check_optimizer(over)
+        """Capture a step. Raises PlanningError if it cannot be captured or has no optimizer."""
+        made = optimizer
+        if not isinstance(made, torch.optim.Optimizer):
+            check_callable("optimizer", made, "torch.optim.AdamW, or an optimizer")
+            made = made(model.parameters())
+        made = torchs_own(made)
+        check_optimizer(made)
         args, named = pytree.tree_map(_argument, (batch, dict(kwargs)))
         return CapturedStep(
             model=model,
             loss_fn=loss_fn,
-            optimizer=over,
+            optimizer=made,
             graph=BoundCall.of(loss_fn, (model, *args), named).graph("loss"),
             args=args,
             kwargs=named,
@@ -268,16 +259,16 @@ class CapturedStep:
         return getattr(self.loss_fn, "__name__", "step").strip("<>")
 
     def planned(self, name: str, strategy: Strategy, topology: Topology) -> Compared:
-        """The step's row under a strategy. PlanningError for an invalid one."""
-        return _row(self, _stated(name, strategy), topology)
+        """Return the step's row under a strategy. Raises PlanningError if it is invalid."""
+        return _plan_row(self, _parse_strategy(name, strategy), topology)
 
 
 # -- strategies ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Stated:
-    """A strategy with its options by function."""
+class _StrategyOptions:
+    """A strategy whose options are sorted by the function that takes them."""
 
     name: str
     mesh: Mesh
@@ -291,8 +282,8 @@ def _keywords(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
 
-def _stated(name: str, strategy: object) -> _Stated:
-    """PlanningError unless it is a mesh, placements and known options."""
+def _parse_strategy(name: str, strategy: object) -> _StrategyOptions:
+    """Return the parsed strategy. Raises PlanningError for another form or an unknown option."""
     match strategy:
         case Mapping():
             options = dict(strategy)
@@ -305,7 +296,7 @@ def _stated(name: str, strategy: object) -> _Stated:
             mesh, placements, options = None, {}, {}
     if not isinstance(mesh, Mesh):
         raise PlanningError(
-            f'the strategy "{name}" is {strategy!r}, without a mesh where one is expected.\n'
+            f'the strategy "{name}" is {strategy!r}, which has no mesh.\n'
             f"fix: (dt.Mesh(tp=2), placements), or (dt.Mesh(dp=2), placements, "
             f"dict(inputs=dict(dp=dt.Row())))"
         )
@@ -316,16 +307,16 @@ def _stated(name: str, strategy: object) -> _Stated:
             every = [option for names in known.values() for option in names]
             near = nearest(str(key), every)
             raise PlanningError(
-                f'the strategy "{name}" states {key!r}, which is no option of parallelize or '
+                f'the strategy "{name}" states {key!r}, which is not an option of parallelize or '
                 f"train_step.\n"
                 f"  options: {', '.join(every)}\n"
                 f"fix: {near[0] if near else every[0]}="
             )
-    return _Stated(
+    return _StrategyOptions(
         name=name,
         mesh=mesh,
         placements=placements,
-        # initial values are no part of a plan, and recording them takes time
+        # A plan does not depend on initial values, and recording them takes time.
         parallelize={k: options[k] for k in known["parallelize"] if k in options and k != "init"},
         # an option that both take is stated to one of them
         train_step={
@@ -349,7 +340,7 @@ def _argument(leaf: Any) -> Any:
             return leaf
 
 
-def _row(program: CapturedStep, stated: _Stated, topology: Topology) -> Compared:
+def _plan_row(program: CapturedStep, stated: _StrategyOptions, topology: Topology) -> Compared:
     try:
         parallel = parallelize(program.model, stated.mesh, stated.placements, **stated.parallelize)
         options = {"topology": topology, **stated.train_step}
@@ -368,7 +359,7 @@ _PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """A title, a row's number (None where it has none), and the number's text."""
+    """A column of the table: its title, the number of a row, and the text of a number."""
 
     title: str
     number: Callable[[Compared], float]
@@ -376,12 +367,16 @@ class _Column:
 
 
 def _table_of(comparison: Comparison) -> str:
-    """The table; deterministic, without a trailing newline."""
+    """Return the table: deciding figures, then bytes by axis and phase, then memory.
+
+    ``*`` marks the least number of a column, in the first block among the strategies that fit;
+    ``!`` marks memory above the limit of a device. A column of equal numbers has no mark.
+    """
     planned = [row for row in comparison.rows if row.error is None]
     lines = [f"compare {comparison.name}    {comparison.optimizer}", ""]
-    blocks = [_decides(comparison.rows, planned)]
+    blocks = [_deciding_block(comparison.rows, planned)]
     if planned:
-        blocks.append(_sent(planned))
+        blocks.append(_sent_block(planned))
         rare = ("masters", "not at once")
         columns = [c for c in _MEMORY if c.title not in rare or any(map(c.number, planned))]
         blocks.append(_block("memory of the fullest rank", columns, planned, planned))
@@ -413,16 +408,16 @@ _MEMORY = (
 )
 
 
-def _decides(rows: Sequence[Compared], planned: Sequence[Compared]) -> list[list[str]]:
-    """One line for each strategy; for one without a plan, the reason."""
+def _deciding_block(rows: Sequence[Compared], planned: Sequence[Compared]) -> list[list[str]]:
+    """Return a line for each strategy; a strategy without a plan gives the reason."""
     block = _block("strategy", _DECIDING, planned, [r for r in planned if r.fits] or planned)
     texts = {row.name: cells for row, cells in zip(planned, block[1:], strict=True)}
     schedules = {row.name: schedule_text(row.schedule) for row in planned}
-    said = any(text not in name for name, text in schedules.items())  # names may have it already
-    lines = [[block[0][0], "mesh", *["schedule"][:said], *block[0][1:]]]
+    show_schedules = any(text not in name for name, text in schedules.items())
+    lines = [[block[0][0], "mesh", *["schedule"][:show_schedules], *block[0][1:]]]
     for row in rows:
         if row.error is None:
-            shown = [schedules[row.name]][:said]
+            shown = [schedules[row.name]][:show_schedules]
             lines.append([row.name, str(row.mesh), *shown, *texts[row.name][1:]])
         else:
             lines.append([row.name, f"no plan: {str(row.error).splitlines()[0]}"])
@@ -430,12 +425,12 @@ def _decides(rows: Sequence[Compared], planned: Sequence[Compared]) -> list[list
 
 
 def schedule_text(schedule: Schedule | None) -> str:
-    """``OneFOneB(8)``: the class and its microbatches; "" for None."""
+    """Return a schedule as ``OneFOneB(8)``, its class and microbatches; "" for None."""
     return "" if schedule is None else f"{type(schedule).__name__}({schedule.microbatches})"
 
 
-def _sent(planned: Sequence[Compared]) -> list[list[str]]:
-    """A line for each strategy and axis; axes do not compete, so nothing is marked."""
+def _sent_block(planned: Sequence[Compared]) -> list[list[str]]:
+    """Return a line for each strategy and axis, without marks: axes are not alternatives."""
     lines = [["sent per rank and step", "axis", *(f"{phase}  " for phase in _PHASES)]]
     for row in planned:
         name = row.name
@@ -452,7 +447,7 @@ def _block(
     rows: Sequence[Compared],
     candidates: Sequence[Compared],
 ) -> list[list[str]]:
-    """The title and the columns' titles; then each row's cells, the least of candidates marked."""
+    """Return titles, then the cells of each row; the least number of ``candidates`` is marked."""
     lines = [[title], *([row.name] for row in rows)]
     for column in columns:
         among = [column.number(row) for row in candidates]
@@ -468,7 +463,7 @@ def _block(
 
 
 def _aligned(rows: Sequence[Sequence[str]], first: int) -> list[str]:
-    """Numbers to the right; the last cell of a short row extends to the end."""
+    """Align the cells: numbers to the right; the last cell of a short row may be long."""
     full = [row for row in rows if len(row) == len(rows[0])]
     widths = [first, *(max(len(row[i]) for row in full) for i in range(1, len(rows[0])))]
     left = 1 + sum(title in ("mesh", "schedule", "axis") for title in rows[0])

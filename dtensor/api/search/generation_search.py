@@ -1,21 +1,12 @@
-"""`search` by tokens a second: the meshes on which a model is predicted to generate fastest.
+"""`search` by tokens per second: find the meshes on which a model generates fastest.
 
     found = search(model, None, 8, objective="tokens", slots=8, length=256, prompt=64)
-    print(found.best.text)     # mesh, placements, parallelize, gen = dt.generator(...)
+    print(found.best.text)     # Python code: mesh, placements, gen = dt.generator(...)
 
-A point is a mesh pp x dp x tp. There are few, so a generator is made for each and both its
-programs are planned: nothing is estimated. Programs are captured once for all meshes on which the
-caches have as many rows. A slot makes n = length - prompt tokens of a request, and while a prompt
-is taken in no slot decodes, so with all slots busy
-
-    tokens a second = slots * n / (n * decode + slots * prefill)
-
-where decode is seconds of one token of every slot, and prefill of one prompt, padded to its bucket.
-With stages either lasts as long as all its stages one after the other: the next token begins with
-the last one's result.
-
-Invariants: every figure is of plans that were made; the text makes the same plans. Not here: the
-space in words (space.py), prompts on another mesh (``prefill=`` of `generator`).
+A point is a mesh pp x dp x tp. Points are few, so both programs of a generator (decode, prefill)
+are planned for each point, and nothing is estimated. A program is captured once for all meshes on
+which its caches have equal numbers of rows. Pipeline stages run one after the other, because the
+next token depends on the last stage's result.
 """
 
 from __future__ import annotations
@@ -43,16 +34,16 @@ from dtensor.sharding.plan.text.words import collapse, size_text
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh, mesh_of
 
-KEPT = 5
-"""How many strategies a result has."""
+MAX_ROWS = 5
+"""Strategies in a result."""
 EXAMPLE = 16
-"""Tokens of the text that placements are derived from."""
+"""Tokens of the example text from which placements are derived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What is generated: ``slots`` texts at once, each of ``length`` positions, of which the first
-    ``prompt`` are given."""
+    """The load of a generator: ``slots`` texts at once, each of ``length`` positions, of which the
+    first ``prompt`` are the prompt."""
 
     slots: int
     length: int
@@ -63,23 +54,26 @@ class Traffic:
 
     @staticmethod
     def of(slots: Any, length: Any, prompt: Any) -> Traffic:
-        """PlanningError for what is missing or wrong."""
+        """Return the checked traffic. Raises PlanningError for a missing or invalid number."""
         fix = 'dt.search(model, None, 8, objective="tokens", slots=8, length=256, prompt=64)'
         stated = dict(slots=slots, length=length, prompt=prompt)
         for name, value in stated.items():
             if value is None:
-                raise PlanningError(f'objective="tokens" needs {name}=, and has none.\nfix: {fix}')
+                raise PlanningError(f'objective="tokens" needs {name}=.\nfix: {fix}')
             least = 2 if name == "length" else 1
             check_number(name, value, least=least, whole=True, fix=fix)
         if prompt >= length:
             raise PlanningError(
-                f"prompts of {prompt} tokens leave no room for new ones in a slot of {length}.\n"
+                f"prompts of {prompt} tokens leave no room for new tokens in slots of {length}.\n"
                 f"fix: length={prompt + 1} or more"
             )
         return Traffic(slots=slots, length=length, prompt=prompt)
 
     def tokens_per_second(self, decode: float, prefill: float) -> float:
-        """With every slot busy; ``decode``, ``prefill``: seconds of a run of each."""
+        """Return the rate if every slot is busy; ``decode``, ``prefill``: seconds of one run.
+
+        A slot makes n = length - prompt tokens per request, and no slot decodes during a prefill.
+        """
         new = self.length - self.prompt
         return self.slots * new / (new * decode + self.slots * prefill)
 
@@ -103,7 +97,7 @@ class _Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """Both plans of a point."""
+    """The plans of decode and prefill at a point."""
 
     decode: Compared
     prefill: Compared
@@ -119,45 +113,48 @@ class _Planned:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationSearch:
-    """A search by tokens a second while it runs. ``topology``: with the limit of memory;
-    ``stated``: it stands in the text; ``told``: the progress."""
+    """The state of a search by tokens per second.
+
+    ``topology``: the hardware and the memory limit; ``stated``: whether the user gave them, so that
+    the code of a strategy repeats them; ``report``: called with the progress.
+    """
 
     model: nn.Module
     num_ranks: int
     traffic: Traffic
     topology: Topology
     stated: bool
-    told: Callable[[int, int, str], object]
+    report: Callable[[int, int, str], object]
     placements: Placements = field(default_factory=lambda: Placements({}, {}))
     layers: tuple[str, ...] = ()
     graphs: dict[object, Graph] = field(default_factory=dict[object, Graph])
 
     def run(self) -> SearchResult:
-        """PlanningError for a model that cannot be generated from, and where nothing fits."""
+        """Run the search. Raises PlanningError if the model cannot generate or no plan fits."""
         with evaluating(self.model):
             forward_of(self.model, self.traffic.length)
             if self.num_ranks > 1:
-                self.told(0, 1, "derives placements")
-                self.placements = _derived(self.model)
+                self.report(0, 1, "derives placements")
+                self.placements = _derived_placements(self.model)
         self.layers = repeated_modules(self.model)
         facts = self._facts()
         points = [_Point(*sizes) for sizes in meshes_of(facts)]
         if not points:
-            raise _empty(facts)
+            raise _no_mesh_error(facts)
         refused: Counter[str] = Counter()
-        tried: list[tuple[float, _Point, _Planned]] = []
+        planned_points: list[tuple[float, _Point, _Planned]] = []
         for number, point in enumerate(points):
-            self.told(number, len(points), f"plans {point.name}")
+            self.report(number, len(points), f"plans {point.name}")
             try:
                 planned = self._plan(point)
             except PlanningError as error:
                 refused[str(error).splitlines()[0]] += 1
                 continue
             rate = self.traffic.tokens_per_second(*(plan.cost.seconds for plan in planned.plans))
-            tried.append((-rate, point, planned))
-        fitting = sorted((m for m in tried if m[2].fuller.fits), key=lambda m: m[:2])
+            planned_points.append((-rate, point, planned))
+        fitting = sorted((m for m in planned_points if m[2].fuller.fits), key=lambda m: m[:2])
         if not fitting:
-            raise self._nothing(tried, refused)
+            raise self._no_fit_error(planned_points, refused)
         return SearchResult(
             name=type(self.model).__name__,
             optimizer=str(self.traffic),
@@ -166,12 +163,14 @@ class GenerationSearch:
             hardware=self.topology.title,
             memory_bytes=self.topology.memory_bytes,
             space=generation_space_text(facts),
-            rows=tuple(self._found(-rate, point, row) for rate, point, row in fitting[:KEPT]),
+            rows=tuple(
+                self._result_row(-rate, point, row) for rate, point, row in fitting[:MAX_ROWS]
+            ),
             num_points=len(points),
-            num_planned=len(tried),
+            num_planned=len(planned_points),
             num_estimated=0,
             num_bases=0,
-            over_memory=len(tried) - len(fitting),
+            over_memory=len(planned_points) - len(fitting),
             refused=dict(refused),
         )
 
@@ -185,14 +184,14 @@ class GenerationSearch:
             axes=priced_axes(self.topology),
         )
 
-    def _of_parallelize(self, point: _Point) -> dict[str, Any]:
+    def _parallelize_options(self, point: _Point) -> dict[str, Any]:
         if point.pp == 1:
             return {}
         return {"stages": {"pp": stages_of(self.model, self.layers, point.pp)}}
 
     def _plan(self, point: _Point) -> _Planned:
         placements = dict(self.placements) if point.tp > 1 else {}
-        options = self._of_parallelize(point)
+        options = self._parallelize_options(point)
         parallel = parallelize(self.model, point.mesh, placements, **options)
         slots, length = self.traffic.slots, self.traffic.length
         gen = generator(parallel, slots=slots, length=length, topology=self.topology)
@@ -200,30 +199,30 @@ class GenerationSearch:
         decode, prefill = gen.plans(bucket, self.graphs)
         return _Planned(decode=_row(point, decode), prefill=_row(point, prefill))
 
-    def _found(self, rate: float, point: _Point, planned: _Planned) -> FoundStrategy:
-        of_parallelize = self._of_parallelize(point)
-        of_generator = dict(slots=self.traffic.slots, length=self.traffic.length)
+    def _result_row(self, rate: float, point: _Point, planned: _Planned) -> FoundStrategy:
+        parallelize_options = self._parallelize_options(point)
+        generator_options = dict(slots=self.traffic.slots, length=self.traffic.length)
         row = planned.decode
         return FoundStrategy(
             name=point.name,
             mesh=point.mesh,
             placements=dict(self.placements) if point.tp > 1 else {},
-            options={**of_parallelize, **of_generator},
+            options={**parallelize_options, **generator_options},
             plan=row.plan,
             seconds=row.seconds,
             memory=planned.fuller.memory,
             bubble=row.bubble,
             bytes_sent=row.bytes_sent,
-            text=self._text(point, of_parallelize, of_generator),
+            text=self._text(point, parallelize_options, generator_options),
             prefill=planned.prefill.plan,
             prefill_seconds=planned.prefill.seconds,
             tokens_per_second=rate,
         )
 
     def _text(
-        self, point: _Point, of_parallelize: dict[str, Any], of_generator: dict[str, Any]
+        self, point: _Point, parallelize_options: dict[str, Any], generator_options: dict[str, Any]
     ) -> str:
-        """The strategy as a program, from ``model`` on."""
+        """Return the strategy as Python code that uses ``model``."""
         topology = {"topology": self.topology} if self.stated else {}
         return "\n".join(
             [
@@ -231,26 +230,26 @@ class GenerationSearch:
                 f"placements = {self.placements if point.tp > 1 else '{}'}",
                 "parallel = dt.parallelize(",
                 *("    model,", "    mesh,", "    placements,"),
-                *keyword_lines(of_parallelize),
+                *keyword_lines(parallelize_options),
                 ")",
                 "gen = dt.generator(",
                 "    parallel,",
-                *keyword_lines({**of_generator, **topology}),
+                *keyword_lines({**generator_options, **topology}),
                 ")",
             ]
         )
 
-    def _nothing(
-        self, tried: list[tuple[float, _Point, _Planned]], refused: Counter[str]
+    def _no_fit_error(
+        self, planned_points: list[tuple[float, _Point, _Planned]], refused: Counter[str]
     ) -> PlanningError:
         reasons = [f"  refused {count}: {why}" for why, count in refused.items()]
-        if not tried:
+        if not planned_points:
             return PlanningError("\n".join(["no point of the space has plans.", *reasons]))
         limit = int(self.topology.memory_bytes)
-        least, name = min((planned.fuller.memory.total, p.name) for _, p, planned in tried)
+        least, name = min((planned.fuller.memory.total, p.name) for _, p, planned in planned_points)
         lines = [
-            f"nothing fits: of {len(tried)} meshes of {self.num_ranks} ranks none is within "
-            f"{size_text(limit)} a rank.",
+            f"nothing fits: of {len(planned_points)} meshes of {self.num_ranks} ranks none is "
+            f"within {size_text(limit)} a rank.",
             f"  the nearest, {name}, has {size_text(least)}, {size_text(least - limit)} more",
             *reasons,
             f"fix: more ranks, fewer or shorter slots, or memory={least}",
@@ -259,21 +258,21 @@ class GenerationSearch:
 
 
 def stages_of(model: nn.Module, layers: tuple[str, ...], num: int) -> list[list[str]]:
-    """Repeated layers dealt evenly; what is registered before the first of them is on the first
-    stage, all else on the last one."""
+    """Return the patterns of each of ``num`` stages. Repeated layers are spread evenly; parameters
+    before the first repeated layer go to the first stage, all others to the last stage."""
     stages: list[dict[str, None]] = [{} for _ in range(num)]
     home = {name: i * num // len(layers) for i, name in enumerate(layers)}
-    begun = False
+    layers_started = False
     for name, _ in model.named_parameters(remove_duplicate=False):
-        layer = next((one for one in layers if name.startswith(f"{one}.")), None)
-        begun = begun or layer is not None
-        at = home[layer] if layer is not None else num - 1 if begun else 0
-        stages[at][name if layer is None else f"{layer}.*"] = None
+        layer = next((prefix for prefix in layers if name.startswith(f"{prefix}.")), None)
+        layers_started = layers_started or layer is not None
+        stage = home[layer] if layer is not None else num - 1 if layers_started else 0
+        stages[stage][name if layer is None else f"{layer}.*"] = None
     return [list(collapse(patterns)) for patterns in stages]
 
 
-def _derived(model: nn.Module) -> Placements:
-    """From a call without a cache."""
+def _derived_placements(model: nn.Module) -> Placements:
+    """Return placements derived from a forward call without a cache."""
     tokens = torch.empty(1, EXAMPLE, dtype=torch.int64, device="meta")
     if hasattr(model, "generation_config"):  # of transformers
         return for_model(model, (), dict(input_ids=tokens, use_cache=False))
@@ -284,7 +283,7 @@ def _row(point: _Point, plan: Plan) -> Compared:
     return Compared(name=point.name, mesh=point.mesh, found=plan)
 
 
-def _empty(facts: SpaceFacts) -> PlanningError:
+def _no_mesh_error(facts: SpaceFacts) -> PlanningError:
     sizes = ", ".join(map(str, facts.tp_sizes))
     return PlanningError(
         f"no mesh of {facts.num_ranks} ranks is in the space.\n"

@@ -1,13 +1,13 @@
-"""`for_model`: Megatron's placements, derived from what a model computes.
+"""`for_model`: derive Megatron's placements from the operations of a model.
 
     placements = dt.placements.for_model(model, (ids,), dict(labels=labels), axis="tp", size=2)
-    print(placements)      # each pattern with its placement and a line that says why
+    print(placements)      # each pattern with its placement and the reason
     del placements["model.embed_tokens.weight"]                  # an ordinary dict: edit it
     model = dt.parallelize(model, dt.Mesh(tp=2), placements)
 
-The model is captured with the example (shapes count, values do not), so a model that nobody listed
-works too. Pass labels where the model computes its own loss: then the vocabulary is split up to the
-loss. Not here: how a placement is found (derive.py); stages and data parallelism, which need none.
+The model is captured with the example's shapes, so no list of model classes is needed. If the model
+computes its loss, pass the labels: then the vocabulary is split up to the loss. `derive.py` finds
+the placements.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dtensor.sharding.spec.placements import Placement, Shard, options_of
 
 
 class Placements(dict[str, dict[str, Placement]]):
-    """Pattern -> axis -> placement, as `parallelize` takes it; prints as Python, with reasons.
+    """A dict of pattern -> axis -> placement for `parallelize`; prints as Python, with reasons.
 
-    ``reasons``: pattern -> why, also of what was left whole and so is not in the dict.
+    ``reasons``: pattern -> reason, also for weights that stay whole and are not in the dict.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ def for_model(
     axis: str = "tp",
     size: int | None = None,
 ) -> Placements:
-    """Placements of the model's weights on ``axis``, derived from ``model(*args, **kwargs)``.
+    """Return placements of the model's weights on ``axis``, derived from a call of the model.
 
     Args:
-        example_args, example_kwargs: a call of the model; tensors may be on the meta device.
-        axis: the name of the mesh's axis that the placements are on.
-        size: ranks of the axis. With it, heads that do not divide get a ``unit``, query
-            heads are split alone where groups of them would leave a rank without one, and weights
-            with fewer parts than ranks stay whole; without it every boundary is stated.
+        example_args, example_kwargs: the arguments of the call; tensors may be on the meta device.
+        axis: the name of the mesh's axis.
+        size: the number of ranks of the axis. If given: heads that do not divide get a ``unit``;
+            query heads are split without their keys if a rank would have no group of heads;
+            weights with fewer parts than ranks stay whole. If None: every boundary is stated.
 
-    What it places lines up with the forward and, where the model has one, with the backward.
-    Raises PlanningError where the model cannot be captured or an op has no rule.
+    The placements line up with the forward and, if the model can be trained, with the backward.
+    Raises PlanningError if the model cannot be captured or an op has no rule.
     """
     if not isinstance(model, nn.Module):
         raise PlanningError(
@@ -103,9 +103,9 @@ def for_model(
     graph = capture(tensors, *given, grads="none")
     try:
         step = dataflow(capture(trained, *given, grads="tangents"))
-    except PlanningError:  # what cannot be trained at all is asked for its forward alone
+    except PlanningError:  # the model cannot be trained: use its forward alone
         step = None
-    # where one rank has all there is no boundary to look at: as where the size is not known
+    # One rank has no boundaries to respect, so a size of 1 is the same as an unknown size.
     choices = derive(dataflow(graph), None if size == 1 else size, step)
     return _by_pattern(choices, model, axis)
 
@@ -113,7 +113,7 @@ def for_model(
 def of_step(
     graph: Graph, model: nn.Module, axis: str = "tp", size: int | None = None
 ) -> Placements:
-    """`for_model`, of a training step that is captured: of its forward, without a capture more."""
+    """Return the placements of `for_model` for a captured training step, from its forward."""
     flow = dataflow(graph)
     forward = replace(
         flow,
@@ -124,7 +124,8 @@ def of_step(
 
 
 def _by_pattern(choices: Sequence[Choice], model: nn.Module, axis: str) -> Placements:
-    """One pattern for the alike parameters of repeated layers where they are placed alike."""
+    """Return the choices by pattern: one pattern for equal parameters of repeated layers if their
+    placements are equal, else one pattern for each parameter."""
     groups: dict[str, list[Choice]] = {}
     for choice in choices:
         groups.setdefault(without_numbers(choice.label), []).append(choice)
@@ -153,7 +154,7 @@ def _matched(glob: str, names: Sequence[str]) -> set[str]:
 
 
 def _written(placement: Placement, matrix: bool) -> str:
-    """As one writes it: ``dt.Row(unit=16)``; a Column is the last dim, in a matrix dim 1."""
+    """Return the Python of a placement: ``dt.Row(unit=16)``; dim 1 of a matrix is a Column."""
     match placement:
         case Shard(dim) if dim == 0 or (dim == 1 and matrix):
             return f"dt.{'Row' if dim == 0 else 'Column'}({', '.join(options_of(placement))})"

@@ -1,12 +1,11 @@
-"""A captured step as a search sees it: its repeated layers, its derived placements, its points.
+"""The training step of a search, with its repeated layers, derived placements and plans.
 
     program = SearchedProgram.of(captured, num_ranks, topology)
     program.facts.tp_sizes       # (1, 2, 4)
-    program.planned(point)       # Compared: the point's plan, or the error that it has none
+    program.planned(point)       # Compared: the point's plan, or the planner's error
 
-The step is captured once; placements are derived from the forward within it, boundaries stated
-(``Row(unit=64)``), so that they hold for every size of tp. Not here: what is cheap
-(strategy_family.py).
+The step is captured once. Placements are derived from its forward with all boundaries stated
+(``Row(unit=64)``), so that they are valid for every size of tp.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedProgram:
-    """``layers``: globs over the modules that are repeated."""
+    """``layers``: globs of the repeated modules; ``plans``: a cache of `planned`."""
 
     step: CapturedStep
     facts: SpaceFacts
     layers: tuple[str, ...]
     placements: Placements
     topology: Topology
-    made: dict[SearchPoint, Compared] = field(default_factory=dict[SearchPoint, Compared])
+    plans: dict[SearchPoint, Compared] = field(default_factory=dict[SearchPoint, Compared])
 
     @staticmethod
     def of(step: CapturedStep, num_ranks: int, topology: Topology) -> SearchedProgram:
-        """PlanningError where the batch has no rows."""
+        """Return the program of a captured step for ``num_ranks`` ranks."""
         placements = of_step(step.graph, step.model)
         layers = repeated_modules(step.model)
         facts = SpaceFacts(
@@ -66,7 +65,7 @@ class SearchedProgram:
         )
 
     def strategy(self, point: SearchPoint) -> dict[str, Any]:
-        """As `compare` takes it."""
+        """Return the point's strategy in the form of `compare`: mesh, placements and options."""
         strategy: dict[str, Any] = {"mesh": point.mesh}
         if point.tp > 1:
             strategy["placements"] = dict(self.placements)
@@ -83,14 +82,14 @@ class SearchedProgram:
         return strategy
 
     def planned(self, point: SearchPoint) -> Compared:
-        if point not in self.made:
-            self.made[point] = self.step.planned(point.name, self.strategy(point), self.topology)
-        return self.made[point]
+        if point not in self.plans:
+            self.plans[point] = self.step.planned(point.name, self.strategy(point), self.topology)
+        return self.plans[point]
 
 
 def repeated_modules(model: torch.nn.Module) -> tuple[str, ...]:
-    """Full names of the modules that stand beside others with the same parameters under a number:
-    ``blocks.0``, ``blocks.1``. Of nested ones the outermost."""
+    """Return the names of the outermost numbered modules that have a sibling with equal parameters:
+    ``blocks.0``, ``blocks.1``."""
     shapes: defaultdict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parts = name.split(".")
@@ -101,12 +100,13 @@ def repeated_modules(model: torch.nn.Module) -> tuple[str, ...]:
     alike: defaultdict[object, list[str]] = defaultdict(list)
     for name, held in shapes.items():
         alike[name.rpartition(".")[0], tuple(sorted(held))].append(name)
-    kept = {name for names in alike.values() if len(names) > 1 for name in names}
-    return tuple(name for name in shapes if name in kept)
+    names_of_repeated = {name for names in alike.values() if len(names) > 1 for name in names}
+    return tuple(name for name in shapes if name in names_of_repeated)
 
 
 def divides(placements: Placements, model: torch.nn.Module, num: int) -> bool:
-    """Whether each rank of ``num`` gets as many whole heads, and a part of each other split."""
+    """Return whether each of ``num`` ranks gets the same number of whole heads, and a part of each
+    other split dim."""
     if num == 1:
         return True
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters(remove_duplicate=False)}
@@ -121,7 +121,7 @@ def divides(placements: Placements, model: torch.nn.Module, num: int) -> bool:
 
 
 def priced_axes(topology: Topology) -> tuple[str, ...]:
-    """The axes of meshes that it has a price for."""
+    """Return the axes (of pp, dp, tp) that the topology has prices for."""
     axes: list[str] = []
     for axis in ("pp", "dp", "tp"):
         try:
@@ -133,7 +133,7 @@ def priced_axes(topology: Topology) -> tuple[str, ...]:
 
 
 def _rows(step: CapturedStep) -> int:
-    """Of the batch: dim 0 of the first argument that has dims."""
+    """Return the rows of the batch: the size of dim 0 of the first argument that has dims."""
     leaves = pytree.tree_leaves((step.args, dict(step.kwargs)))
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor | TensorSpec) and len(leaf.shape):

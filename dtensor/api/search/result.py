@@ -1,12 +1,12 @@
-"""What a search found: the best strategies, as a table, and as text that pastes into a program.
+"""The result of a search: the best strategies, as a table and as Python code.
 
     found = search(model, loss_fn, 8, tokens, targets)
-    print(found)             # the five best, what was searched, what was left out and why
-    print(found.best.text)   # mesh, placements, stages, options: a program from `model` on
-    found.best.plan          # its plan; found.best.seconds, .memory, .mesh, .options
+    print(found)             # the five best, the space, and the points that were refused, with why
+    print(found.best.text)   # Python code: mesh, placements, stages, options
+    found.best.plan          # its plan; also .seconds, .memory, .mesh, .options
 
-Every number is that of a plan that was made. Prices err by about a tenth, so a row whose figure is
-within a tenth of the best one's is marked as a tie.
+Every number comes from a plan. Prices err by about a tenth, so a strategy within a tenth of the
+best is marked as a tie.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from dtensor.showing import html_text, screen
 
 Objective = Literal["time", "memory", "tokens"]
 TIE = 0.1
-"""Of the best figure: what prices err by."""
+"""The error of prices, as a fraction of the best figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FoundStrategy:
-    """One strategy of those found. ``options``: keywords of `parallelize` and `train_step`;
-    ``text``: the same as a program; ``memory``: of the fullest rank; ``bytes_sent``: of a rank in a
-    step. Of generation ``plan``, ``seconds`` and the like are of decode, ``prefill`` of a prompt,
-    ``memory`` of the fuller of both, ``options`` of `parallelize` and `generator`."""
+    """A strategy that a search found.
+
+    ``options``: keywords of `parallelize` and `train_step` (or `generator`); ``text``: the strategy
+    as Python code; ``memory``: bytes of the fullest rank; ``bytes_sent``: bytes that a rank sends
+    in a step. For generation, ``plan``, ``seconds`` and ``bytes_sent`` are for decode, ``prefill``
+    is the plan of a prompt, and ``memory`` is the larger of both programs.
+    """
 
     name: str
     mesh: Mesh
@@ -54,13 +57,13 @@ class FoundStrategy:
 
     @property
     def figure_words(self) -> str:
-        """Tokens a second, or the seconds of a step."""
+        """The tokens per second, or the seconds of a step, as text."""
         if self.tokens_per_second is None:
             return seconds_text(self.seconds)
         return f"{tokens_text(self.tokens_per_second)} tokens/s"
 
     def figure(self, objective: Objective) -> float:
-        """What is made as small as can be."""
+        """Return the number that the search minimizes."""
         match objective:
             case "time":
                 return self.seconds
@@ -73,13 +76,14 @@ class FoundStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SearchResult:
-    """What `search` returns; its str is the table, iteration gives the rows, the best first.
+    """The result of `search`: its str is a table; iteration gives the rows, best first.
 
-    space: in words, with its version; num_points: of it; num_estimated: those that could not be
-    left out for what they cost at least; num_bases: the plans that they were estimated from;
-    num_planned: points of which a plan was made; over_memory: those of them, and of the estimated,
-    that do not fit; refused: reason to points that have no plan for it; memory_bytes: the limit.
-    optimizer: its class; of generation, in words what is generated.
+    memory_bytes: the limit of a rank. space: a description of the space, with its version.
+    num_points: points of the space. num_estimated: points whose lower bound did not exclude them.
+    num_bases: plans that the estimates are based on. num_planned: points that were planned.
+    over_memory: estimated or planned points that do not fit. refused: by reason, the number of
+    points that the planner refused. optimizer: its class, or for generation a description of the
+    traffic.
     """
 
     name: str
@@ -104,7 +108,7 @@ class SearchResult:
 
     @property
     def ties(self) -> tuple[FoundStrategy, ...]:
-        """The rows that are as good as the best, as far as prices tell; without it."""
+        """The other rows whose figure is within the error of prices of the best figure."""
         best = self.best.figure(self.objective)
         return tuple(r for r in self.rows[1:] if r.figure(self.objective) <= (1 + TIE) * best)
 
@@ -136,7 +140,7 @@ _WHAT = {
 
 
 def tokens_text(per_second: float) -> str:
-    """``12,345``, and ``0.42`` of few."""
+    """Return ``12,345``, or ``0.42`` for a number below 100."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
@@ -183,11 +187,11 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join(cells).rstrip()
 
 
-# -- text that pastes ------------------------------------------------------------------------------
+# -- Python code -----------------------------------------------------------------------------------
 
 
 def keyword_lines(options: Mapping[str, Any]) -> list[str]:
-    """``    zero={"dp": 1},`` for each option; of stages one a line."""
+    """Return a line such as ``    zero={"dp": 1},`` for each option, and a line per stage."""
     lines: list[str] = []
     for name, value in options.items():
         if name == "stages":
@@ -200,7 +204,7 @@ def keyword_lines(options: Mapping[str, Any]) -> list[str]:
 
 
 def python_text(value: Any) -> str:
-    """A value as one writes it, with the names that ``import dtensor as dt`` gives."""
+    """Return the Python expression of a value, with names from ``import dtensor as dt``."""
     match value:
         case str():
             return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

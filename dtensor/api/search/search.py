@@ -1,16 +1,13 @@
-"""`search`: the strategies under which a training step is predicted to be best.
+"""`search`: find the strategies under which a training step is predicted to be best.
 
     found = search(model, loss_fn, 64, tokens, targets, topology=dt.topologies.h100())
     print(found)               # the five best, as a table
     print(found.best.text)     # the best one as a program
 
-The step is captured once. Points of the space (space.py) are visited in the order of a lower bound
-of their cost; the cost of those that may be good enough is estimated, from the plans of a few
-(strategy_family.py), and the nearest are planned, until every other point is dearer than the fifth
-best plan by more than the observed error of estimates. Printed figures come from plans alone.
-Nothing is launched or computed, the model may be on the meta device.
-
-Not here: the printed result (result.py), generation (generation_search.py).
+The step is captured once; nothing is launched or computed. The search visits the points of the
+space (space.py) in the order of a lower bound of their cost. It estimates the cost of promising
+points from a few plans (strategy_family.py), and plans the points with the lowest estimates, until
+every other point costs more than the fifth best plan by more than the observed estimation error.
 """
 
 from __future__ import annotations
@@ -44,10 +41,10 @@ from dtensor.sharding.redistribute.topology import Topology, check_topology
 Progress = Callable[[int, int, str], object]
 """Called with (number done, approximate total, a description)."""
 
-KEPT = 5
-"""Number of strategies in a result."""
-_SLACK: dict[str, float] = {"time": 0.01, "memory": 0.15}
-"""The assumed error of an estimate, at least."""
+MAX_ROWS = 5
+"""Strategies in a result."""
+_MIN_ERROR: dict[str, float] = {"time": 0.01, "memory": 0.15}
+"""The least assumed error of an estimate, as a fraction, by objective."""
 
 
 def search(
@@ -65,23 +62,24 @@ def search(
     prompt: int | None = None,
     **kwargs: Any,
 ) -> SearchResult:
-    """The best strategies for ``loss_fn(model, *batch, **kwargs)`` on ``num_ranks`` ranks.
+    """Return the best strategies for ``loss_fn(model, *batch, **kwargs)`` on ``num_ranks`` ranks.
 
     Args:
-        batch: as for `compare`: tensors (meta too), `spec`s, or a torch.Size.
-        topology: the hardware of the prices.
-        memory: bytes that a rank may hold; default ``topology.memory_bytes``.
-        objective: "time" of a step, or "memory" of the fullest rank; or "tokens" a second of
-            `generator` with the model, with ``loss_fn=None`` and no batch.
+        batch: tensors (meta too), `spec`s, or a torch.Size, as for `compare`; global shapes.
+        topology: the hardware that the prices are for.
+        memory: the bytes that a rank may hold; the default is ``topology.memory_bytes``.
+        objective: "time" of a step, "memory" of the fullest rank, or "tokens": the tokens per
+            second of `generator` with the model, with ``loss_fn=None`` and no batch.
         optimizer: a class, or a function of the parameters, or an optimizer over them.
         progress: called with the number done, the approximate total, and a description.
-        slots, length, prompt: for "tokens" alone: texts at once, positions of each, and positions
-            of its prompt. A slot makes ``n = length - prompt`` tokens of a request, and waits
-            during a prefill: ``slots * n / (n * decode + slots * prefill)`` tokens a second, with
-            the seconds of a run of each program.
+        slots, length, prompt: only for "tokens": the number of texts at once, the positions of a
+            text, and the positions of its prompt. A slot makes ``n = length - prompt`` tokens per
+            request and waits during each prefill, so there are
+            ``slots * n / (n * decode + slots * prefill)`` tokens per second, where ``decode`` and
+            ``prefill`` are the seconds of one run of each program.
 
-    Raises PlanningError for a program that cannot be captured, and if no point has a plan that
-    fits, with the nearest one.
+    Raises PlanningError if the program cannot be captured, or if no point has a plan that fits in
+    memory; the error names the plan that needs the least memory.
     """
     check_model("search", model, "dt.search(GPT(config), loss_fn, 8, *batch)")
     check_number("num_ranks", num_ranks, least=1, whole=True, fix="dt.search(model, loss_fn, 8)")
@@ -92,7 +90,7 @@ def search(
     if progress is not None:
         check_callable("progress", progress, "lambda done, total, words: ...")
     priced = _with_memory(topology or Topology(), memory)
-    told = progress or _silent
+    report = progress or _ignore_progress
     stated = topology is not None or memory is not None
     generation = dict(slots=slots, length=length, prompt=prompt)
     if objective == "tokens":
@@ -103,7 +101,7 @@ def search(
             traffic=Traffic.of(**generation),
             topology=priced,
             stated=stated,
-            told=told,
+            report=report,
         ).run()
     for name, value in generation.items():
         if value is not None:
@@ -113,7 +111,7 @@ def search(
             )
     check_callable("loss_fn", loss_fn, "lambda model, x, y: ...")
     assert loss_fn is not None
-    told(0, 1, "captures the step")
+    report(0, 1, "captures the step")
     step = CapturedStep.of(model, loss_fn, batch, kwargs, optimizer)
     program = SearchedProgram.of(step, num_ranks, priced)
     return _Training(
@@ -121,29 +119,29 @@ def search(
         objective=cast(Objective, objective),
         optimizer=optimizer,
         stated=stated,
-        told=told,
+        report=report,
     ).run()
 
 
 def _check_no_step(
     loss_fn: object, batch: tuple[Any, ...], kwargs: Mapping[str, Any], optimizer: object
 ) -> None:
-    """Generation has no training step."""
+    """Raise PlanningError if a search of generation is given arguments of a training step."""
     given = ["loss_fn"] * (loss_fn is not None) + ["a batch"] * bool(batch) + [*kwargs]
     given += ["optimizer"] * (optimizer is not torch.optim.AdamW)
     if given:
         raise PlanningError(
-            f'objective="tokens" trains nothing, and is given {", ".join(given)}.\n'
+            f'objective="tokens" trains nothing, but is given {", ".join(given)}.\n'
             f'fix: dt.search(model, None, 8, objective="tokens", slots=8, length=256, prompt=64)'
         )
 
 
-def _silent(done: int, total: int, words: str) -> None:
+def _ignore_progress(done: int, total: int, words: str) -> None:
     pass
 
 
 def _with_memory(topology: Topology, memory: float | None) -> Topology:
-    """The topology with this memory, by which `stages="auto"` cuts."""
+    """Return the topology with this memory per rank, which `stages="auto"` respects."""
     if memory is None:
         return topology
     figures = {f.name: getattr(topology, f.name) for f in fields(Topology) if f.name != "named"}
@@ -152,13 +150,16 @@ def _with_memory(topology: Topology, memory: float | None) -> Topology:
 
 @dataclass(slots=True, kw_only=True)
 class _Training:
-    """A search while it runs."""
+    """The state of a search for a training step.
+
+    ``stated``: whether the user gave a topology or memory; ``over``: points above the memory limit.
+    """
 
     program: SearchedProgram
     objective: Objective
     optimizer: MakeOptimizer | torch.optim.Optimizer
     stated: bool
-    told: Progress
+    report: Progress
     families: dict[tuple[int, int], StrategyFamily | PlanningError] = field(
         default_factory=dict[tuple[int, int], StrategyFamily | PlanningError]
     )
@@ -171,15 +172,15 @@ class _Training:
     def run(self) -> SearchResult:
         points = points_of(self.program.facts)
         if not points:
-            raise _empty(self.program)
+            raise _no_mesh_error(self.program)
         limit = self.program.topology.memory_bytes
-        self.slack = _SLACK[self.objective]
+        self.slack = _MIN_ERROR[self.objective]
         queue = [(self._floor(point), False, point) for point in points]
         heapq.heapify(queue)
         best: list[tuple[float, SearchPoint, Compared]] = []
         while queue:
             figure, is_estimate, point = heapq.heappop(queue)
-            worst = best[-1][0] if len(best) == KEPT else math.inf
+            worst = best[-1][0] if len(best) == MAX_ROWS else math.inf
             if figure * (1 - self.slack) >= worst:
                 break
             if not is_estimate:
@@ -191,7 +192,7 @@ class _Training:
                 else:
                     heapq.heappush(queue, (self._figure(estimate), True, point))
                 continue
-            self.told(self.planned, self.planned + 1, f"plans {point.name}")
+            self.report(self.planned, self.planned + 1, f"plans {point.name}")
             row = self._plan(point)
             if row is None:
                 continue
@@ -200,9 +201,9 @@ class _Training:
                 continue
             exact = row.seconds if self.objective == "time" else float(row.memory.total)
             self.slack = max(self.slack, 1.5 * (figure / exact - 1))
-            best = sorted([*best, (exact, point, row)], key=lambda item: item[:2])[:KEPT]
+            best = sorted([*best, (exact, point, row)], key=lambda item: item[:2])[:MAX_ROWS]
         if not best:
-            raise self._nothing()
+            raise self._no_fit_error()
         facts, step = self.program.facts, self.program.step
         return SearchResult(
             name=step.name,
@@ -212,7 +213,7 @@ class _Training:
             hardware=self.program.topology.title,
             memory_bytes=limit,
             space=space_text(facts),
-            rows=tuple(self._found(point, row) for _, point, row in best),
+            rows=tuple(self._result_row(point, row) for _, point, row in best),
             num_points=len(points),
             num_planned=self.planned,
             num_estimated=len(self.estimates),
@@ -225,7 +226,7 @@ class _Training:
 
     def _family(self, tp: int, zero: int) -> StrategyFamily | PlanningError:
         if (tp, zero) not in self.families:
-            self.told(len(self.families), len(self.families) + 1, f"prices tp={tp}, zero {zero}")
+            self.report(len(self.families), len(self.families) + 1, f"prices tp={tp}, zero {zero}")
             try:
                 self.families[tp, zero] = StrategyFamily.of(self.program, tp, zero)
             except PlanningError as error:
@@ -233,21 +234,21 @@ class _Training:
         return self.families[tp, zero]
 
     def _floor(self, point: SearchPoint) -> float:
-        """A lower bound of the point's figure; for memory there is none."""
+        """Return a lower bound of the point's figure; 0 if memory is the objective."""
         family = self._family(point.tp, 0)
         if isinstance(family, PlanningError) or self.objective == "memory":
             return 0.0
         return family.floor(point)
 
     def _estimate(self, point: SearchPoint) -> Estimate | None:
-        """The point's estimate; None if it is refused."""
+        """Return the point's estimate, or None if the planner refuses the point."""
         family = self._family(point.tp, point.zero)
         if isinstance(family, PlanningError):
             self._refuse(family)
             return None
         try:
             estimate = family.estimate(point)
-        except PlanningError as error:  # such a schedule does not run so many microbatches
+        except PlanningError as error:  # the schedule cannot run this number of microbatches
             self._refuse(error)
             return None
         if not estimate.cut:
@@ -260,7 +261,7 @@ class _Training:
         return estimate.seconds if self.objective == "time" else estimate.memory_bytes
 
     def _plan(self, point: SearchPoint) -> Compared | None:
-        """The point's plan; None if it is refused."""
+        """Return the point's row, or None if the planner refuses the point."""
         self.planned += 1
         row = self.program.planned(point)
         if row.error is not None:
@@ -273,7 +274,7 @@ class _Training:
 
     # -- results -------------------------------------------------------------------------------
 
-    def _found(self, point: SearchPoint, row: Compared) -> FoundStrategy:
+    def _result_row(self, point: SearchPoint, row: Compared) -> FoundStrategy:
         options = self.program.strategy(point)
         mesh, placements = options.pop("mesh"), options.pop("placements", {})
         if point.pp > 1:
@@ -292,26 +293,26 @@ class _Training:
         )
 
     def _text(self, point: SearchPoint, options: Mapping[str, Any]) -> str:
-        """The strategy as a program, from ``model`` and ``loss_fn`` on."""
-        of_parallelize = {k: options[k] for k in ("stages", "zero") if k in options}
-        of_step = {k: v for k, v in options.items() if k not in of_parallelize}
+        """Return the strategy as Python code that uses ``model`` and ``loss_fn``."""
+        parallelize_options = {k: options[k] for k in ("stages", "zero") if k in options}
+        step_options = {k: v for k, v in options.items() if k not in parallelize_options}
         lines = [f"mesh = {python_text(point.mesh)}"]
         lines.append(f"placements = {self.program.placements if point.tp > 1 else '{}'}")
         lines.append("parallel = dt.parallelize(")
         lines += ["    model,", "    mesh,", "    placements,"]
-        lines += [*keyword_lines(of_parallelize), ")"]
+        lines += [*keyword_lines(parallelize_options), ")"]
         lines += _optimizer_lines(self.optimizer)
         lines += ["step = dt.train_step(", "    parallel,", "    loss_fn,", "    optimizer,"]
-        lines += keyword_lines(of_step)
+        lines += keyword_lines(step_options)
         if self.stated:
             lines.append(f"    topology={python_text(self.program.topology)},")
         return "\n".join([*lines, ")"])
 
-    def _nothing(self) -> PlanningError:
-        """The error if no point has a plan that fits; it names the nearest plan."""
+    def _no_fit_error(self) -> PlanningError:
+        """Return the error for a search without a plan that fits; it names the smallest plan."""
         limit, estimates = self.program.topology.memory_bytes, self.estimates
         nearest = sorted(estimates, key=lambda p: (estimates[p].memory_bytes, p))
-        rows = [(row.memory.total, p.name) for p in nearest[:KEPT] if (row := self._plan(p))]
+        rows = [(row.memory.total, p.name) for p in nearest[:MAX_ROWS] if (row := self._plan(p))]
         reasons = [f"  refused {count}: {why}" for why, count in self.refused.items()]
         if not rows:
             return PlanningError("\n".join(["no point of the space has a plan.", *reasons]))
@@ -328,8 +329,7 @@ class _Training:
 
 
 def _optimizer_lines(optimizer: MakeOptimizer | torch.optim.Optimizer) -> list[str]:
-    """The line that makes the optimizer; the name of an existing one, or of a function without a
-    name."""
+    """Return the lines of code that make the optimizer; none if the user passed an optimizer."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return []
     name = getattr(optimizer, "__name__", "")
@@ -339,7 +339,7 @@ def _optimizer_lines(optimizer: MakeOptimizer | torch.optim.Optimizer) -> list[s
     return [f"optimizer = {constructor}(model.parameters())"]
 
 
-def _empty(program: SearchedProgram) -> PlanningError:
+def _no_mesh_error(program: SearchedProgram) -> PlanningError:
     facts = program.facts
     sizes = ", ".join(map(str, facts.tp_sizes))
     return PlanningError(

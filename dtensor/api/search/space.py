@@ -1,18 +1,15 @@
-"""The space that `search` looks through: which points there are, in words that have a version.
+"""The space of `search`: its points, and its versioned description.
 
     facts = SpaceFacts(num_ranks=8, rows=32, layers=4, tp_sizes=(1, 2, 4))
     points_of(facts)[0]          # SearchPoint(pp=1, dp=1, tp=8, ...)
     print(space_text(facts))     # the same in words, as docs/searching.md has it
 
-A point is all that a strategy leaves open: a mesh pp x dp x tp, a ZeRO level over dp, microbatches
-under a schedule, and whether repeated layers are recomputed. Placements and stages follow from it:
-derived ones over tp (api/search/derive.py), stages="auto" over pp. Axes of size 1 are left out of a
-mesh.
+A point is a mesh pp x dp x tp, a ZeRO level over dp, microbatches under a schedule, and whether
+repeated layers are recomputed. Placements over tp are derived (derive.py), stages over pp are
+"auto". For generation a point is only a mesh.
 
-Invariants: the same facts give the same points in the same order; a point is in the space or not
-by what stands here alone, whatever it costs. What the planner refuses of it is counted where it is
-planned. Another space has another SPACE_VERSION. Of generation a point is a mesh alone, and another
-space has another GENERATION_VERSION.
+Invariants: equal facts give the same points in the same order, and costs play no part. A change of
+the space changes SPACE_VERSION or GENERATION_VERSION.
 """
 
 from __future__ import annotations
@@ -29,17 +26,17 @@ GENERATION_VERSION = 1
 
 Order = Literal["OneFOneB", "Interleaved1F1B", "ZBH1"]
 _SCHEDULES = {"OneFOneB": OneFOneB, "Interleaved1F1B": Interleaved1F1B, "ZBH1": ZBH1}
-MOST_MICROBATCHES = 64
-STAGES_A_RANK = 2
-"""Of Interleaved1F1B."""
+MAX_MICROBATCHES = 64
+STAGES_PER_RANK = 2
+"""Stages per rank of Interleaved1F1B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceFacts:
-    """What of a program bounds its space.
+    """The properties of a program that bound its space.
 
-    rows: of the batch; layers: the repeated ones; tp_sizes: over how many ranks the derived
-    placements divide; axes: those that the topology has a price for.
+    rows: rows of the batch, or slots. layers: the number of repeated layers. tp_sizes: numbers of
+    ranks over which the derived placements divide. axes: the axes that the topology has prices for.
     """
 
     num_ranks: int
@@ -66,11 +63,11 @@ class SearchPoint:
 
     @property
     def num_stages(self) -> int:
-        return self.pp * (STAGES_A_RANK if self.order == "Interleaved1F1B" else 1)
+        return self.pp * (STAGES_PER_RANK if self.order == "Interleaved1F1B" else 1)
 
     @property
     def schedule(self) -> Schedule | None:
-        """None where there is nothing to schedule."""
+        """The schedule; None for one stage and one microbatch."""
         if self.pp == 1 and self.microbatches == 1:
             return None
         return _SCHEDULES[self.order](self.microbatches)
@@ -87,7 +84,7 @@ class SearchPoint:
 
 
 def points_of(facts: SpaceFacts) -> tuple[SearchPoint, ...]:
-    """Every point, in a fixed order."""
+    """Return every point of the space, in a fixed order."""
     return tuple(_points(facts))
 
 
@@ -109,7 +106,7 @@ def _points(facts: SpaceFacts) -> Iterator[SearchPoint]:
 
 
 def meshes_of(facts: SpaceFacts) -> Iterator[tuple[int, int, int]]:
-    """Sizes of pp, dp and tp."""
+    """Yield the sizes (pp, dp, tp) of each mesh in the space."""
     num = facts.num_ranks
     for pp in _divisors(num):
         for dp in _divisors(num // pp):
@@ -122,9 +119,9 @@ def meshes_of(facts: SpaceFacts) -> Iterator[tuple[int, int, int]]:
 
 
 def _microbatches(rows: int) -> Iterator[int]:
-    """The powers of two that divide a rank's rows, within reason."""
+    """Yield the powers of two that divide a rank's rows, up to MAX_MICROBATCHES."""
     num = 1
-    while rows % num == 0 and num <= MOST_MICROBATCHES:
+    while rows % num == 0 and num <= MAX_MICROBATCHES:
         yield num
         num *= 2
 
@@ -132,30 +129,30 @@ def _microbatches(rows: int) -> Iterator[int]:
 def _orders(pp: int, microbatches: int, layers: int) -> Sequence[Order]:
     if pp == 1 or microbatches == 1:
         return ("OneFOneB",)
-    if STAGES_A_RANK * pp <= layers:
+    if STAGES_PER_RANK * pp <= layers:
         return ("OneFOneB", "Interleaved1F1B", "ZBH1")
     return ("OneFOneB", "ZBH1")
 
 
 def _divisors(num: int) -> list[int]:
-    return [one for one in range(1, num + 1) if num % one == 0]
+    return [divisor for divisor in range(1, num + 1) if num % divisor == 0]
 
 
 def space_text(facts: SpaceFacts) -> str:
-    """The space of a program in words."""
+    """Return a description of a training step's space."""
     sizes = ", ".join(map(str, facts.tp_sizes))
     return (
         f"space {SPACE_VERSION}: meshes pp x dp x tp of {facts.num_ranks} ranks, pp up to "
         f"{max(facts.layers, 1)}, dp dividing {facts.rows} rows, tp of {sizes};\n"
-        f"  zero 0 to 3 over dp; microbatches 1, 2, 4 to {MOST_MICROBATCHES}; "
+        f"  zero 0 to 3 over dp; microbatches 1, 2, 4 to {MAX_MICROBATCHES}; "
         f"OneFOneB, and with pp ZBH1\n"
-        f"  and Interleaved1F1B with {STAGES_A_RANK} stages a rank; recompute none or the "
+        f"  and Interleaved1F1B with {STAGES_PER_RANK} stages a rank; recompute none or the "
         f"{facts.layers} repeated layers"
     )
 
 
 def generation_space_text(facts: SpaceFacts) -> str:
-    """That of generation; ``rows`` are slots."""
+    """Return a description of the space of generation, where ``facts.rows`` are slots."""
     sizes = ", ".join(map(str, facts.tp_sizes))
     return (
         f"space of generation {GENERATION_VERSION}: meshes pp x dp x tp of {facts.num_ranks} "

@@ -1,15 +1,11 @@
-"""What each step of one plan costs, so that it can be said again for other sizes of dp and of the
-microbatches.
+"""Prices of the steps of a plan at other sizes of dp and other numbers of microbatches.
 
     prices = StepPrices.of(plan)                     # a plan on mesh(dp=2, tp=4), two microbatches
-    prices.seconds(Scale(dp=8, microbatches=4))      # by step, each time it runs
+    prices.seconds(Scale(dp=8, microbatches=4))      # by step, for each run of the step
 
-A step's cost (sharding/plan/cost/step_cost.py) is priced at the other sizes, once for all steps
-that cost the same, as those of repeated layers do. What is assumed is that the planner chooses the
-same placements at other sizes. Where it chooses better ones the plan is cheaper than what is said
-here.
-
-Not here: whose steps they are, stages, schedules (strategy_family.py).
+Steps with equal costs (sharding/plan/cost/step_cost.py), as in repeated layers, are priced once.
+The prices assume that the planner chooses the same placements at the other sizes. If it chooses
+better placements, the plan costs less than predicted here.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The size of dp, and how many microbatches there are."""
+    """The size of dp and the number of microbatches."""
 
     dp: int
     microbatches: int
@@ -41,9 +37,12 @@ class Scale:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPrices:
-    """Of the steps of a plan without stages. at: the sizes that were planned; costs: those that
-    differ, and number: by step, which of them it has; repeats: whether it runs once a microbatch;
-    sums: whether it is only there with microbatches."""
+    """The prices of the steps of a plan without stages.
+
+    at: the sizes of the plan. costs: the distinct costs. number: by step, the index of its cost.
+    repeats: by step, whether it runs for each microbatch. sums: by step, whether it adds up
+    microbatches, so that it exists only with several microbatches.
+    """
 
     at: Scale
     topology: Topology
@@ -72,8 +71,8 @@ class StepPrices:
         return Resized(self.at.sizes, scale.sizes)
 
     def seconds(self, scale: Scale) -> tuple[Floats, Floats, Floats]:
-        """Return by step, for each run of it: the device's seconds that grow with the bytes, the
-        seconds of its exchanges, and the host's seconds."""
+        """Return three arrays by step, in seconds per run: the device's time that grows with the
+        sizes, the latency of its messages, and the host's time."""
         to, topology = self.resized(scale), self.topology
         costs = [cost.resized(to) for cost in self.costs]
         starts = np.array([sum(m.starts(topology) for m in cost.messages) for cost in costs])
@@ -81,10 +80,10 @@ class StepPrices:
             c.compute_seconds(topology) + c.communication_seconds(topology) for c in costs
         ]
         host = np.array([cost.host_seconds(topology) for cost in costs])
-        there = np.where(self.sums, scale.microbatches > 1, True)
+        runs = np.where(self.sums, scale.microbatches > 1, True)
         grows = (np.array(seconds_by_step) - starts)[self.number]
-        return there * grows, starts[self.number], there * host[self.number]
+        return runs * grows, starts[self.number], runs * host[self.number]
 
     def times(self, scale: Scale) -> NDArray[np.int64]:
-        """How often each step runs."""
+        """Return by step how often it runs in a training step."""
         return np.where(self.repeats, scale.microbatches, 1)

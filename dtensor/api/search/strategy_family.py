@@ -1,15 +1,12 @@
-"""The costs of all points of one size of tp and one ZeRO level, from the plan of one of them.
+"""Estimates for all points with the same tp size and ZeRO level, from the plan of one point.
 
     family = StrategyFamily.of(program, tp=4, zero=1)  # plans once, on mesh(dp=2, tp=4)
     family.estimate(point)                       # Estimate(seconds=..., memory_bytes=...)
 
-The plan's steps are priced again for the point's dp and microbatches (step_prices.py), each is
-assigned to its units as in stages="auto" (sharding/plan/stages), the chain of units is cut into the
-point's stages, and the point's schedule is replayed with the times of its stages. No plan is made.
-An estimate is near the plan's own figures, most often below (each stage of a plan has its own
-messages), and no proof: `search` allows for the errors it has seen.
-
-Not here: the choice of points that are planned (search.py).
+The steps of the plan are priced for the point's dp and microbatches (step_prices.py) and assigned
+to units as in stages="auto" (sharding/plan/stages). The chain of units is cut into the point's
+stages, and the point's schedule is replayed with the times of these stages. An estimate is close
+to the plan's figures, usually below them, but not a bound: `search` allows for observed errors.
 """
 
 from __future__ import annotations
@@ -39,17 +36,20 @@ from dtensor.sharding.redistribute.topology import sent_bytes
 from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 
 KINDS = ("F", "I", "W", "end")
-"""The kinds of steps: an action of the pipeline, or work done once a step."""
+"""The kinds of steps: part of a pipeline action (F, I, W), or work done once per training step."""
 
 
-_SURE = np.array([0.95, 0.55])
-"""The least fraction of permanent and of temporary memory that plans were seen to need."""
+_LEAST_FRACTIONS = np.array([0.95, 0.55])
+"""The least fractions of estimated permanent and temporary memory that plans were seen to need."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of a step and bytes of the fullest rank, not of a plan; ``cut``: whether the program
-    can have so many stages. ``least_bytes``: no plan was seen to need less."""
+    """Estimated seconds of a step and bytes of the fullest rank.
+
+    ``least_bytes``: a lower bound that held for all plans so far. ``cut``: whether the program can
+    be cut into the point's number of stages.
+    """
 
     seconds: float
     memory_bytes: float
@@ -59,13 +59,13 @@ class Estimate:
 
 @dataclass(slots=True)
 class StrategyFamily:
-    """The data for estimates, of a plan with recomputation and of one without."""
+    """The data for estimates; ``parts``: by whether repeated layers are recomputed."""
 
     parts: dict[bool, Costing]
 
     @staticmethod
     def of(program: SearchedProgram, tp: int, zero: int) -> StrategyFamily:
-        """PlanningError if the family's plan is refused."""
+        """Plan one point of the family. Raises PlanningError if the planner refuses it."""
         facts = program.facts
         sizes = range(2, facts.num_ranks + 1) if "dp" in facts.axes else ()
         cut = (n for n in sizes if facts.num_ranks % n == 0 and facts.rows % n == 0)
@@ -93,14 +93,13 @@ class StrategyFamily:
         return self.parts[point.recompute].estimate(point)
 
     def floor(self, point: SearchPoint) -> float:
-        """A lower bound of the point's estimates in seconds, for this ZeRO level and higher
-        ones."""
+        """Return a lower bound of the point's seconds, at this ZeRO level and higher levels."""
         return self.parts[point.recompute].floor(point)
 
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """Bytes that a part of the units holds."""
+    """Bytes that the stages of ``units`` hold."""
 
     units: Units
     held: Amount
@@ -108,7 +107,7 @@ class UnitBytes:
 
 @dataclass(frozen=True, slots=True)
 class UnitMessage:
-    """A value that goes from ``unit`` to its readers; ``kind``: F or I."""
+    """A value that ``unit`` sends to the units ``readers``; ``kind``: F or I."""
 
     unit: int
     readers: Units
@@ -123,9 +122,9 @@ class Costing:
     plan: PlanRecord
     prices: StepPrices
     num_units: int
-    kinds: NDArray[np.int64]  # by step, of KINDS
-    groups: tuple[Units, ...]  # every tuple of units that some step is of
-    shares: tuple[tuple[int, int, float, float], ...]  # (step, group, part of its two seconds)
+    kinds: NDArray[np.int64]  # by step, an index of KINDS
+    groups: tuple[Units, ...]  # the distinct tuples of units that share a step
+    shares: tuple[tuple[int, int, float, float], ...]  # (step, group, share of time, of latency)
     passed: tuple[UnitMessage, ...]
     held: tuple[UnitBytes, ...]
     kept: tuple[UnitBytes, ...]
@@ -159,12 +158,12 @@ class Costing:
         shares: list[tuple[int, int, float, float]] = []
         for step, parts in pricing.parts_of_steps():
             every = tuple(sorted({u for of, _ in parts for u in of}))
-            alone = len(parts) == 1  # each stage with a value of a message has a message
+            alone = len(parts) == 1  # else each stage that has a value of the message sends one
             for of, part in parts:
                 shares.append((step, groups.setdefault(of, len(groups)), part, float(alone)))
             if not alone:
                 shares.append((step, groups.setdefault(every, len(groups)), 0.0, 1.0))
-        later = weight_half(plan)
+        weight_names = weight_half(plan)
         kinds: list[int] = []
         for step in plan.steps:
             if not step.in_microbatch or step.once:
@@ -172,7 +171,7 @@ class Costing:
             elif step.phase == "forward":
                 kinds.append(0)
             else:
-                kinds.append(2 if any(name in later for name in step.gives) else 1)
+                kinds.append(2 if any(name in weight_names for name in step.gives) else 1)
         kept = tuple(UnitBytes(of, shard_bytes(spec)) for spec, of in pricing.kept_values())
         activations = Plan.of(plan).memory[0].activations if isinstance(plan, PlanRecord) else 0
         transient = max(activations - sum(k.held.number for k in kept), 0.0)
@@ -197,15 +196,15 @@ class Costing:
         )
 
     def floor(self, point: SearchPoint) -> float:
-        """All work, shared evenly by the stages; for the update, the part that ZeRO leaves."""
+        """Return the seconds if all work is shared evenly by the stages; ZeRO divides updates."""
         scale = Scale(point.dp, point.microbatches)
         times = self.prices.times(scale)
         grows, starts, host = self.prices.seconds(scale)
         seconds = (grows + starts) * times
         ids = set(map(id, updates_of(self.plan.steps)))
         updates = sum(seconds[i] for i, s in enumerate(self.plan.steps) if id(s) in ids)
-        spared = updates * (1 - 1 / point.dp) if point.zero else 0.0
-        return float(max(seconds.sum() - spared, host @ times)) / point.pp
+        saved_by_zero = updates * (1 - 1 / point.dp) if point.zero else 0.0
+        return float(max(seconds.sum() - saved_by_zero, host @ times)) / point.pp
 
     # -- estimates -----------------------------------------------------------------------------
 
@@ -238,8 +237,8 @@ class Costing:
         return Estimate(float(begin + seconds + self._votes(point)), *memory)
 
     def _votes(self, point: SearchPoint) -> float:
-        """Seconds of the commit point, which is no step of a plan: a word is summed over each
-        axis."""
+        """Return the seconds of the commit point, an all_reduce of 4 bytes over each axis. It is
+        not a step of the plan."""
         return sum(
             self.plan.topology.collective_seconds(
                 "all_reduce", axis, num=num, bytes_sent=sent_bytes("all_reduce", 4, num)
@@ -249,9 +248,10 @@ class Costing:
         )
 
     def _by_group(self, scale: Scale, *, for_cut: bool = False) -> Floats:
-        """Seconds by group of units, kind, and whether of the device or the host; of actions, for
-        one microbatch. ``for_cut``: a message's start is shared by its values, as in
-        stages="auto"."""
+        """Return seconds[group, kind, device or host]; for actions, per microbatch.
+
+        ``for_cut``: the latency of a message is divided among its values, as in stages="auto".
+        """
         if (scale, for_cut) not in self.tables:
             grows, starts, host = self.prices.seconds(scale)
             share = self.part if for_cut else self.starts
@@ -272,7 +272,8 @@ class Costing:
         ]
 
     def _cut(self, point: SearchPoint, scale: Scale) -> tuple[int, ...] | None:
-        """The first unit of each stage, and the number of units."""
+        """Return the first unit of each stage, then the number of units; None if there are fewer
+        units than stages."""
         key = point.num_stages, scale
         if key not in self.cuts:
             times = np.array([scale.microbatches] * 3 + [1])
@@ -296,13 +297,13 @@ class Costing:
                 barred=self.barred,
                 depth=self.depth,
             )
-            few = self.num_units < point.num_stages
-            partitioned = None if few else partition(chain, point.num_stages)
+            too_few_units = self.num_units < point.num_stages
+            partitioned = None if too_few_units else partition(chain, point.num_stages)
             self.cuts[key] = None if partitioned is None else partitioned.bounds
         return self.cuts[key]
 
     def _stages(self, scale: Scale, bounds: Sequence[tuple[int, int]]) -> Floats:
-        """Seconds by stage and kind, of the device and of the host."""
+        """Return seconds[stage, kind, device or host]."""
         table = np.zeros((len(bounds), len(KINDS), 2))
         stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
         for units, row in zip(self.groups, self._by_group(scale), strict=True):
@@ -318,9 +319,9 @@ class Costing:
         scale: Scale,
         bounds: Sequence[tuple[int, int]],
         homes: Sequence[int],
-        flying: Sequence[int],
+        in_flight_counts: Sequence[int],
     ) -> tuple[float, float]:
-        """Bytes of the fullest rank, and a lower bound of them."""
+        """Return the estimated bytes of the fullest rank, and a lower bound of these bytes."""
         to = self.prices.resized(scale)
         stage = [k for k, (first, end) in enumerate(bounds) for _ in range(first, end)]
         ranks = np.zeros((2, max(homes) + 1))  # permanent, and temporary
@@ -329,14 +330,14 @@ class Costing:
                 ranks[0, homes[k]] += item.held.resized(to).number
         for item in self.kept:
             for k in {stage[u] for u in item.units}:
-                ranks[1, homes[k]] += item.held.resized(to).number * flying[k]
+                ranks[1, homes[k]] += item.held.resized(to).number * in_flight_counts[k]
         if len(bounds) == 1:
             ranks[1, 0] += self.transient.resized(to).number
-        return float(ranks.sum(0).max()), float((_SURE @ ranks).max())
+        return float(ranks.sum(0).max()), float((_LEAST_FRACTIONS @ ranks).max())
 
 
 def _held(plan: PlanRecord, uses: dict[str, Units]) -> Iterator[UnitBytes]:
-    """Parameters, their gradients and the optimizer's state."""
+    """Yield the bytes of parameters, gradients and optimizer state by unit."""
     for item in plan.inputs:
         if item.label in uses:
             yield UnitBytes(uses[item.label], shard_bytes(item.held))
