@@ -68,7 +68,7 @@ def main() -> None:
         planned = step.plans.latest
         assert planned is not None and planned.graph.reads is not None
         reads, call = planned.graph.reads, step._call((ids, ids), {})
-        entries = sum(len(holders) for holders, _, _ in reads.reached.columns.values())
+        entries = sum(len(group.holders) for group in reads.reached.entries.values())
         key, look = (microseconds(f, 10, rounds) for f in (call.key, reads.same))
         by_value = microseconds(reads.difference, 1, min(20, rounds))
         print(f"{name:19} {key:7.1f}   {look:8.1f}   {entries:7}   {by_value:21.0f}")

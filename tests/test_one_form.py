@@ -126,7 +126,7 @@ MORE = {
     "RankStatus": 17,
     "Costing": 18,
     "OptimizerHome": 19,
-    "Reached": 22,
+    "ReachedState": 22,
     "ModelHome": 24,
 }
 """Records of more fields, from before there was a bound: no number grows, and none comes in."""

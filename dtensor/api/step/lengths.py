@@ -36,7 +36,7 @@ from dtensor.private_torch import pytree
 
 if TYPE_CHECKING:
     from dtensor.frontend.capture.lengths import ForLengths
-    from dtensor.frontend.guards.walk import ExecutedCode
+    from dtensor.frontend.guards.executed_code import ExecutedCode
 
 Dim = tuple[int, int]
 """The number of a leaf of the call, and a dim of it."""

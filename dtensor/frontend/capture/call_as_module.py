@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 from torch.nn.utils.rnn import PackedSequence
 
 from dtensor.errors import PlanningError, check_dense
@@ -44,18 +45,18 @@ from dtensor.frontend.capture.thread_patches import replaced
 from dtensor.frontend.graph import Arg, OutTree, type_text
 from dtensor.frontend.guards.executed_code import CodeRecorder
 from dtensor.frontend.guards.program_writes import ProgramWrites, is_alone
+from dtensor.frontend.guards.raw_access import BACKWARD_HOOKS, PLAIN, has_hooks
+from dtensor.frontend.guards.reached_state import Roots
 from dtensor.frontend.guards.side_effects import Change, StateBefore
-from dtensor.frontend.guards.walk import (
-    BACKWARD_HOOKS,
-    GLOBAL_BACKWARD_HOOKS,
-    PLAIN,
-    Roots,
-    has_hooks,
-)
 from dtensor.frontend.source import Source, source_of_callable
 from dtensor.private_torch import FakeTensorMode, pytree
 
 Grads = Literal["none", "loss", "tangents"]
+
+_GLOBAL_BACKWARD_HOOKS = (
+    torch_modules._global_backward_pre_hooks,
+    torch_modules._global_backward_hooks,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +345,7 @@ def refuse_hooks(call: FlatCall, grads: Grads) -> None:
         for name, x in [*module._parameters.items(), *module._buffers.items()]:
             if x is not None and has_hooks(x):
                 hooked.append(f"{path}{name}")
-    if hooked or (grads != "none" and any(GLOBAL_BACKWARD_HOOKS)):
+    if hooked or (grads != "none" and any(_GLOBAL_BACKWARD_HOOKS)):
         raise hooks_on_gradients(hooked or ["every module"], source_of_callable(call.fn))
 
 

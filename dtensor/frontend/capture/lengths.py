@@ -52,9 +52,11 @@ from dtensor.frontend.capture.layers import attribute_of, print_of
 from dtensor.frontend.capture.patches import load_compiler
 from dtensor.frontend.capture.thread_patches import here_alone, replaced
 from dtensor.frontend.graph import Const, Graph, OutTree
+from dtensor.frontend.guards.executed_code import ExecutedCode
 from dtensor.frontend.guards.guards import Guards, custom_ops
+from dtensor.frontend.guards.raw_access import raw_attributes
 from dtensor.frontend.guards.side_effects import StateBefore, undo
-from dtensor.frontend.guards.walk import ExecutedCode, space_of, walk
+from dtensor.frontend.guards.walk import walk
 from dtensor.frontend.source import source_here
 from dtensor.gc_pause import collector_paused
 from dtensor.private_torch import (
@@ -384,7 +386,7 @@ class _Watch:
         codes = [c for c in known.codes.values() if _uses_type(c)] if known is not None else []
         using = {code.co_filename for code in codes}
         files = {f for f in using if not _IS_TYPE.search("".join(linecache.getlines(f)))}
-        held = [(space_of(m), m) for m in list(sys.modules.values())]
+        held = [(raw_attributes(m), m) for m in list(sys.modules.values())]
         self._modules = [
             m for space, m in held if space.get("__file__") in files and "type" not in space
         ]

@@ -23,19 +23,36 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
+from dtensor.frontend.guards.code_names import is_followed
 from dtensor.frontend.guards.thread_profile import ThreadProfile
-from dtensor.frontend.guards.walk import ExecutedCode, counts
 from dtensor.frontend.source import module_of_file
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _now = threading.local()
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutedCode:
+    """The followed code that a capture ran, by id. Holding it keeps the ids from being reused.
+
+    ``calls``: each function outside of that code that was called, by name, with the code objects
+    that called it; None stands for a caller that the profiler did not see.
+    """
+
+    codes: Mapping[int, CodeType]
+    calls: Mapping[str, Sequence[CodeType | None]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(codes: Iterable[CodeType]) -> ExecutedCode:
+        return ExecutedCode({id(code): code for code in codes if is_followed(code)})
 
 
 class CodeRecorder:
@@ -141,7 +158,7 @@ _OF_C = (
 def _name(code: CodeType | str) -> str:
     """Of what is called: "time.time", "pathlib.Path.read_text"; "" for code that counts."""
     if isinstance(code, CodeType):
-        return "" if counts(code) else _name_of(code.co_filename, code.co_qualname)
+        return "" if is_followed(code) else _name_of(code.co_filename, code.co_qualname)
     return _name_in_c(code)
 
 

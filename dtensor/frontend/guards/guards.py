@@ -30,20 +30,18 @@ from torch import fx
 from torch.nn.modules import module as torch_modules
 from torch.utils.hooks import RemovableHandle
 
-from dtensor.frontend.guards.walk import (
+from dtensor.frontend.guards.executed_code import ExecutedCode
+from dtensor.frontend.guards.raw_access import (
     BACKWARD_HOOKS,
     FORWARD_HOOKS,
-    WHEREABOUTS,
-    ExecutedCode,
-    Reached,
-    Roots,
-    attribute_of,
-    elements_of,
+    array_contents,
     has_hooks,
-    items_of,
-    metadata_of,
-    walk,
+    raw_attribute,
+    raw_items,
+    tensor_metadata,
 )
+from dtensor.frontend.guards.reached_state import REMOTE_VALUE, ReachedState, Roots
+from dtensor.frontend.guards.walk import walk
 from dtensor.private_torch import OPDEFS, DisableTorchFunctionSubclass, OpOverload
 
 MOST_COMPARED = 2**20
@@ -138,15 +136,15 @@ class Guards:
         """Of another graph of the same program, at the same time."""
         return Guards(self.roots, self.ran, constants, ops, values=self.values, searched=True)
 
-    def _walk(self) -> Reached:
+    def _walk(self) -> ReachedState:
         reached = walk(self.roots, self.ran, search=not self._searched)
         self._searched = True
-        self.roots += reached.others
+        self.roots += reached.extra_roots
         return reached
 
-    def _take(self, reached: Reached) -> None:
+    def _take(self, reached: ReachedState) -> None:
         self.reached = reached
-        columns = [(key, h, v) for key, (h, v, _) in reached.columns.items()]
+        columns = [(key, e.holders, e.values) for key, e in reached.entries.items()]
         self._columns = [column for column in columns if len(column[1]) >= _WORTH_A_COLUMN]
         few = [column for column in columns if len(column[1]) < _WORTH_A_COLUMN]
         self._entries = [(holder, key) for key, holders, _ in few for holder in holders]
@@ -158,7 +156,7 @@ class Guards:
         self._codes = [f.__code__ for f in self._functions]
         self._sized = [holder for _, holder in reached.sized]
         self._lengths = list(map(len, self._sized))
-        self._spaces = [space for _, space in reached.spaces]
+        self._spaces = [space for _, space in reached.tensor_attributes]
         self._numbers_of_attributes = self._now_attributes()
         several = (d for d in reached.ordered if len(d) > 1)
         self._ordered = [d for d in several if type(d) in (dict, OrderedDict)]
@@ -167,9 +165,9 @@ class Guards:
         self._objects = reached.objects
         self._types = list(map(type, reached.objects))
         self._attributes = [(o, n, _attribute(o, n)) for _, o, n in reached.attributes]
-        self._containers = [(c, items_of(c) or []) for c in reached.containers]
-        self._variables = [(v, v.get(None)) for _, v in reached.variables]
-        self._arrays = [(a, elements_of(a)) for _, a in reached.arrays]
+        self._containers = [(c, raw_items(c) or []) for c in reached.containers]
+        self._variables = [(v, v.get(None)) for _, v in reached.context_variables]
+        self._arrays = [(a, array_contents(a)) for _, a in reached.arrays]
         self._asked = [(asked, asked()) for _, asked in reached.getters]
         self._tensors = [x for _, x in reached.tensors]
         self._metadata = self._now_metadata()
@@ -196,10 +194,10 @@ class Guards:
         return wanted
 
     def _now_attributes(self) -> list[int]:
-        return [len(space) - (WHEREABOUTS in space) for space in self._spaces]
+        return [len(space) - (REMOTE_VALUE in space) for space in self._spaces]
 
     def _now_metadata(self) -> list[Any]:
-        return [metadata_of(x, self.reached.reads_strides) for x in self._tensors]
+        return [tensor_metadata(x, strides=self.reached.reads_strides) for x in self._tensors]
 
     def same(self) -> bool:
         """Whether nothing was replaced; False may be a false alarm."""
@@ -227,11 +225,11 @@ class Guards:
             and all(variable.get(None) is value for variable, value in self._variables)
             and all(held == kept for held, kept in self._sets)
             and all(
-                len(now := items_of(c) or []) == len(kept) and all(map(is_, now, kept))
+                len(now := raw_items(c) or []) == len(kept) and all(map(is_, now, kept))
                 for c, kept in self._containers
             )
             and self._now_metadata() == self._metadata
-            and all(elements_of(array) == kept for array, kept in self._arrays)
+            and all(array_contents(array) == kept for array, kept in self._arrays)
             and all(asked() == given for asked, given in self._asked)
             and all(_holds(tensor, value) for tensor, value in self._read)
             and self._around == _around(self.reached)
@@ -259,8 +257,8 @@ class Guards:
                 return f"the op {name}, which was defined anew"
         reached = self._walk()
         before, now = self.reached, reached
-        if before.print == now.print and before.paths == now.paths:
-            arrays = [elements_of(a) for _, a in now.arrays]
+        if before.fingerprint == now.fingerprint and before.paths == now.paths:
+            arrays = [array_contents(a) for _, a in now.arrays]
             if arrays != [kept for _, kept in self._arrays]:
                 return f"what {now.arrays[0][0]} holds"
             if self._around != _around(reached):
@@ -274,8 +272,9 @@ class Guards:
             if index >= len(now.paths) or now.paths[index] != path:
                 other = now.paths[index] if index < len(now.paths) else "it is gone"
                 return path if path not in now.paths else other
-            if before.print[index] != now.print[index]:
-                return f"{path}: {_words(before.print[index])} -> {_words(now.print[index])}"
+            if before.fingerprint[index] != now.fingerprint[index]:
+                was, is_now = before.fingerprint[index], now.fingerprint[index]
+                return f"{path}: {_words(was)} -> {_words(is_now)}"
         return now.paths[len(before.paths)]
 
     def hold(self, constants: Sequence[Any]) -> None:
@@ -292,12 +291,12 @@ class Guards:
 def _attribute(value: Any, name: str) -> Any:
     """As `getattr`, without asking the object's own methods; None where it is not there."""
     try:
-        return attribute_of(value, name)
+        return raw_attribute(value, name)
     except AttributeError:
         return None
 
 
-def _around(reached: Reached) -> tuple[Any, ...]:
+def _around(reached: ReachedState) -> tuple[Any, ...]:
     """What of the process torch reads by itself."""
     environment = dict(os.environ) if reached.reads_environment else None
     forward_hooks = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
@@ -309,7 +308,7 @@ def _around(reached: Reached) -> tuple[Any, ...]:
     return (torch.get_default_dtype(), hooks, environment)
 
 
-def _tensors(reached: Reached) -> list[torch.Tensor]:
+def _tensors(reached: ReachedState) -> list[torch.Tensor]:
     """Those of modules that were not given are caught as well."""
     return [x for _, x in (*reached.parameters, *reached.tensors)]
 

@@ -1,9 +1,9 @@
 """What a program's code may ask of what is not its own, and what becomes of it: one table, by name.
 
-    said("math.sqrt")                  # PURE: of its arguments alone, which are looked at anyway
-    said("sys.getrecursionlimit")      # a getter: what it gives is compared before each call
-    said("time.time")                  # Outside("the clock"): it is said once, where it is read
-    said("somelib._speedups.parse")    # the same: what is not in the table is no exception
+    guard_for("math.sqrt")                 # PURE: reads its arguments alone, which are guarded
+    guard_for("sys.getrecursionlimit")     # a getter: its result is compared before each call
+    guard_for("time.time")                 # Outside("the clock"): a warning names the line, once
+    guard_for("somelib._speedups.parse")   # Outside(): likewise, as it is not in the table
 
 Names are those of functions ("pathlib.Path.read_text"), of methods of C ("_random.Random.random"),
 of attributes of Python's and torch's modules ("torch.backends.cudnn.benchmark"), and of the classes
@@ -63,14 +63,15 @@ class Outside:
 
 
 PURE: Literal["pure"] = "pure"
-Said: TypeAlias = Literal["pure"] | Getter | Outside
+Guard: TypeAlias = Literal["pure"] | Getter | Outside
 _UNKNOWN = Outside()
 
 
 @cache
-def said(name: str) -> Said:
-    """What the table has for a function or an attribute. A name alone is that of a class method of
-    C, as `dict.fromkeys`, whose class is not seen: they make objects."""
+def guard_for(name: str) -> Guard:
+    """Return how reads through a function or attribute are guarded: the entry with the longest
+    matching prefix. A name without a dot is a class method in C, such as `dict.fromkeys`, which the
+    profiler reports without its class: these only make objects, so they are PURE."""
     prefix = name
     while prefix:
         if prefix in _TABLE:
@@ -251,14 +252,14 @@ _PURE = (
     *("method-wrapper", "getset_descriptor", "member_descriptor", "builtin_function_or_method"),
     *vars(builtins),
 )
-_TABLE: dict[str, Said] = {**dict.fromkeys(_PURE, PURE), **_ASKED, **_OUTSIDE}
+_TABLE: dict[str, Guard] = {**dict.fromkeys(_PURE, PURE), **_ASKED, **_OUTSIDE}
 
 
 @cache
 def is_plain_all_through(module: str) -> bool:
     """Whether nothing of a module, or of those below it, has an entry of its own but "pure"."""
     below = f"{module}."
-    return said(module) == PURE and not any(
+    return guard_for(module) == PURE and not any(
         name.startswith(below) and entry != PURE for name, entry in _TABLE.items()
     )
 
@@ -267,23 +268,25 @@ def is_plain_all_through(module: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
-    """An object that is entered as the user's are; ``asked``: what of it is compared besides."""
+class ByParts:
+    """The object's class, attributes and items are compared. ``getter``: returns plain data of the
+    object that is compared as well."""
 
-    asked: Callable[[Any], object] | None = None
+    getter: Callable[[Any], object] | None = None
 
 
-Kept: TypeAlias = Literal["as it is", "by value", "unknown"] | Entered
-"""How an object is compared: by identity alone, since it does not change or holds nothing that
-programs read; by its text; or not, which is said."""
+ClassGuard: TypeAlias = Literal["by identity", "by repr", "unknown"] | ByParts
+"""How an object is compared. "by identity": it never changes, or holds nothing that programs read.
+"unknown": it cannot be compared, and a warning names it."""
 
 
 @lru_cache(maxsize=4096)
-def kept(kind: type) -> Kept:
-    """How objects of a class are; of the user's, or a library's, by what it derives from."""
+def guard_for_class(kind: type) -> ClassGuard:
+    """Return how objects of a class are compared. A user's or library's class inherits the entry of
+    its Python or torch base."""
     if is_foreign(module_of(kind)):
         bases = kind.__mro__[:-1]
-        entries: list[Kept | None] = [_OBJECTS.get(_name(base)) for base in bases]
+        entries: list[ClassGuard | None] = [_OBJECTS.get(_name(base)) for base in bases]
         entries += map(_entry, bases)
         for entry in entries:
             if entry is not None:
@@ -296,15 +299,15 @@ def kept(kind: type) -> Kept:
         match _entry(base):
             case None:
                 return "unknown"
-            case Entered(asked=None):
+            case ByParts(getter=None):
                 hidden &= not _hides(base)
-            case Entered() as opened:
+            case ByParts() as opened:
                 return opened
-            case "by value":
-                return Entered(partial(_text_as, base))
+            case "by repr":
+                return ByParts(partial(_text_as, base))
             case _:
                 pass
-    return "unknown" if hidden else Entered()
+    return "unknown" if hidden else ByParts()
 
 
 def _text_as(base: type, value: object) -> str:
@@ -320,7 +323,7 @@ def _name(kind: type) -> str:
     return f"{module_of(kind)}.{kind.__qualname__}"
 
 
-def _entry(kind: type) -> Kept | None:
+def _entry(kind: type) -> ClassGuard | None:
     name = _name(kind)
     while name:
         if name in _OBJECTS:
@@ -353,7 +356,7 @@ def _written(file: Any) -> object:
     return file.closed or (file.getvalue(), file.tell())
 
 
-_OBJECTS: dict[str, Kept] = {
+_OBJECTS: dict[str, ClassGuard] = {
     **dict.fromkeys(
         (
             *(
@@ -392,14 +395,14 @@ _OBJECTS: dict[str, Kept] = {
             ),
             *("torch._C", "torch.Size", "_ctypes.CField", "_weakref", "numpy._core"),
         ),
-        "as it is",
+        "by identity",
     ),
     **dict.fromkeys(
         (
             *("datetime", "zoneinfo", "decimal.Decimal", "fractions", "uuid", "ipaddress"),
             *("pathlib.PurePath", "numpy.dtype", "torch.finfo", "torch.iinfo", "sys", "time"),
         ),
-        "by value",
+        "by repr",
     ),
     **dict.fromkeys(
         (
@@ -418,13 +421,13 @@ _OBJECTS: dict[str, Kept] = {
             *("functools.singledispatchmethod", "contextlib.nullcontext", "http.cookies"),
             *("builtins.BaseException", "graphlib", "statistics", "shlex"),
         ),
-        Entered(),
+        ByParts(),
     ),
     **dict.fromkeys(("torch.storage", "torch.UntypedStorage"), "unknown"),
-    "decimal.Context": Entered(_numbers),
-    "logging.Logger": Entered(_level),
-    "logging.LoggerAdapter": Entered(),
-    "threading.Thread": Entered(_thread),
-    **dict.fromkeys((f"_ctypes.{kind}" for kind in _CTYPES), Entered(bytes)),
-    **dict.fromkeys(("_io.StringIO", "_io.BytesIO"), Entered(_written)),
+    "decimal.Context": ByParts(_numbers),
+    "logging.Logger": ByParts(_level),
+    "logging.LoggerAdapter": ByParts(),
+    "threading.Thread": ByParts(_thread),
+    **dict.fromkeys((f"_ctypes.{kind}" for kind in _CTYPES), ByParts(bytes)),
+    **dict.fromkeys(("_io.StringIO", "_io.BytesIO"), ByParts(_written)),
 }

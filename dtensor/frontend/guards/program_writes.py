@@ -33,9 +33,9 @@ import numpy as np
 import torch
 
 from dtensor.frontend.call_lock import has_started
+from dtensor.frontend.guards.code_names import is_followed
 from dtensor.frontend.guards.executed_code import CodeRecorder
-from dtensor.frontend.guards.walk import HELD
-from dtensor.frontend.guards.walk import counts as is_counted
+from dtensor.frontend.guards.reached_state import METHOD_OWNER
 from dtensor.frontend.source import OURS, owner_of_file
 from dtensor.private_torch import FakeTensor
 
@@ -86,7 +86,7 @@ class ProgramWrites:
         self._others: list[CodeType] = []  # of these what may store in what the user holds
         self._called: set[str] = set()  # of C, by these
         if calls is not None:
-            counted = [c for c in calls if is_counted(c) and not _is_torchs(c)]
+            counted = [c for c in calls if is_followed(c) and not _is_torchs(c)]
             self._others = _below(counted, calls)
             called = (call for code in self._others for call in calls.get(code, ()))
             self._called = {call for call in called if isinstance(call, str)}
@@ -98,7 +98,7 @@ class ProgramWrites:
         """Whether the program may have made a change of `effects`."""
         if self._codes is None or _holds_fakes(change.after, 4):
             return True
-        held = HELD in change.path or _IN_A_PARTIAL.search(change.path)
+        held = METHOD_OWNER in change.path or _IN_A_PARTIAL.search(change.path)
         if held and self.names(_IN_A_PARTIAL.split(change.path)[0]):
             return True  # by a method that no code names
         named = [_stores(code) for code in self._codes]
@@ -245,7 +245,7 @@ def _stores_in_others(code: CodeType) -> bool:
     """Whether what it stores may be in what the user holds."""
     if _is_torchs(code) or _is_ours(code):
         return False
-    if is_counted(code):
+    if is_followed(code):
         return True
     parts = os.path.relpath(code.co_filename, _PYTHON).split(os.sep)
     return parts[0].removesuffix(".py") not in _TO_THEMSELVES

@@ -34,8 +34,11 @@ import torch
 from torch import nn
 
 from dtensor.frontend.call_lock import PerThread
+from dtensor.frontend.guards.executed_code import ExecutedCode
 from dtensor.frontend.guards.program_writes import ProgramWrites, is_alone
-from dtensor.frontend.guards.walk import MOST_ITEMS, PLAIN, ExecutedCode, Reached, is_iterator
+from dtensor.frontend.guards.raw_access import PLAIN, is_iterator
+from dtensor.frontend.guards.reached_state import ReachedState
+from dtensor.frontend.guards.walk import MAX_ITEMS
 from dtensor.frontend.source import Source, line_of
 
 _RNN_WEIGHTS = ("_flat_weights", "_flat_weight_refs")  # an LSTM's parameters a second time
@@ -108,7 +111,7 @@ class Change:
 class StateBefore:
     """What `walk` found, as it was."""
 
-    def __init__(self, reached: Reached) -> None:
+    def __init__(self, reached: ReachedState) -> None:
         self.alone: bool = is_alone()
         weights = {
             id(held) for module in reached.modules for held in (module._parameters, module._buffers)
@@ -122,12 +125,12 @@ class StateBefore:
         whole = {id(holder) for _, holder, _ in self._copies} | weights
         self._entries = [
             (path, holder, key, value)
-            for key, (holders, values, paths) in reached.columns.items()
-            for holder, value, path in zip(holders, values, paths, strict=True)
+            for key, e in reached.entries.items()
+            for holder, value, path in zip(e.holders, e.values, e.paths, strict=True)
             if id(holder) not in whole and isinstance(holder, dict)
         ]
         self._cells = [(path, cell, _content(cell)) for path, cell in reached.cells]
-        self._generators = [*_GENERATORS.items(), *reached.randoms]
+        self._generators = [*_GENERATORS.items(), *reached.generators]
         self._states = [_state(generator) for _, generator in self._generators]
         self._caches = [(cached, cached.cache_info().currsize) for _, cached in reached.caches]
 
@@ -242,7 +245,7 @@ def _copy(holder: Any) -> Any:
             return _Bits(bytes(holder))
         case _:
             pass
-    if len(holder) > MOST_ITEMS:
+    if len(holder) > MAX_ITEMS:
         return len(holder)
     if isinstance(holder, Mapping):
         return dict(holder)

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
-from dtensor.frontend.guards.known_functions import Outside, is_foreign, module_of, said
-from dtensor.frontend.guards.walk import ExecutedCode, Reached, is_own, nested
+from dtensor.frontend.guards.code_names import is_users, with_nested
+from dtensor.frontend.guards.executed_code import ExecutedCode
+from dtensor.frontend.guards.known_functions import Outside, guard_for, is_foreign, module_of
+from dtensor.frontend.guards.reached_state import ReachedState
 from dtensor.frontend.source import Source, line_of
 
 _IMPLICIT = {
@@ -44,7 +46,7 @@ class ReadOutside:
     what: str
 
 
-def outside(reached: Reached, ran: ExecutedCode) -> list[ReadOutside]:
+def outside(reached: ReachedState, ran: ExecutedCode) -> list[ReadOutside]:
     """In the order of files and lines, each line with what it reads first."""
     reads = [*_called(reached, ran), *_named(reached, ran), *_objects(reached, ran)]
     by_line: dict[tuple[str, int], ReadOutside] = {}
@@ -53,10 +55,10 @@ def outside(reached: Reached, ran: ExecutedCode) -> list[ReadOutside]:
     return [by_line[key] for key in sorted(by_line)]
 
 
-def _called(reached: Reached, ran: ExecutedCode) -> Iterator[ReadOutside]:
+def _called(reached: ReachedState, ran: ExecutedCode) -> Iterator[ReadOutside]:
     spaces = {id(f.__code__): f.__globals__ for _, f in reached.functions}
     for name, callers in ran.calls.items():
-        entry = said(name)
+        entry = guard_for(name)
         if not isinstance(entry, Outside):
             continue
         for caller in callers:
@@ -67,7 +69,7 @@ def _called(reached: Reached, ran: ExecutedCode) -> Iterator[ReadOutside]:
                 for line in _lines_of_call(code, spaces.get(id(code), {}), name)
             ]
             if not lines:  # by a name of the function's own
-                code = next(filter(is_own, codes), codes[0])
+                code = next(filter(is_users, codes), codes[0])
                 lines = [(code, code.co_firstlineno)]
             for code, line in lines:
                 yield _read(code, line, _words(entry, name))
@@ -103,9 +105,9 @@ def _is_called(instruction: dis.Instruction) -> bool:
     return is_variable or "NULL" in instruction.argrepr or instruction.opname == "LOAD_METHOD"
 
 
-def _named(reached: Reached, ran: ExecutedCode) -> Iterator[ReadOutside]:
+def _named(reached: ReachedState, ran: ExecutedCode) -> Iterator[ReadOutside]:
     for _, function in reached.functions:
-        for code in nested(function.__code__):
+        for code in with_nested(function.__code__):
             if id(code) not in ran.codes:
                 continue
             wanted = dict(_outside_values(code, function.__globals__))
@@ -118,7 +120,7 @@ def _named(reached: Reached, ran: ExecutedCode) -> Iterator[ReadOutside]:
                     last = None
                 if isinstance(name, str) and (last, name) in wanted:
                     where, value = wanted[last, name]
-                    entry = said(where)
+                    entry = guard_for(where)
                     if isinstance(entry, Outside) and (
                         isinstance(value, type) or not _is_called(instruction)
                     ):
@@ -149,15 +151,15 @@ def _outside_values(
             where = f"{module}.{value.__qualname__}"
             if isinstance(value, type):
                 where += ".__new__"
-            if isinstance(said(where), Outside):
+            if isinstance(guard_for(where), Outside):
                 yield (before, name), (where, value)
 
 
-def _objects(reached: Reached, ran: ExecutedCode) -> Iterator[ReadOutside]:
-    for path, value in reached.unknown:
+def _objects(reached: ReachedState, ran: ExecutedCode) -> Iterator[ReadOutside]:
+    for path, value in reached.unguarded:
         kind = type(value)
         what = f"what {path} holds, of class {module_of(kind)}.{kind.__qualname__}"
-        if isinstance(entry := said(path), Outside) and entry.what:
+        if isinstance(entry := guard_for(path), Outside) and entry.what:
             what = f"{path}, {entry.what}"
         names = re.findall(r"[^\W\d]\w*", re.sub(r"\[[^\]]*\]|\(.*?\)", "", path))
         texts = re.findall(r"\['(\w+)'\]$", path)
