@@ -134,7 +134,7 @@ class LoadedProgram:
         reads.refresh()
         changed = [c for c in reads.caught if self._put.get(c.name) != c.number]
         if changed:
-            tensors = {caught.name: caught.kept for caught in changed}
+            tensors = {caught.name: caught.copy for caught in changed}
             self.put_constants(tensors)
             self._put.update((caught.name, caught.number) for caught in changed)
 

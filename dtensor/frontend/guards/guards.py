@@ -1,25 +1,22 @@
-"""What a captured program read besides its arguments, and whether it is still the same.
+"""Guards: what a captured program read besides its arguments, and whether it is still the same.
 
-    reads = Guards(roots, ran, graph's constants)
-    reads.same()          # before each call: True, and some tens of microseconds
-    reads.difference()    # "temperature: 1.0 -> 0.5", or None: the same by value
+    guards = Guards(roots, executed, constants)
+    guards.same()          # before each call: True; takes tens of microseconds
+    guards.difference()    # "temperature: 1.0 -> 0.5"; None if all is the same by value
 
-`same` compares identities, of all that the walk found, and so may err on one side alone: an object
-that was replaced by its equal. `difference` then walks again and compares by value (walk.py), and
-takes over what it found where that is the same.
+`same` compares the identities of all objects that the walk found, so it may return False although
+an object was only replaced by an equal one. `difference` then walks again and compares by value.
 
-A tensor that the program caught is no part of that comparison: what it holds now is what the next
-call computes with. `refreshed` names those that changed: up to 1 MB by comparing what they hold,
-above that by `_version` and `data_ptr`, which miss writes through numpy and `.data`.
-
-Not here: what is done about a difference (api/step/plan_call.py).
+Tensors that the program captured as constants are not compared: the next call computes with their
+current elements. `refresh` notices changes of them; above 1 MB it misses writes through numpy and
+`.data`, because it compares only `_version` and `data_ptr`.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -44,32 +41,36 @@ from dtensor.frontend.guards.reached_state import REMOTE_VALUE, ReachedState, Ro
 from dtensor.frontend.guards.walk import walk
 from dtensor.private_torch import OPDEFS, DisableTorchFunctionSubclass, OpOverload
 
-MOST_COMPARED = 2**20
-"""Bytes up to which a caught tensor is compared by what it holds."""
-_WORTH_A_COLUMN = 4
+MAX_COMPARED_BYTES = 2**20
+"""Size up to which the elements of a captured tensor are compared."""
+_MIN_GROUP = 4
 
 
 @dataclass(slots=True)
 class CapturedTensor:
-    """A tensor that a program uses and was not given, as its input ``name``; ``kept``: what it held
-    when it was last looked at; ``number``: how often that changed; ``place``: which of the tensors
-    that the walk finds."""
+    """A tensor that a program uses although it is no argument. It is the program's input ``name``.
+
+    ``place``: its index among the tensors that the walk found; None if the walk did not find it.
+    ``copy`` and ``stamp``: its elements, and its version and address, at the last `refresh`.
+    ``number``: how many refreshes found that the elements had changed.
+    """
 
     name: str
     place: int | None
     tensor: torch.Tensor
-    kept: torch.Tensor
+    copy: torch.Tensor
     stamp: tuple[int, int]
     number: int = 0
 
     def refresh(self) -> None:
-        now = self.tensor.detach()
-        stamp = (now._version, now.data_ptr())
-        unseen = now.nbytes > MOST_COMPARED
-        if stamp == self.stamp and (unseen or _holds(now, self.kept)):
+        """Copy the elements, and count a change, if the tensor was written since the last time."""
+        tensor = self.tensor.detach()
+        stamp = (tensor._version, tensor.data_ptr())
+        is_large = tensor.nbytes > MAX_COMPARED_BYTES
+        if stamp == self.stamp and (is_large or _is_equal(tensor, self.copy)):
             return
         self.stamp = stamp
-        self.kept = now.clone()
+        self.copy = tensor.clone()
         self.number += 1
 
 
@@ -78,8 +79,8 @@ NO_OPS: Mapping[str, Definition] = {}
 
 
 def definition_of(name: str) -> Definition:
-    """What makes up a custom op, "mylib::scale", now: its kernels, its gradient, its shapes. A
-    module that is reloaded defines its ops anew, under the same names."""
+    """Return the functions that now define a custom op ("mylib::scale"): kernels, gradient, shapes.
+    A module that is reloaded defines its ops again, under the same names. () for other ops."""
     definition: Any = OPDEFS.get(name)
     if definition is None:
         return ()
@@ -94,16 +95,18 @@ def definition_of(name: str) -> Definition:
 
 
 def custom_ops(graph: fx.Graph) -> dict[str, Definition]:
-    """The ops of a graph that `torch.library.custom_op` defined, by name."""
+    """Return the definitions of a graph's `torch.library.custom_op` ops by name."""
     targets = {node.target for node in graph.nodes if isinstance(node.target, OpOverload)}
     names = sorted({target.name().partition(".")[0] for target in targets})
-    return {name: made for name in names if (made := definition_of(name))}
+    return {name: definition for name in names if (definition := definition_of(name))}
 
 
 class Guards:
-    """What one program read. ``caught``: the constants of the program that the user holds.
-    ``ops``: its custom ops, as `custom_ops` has them. ``values``: tensors whose values its Python
-    read, each with a copy of them."""
+    """The state that one program read.
+
+    ``caught``: the captured tensors that the user still holds. ``ops``: the program's custom ops
+    (`custom_ops`). ``values``: each tensor whose elements the program's Python read, with a copy.
+    """
 
     def __init__(
         self,
@@ -119,21 +122,21 @@ class Guards:
         self.ran = ran
         self.ops = ops
         self.caught: list[CapturedTensor] = []
-        self._searched = searched  # through all that there is, which takes a while
+        self._searched = searched  # whether all objects of the process were searched (`walk`)
         reached = self._walk()
         tensors = _tensors(reached)
-        places = {_storage(tensor): place for place, tensor in enumerate(tensors)}
+        places = {_memory(tensor): place for place, tensor in enumerate(tensors)}
         for name, value in constants:
-            place = places.get(_storage(value))
+            place = places.get(_memory(value))
             tensor = value if place is None else tensors[place]
             stamp = (value._version, value.data_ptr())
             self.caught.append(CapturedTensor(name, place, tensor, value.clone(), stamp))
         self.values = values
-        self._places = [places.get(_storage(tensor)) for tensor, _ in values]
-        self._take(reached)
+        self._value_places = [places.get(_memory(tensor)) for tensor, _ in values]
+        self._compare_with(reached)
 
     def of(self, constants: Sequence[Any], ops: Mapping[str, Definition]) -> Guards:
-        """Of another graph of the same program, at the same time."""
+        """Return the guards of another graph that was captured from the same program just now."""
         return Guards(self.roots, self.ran, constants, ops, values=self.values, searched=True)
 
     def _walk(self) -> ReachedState:
@@ -142,13 +145,14 @@ class Guards:
         self.roots += reached.extra_roots
         return reached
 
-    def _take(self, reached: ReachedState) -> None:
+    def _compare_with(self, reached: ReachedState) -> None:
+        """Let `same` compare the present state with ``reached``, the result of a walk just now."""
         self.reached = reached
-        columns = [(key, e.holders, e.values) for key, e in reached.entries.items()]
-        self._columns = [column for column in columns if len(column[1]) >= _WORTH_A_COLUMN]
-        few = [column for column in columns if len(column[1]) < _WORTH_A_COLUMN]
-        self._entries = [(holder, key) for key, holders, _ in few for holder in holders]
-        self._values = [value for _, _, values in few for value in values]
+        groups = [(key, e.holders, e.values) for key, e in reached.entries.items()]
+        self._groups = [group for group in groups if len(group[1]) >= _MIN_GROUP]
+        small = [group for group in groups if len(group[1]) < _MIN_GROUP]
+        self._entries = [(holder, key) for key, holders, _ in small for holder in holders]
+        self._values = [value for _, _, values in small for value in values]
         self._cells = [cell for _, cell in reached.cells]
         self._contents = [cell.cell_contents for cell in self._cells]
         self._functions = [function for _, function in reached.functions]
@@ -156,10 +160,9 @@ class Guards:
         self._codes = [f.__code__ for f in self._functions]
         self._sized = [holder for _, holder in reached.sized]
         self._lengths = list(map(len, self._sized))
-        self._spaces = [space for _, space in reached.tensor_attributes]
-        self._numbers_of_attributes = self._now_attributes()
-        several = (d for d in reached.ordered if len(d) > 1)
-        self._ordered = [d for d in several if type(d) in (dict, OrderedDict)]
+        self._attribute_counts = self._current_attribute_counts()
+        ordered = (d for d in reached.ordered if len(d) > 1)
+        self._ordered = [d for d in ordered if type(d) in (dict, OrderedDict)]
         self._keys = list(chain.from_iterable(self._ordered))
         self._sets = [(s, frozenset(s)) for s in self._sized if isinstance(s, (set, frozenset))]
         self._objects = reached.objects
@@ -168,41 +171,42 @@ class Guards:
         self._containers = [(c, raw_items(c) or []) for c in reached.containers]
         self._variables = [(v, v.get(None)) for _, v in reached.context_variables]
         self._arrays = [(a, array_contents(a)) for _, a in reached.arrays]
-        self._asked = [(asked, asked()) for _, asked in reached.getters]
+        self._getters = [(getter, getter()) for _, getter in reached.getters]
         self._tensors = [x for _, x in reached.tensors]
-        self._metadata = self._now_metadata()
-        self._weights = [x for _, x in reached.parameters]
-        self._flags = self._now_flags()
-        self._hooks = RemovableHandle.next_id
-        self._numbers_of_hooks = self._hooks_here()
-        self._around = _around(reached)
+        self._metadata = self._current_metadata()
+        self._parameters = [x for _, x in reached.parameters]
+        self._parameter_flags = self._current_parameter_flags()
+        self._next_hook_id = RemovableHandle.next_id
+        self._hook_counts = self._current_hook_counts()
+        self._torch_state = _torch_state(reached)
         tensors = _tensors(reached)
         for caught in self.caught:
             if caught.place is not None:
                 caught.tensor = tensors[caught.place]
-        self._read = [
-            (tensor if place is None else tensors[place], value)
-            for place, (tensor, value) in zip(self._places, self.values, strict=True)
+        self._read_values = [
+            (tensor if place is None else tensors[place], copy)
+            for place, (tensor, copy) in zip(self._value_places, self.values, strict=True)
         ]
         paths = [path for path, _ in (*reached.parameters, *reached.tensors)]
-        self._read_paths = ["a tensor" if p is None else paths[p] for p in self._places]
+        self._value_paths = ["a tensor" if p is None else paths[p] for p in self._value_places]
 
-    def _now_flags(self) -> list[Any]:
+    def _current_parameter_flags(self) -> list[Any]:
         with DisableTorchFunctionSubclass():
-            wanted = [x.requires_grad for x in self._weights]
-            wanted += [x.dtype for x in self._weights]
-        return wanted
+            flags = [x.requires_grad for x in self._parameters]
+            flags += [x.dtype for x in self._parameters]
+        return flags
 
-    def _now_attributes(self) -> list[int]:
-        return [len(space) - (REMOTE_VALUE in space) for space in self._spaces]
+    def _current_attribute_counts(self) -> list[int]:
+        spaces = self.reached.tensor_attributes
+        return [len(space) - (REMOTE_VALUE in space) for _, space in spaces]
 
-    def _now_metadata(self) -> list[Any]:
+    def _current_metadata(self) -> list[Any]:
         return [tensor_metadata(x, strides=self.reached.reads_strides) for x in self._tensors]
 
     def same(self) -> bool:
-        """Whether nothing was replaced; False may be a false alarm."""
+        """Return whether no object was replaced. False may be a false alarm (`difference`)."""
         try:
-            for key, holders, values in self._columns:
+            for key, holders, values in self._groups:
                 if not all(map(is_, [holder[key] for holder in holders], values)):
                     return False
             if not all(map(is_, [holder[key] for holder, key in self._entries], self._values)):
@@ -214,94 +218,85 @@ class Guards:
             return False
         return (
             list(map(len, self._sized)) == self._lengths
-            and self._now_attributes() == self._numbers_of_attributes
+            and self._current_attribute_counts() == self._attribute_counts
             and list(chain.from_iterable(self._ordered)) == self._keys
             and all(map(is_, map(type, self._objects), self._types))
-            and (self._hooks == RemovableHandle.next_id or self._same_hooks())
-            and self._now_flags() == self._flags
+            and (self._next_hook_id == RemovableHandle.next_id or self._has_same_hooks())
+            and self._current_parameter_flags() == self._parameter_flags
             and all(map(is_, [f.__defaults__ for f in self._functions], self._defaults))
             and all(map(is_, [f.__code__ for f in self._functions], self._codes))
             and all(_attribute(o, name) is value for o, name, value in self._attributes)
             and all(variable.get(None) is value for variable, value in self._variables)
-            and all(held == kept for held, kept in self._sets)
+            and all(current == copy for current, copy in self._sets)
             and all(
-                len(now := raw_items(c) or []) == len(kept) and all(map(is_, now, kept))
-                for c, kept in self._containers
+                len(current := raw_items(c) or []) == len(items) and all(map(is_, current, items))
+                for c, items in self._containers
             )
-            and self._now_metadata() == self._metadata
-            and all(array_contents(array) == kept for array, kept in self._arrays)
-            and all(asked() == given for asked, given in self._asked)
-            and all(_holds(tensor, value) for tensor, value in self._read)
-            and self._around == _around(self.reached)
+            and self._current_metadata() == self._metadata
+            and all(array_contents(array) == contents for array, contents in self._arrays)
+            and all(getter() == value for getter, value in self._getters)
+            and all(_is_equal(tensor, copy) for tensor, copy in self._read_values)
+            and self._torch_state == _torch_state(self.reached)
             and all(definition_of(name) == before for name, before in self.ops.items())
         )
 
-    def _same_hooks(self) -> bool:
-        """Whether the hooks that were made since are others'."""
-        if self._hooks_here() != self._numbers_of_hooks:
+    def _has_same_hooks(self) -> bool:
+        """Return whether all hooks that were registered since are on other modules and tensors."""
+        if self._current_hook_counts() != self._hook_counts:
             return False
-        self._hooks = RemovableHandle.next_id
+        self._next_hook_id = RemovableHandle.next_id
         return True
 
-    def _hooks_here(self) -> list[int]:
+    def _current_hook_counts(self) -> list[int]:
         spaces = [vars(module) for module in self.reached.modules]
         kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
         return [len(space.get(kind, ())) for space in spaces for kind in kinds] + [
-            has_hooks(x) for x in self._weights
+            has_hooks(x) for x in self._parameters
         ]
 
     def difference(self) -> str | None:
-        """What is no longer as it was read, in words; None where all is the same by value."""
+        """Return the first difference by value, in words. Return None if there is none; then `same`
+        compares with the objects of now."""
         for name, before in self.ops.items():
             if definition_of(name) != before:
                 return f"the op {name}, which was defined anew"
         reached = self._walk()
-        before, now = self.reached, reached
-        if before.fingerprint == now.fingerprint and before.paths == now.paths:
-            arrays = [array_contents(a) for _, a in now.arrays]
-            if arrays != [kept for _, kept in self._arrays]:
-                return f"what {now.arrays[0][0]} holds"
-            if self._around != _around(reached):
-                return "torch's default dtype, its global hooks, or the environment"
-            self._take(reached)
-            for path, (tensor, value) in zip(self._read_paths, self._read, strict=True):
-                if not _holds(tensor, value):
-                    return f"{path}: {_numbers(value)} -> {_numbers(tensor)}"
-            return None
-        for index, path in enumerate(before.paths):
-            if index >= len(now.paths) or now.paths[index] != path:
-                other = now.paths[index] if index < len(now.paths) else "it is gone"
-                return path if path not in now.paths else other
-            if before.fingerprint[index] != now.fingerprint[index]:
-                was, is_now = before.fingerprint[index], now.fingerprint[index]
-                return f"{path}: {_words(was)} -> {_words(is_now)}"
-        return now.paths[len(before.paths)]
+        if reached.fingerprint != self.reached.fingerprint:
+            return self.reached.fingerprint.first_difference(reached.fingerprint)
+        arrays = [array_contents(array) for _, array in reached.arrays]
+        if arrays != [contents for _, contents in self._arrays]:
+            return f"what {reached.arrays[0][0]} holds"
+        if self._torch_state != _torch_state(reached):
+            return "torch's default dtype, its global hooks, or the environment"
+        self._compare_with(reached)
+        for path, (tensor, copy) in zip(self._value_paths, self._read_values, strict=True):
+            if not _is_equal(tensor, copy):
+                return f"{path}: {_elements_text(copy)} -> {_elements_text(tensor)}"
+        return None
 
     def hold(self, constants: Sequence[Any]) -> None:
-        """Other tensors in the place of those that were caught, in their order."""
+        """Replace the captured tensors by those of another capture, given in the same order."""
         for caught, (_, value) in zip(self.caught, constants, strict=True):
             caught.tensor = value
 
     def refresh(self) -> None:
-        """Looks at what the caught tensors hold now."""
         for caught in self.caught:
             caught.refresh()
 
 
 def _attribute(value: Any, name: str) -> Any:
-    """As `getattr`, without asking the object's own methods; None where it is not there."""
     try:
         return raw_attribute(value, name)
     except AttributeError:
         return None
 
 
-def _around(reached: ReachedState) -> tuple[Any, ...]:
-    """What of the process torch reads by itself."""
+def _torch_state(reached: ReachedState) -> tuple[Any, ...]:
+    """Return the global state that torch itself reads, and the environment if the code reads it."""
     environment = dict(os.environ) if reached.reads_environment else None
     forward_hooks = (torch_modules._global_forward_pre_hooks, torch_modules._global_forward_hooks)
     hooks = (
-        tuple(id(hook) for held in forward_hooks for hook in held.values())
+        tuple(id(hook) for space in forward_hooks for hook in space.values())
         if any(forward_hooks)
         else ()
     )
@@ -309,38 +304,27 @@ def _around(reached: ReachedState) -> tuple[Any, ...]:
 
 
 def _tensors(reached: ReachedState) -> list[torch.Tensor]:
-    """Those of modules that were not given are caught as well."""
+    """Return all tensors: parameters of modules that are no arguments may be captured, too."""
     return [x for _, x in (*reached.parameters, *reached.tensors)]
 
 
-def _storage(x: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
-    with DisableTorchFunctionSubclass():  # where it is, not what it holds
+def _memory(x: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    with DisableTorchFunctionSubclass():
         return (x.data_ptr(), x.shape, x.stride())
 
 
+def _is_equal(x: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Return whether the dtypes, the shapes and all bits of two tensors are equal."""
+    with DisableTorchFunctionSubclass():
+        same = x.dtype == copy.dtype and x.shape == copy.shape
+        return same and torch.equal(_bits(x.detach()), _bits(copy))
+
+
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """What tells 0.0 from -0.0, and a nan from a number."""
+    """Return the bytes of a tensor, in which 0.0 differs from -0.0 and a NaN equals itself."""
     return x.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _holds(x: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a tensor has the dtype, shape and bits of a value."""
-    with DisableTorchFunctionSubclass():
-        same = x.dtype == value.dtype and x.shape == value.shape
-        return same and torch.equal(_bits(x.detach()), _bits(value))
-
-
-def _numbers(x: torch.Tensor) -> str:
+def _elements_text(x: torch.Tensor) -> str:
     text = str(x.tolist())
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _words(entry: Any) -> str:
-    """An entry of a fingerprint in words."""
-    words: Iterable[Any] = entry if isinstance(entry, tuple) else (entry,)
-    kind, *rest = words
-    if isinstance(kind, type) and len(rest) == 1:
-        return repr(rest[0]) if kind is str else str(rest[0])
-    if kind == "gives":
-        return str(rest[0])
-    return {"is": "another object"}.get(str(kind), " ".join(map(str, (kind, *rest))))

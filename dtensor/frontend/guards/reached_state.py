@@ -1,15 +1,15 @@
 """The Python state that a walk reached: what guards compare, by value and by identity.
 
-    state.fingerprint[i], state.paths[i]   # (float, "0.1"), "BETA (global of train)"
-    state.entries["BETA"].holders          # [globals of train]: where BETA is read again
+    state.fingerprint.paths[0], state.fingerprint.descriptions[0]    # "BETA (...)", (float, "0.1")
+    state.entries["BETA"].holders          # [the globals of train]: where to read BETA again
 
 Two fingerprints are equal if and only if the state is the same to a program: numbers and strings by
 type and value (1, True and 1.0 differ), tensors by shape, dtype and requires_grad, containers,
 objects, functions and modules by their parts, an object that was visited before by the number of
-that visit, anything else by identity. The values in a tensor are not part of it.
+that visit, any other object by identity. The values in a tensor are not part of it.
 
 A fingerprint takes a walk. Comparing identities takes microseconds (guards.py): the other fields
-list the places to read and the objects to ask.
+list the places to read and the objects to compare.
 """
 
 from __future__ import annotations
@@ -52,13 +52,53 @@ class Entries:
 
 
 @dataclass(slots=True)
+class Fingerprint:
+    """The reached state by value: the description and the path of each visited object, in order.
+
+    ``keep_alive``: the objects whose id is in a description; no other object can take their id.
+    """
+
+    descriptions: list[tuple[object, ...]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    keep_alive: list[object] = field(default_factory=list, compare=False)
+
+    def add(self, path: str, *description: object) -> None:
+        self.descriptions.append(description)
+        self.paths.append(path)
+
+    def add_by_identity(self, path: str, value: object) -> None:
+        self.keep_alive.append(value)
+        self.add(path, "is", id(value))
+
+    def truncate(self, length: int) -> None:
+        del self.descriptions[length:], self.paths[length:]
+
+    def first_difference(self, now: Fingerprint) -> str | None:
+        """Return the first difference in words ("BETA (global of train): 0.1 -> 0.5"), or None."""
+        for i, path in enumerate(self.paths):
+            if i >= len(now.paths) or now.paths[i] != path:
+                other = now.paths[i] if i < len(now.paths) else "it is gone"
+                return path if path not in now.paths else other
+            if self.descriptions[i] != now.descriptions[i]:
+                return f"{path}: {_text(self.descriptions[i])} -> {_text(now.descriptions[i])}"
+        return now.paths[len(self.paths)] if len(now.paths) > len(self.paths) else None
+
+
+def _text(description: tuple[object, ...]) -> str:
+    """Return a description as part of a message: (float, "0.1") is "0.1"."""
+    kind, *values = description
+    if isinstance(kind, type) and len(values) == 1:
+        return repr(values[0]) if kind is str else str(values[0])
+    if kind == "gives":
+        return str(values[0])
+    return "another object" if kind == "is" else " ".join(map(str, description))
+
+
+@dataclass(slots=True)
 class ReachedState:
     """The result of a walk."""
 
-    # The fingerprint, which is compared by value.
-    fingerprint: list[object] = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)  # of its entries
-    keep_alive: list[object] = field(default_factory=list)  # objects whose id is in it
+    fingerprint: Fingerprint = field(default_factory=Fingerprint)  # compared by value
 
     # Places to read: guards compare the identity of the object there.
     entries: dict[Any, Entries] = field(default_factory=dict)  # by key
@@ -88,15 +128,6 @@ class ReachedState:
     reads_environment: bool = False
     reads_strides: bool = False
 
-    def add(self, path: str, *description: object) -> None:
-        """Add an entry to the fingerprint."""
-        self.fingerprint.append(description)
-        self.paths.append(path)
-
-    def add_by_identity(self, path: str, value: object) -> None:
-        self.keep_alive.append(value)
-        self.add(path, "is", id(value))
-
     def add_entry(self, holder: Any, key: Any, value: Any, path: str) -> None:
         """Add a place to read: ``holder[key]``, which is ``value`` now."""
         if (entries := self.entries.get(key)) is None:
@@ -112,6 +143,6 @@ class ReachedState:
         self.getters.append((path, getter))
         if getter is kernel_flags:  # an entry for each, so that a message names the flag
             for name, value in kernel_flags():
-                self.add(f"a setting of torch, {name}", "gives", repr(value))
+                self.fingerprint.add(f"a setting of torch, {name}", "gives", repr(value))
         else:
-            self.add(path, "gives", repr(getter()))
+            self.fingerprint.add(path, "gives", repr(getter()))

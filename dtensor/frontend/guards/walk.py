@@ -187,6 +187,7 @@ class _Walker:
         self.before_run = executed is None
         self.executed: Mapping[int, CodeType] = {} if executed is None else executed.codes
         self.state = ReachedState()
+        self.fingerprint = self.state.fingerprint
         self.entered: set[int] = set()  # ids of the code of functions whose reads are followed
         self._visits: dict[int, int] = {}  # id of an object -> the number of its first visit
         self._pending: list[tuple[str, Any]] = []  # a stack of (path, object)
@@ -195,7 +196,7 @@ class _Walker:
         self._pending += reversed(roots)
         while self._pending and not (self.before_run and len(self._visits) >= MAX_OBJECTS):
             path, value = self._pending.pop()
-            num_pending, num_added = len(self._pending), len(self.state.fingerprint)
+            num_pending, num_added = len(self._pending), len(self.fingerprint.paths)
             try:
                 self._visit(path, value)
             except PlanningError:
@@ -205,14 +206,14 @@ class _Walker:
                     raise
                 # A method of the user's class raised, such as __len__. `_object` calls none.
                 del self._pending[num_pending:]
-                del self.state.fingerprint[num_added:], self.state.paths[num_added:]
+                self.fingerprint.truncate(num_added)
                 self._mark_visited(value)
                 self._object(path, value)
             self._pending[num_pending:] = reversed(self._pending[num_pending:])
 
     def _mark_visited(self, value: object) -> None:
         self._visits.setdefault(id(value), len(self._visits))
-        self.state.keep_alive.append(value)
+        self.fingerprint.keep_alive.append(value)
 
     def _push(self, path: str, value: Any) -> None:
         self._pending.append((path, value))
@@ -237,7 +238,9 @@ class _Walker:
     def _visit(self, path: str, value: Any) -> None:
         kind, state = type(value), self.state
         if isinstance(value, PLAIN):
-            state.add(path, kind, repr(value) if kind in (float, complex, slice) else value)
+            self.fingerprint.add(
+                path, kind, repr(value) if kind in (float, complex, slice) else value
+            )
             if kind.__flags__ & _HEAP_TYPE and id(value) not in self._visits:  # a user's subclass
                 self._mark_visited(value)
                 self._attributes(path, value)
@@ -246,7 +249,7 @@ class _Walker:
             self._wrapper(path, kind, referent_of(value))
             return
         if (number := self._visits.get(id(value))) is not None:
-            state.add(path, "seen", number)
+            self.fingerprint.add(path, "seen", number)
             return
         self._mark_visited(value)
         match value:  # a class may match several cases: the order counts
@@ -270,7 +273,7 @@ class _Walker:
             case property():
                 self._wrapper(path, "property", value.fget)
             case _ if isinstance(value, _C_FUNCTIONS):
-                state.add_by_identity(path, value)
+                self.fingerprint.add_by_identity(path, value)
                 owner = getattr(value, "__self__", None)
                 if owner is not None and not isinstance(owner, (ModuleType, type)):
                     self._push(f"{path}{METHOD_OWNER}", owner)
@@ -282,7 +285,7 @@ class _Walker:
                 self._thread_local(path, value)
             case _ if is_iterator(value):
                 state.generators.append((path, value))
-                state.add_by_identity(path, value)
+                self.fingerprint.add_by_identity(path, value)
             case list() | tuple() | collections.deque():
                 self._sequence(path, value)
             case MethodWrapperType():
@@ -290,13 +293,13 @@ class _Walker:
             case _ if isinstance(value, DICT_VIEWS):
                 self._wrapper(path, kind, value.mapping)
             case dict() if value is sys.modules:
-                state.add_by_identity(path, value)
+                self.fingerprint.add_by_identity(path, value)
                 parts = (part for code in self.executed.values() for part in with_nested(code))
                 strings = {text for part in parts for text in string_constants(part)}
                 for name in sorted(strings & sys.modules.keys()):
                     self._imported_module(name)
             case dict() if value is _BUILTINS:
-                state.add_by_identity(path, value)
+                self.fingerprint.add_by_identity(path, value)
             case dict() | MappingProxyType() if kind.__getitem__ in _DICT_LOOKUPS:
                 self._mapping(path, value)
             case set() | frozenset():
@@ -305,15 +308,15 @@ class _Walker:
                 self._array(path, value)
             case _ if isinstance(value, _BYTE_BUFFERS):
                 state.arrays.append((path, value))
-                state.add(path, "array", kind)
+                self.fingerprint.add(path, "array", kind)
             case io.StringIO() | io.BytesIO() if self.before_run:
                 state.arrays.append((path, value))
-                state.add_by_identity(path, value)
+                self.fingerprint.add_by_identity(path, value)
             case np.generic():
-                state.add(path, kind, repr(value))
+                self.fingerprint.add(path, kind, repr(value))
             case _ if isinstance(value, _RANDOM_GENERATORS):
                 state.generators.append((path, value))
-                state.add_by_identity(path, value)
+                self.fingerprint.add_by_identity(path, value)
                 if isinstance(value, torch.Generator) and "initial_seed" in self.names.names:
                     state.add_getter(f"{path}.initial_seed()", value.initial_seed)
             case weakref.ReferenceType():
@@ -326,7 +329,7 @@ class _Walker:
 
     def _wrapper(self, path: str, description: object, *parts: object) -> None:
         """Record an object that is no more than its parts."""
-        self.state.add(path, description)
+        self.fingerprint.add(path, description)
         for part in parts:
             self._push(path, part)
 
@@ -339,17 +342,18 @@ class _Walker:
         if runs and not is_generated:
             self._enter(path, function)
             return
-        self.state.add_by_identity(path, function)
+        self.fingerprint.add_by_identity(path, function)
         if "__wrapped__" in function.__dict__:  # the user's function, in a library's decorator
             self._push(path, function.__dict__["__wrapped__"])
         if not (self.before_run and foreign):
             self._attributes(path, function)
 
     def _enter(self, path: str, function: FunctionType) -> None:
+        """Record a function whose code is followed, and push the state that this code mentions."""
         code = function.__code__
         self.entered.add(id(code))
-        self.state.keep_alive.append(code)
-        self.state.add(path, "function", id(code))
+        self.fingerprint.keep_alive.append(code)
+        self.fingerprint.add(path, "function", id(code))
         if self.before_run:
             self.names.add(code)
         if is_layer(code):  # it reads its module and its arguments
@@ -368,7 +372,7 @@ class _Walker:
             try:
                 content = cell.cell_contents
             except ValueError:  # not assigned yet
-                self.state.add(path, "empty")
+                self.fingerprint.add(path, "empty")
                 continue
             self.state.cells.append((path, cell))
             self._push(path, content)
@@ -410,7 +414,7 @@ class _Walker:
             self._push(name, sys.modules[name])
 
     def _partial(self, path: str, value: functools.partial[Any]) -> None:
-        self.state.add(path, "partial", len(value.args), tuple(value.keywords))
+        self.fingerprint.add(path, "partial", len(value.args), tuple(value.keywords))
         for name in ("func", "args"):
             self.state.attributes.append((path, value, name))
         self._push(path, value.func)
@@ -426,7 +430,7 @@ class _Walker:
         self._attributes(path, value)
 
     def _class(self, path: str, cls: type) -> None:
-        self.state.add(path, "class", id(cls))
+        self.fingerprint.add(path, "class", id(cls))
         if not is_foreign(module_of(type(cls))):
             self._push(path, type(cls))
         for base in cls.__mro__:
@@ -461,7 +465,7 @@ class _Walker:
     # -- Python modules ----------------------------------------------------------------------------
 
     def _python_module(self, path: str, module: ModuleType) -> None:
-        self.state.add(path, "python module", module.__name__)
+        self.fingerprint.add(path, "python module", module.__name__)
         space, prefix = vars(module), module.__name__
         names = sorted(self.names.names & space.keys())
         if not is_foreign(prefix):
@@ -486,7 +490,7 @@ class _Walker:
             if isinstance(value, type) and callable(getter := guard_for(f"{path}.__new__")):
                 self.state.add_getter(path, getter)
             self.state.add_entry(space, name, value, path)
-            self.state.add_by_identity(path, value)
+            self.fingerprint.add_by_identity(path, value)
         elif self.before_run:
             return
         elif isinstance(value, ModuleType):
@@ -506,7 +510,7 @@ class _Walker:
         prefix = f"{path}." if path else ""
         state.modules.append(module)
         state.objects.append(module)
-        state.add(path, "module", bool(path))
+        self.fingerprint.add(path, "module", bool(path))
         self._push(path, type(module))
         names = self.names.select(space)
         if is_foreign(module_of(type(module))):  # a layer of torch: it does not compute names
@@ -529,33 +533,33 @@ class _Walker:
                     self._entry(hooks, key, f"{prefix}{kind.strip('_')}[{i}]")
                 state.sized.append((f"{path}: {kind}", hooks))
                 state.ordered.append(hooks)
-        state.add(path, *(len(space.get(kind, ())) for kind in BACKWARD_HOOKS))
+        self.fingerprint.add(path, *(len(space.get(kind, ())) for kind in BACKWARD_HOOKS))
 
     def _parameter(self, path: str, x: torch.Tensor | None) -> None:
         """Record a parameter or buffer."""
         if x is None:
-            self.state.add(path, None)
+            self.fingerprint.add(path, None)
         elif (number := self._visits.get(id(x))) is not None:  # tied
-            self.state.add(path, "seen", number)
+            self.fingerprint.add(path, "seen", number)
         else:
             self._mark_visited(x)
             if not is_dense(x):  # as in `_tensor`
-                self.state.add_by_identity(path, x)
+                self.fingerprint.add_by_identity(path, x)
                 return
             self.state.parameters.append((path, x))
             with DisableTorchFunctionSubclass():
                 is_parameter = isinstance(x, nn.Parameter)
                 description = (is_parameter, tuple(x.shape), x.dtype, x.requires_grad, has_hooks(x))
-            self.state.add(path, *description)
+            self.fingerprint.add(path, *description)
             self._tensor_attributes(path, x)
 
     def _tensor(self, path: str, x: torch.Tensor) -> None:
         """Record a tensor that no module holds."""
         if not is_dense(x):  # a capture refuses to read it
-            self.state.add_by_identity(path, x)
+            self.fingerprint.add_by_identity(path, x)
             return
         self.state.tensors.append((path, x))
-        self.state.add(path, "tensor", *tensor_metadata(x, strides=self.state.reads_strides))
+        self.fingerprint.add(path, "tensor", *tensor_metadata(x, strides=self.state.reads_strides))
         if "grad" in self.names.names:
             self.state.add_getter(f"{path}.grad is None", lambda: not x.is_leaf or x.grad is None)
         self._tensor_attributes(path, x)
@@ -571,7 +575,7 @@ class _Walker:
     # -- containers and arrays ---------------------------------------------------------------------
 
     def _sequence(self, path: str, items: Any) -> None:
-        self.state.add(path, type(items), len(items))
+        self.fingerprint.add(path, type(items), len(items))
         self._container_attributes(path, items)
         if isinstance(items, tuple):
             self._items(path, items)
@@ -582,7 +586,7 @@ class _Walker:
                 self._entry(items, i, f"{path}[{i}]")
 
     def _mapping(self, path: str, items: Mapping[Any, Any]) -> None:
-        self.state.add(path, type(items), len(items))
+        self.fingerprint.add(path, type(items), len(items))
         self._container_attributes(path, items)
         self.state.sized.append((path, items))
         if self.before_run and len(items) > MAX_ITEMS:
@@ -590,9 +594,9 @@ class _Walker:
         self.state.ordered.append(items)
         for key in list(items):
             if isinstance(key, PLAIN):
-                self.state.add(path, type(key), key)
+                self.fingerprint.add(path, type(key), key)
             else:
-                self.state.add_by_identity(path, key)
+                self.fingerprint.add_by_identity(path, key)
             self._entry(items, key, f"{path}{key_text(key)}")
 
     def _set(self, path: str, items: set[Any] | frozenset[Any]) -> None:
@@ -601,7 +605,7 @@ class _Walker:
             contents = tuple(sorted((type(item).__name__, repr(item)) for item in held))
         else:
             contents = tuple(sorted(map(id, held)))
-        self.state.add(path, type(items), contents)
+        self.fingerprint.add(path, type(items), contents)
         self.state.sized.append((path, items))
 
     def _container_attributes(self, path: str, items: Any) -> None:
@@ -615,15 +619,15 @@ class _Walker:
     def _array(self, path: str, value: np.ndarray[Any, Any]) -> None:
         self.state.arrays.append((path, value))
         if not value.dtype.hasobject:
-            self.state.add(path, "array", str(value.dtype), value.shape, value.strides)
+            self.fingerprint.add(path, "array", str(value.dtype), value.shape, value.strides)
             return
-        self.state.add(path, "array", value.shape)
+        self.fingerprint.add(path, "array", value.shape)
         self._items(path, value.reshape(-1).tolist())
 
     # -- objects -----------------------------------------------------------------------------------
 
     def _enum(self, path: str, member: enum.Enum) -> None:
-        self.state.add(path, type(member), member.name)
+        self.fingerprint.add(path, type(member), member.name)
         space = raw_attributes(member)
         self._entry(space, "_value_", path)
         self._entries(
@@ -635,7 +639,7 @@ class _Walker:
     def _thread_local(self, path: str, value: threading.local) -> None:
         """Record an object whose attributes differ between threads: guards read them from the
         object, because each thread has its own `__dict__`."""
-        self.state.add(path, "thread local")
+        self.fingerprint.add(path, "thread local")
         self._push(path, type(value))
         space = raw_attributes(value)
         if self.before_run:
@@ -651,16 +655,16 @@ class _Walker:
         kind = type(value)
         root = module_of(kind).partition(".")[0]
         if self.before_run and root in _IDENTITY_BEFORE_RUN:
-            self.state.add_by_identity(path, value)
+            self.fingerprint.add_by_identity(path, value)
             return
         guard = ByParts() if self.before_run or root == "dtensor" else guard_for_class(kind)
         if isinstance(guard, ByParts):
             self._parts_of_object(path, value, guard.getter)
             return
         if guard == "by repr":
-            self.state.add(path, kind, repr(value))
+            self.fingerprint.add(path, kind, repr(value))
         else:
-            self.state.add_by_identity(path, value)
+            self.fingerprint.add_by_identity(path, value)
         class_name = f"{module_of(kind)}.{kind.__qualname__}"
         if guard == "unknown" and not _is_written(value):
             self.state.unguarded.append((path, value))
@@ -679,14 +683,14 @@ class _Walker:
                 return
         if issubclass(kind, BaseException):
             self._push(path, value.args)
-        state.add(path, "object")
+        self.fingerprint.add(path, "object")
         state.objects.append(value)
         self._push(path, kind)
         if (items := raw_items(value)) is not None:  # a container with its own lookup
             state.containers.append(value)
             if issubclass(kind, dict):
                 keys = dict.keys(value)
-                state.add(path, *(k if type(k) in PLAIN else id(k) for k in keys))
+                self.fingerprint.add(path, *(k if type(k) in PLAIN else id(k) for k in keys))
             self._items(path, items)
         if module_of(kind).partition(".")[0] == "dtensor":  # holds the user's modules
             for part in space.values():
