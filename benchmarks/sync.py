@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +35,8 @@ from torch.distributed import TCPStore
 import dtensor as dt
 from benchmarks.smallest import parsed
 from dtensor.daft import Call, Function, Program, RankProgram
-from dtensor.daft.ray.channel.messages import _Stream
-from dtensor.daft.ray.channel.run_channel import RunChannel
+from dtensor.daft.ray.channel import run_channel
+from dtensor.daft.ray.channel.messages import Data, Kind, _Stream
 from dtensor.daft.ray.transports.gloo import Messenger, gloo_group
 
 VOCAB = 8192
@@ -123,20 +124,21 @@ class Counter:
 
     def __init__(self) -> None:
         self.sent = self.received = 0
-        write, read = RunChannel._write, _Stream._read
+        encode, read = run_channel.encoded, _Stream._read
 
-        def written(
-            channel: RunChannel, line: object, pieces: Sequence[object], lent: bool
-        ) -> None:
-            self.sent += sum(memoryview(piece).nbytes for piece in pieces)  # type: ignore[arg-type]
-            write(channel, line, pieces, lent)  # type: ignore[arg-type]
+        def encoded(
+            number: int, kind: Kind, functions: tuple[Any, ...], value: object
+        ) -> list[Data]:
+            pieces = encode(number, kind, functions, value)
+            self.sent += sum(memoryview(piece).nbytes for piece in pieces)
+            return pieces
 
         def was_read(reader: _Stream, into: memoryview) -> Generator[None, None, int]:
             count = yield from read(reader, into)
             self.received += count
             return count
 
-        RunChannel._write = written  # type: ignore[method-assign]
+        run_channel.encoded = encoded
         _Stream._read = was_read  # type: ignore[method-assign]
 
 

@@ -70,7 +70,6 @@ Part: TypeAlias = tuple[Any, ...]
 """The arguments of a method, for one host."""
 Places: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 """Hosts, each with those of its ranks that take part."""
-_CHANGES = (Worker.put, Worker.delete, Worker.run)
 
 
 class Future(ABC):
@@ -338,9 +337,21 @@ class HostedCluster(Cluster):
 
     # -- methods of a backend --------------------------------------------------------------------
     @abstractmethod
-    def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Any:
-        """Call a host; returns a reference to the result. `run`: the call's run, if it belongs to
-        one. If nobody will `read` the result, its exception must be raised by a later call."""
+    def _call(
+        self,
+        method: Method,
+        places: Places,
+        parts: Sequence[Part],
+        *,
+        run: int | None = None,
+        read: bool = True,
+    ) -> list[Any]:
+        """Call a method on each of these hosts with its part; return a reference to each result.
+
+        `run`: the run that the calls belong to, if any. If nobody will `read` the results, an
+        exception of a call must be raised by a later call. The lock is held. If not all hosts could
+        be called, the cluster counts as `interrupted`: those that were would wait for the others.
+        """
 
     def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
         """A run is to be called; raises if a value that it may read was lost with a process."""
@@ -351,15 +362,12 @@ class HostedCluster(Cluster):
     def _makes(self, names: Sequence[Collection[str]]) -> None:
         """These values are put anew, by rank."""
 
-    def _called(self, run: int | None, change: int | None, asked: Sequence[Any]) -> None:
-        """These calls were made, one of each host concerned, with the lock held."""
-
     def _own(self, asked: Sequence[Any]) -> None:
         """The buffers that were lent to these puts may change from now on."""
 
     @abstractmethod
-    def _count(self, ranks: Sequence[int]) -> int:
-        """How many actors a call to the host of these ranks reaches."""
+    def _count(self, places: Places) -> int:
+        """Return the number of actors that calls to these hosts reach."""
 
     @abstractmethod
     def collect(self, asked: Sequence[Any], timeout: float | None = None) -> list[Any]:
@@ -518,7 +526,8 @@ class HostedCluster(Cluster):
                 for (_, ranks), gone, change in told
             ]
             if mode != "interpreted":
-                asked = self._each(Worker.run, places, [(own,) for own in parts], run, True)
+                asked = self._call(Worker.run, places, [(own,) for own in parts], run=run)
+                self.calls += self._count(places)
                 self._awaits(places, asked)
                 if keep:
                     own = (program.outputs for program in handle.program.ranks)
@@ -558,8 +567,7 @@ class HostedCluster(Cluster):
         for site in merge_sites(handle.program, everyone, self._seed)[0]:
             host, position = place[site]
             self.calls += 1
-            part = (handle.id, position)
-            self.collect([self._call(host, run, True, Worker.step, part)])
+            self.collect(self._call(Worker.step, [(host, ())], [(handle.id, position)], run=run))
         asked = self._submit(Worker.finish, places, [(handle.id,)] * len(places))
         self._awaits(places, asked)
         return _Called(self, asked, dict, handle)
@@ -724,26 +732,12 @@ class HostedCluster(Cluster):
     def _submit(
         self, method: Method, places: Places, parts: Sequence[Part], *, read: bool = True
     ) -> list[Any]:
-        """One call to each host, with its part, and no other thread's between them."""
+        """Call a method on each host with its part; no call of another thread comes between."""
         with self._lock:
             self._check()
-            return self._each(method, places, parts, None, read)
-
-    def _each(
-        self, method: Method, places: Places, parts: Sequence[Part], run: int | None, read: bool
-    ) -> list[Any]:
-        asked: list[Any] = []
-        try:
-            for (host, ranks), part in zip(places, parts, strict=True):
-                asked.append(self._call(host, run, read, method, part))
-                self.calls += self._count(ranks)
-        except BaseException as error:
-            if asked or not isinstance(error, Exception):
-                self.interrupted()  # hosts that were called would wait for the others
-            raise
-        change = self.changes.number if self.changes and method in _CHANGES else None
-        self._called(run, change, asked)
-        return asked
+            asked = self._call(method, places, parts, read=read)
+            self.calls += self._count(places)
+            return asked
 
     def _check(self) -> None:
         if self._closed:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
+from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, Places, hosts_of
 from dtensor.daft.errors import DaftError, ProgramError, as_sent
 from dtensor.daft.ir.host_program import HostProgram
 from dtensor.daft.ir.program import Program
@@ -71,15 +71,27 @@ class InProcessCluster(HostedCluster):
         self.immediate = True
         self.number_changes(None if copies is None else 1)
 
-    def _call(self, host: int, run: int | None, read: bool, method: Method, part: Part) -> Made:
-        self._last = run, part, threading.get_native_id(), time.monotonic()
-        try:
-            return method(self._worker, *part), None
-        except BaseException as error:
-            return None, self._caught(error, read)
+    def _call(
+        self,
+        method: Method,
+        places: Places,
+        parts: Sequence[Part],
+        *,
+        run: int | None = None,
+        read: bool = True,
+    ) -> list[Made]:
+        asked: list[Made] = []
+        for part in parts:  # there is one host
+            self._last = run, part, threading.get_native_id(), time.monotonic()
+            try:
+                asked.append((method(self._worker, *part), None))
+            except BaseException as error:
+                asked.append((None, self._caught(error, read)))
+        return asked
 
     def _caught(self, error: BaseException, read: bool) -> Exception:
         if interrupts(error):
+            self.interrupted()
             raise error
         sent = as_sent(error)
         if sent is error and isinstance(error, DaftError):
@@ -88,8 +100,8 @@ class InProcessCluster(HostedCluster):
             raise sent from sent.__cause__
         return sent
 
-    def _count(self, ranks: Sequence[int]) -> int:
-        return len({rank // self._ranks_per_actor for rank in ranks})
+    def _count(self, places: Places) -> int:
+        return len({rank // self._ranks_per_actor for _, ranks in places for rank in ranks})
 
     def collect(self, asked: Sequence[Made], timeout: float | None = None) -> list[Any]:
         for _, error in asked:  # there is one host

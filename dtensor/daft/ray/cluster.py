@@ -52,7 +52,7 @@ from dtensor.daft.ray.bootstrap.starting_line import said_while_it_starts
 from dtensor.daft.ray.channel.messages import ONE_WAY, REQUEST, HostFailed, Payload
 from dtensor.daft.ray.channel.processes import END_S, HostProcess, LaunchProcesses
 from dtensor.daft.ray.diagnosis.failure_detector import AwaitedCall, FailureDetector
-from dtensor.daft.ray.ranks.ranks import Plain, Ranks
+from dtensor.daft.ray.ranks.ranks import Ranks
 from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
 from dtensor.daft.ray.recovery.membership import HostCall, Membership
 from dtensor.daft.ray.recovery.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
@@ -63,6 +63,9 @@ from dtensor.daft.status import Status
 from dtensor.daft.verification.pairing import Hosts, Site, instruction_at
 from dtensor.kernel_flags import kernel_flags
 from dtensor.signals import Lock, waits_may_act
+
+_CHANGES = (Worker.put, Worker.delete, Worker.run)
+"""The methods that change a host's table."""
 
 
 class RayCluster(HostedCluster):
@@ -91,7 +94,7 @@ class RayCluster(HostedCluster):
             )
         self.loaded: LoadedOnHosts = LoadedOnHosts(device, keeps=snapshot_every is not None)
         self.log: CallLog = CallLog(self._came_back, lambda call: answered(call, self.channel))
-        self._flags_of = -1, b""  # the last run that was asked for
+
         self._recovery: Recovery | None = None
         self._epoch = 0  # how often hosts met, without a recovery
         self._spans = False  # several machines
@@ -245,65 +248,99 @@ class RayCluster(HostedCluster):
 
     # -- how a call reaches a host --------------------------------------------------------------
     def _call(
-        self, host: int, run: int | None, read: bool, method: Method, part: Part
-    ) -> AwaitedCall:
-        kind = REQUEST if read else ONE_WAY
-        plain: Plain = {}
-        if method is Worker.begin:
-            self.membership.tell(
-                self.membership.host(host), Ranks.obey, marshal.dumps(kernel_flags(), 2)
-            )
-        if run is None:
-            functions, given = (Ranks.ask, method), part
-            if method in (Ranks.unload, Ranks.provide):
-                functions = (method,)
-        elif method is Worker.run:
-            run_of_host: HostRun = part[0]
-            inputs, plain = self.loaded.plain.split(run_of_host.program, run_of_host.inputs)
-            plain |= self.loaded.plain.flags(host, run_of_host.program, self._flags(run))
-            functions, given = (
-                (Ranks.run_program,),
-                (run_of_host._replace(inputs=inputs).plain(), plain),
-            )
-        else:
-            program = part[0].program if method is Worker.begin else part[0]
-            functions, given = (Ranks.run, method), (run, program, *part)
-        lent = read and method is Worker.put
-        if self._recovery is None:
-            asked = self._send(host, HostCall(kind, functions, given, run, lent=lent))
-        else:
-            payload = Payload.of(given)
-            asked = self._send(host, call := HostCall(kind, functions, payload, run, lent=lent))
-            call.given, asked.call = payload if lent else payload.kept(), call
-            call.plain = self.loaded.plain.known(part[0].program, plain) if plain else {}
-            if method is Worker.run:
-                call.program = part[0].program
-                call.stored = tuple(
-                    (rank, value.name)
-                    for rank, named in part[0].inputs.items()
-                    for value in named.values()
-                    if isinstance(value, Stored)
+        self,
+        method: Method,
+        places: Places,
+        parts: Sequence[Part],
+        *,
+        run: int | None = None,
+        read: bool = True,
+    ) -> list[AwaitedCall]:
+        flags = b""
+        if method is Worker.run or method is Worker.begin:
+            flags = marshal.dumps(kernel_flags(), 2)
+        asked: list[AwaitedCall] = []
+        try:
+            for (host, _), part in zip(places, parts, strict=True):
+                process = self.membership.host(host)
+                if method is Worker.begin:
+                    self.membership.tell(process, Ranks.obey, flags)
+                call = self._message(host, method, part, run, flags)
+                call.kind, call.lent = REQUEST if read else ONE_WAY, read and method is Worker.put
+                if self._recovery is not None:
+                    call.given = Payload.of(call.given)
+                reply = self.channel.send(
+                    process.index, call.kind, call.functions, call.given, lent=call.lent
                 )
-        if run is not None and plain:
-            self.loaded.plain.note(run, part[0].program, plain)
+                if run is not None:
+                    process.counter.asks(run)
+                asked.append(AwaitedCall(process, reply, self.runs))
+                if self._recovery is not None:  # it may be sent again
+                    call.keep_payload()
+                    asked[-1].call = call
+        except BaseException as error:
+            if asked or not isinstance(error, Exception):
+                self.interrupted()
+            raise
+        self._log(method, places, asked, run)
         return asked
 
-    def _flags(self, run: int) -> bytes:
-        """What torch's kernels obey here, as it was when the run was asked for."""
-        if run != self._flags_of[0]:
-            self._flags_of = run, marshal.dumps(kernel_flags(), 2)
-        return self._flags_of[1]
+    def _message(
+        self, host: int, method: Method, part: Part, run: int | None, flags: bytes
+    ) -> HostCall:
+        """Return a call of a method of `Worker`, or of `Ranks` itself. `flags`: the settings of
+        torch's kernels, marshalled, for a run."""
+        if method is Worker.run:
+            return self._run_message(host, part[0], flags)
+        if run is not None:
+            return HostCall((Ranks.run, method), (run, part[0], *part), run)
+        functions = (method,) if method in (Ranks.unload, Ranks.provide) else (Ranks.ask, method)
+        return HostCall(functions, part, None)
 
-    def _send(self, host: int, call: HostCall) -> AwaitedCall:
-        return AwaitedCall(self.membership.host(host), self.membership.send(host, call), self.runs)
+    def _run_message(self, host: int, host_run: HostRun, flags: bytes) -> HostCall:
+        program, sent_inputs = host_run.program, self.loaded.plain
+        inputs, plain = sent_inputs.split(program, host_run.inputs)
+        plain |= sent_inputs.flags(host, program, flags)
+        given = host_run._replace(inputs=inputs).plain(), plain
+        call = HostCall((Ranks.run_program,), given, host_run.number)
+        if self._recovery is not None:
+            call.plain = sent_inputs.known(program, plain)
+            call.program = program
+            call.stored = tuple(
+                (rank, value.name)
+                for rank, named in host_run.inputs.items()
+                for value in named.values()
+                if isinstance(value, Stored)
+            )
+        sent_inputs.note(host_run.number, program, plain)
+        return call
+
+    def _log(
+        self, method: Method, places: Places, asked: Sequence[AwaitedCall], run: int | None
+    ) -> None:
+        """Log runs, and all calls that may have to be sent again."""
+        recovers = self._recovery is not None
+        change = self.changes.number if self.changes and method in _CHANGES else None
+        for (host, _), each in zip(places, asked, strict=True):
+            if not recovers and method is not Worker.run:
+                break
+            sent = SentCall(host=host, change=change, run=run, number=each.ref.number)
+            if recovers:
+                sent.asked = each if each.call.kind == REQUEST else None
+                sent.message, sent.nbytes = each.call, each.call.given.nbytes
+            self.log.add(sent)
+        if self._recovery is not None:
+            self._or_fail(self._recovery.sent)
+        elif self.log.is_long:
+            self.log.drop()
 
     def _own(self, asked: Sequence[AwaitedCall]) -> None:
         self.channel.own()
         if self._recovery is not None:
             self._recovery.own([each.call for each in asked])
 
-    def _count(self, ranks: Sequence[int]) -> int:
-        return 1
+    def _count(self, places: Places) -> int:
+        return len(places)
 
     def ask(self, host: int, method: Method, *given: object) -> AwaitedCall:
         process = self.membership.host(host)
@@ -357,21 +394,6 @@ class RayCluster(HostedCluster):
         finally:
             if self.channel.interrupted and self.failure is None:
                 self.interrupted()
-
-    def _called(self, run: int | None, change: int | None, asked: Sequence[AwaitedCall]) -> None:
-        recovers = self._recovery is not None
-        for each in asked if recovers or run is not None else ():
-            host, call = self.membership.place(each.host.index), each.call
-            assert host is not None, "a call is one of a host's"
-            sent = SentCall(host=host, change=change, run=run, number=each.ref.number)
-            if recovers:
-                sent.asked = each if call.kind == REQUEST else None
-                sent.message, sent.nbytes = call, call.given.nbytes
-            self.log.add(sent)
-        if self._recovery is not None:
-            self._or_fail(self._recovery.sent)
-        elif self.log.is_long:
-            self.log.drop()
 
     def _or_fail(self, act: Callable[[], None]) -> None:
         """Do what may meet a loss; where it cannot be mended, all ends."""
@@ -469,8 +491,8 @@ class RayCluster(HostedCluster):
                 self.membership.tell(self.membership.host(host), Ranks.provide, needed)
             return
         with self._lock:
-            asked = [self._call(host, None, True, Ranks.provide, (needed,)) for host in hosts]
-            self._called(None, None, asked)
+            places = [(host, ()) for host in hosts]
+            asked = self._call(Ranks.provide, places, [(needed,)] * len(hosts))
         lacking = self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
         if lost := dict(pair for each in lacking for pair in each):
             facts = "".join(f"\n  {name}: {reason}" for name, reason in sorted(lost.items()))

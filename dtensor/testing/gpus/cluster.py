@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, hosts_of
+from dtensor.daft.cluster.cluster import Handle, HostedCluster, Method, Part, Places, hosts_of
 from dtensor.daft.errors import DaftError
 from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Key
@@ -82,12 +82,24 @@ class SimulatedCluster(HostedCluster):
         return self._threads[host].submit(called)
 
     def _call(
-        self, host: int, run: int | None, read: bool, method: Method, part: Part
-    ) -> Asked[Any]:
+        self,
+        method: Method,
+        places: Places,
+        parts: Sequence[Part],
+        *,
+        run: int | None = None,
+        read: bool = True,
+    ) -> list[Asked[Any]]:
+        return [
+            self._ask_worker(host, method, part)
+            for (host, _), part in zip(places, parts, strict=True)
+        ]
+
+    def _ask_worker(self, host: int, method: Method, part: Part) -> Asked[Any]:
         return self._ask(host, lambda: method(self._workers[host], *part))
 
-    def _count(self, ranks: Sequence[int]) -> int:
-        return 1
+    def _count(self, places: Places) -> int:
+        return len(places)
 
     def collect(self, asked: Sequence[Asked[Any]], timeout: float | None = None) -> list[Any]:
         errors: list[BaseException] = []
@@ -125,8 +137,8 @@ class SimulatedCluster(HostedCluster):
         for host, part in zip(hosts, parts, strict=True):
             tags = {k: n for k, n in new.items() if host in {self._host_of[r] for r in k[0]}}
             if tags:
-                asked.append(self._call(host, None, True, _open, (tags,)))
-            asked.append(self._call(host, None, True, Worker.load, (handle.id, part)))
+                asked.append(self._ask_worker(host, _open, (tags,)))
+            asked.append(self._ask_worker(host, Worker.load, (handle.id, part)))
         return asked
 
     def _joined(self, asked: Sequence[Asked[Any]]) -> None:

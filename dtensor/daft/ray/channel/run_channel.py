@@ -162,7 +162,7 @@ class RunChannel:
         """
         line = self._lines[host]
         reply = Reply(next(line.numbers), host)
-        pieces = encoded(reply.number, kind, functions, given)
+        pieces: Sequence[Data] = encoded(reply.number, kind, functions, given)
         with defer_signals(), self._lock:
             if line.broken:
                 reply.lost = True
@@ -170,8 +170,17 @@ class RunChannel:
             if kind == REQUEST:
                 line.expected.append(reply)
             try:
-                if not line.deaf:
-                    self._write(line, pieces, lent)
+                try:  # in this frame, since it runs for each host at each step
+                    while pieces and line.sock is not None and not (line.unwritten or line.deaf):
+                        pieces = unsent(pieces, line.sock.sendmsg(islice(pieces, MOST_PIECES)))
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    self._stop_writing(line)
+                if pieces and not line.deaf:
+                    line.lent |= lent
+                    line.unwritten.extend(memoryview(p if lent else bytes(p)) for p in pieces)
+                    self._write_later(line)
             except BaseException:
                 self._break(line, interrupted=True)
                 raise
@@ -377,22 +386,6 @@ class RunChannel:
                 if line.lent:
                     line.unwritten = deque(memoryview(bytes(piece)) for piece in line.unwritten)
                     line.lent = False
-
-    def _write(self, line: _Connection, pieces: Sequence[Data], lent: bool) -> None:
-        if line.sock is not None and not line.unwritten:
-            try:
-                while pieces:
-                    sent = line.sock.sendmsg(islice(pieces, MOST_PIECES))
-                    pieces = unsent(pieces, sent)
-            except BlockingIOError:
-                pass
-            except OSError:
-                self._stop_writing(line)
-                return
-        if pieces:
-            line.lent |= lent
-            line.unwritten.extend(memoryview(p if lent else bytes(p)) for p in pieces)
-            self._write_later(line)
 
     def _stop_writing(self, line: _Connection) -> None:
         """Its host has ended. The connection breaks as soon as the host's last messages are read:

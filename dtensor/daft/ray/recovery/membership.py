@@ -49,16 +49,21 @@ class HostCall:
     by name; `plain`: inputs that refer to data which hosts were sent before. `lent`: the caller
     waits, and changes none of its buffers meanwhile."""
 
-    kind: Kind
     functions: tuple[Any, ...]
     given: tuple[Any, ...] | Payload
     run: int | None
+    kind: Kind = REQUEST
     program: int | None = None
     stored: tuple[tuple[int, str], ...] = ()
     plain: Mapping[tuple[int, int, str], tuple[int, bytes]] = field(
         default_factory=dict[tuple[int, int, str], tuple[int, bytes]]
     )
     lent: bool = False
+
+    def keep_payload(self) -> None:
+        """Copy the payload, unless its buffers are lent."""
+        if isinstance(self.given, Payload) and not self.lent:
+            self.given = self.given.kept()
 
 
 class Membership:
@@ -111,15 +116,6 @@ class Membership:
     def host_of(self) -> tuple[int, ...]:
         """By rank, its host."""
         return tuple(host for host, ranks in enumerate(self.hosts) for _ in ranks)
-
-    def send(self, host: int, call: HostCall) -> Reply:
-        process = self.host(host)
-        reply = self.channel.send(
-            process.index, call.kind, call.functions, call.given, lent=call.lent
-        )
-        if call.run is not None:
-            process.counter.asks(call.run)
-        return reply
 
     def tell(self, process: HostProcess, method: Callable[..., Any], *given: object) -> None:
         self.channel.send(process.index, ONE_WAY, (method,), given)

@@ -309,7 +309,11 @@ class Recovery:
         membership, process = self._launch.membership, self._launch.membership.host(call.host)
         if message.plain:
             membership.tell(process, Ranks.remember, message.plain)
-        reply = membership.send(call.host, message)
+        reply = self._channel.send(
+            process.index, message.kind, message.functions, message.given, lent=message.lent
+        )
+        if message.run is not None:
+            process.counter.asks(message.run)
         call.number = reply.number
         if call.asked is not None:
             call.asked.host, call.asked.ref, call.asked.since = process, reply, None
