@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+from weakref import ref
 
 from dtensor.api.eager.compiled_gradient import Derivative, Differentiated, operands_of
 from dtensor.api.eager.execute_op import changed, lend
@@ -169,7 +170,8 @@ class CompiledFunction:
         counted = session.counted(f"calls {id(self)}", self.calls, takes=True)
         resets = self.calls.resets
         fed = program.feed(call, numbers)
-        future = program.run(fed, names, counted, program.returned)
+        future = session.run(program.handle, fed, names, counted, program.returned)
+        program.last_run = ref(future)
         session.wrote(program.written)
         changed(call.leaves, planned.changed, future)
         if session.at_once:

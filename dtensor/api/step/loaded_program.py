@@ -1,7 +1,7 @@
 """A planned program on a session: lowered and shipped once, its arguments cut for the ranks.
 
     program = load(session, planned, Roles(), owner=step)
-    program.run(program.feed(call, numbers), names)
+    session.run(program.handle, program.feed(call, numbers), names)
 
 Each rank gets its shards of tensors and the names of DTensors' shards, which stay on the actors;
 the program's other inputs (parameters, buffers, constants) are put there before. A session keeps
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -30,7 +30,6 @@ from dtensor.api.store.home import check_apart
 from dtensor.api.store.session import MeshSession
 from dtensor.api.store.store import Owner
 from dtensor.daft import Buffer, Future, Program, Stored
-from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.source import caller_level
@@ -86,7 +85,7 @@ class LoadedProgram:
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
-        self._last: ref[Future] | None = None  # its last run, if still read
+        self.last_run: ref[Future] | None = None  # set by its callers
 
     @cached_property
     def results(self) -> dict[str, Layout]:
@@ -138,23 +137,11 @@ class LoadedProgram:
             self.put_constants(tensors)
             self._put.update((caught.name, caught.number) for caught in changed)
 
-    def run(
-        self,
-        fed: Sequence[Mapping[str, object]],
-        keep: Mapping[str, str],
-        counted: Counted | None = None,
-        returned: Collection[str] = (),
-    ) -> Future:
-        """See `MeshSession.run`."""
-        future = self.session.run(self.handle, fed, keep, counted, returned)
-        self._last = ref(future)
-        return future
-
     @property
     def running(self) -> bool:
         """Whether a run is in flight whose future is still referenced. The ranks end any before
         they unload it."""
-        last = None if self._last is None else self._last()
+        last = None if self.last_run is None else self.last_run()
         return last is not None and not last.done()
 
     def unload(self) -> None:

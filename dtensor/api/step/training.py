@@ -93,7 +93,7 @@ from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.showing import html_text, screen
-from dtensor.signals import defer_signals
+from dtensor.signals import act, defer_signals
 
 if TYPE_CHECKING:
     from dtensor.runtime.optimizer.elementwise.probe import ProbeReport
@@ -348,7 +348,7 @@ class TrainStep:
         or "cpu". A ``loss_fn`` with an argument of this name is given it instead.
         """
         device, kwargs = stated_device(self.loss_fn, device, kwargs)
-        with planning_for(device):
+        with planning_for(device), CALL_LOCK:
             planned = self._plan(self._call(batch, kwargs))
         plan, running = planned.plan, launched()
         if running is not None and running.cluster.copies:
@@ -360,11 +360,13 @@ class TrainStep:
     def stage_costs(self, *batch: Any, **kwargs: Any) -> Costs:
         """Predicted seconds of F, I and W of each stage on one microbatch, communication included:
         what `Searched` takes as ``costs``."""
-        return stage_costs(self._plan(self._call(batch, kwargs)).plan)
+        with CALL_LOCK:
+            return stage_costs(self._plan(self._call(batch, kwargs)).plan)
 
     def plan_of(self, graph: Graph, *batch: Any, **kwargs: Any) -> Plan:
         """`plan`, where ``graph`` is what such a step captures; several steps may share one."""
-        return self._plan(self._call(batch, kwargs), graph).plan
+        with CALL_LOCK:
+            return self._plan(self._call(batch, kwargs), graph).plan
 
     def _call(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         return BoundCall.of(self._called, (self.model, *batch), {**kwargs, **self._scale()})
@@ -377,6 +379,9 @@ class TrainStep:
         return {_scaling().ARGUMENT: torch.tensor(_scaling().scale_of(scaler))}
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
+        """Return the plan for this call, capturing it first if it is not cached. CALL_LOCK is
+        held."""
+
         def make(found: Graph | None) -> Planned:
             _refuse_gradients_of_arguments(call)
             options = self.planned_with(self.options, self.grid, graph or found)
@@ -389,15 +394,14 @@ class TrainStep:
             pairs = swapped(planned.request, planned.plan)
             return replace(planned, plan=replace(planned.plan, swapped=pairs)) if pairs else planned
 
-        with CALL_LOCK:
-            call.look()
-            groups = self._groups()
-            _refuse_early_hooks(self.optimizer)
-            if self.options.planning.each_call:
-                _refuse_gradients_of_arguments(call)
-                others = groups, call.arrangement
-                return self.plans.of_graph(call.graph("loss", each_call=True), others, make)
-            return self.plans.get(call, groups, make, captures=graph is None)
+        call.look()
+        groups = self._groups()
+        _refuse_early_hooks(self.optimizer)
+        if self.options.planning.each_call:
+            _refuse_gradients_of_arguments(call)
+            others = groups, call.arrangement
+            return self.plans.of_graph(call.graph("loss", each_call=True), others, make)
+        return self.plans.get(call, groups, make, captures=graph is None)
 
     def planned_with(self, stated: StepOptions, grid: Grid, graph: Graph | None) -> Options:
         """What a plan of it depends on besides the call."""
@@ -434,34 +438,36 @@ class TrainStep:
         self._raise_unread()
         if self.accelerated is not None:
             refuse_accumulation(self.accelerated)
-        call = self._call(batch, kwargs)
-        with CALL_LOCK:
-            planned, turn = self._plan(call), CALL_LOCK.turn
-        while (oldest := self._oldest()) is not None:  # without the lock: others go on meanwhile
-            self._read(oldest)
-        if self.options.grad_scaler is not None:
-            call = self._call(batch, kwargs)  # what was read may have moved the scale
-        with ExitStack() as block:
-            with CALL_LOCK:
-                block.enter_context(defer_signals())  # longer than the lock
-                if CALL_LOCK.turn != turn:  # another thread may have changed what was planned
-                    planned = self._plan(call)
-                loss = self._run(call, planned)
-            if not loss.was_read:  # it was not undone for a signal
-                self._latest = (*map(_held, batch),), kwargs
-                self._step_controller()
-        return loss
+        call, planned, turn = self._call(batch, kwargs), None, -1
+        while True:
+            with ExitStack() as block:
+                with CALL_LOCK:
+                    if planned is None or CALL_LOCK.turn != turn:  # another thread may change it
+                        planned, turn = self._plan(call), CALL_LOCK.turn
+                    if (oldest := self._oldest()) is None:
+                        # not before the lock: a signal must be able to end the wait for it
+                        block.enter_context(defer_signals())
+                        act()  # handle signals that came while it planned: nothing has changed yet
+                        loss = self._run(call, planned)
+                if oldest is None:
+                    if not loss.was_read:  # it was not undone for a signal
+                        self._latest = (*map(_held, batch),), kwargs
+                        self._step_controller()
+                    return loss
+            self._read(oldest)  # without the lock, so that other threads go on meanwhile
+            if self.options.grad_scaler is not None:
+                call = self._call(batch, kwargs)  # what was read may have moved the scale
 
     def _oldest(self) -> Loss | None:
-        """Of as many as may be under way that which is read first."""
+        """Return the oldest pending step if the run-ahead limit is reached, else None. CALL_LOCK is
+        held."""
+        while self._running and self._running[0].was_read and self._running[0].done():
+            self._running.popleft()
         # what a step changes on the optimizer itself is sent to the next one, if it ended well
         rule = known_rule(self.optimizer)
         ahead = self.options.grad_scaler is None and (rule is None or rule.runs_ahead)
         most = RUN_AHEAD if ahead else 1
-        if len(self._running) < most:
-            return None
-        with CALL_LOCK:
-            return self._running[0] if len(self._running) >= most else None
+        return self._running[0] if len(self._running) >= most else None
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
         session, groups = session_for(self.model.mesh), self._groups()
@@ -496,7 +502,8 @@ class TrainStep:
         resets = steps.resets
         numbers = numbers_fed(steps.advance(), "train")
         fed = program.feed(call, numbers, options)
-        future = program.run(fed, kept, counted)
+        future = session.run(program.handle, fed, kept, counted)
+        program.last_run = weakref.ref(future)
         self.last = planned
         session.wrote(program.written, home)
         session.launch.store.keep(model_home.gradients, gradients)
@@ -570,7 +577,8 @@ class TrainStep:
                 scaler = self.options.grad_scaler
                 scale = 1.0 if scaler is None else _scaling().scale_of(scaler)
                 fed = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
-                run = program.run(fed, {}, counted)
+                run = session.run(program.handle, fed, {}, counted)
+                program.last_run = weakref.ref(run)
             results = run.get()
             for label, spec in gradient_specs(planned).items():
                 shards = {rank: results[rank][f"gradient {label}"] for rank in holders_of(spec)}
@@ -602,7 +610,7 @@ class TrainStep:
 
     def _raise_unread(self) -> None:
         for loss in list(self._running):
-            if loss.done():
+            if not loss.was_read and loss.done():
                 self._read(loss)
 
     def _settle(self) -> None:

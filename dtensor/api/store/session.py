@@ -523,14 +523,14 @@ when_forced.append(_lose)
 def session_for(mesh: Mesh) -> MeshSession:
     """The session of the running launch, or the implicit in-process one of the mesh. PlanningError
     where a launch waits to be started."""
+    for launch in launches[-1:]:  # before CALL_LOCK is taken, as most callers hold it
+        if (session := launch.sessions.get(mesh)) is not None:
+            return session
     with CALL_LOCK:
         if launches:
-            launch = launches[-1]
-            if (session := launch.sessions.get(mesh)) is not None:
-                return session
             from dtensor.api.store.meshes import not_launched
 
-            raise not_launched(mesh, launch.places)
+            raise not_launched(mesh, launches[-1].places)
         check_started()
         if mesh in _implicit and _implicit[mesh].cluster.failure is not None:
             _implicit.pop(mesh).launch.close()

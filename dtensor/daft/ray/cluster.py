@@ -52,7 +52,7 @@ from dtensor.daft.ray.bootstrap.starting_line import said_while_it_starts
 from dtensor.daft.ray.channel.messages import ONE_WAY, REQUEST, HostFailed, Payload
 from dtensor.daft.ray.channel.processes import END_S, HostProcess, LaunchProcesses
 from dtensor.daft.ray.diagnosis.failure_detector import AwaitedCall, FailureDetector
-from dtensor.daft.ray.ranks.ranks import Ranks
+from dtensor.daft.ray.ranks.ranks import Plain, Ranks
 from dtensor.daft.ray.recovery.loaded_programs import LoadedOnHosts
 from dtensor.daft.ray.recovery.membership import HostCall, Membership
 from dtensor.daft.ray.recovery.recovery import STOPPED_S, TOGETHER_S, Recovery, answered
@@ -260,12 +260,13 @@ class RayCluster(HostedCluster):
         if method is Worker.run or method is Worker.begin:
             flags = marshal.dumps(kernel_flags(), 2)
         asked: list[AwaitedCall] = []
+        processes = self.membership.all
         try:
             for (host, _), part in zip(places, parts, strict=True):
-                process = self.membership.host(host)
+                process = processes[host]
                 if method is Worker.begin:
                     self.membership.tell(process, Ranks.obey, flags)
-                call = self._message(host, method, part, run, flags)
+                call, plain = self._message(host, method, part, run, flags)
                 call.kind, call.lent = REQUEST if read else ONE_WAY, read and method is Worker.put
                 if self._recovery is not None:
                     call.given = Payload.of(call.given)
@@ -274,6 +275,8 @@ class RayCluster(HostedCluster):
                 )
                 if run is not None:
                     process.counter.asks(run)
+                if run is not None and plain:
+                    self.loaded.plain.note(run, part[0].program, plain)
                 asked.append(AwaitedCall(process, reply, self.runs))
                 if self._recovery is not None:  # it may be sent again
                     call.keep_payload()
@@ -287,24 +290,24 @@ class RayCluster(HostedCluster):
 
     def _message(
         self, host: int, method: Method, part: Part, run: int | None, flags: bytes
-    ) -> HostCall:
-        """Return a call of a method of `Worker`, or of `Ranks` itself. `flags`: the settings of
-        torch's kernels, marshalled, for a run."""
-        if method is Worker.run:
-            return self._run_message(host, part[0], flags)
-        if run is not None:
-            return HostCall((Ranks.run, method), (run, part[0], *part), run)
-        functions = (method,) if method in (Ranks.unload, Ranks.provide) else (Ranks.ask, method)
-        return HostCall(functions, part, None)
-
-    def _run_message(self, host: int, host_run: HostRun, flags: bytes) -> HostCall:
-        program, sent_inputs = host_run.program, self.loaded.plain
-        inputs, plain = sent_inputs.split(program, host_run.inputs)
-        plain |= sent_inputs.flags(host, program, flags)
+    ) -> tuple[HostCall, Plain]:
+        """Return a call of a method of `Worker`, or of `Ranks` itself, and the plain data of a run
+        in it. `flags`: the settings of torch's kernels, marshalled, for a run."""
+        if method is not Worker.run:
+            functions, given = (Ranks.ask, method), part
+            if method in (Ranks.unload, Ranks.provide):
+                functions = (method,)
+            elif run is not None:
+                functions, given = (Ranks.run, method), (run, part[0], *part)
+            return HostCall(functions, given, run), {}
+        host_run: HostRun = part[0]
+        program = host_run.program
+        inputs, plain = self.loaded.plain.split(program, host_run.inputs)
+        plain |= self.loaded.plain.flags(host, program, flags)
         given = host_run._replace(inputs=inputs).plain(), plain
-        call = HostCall((Ranks.run_program,), given, host_run.number)
+        call = HostCall((Ranks.run_program,), given, run)
         if self._recovery is not None:
-            call.plain = sent_inputs.known(program, plain)
+            call.plain = self.loaded.plain.known(program, plain)
             call.program = program
             call.stored = tuple(
                 (rank, value.name)
@@ -312,8 +315,7 @@ class RayCluster(HostedCluster):
                 for value in named.values()
                 if isinstance(value, Stored)
             )
-        sent_inputs.note(host_run.number, program, plain)
-        return call
+        return call, plain
 
     def _log(
         self, method: Method, places: Places, asked: Sequence[AwaitedCall], run: int | None
@@ -321,9 +323,8 @@ class RayCluster(HostedCluster):
         """Log runs, and all calls that may have to be sent again."""
         recovers = self._recovery is not None
         change = self.changes.number if self.changes and method in _CHANGES else None
-        for (host, _), each in zip(places, asked, strict=True):
-            if not recovers and method is not Worker.run:
-                break
+        logged = asked if recovers or method is Worker.run else ()
+        for (host, _), each in zip(places, logged, strict=False):
             sent = SentCall(host=host, change=change, run=run, number=each.ref.number)
             if recovers:
                 sent.asked = each if each.call.kind == REQUEST else None

@@ -111,11 +111,9 @@ _ATOMS = frozenset({bool, int, float, str, bytes, type(None)})
 def _has_plain_items(container: Any) -> bool:
     """Return whether a container holds only the types of `_ATOMS` and `_CONTAINERS`, at any depth.
     Subclasses do not count: marshal would write numpy's numbers as bytes."""
-    items: Iterable[object] = (
-        (*container, *container.values()) if type(container) is dict else container
-    )
+    items: Any = (*container, *container.values()) if type(container) is dict else container
     for item in items:  # a plain loop, since it runs with each step: one call for each container
-        kind = type(item)
+        kind = type(item)  # pyright: ignore[reportUnknownVariableType]
         if kind not in _ATOMS and (kind not in _CONTAINERS or not _has_plain_items(item)):
             return False
     return True
