@@ -34,7 +34,7 @@ PHASES: dict[str, tuple[str, str]] = {
     "export of the forward": ("dtensor.frontend.capture.capture", "export_call"),
     "differentiation": ("dtensor.frontend.capture.capture", "_differentiate"),
     "rewrites and names": ("dtensor.frontend.capture.to_graph", "to_graph"),
-    "dataflow": ("dtensor.api.step.plan_call", "dataflow"),
+    "dataflow": ("dtensor.api.model.statements", "dataflow"),
     "choice of placements": ("dtensor.sharding.plan.planner", "choose_axis"),
     "steps laid down": ("dtensor.sharding.plan.planner", "emit"),
 }

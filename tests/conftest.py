@@ -193,7 +193,7 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @functools.cache
 def capturing() -> list[ModuleType]:
     """The modules whose captures are shared."""
-    names = "dtensor.api.search.placements", "dtensor.api.step.plan_call", "tests.plans"
+    names = "dtensor.api.search.placements", "dtensor.api.step.bound_call", "tests.plans"
     return [importlib.import_module(name) for name in names]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtensor.api.step.plan_call import BoundCall
+from dtensor.api.step.bound_call import BoundCall
 from dtensor.commands.user_function import given_by, is_named, named_value
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Graph

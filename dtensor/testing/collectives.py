@@ -26,9 +26,11 @@ from typing import Any
 from torch import nn
 
 from dtensor.api.model.parallel import parallelize
+from dtensor.api.model.statements import Options
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.api.model.stating.stated_placements import InputPins, Stated, check_fit, check_stated
-from dtensor.api.step.plan_call import BoundCall, Grads, Options, plan_call
+from dtensor.api.step.bound_call import BoundCall, Grads
+from dtensor.api.step.plan_call import plan_call
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import Arg, Graph, meta_of
 from dtensor.private_torch import pytree
@@ -127,8 +129,8 @@ def plan_of(
     pins = _spec_pins(graph, leaves)
     if module is None:
         pins = _with_stated(pins, placements, graph, mesh)
-    options = Options(inputs=InputPins(pins=pins, batch=()), split_results=True, graph=graph)
-    return plan_call(call, mesh, grads, options, _name_of(module_or_fn)).plan
+    options = Options(inputs=InputPins(pins=pins, batch=()), split_results=True)
+    return plan_call(call, mesh, grads, options, _name_of(module_or_fn), graph).plan
 
 
 def counts(planned: Plan, phase: str) -> dict[str, int]:

@@ -28,9 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtensor.api.model.statements import Options
 from dtensor.api.model.stating.stated_placements import InputPins, Stated, check_fit, check_stated
+from dtensor.api.step.bound_call import BoundCall
 from dtensor.api.step.loaded_program import load
-from dtensor.api.step.plan_call import BoundCall, Options, Planned, plan_call
+from dtensor.api.step.plan_call import Planned, plan_call
 from dtensor.api.store.session import Launch
 from dtensor.daft import launch_cluster
 from dtensor.errors import PlanningError
@@ -199,12 +201,11 @@ def planned(
         inputs=InputPins(pins=pins, batch=()),
         split_results=True,
         topology=topology,
-        graph=traced.graph,
     )
     fn = traced.call.fn
     name = fn.__name__ if hasattr(fn, "__name__") else type(fn).__name__
     name = name if name.isidentifier() else "function"
-    return plan_call(traced.call, mesh, "tangents", options, name)
+    return plan_call(traced.call, mesh, "tangents", options, name, traced.graph)
 
 
 def run(

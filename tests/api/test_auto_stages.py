@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.step.plan_call import BoundCall
+from dtensor.api.step.bound_call import BoundCall
 from dtensor.frontend.graph import Graph
 from tests.api.test_stage_graphs import Skips, square, vectors
 from tests.models import GPT, batch, loss_fn

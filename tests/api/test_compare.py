@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dtensor as dt
-from dtensor.api.step import plan_call
+from dtensor.api.step import bound_call
 from tests.models import GPT, loss_fn
 from tests.training import MEGATRON, TWO_STAGES
 
@@ -29,13 +29,13 @@ def gpt() -> nn.Module:
 def test_rows_are_what_each_step_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured once; the model's tensors and hooks are what they were."""
     captured: list[object] = []
-    capture = plan_call.capture
+    capture = bound_call.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         captured.append(args)
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(plan_call, "capture", counted)
+    monkeypatch.setattr(bound_call, "capture", counted)
     model = gpt()
     before = [(name, id(t)) for name, t in [*model.named_parameters(), *model.named_buffers()]]
     attributes = [sorted(vars(module)) for module in model.modules()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dtensor as dt
-from dtensor.api.step import plan_call
+from dtensor.api.step import plan_cache
 from dtensor.daft import Backend, TaskError
 from tests.api.test_recovery import lose
 
@@ -61,8 +61,8 @@ def few(monkeypatch: pytest.MonkeyPatch) -> int:
     """Plans that are kept: what holds of so many holds of sixteen."""
     from dtensor.api.step import loaded_program
 
-    for module in (plan_call, loaded_program):
-        monkeypatch.setattr(module, "MOST_PLANS", 3)
+    for module in (plan_cache, loaded_program):
+        monkeypatch.setattr(module, "MAX_PLANS", 3)
     return 3
 
 
@@ -82,8 +82,8 @@ def test_a_step_over_twenty_lengths(backend: Backend, few: int, request: Any) ->
             if number % 8 == 7:
                 assert on_hosts(run) == [len(handles(run))] * len(on_hosts(run))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("step.plan_call", "step.loaded_program"):
-            patch.setattr(f"dtensor.api.{module}.MOST_PLANS", 1000)
+        for module in ("step.plan_cache", "step.loaded_program"):
+            patch.setattr(f"dtensor.api.{module}.MAX_PLANS", 1000)
         step = trained()
         with dt.launch(MESH):
             want = [step(rows(length)).tensor() for length in lengths]

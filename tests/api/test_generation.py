@@ -203,7 +203,7 @@ def test_a_request_gets_what_it_gets_alone(
 ) -> None:
     """To the bit, whatever its company, slot and arrival, and however late stops are noticed."""
     # a graph of its own: it counts the plans, and one of another model may be planned again
-    monkeypatch.setattr("dtensor.api.step.plan_call.capture", capture)
+    monkeypatch.setattr("dtensor.api.step.bound_call.capture", capture)
     rng = random.Random(0)
     gen = dt.generator(
         placed("llama", where),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.step import lengths, plan_call
+from dtensor.api.step import bound_call, lengths
 from dtensor.frontend.capture.capture import capture
 from dtensor.frontend.capture.lengths import ForLengths
 from tests.models import GPT, DropoutGPT, Llama, batch, loss_fn
@@ -52,7 +52,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
         found.written += 1
         return made
 
-    monkeypatch.setattr(plan_call, "capture", counting)
+    monkeypatch.setattr(bound_call, "capture", counting)
     monkeypatch.setattr(lengths.Lengths, "_graph", graph)
     yield found
 

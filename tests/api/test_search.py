@@ -16,7 +16,7 @@ from dtensor.api.search.generation_search import stages_of
 from dtensor.api.search.program import SearchedProgram, repeated_modules
 from dtensor.api.search.space import SpaceFacts, points_of
 from dtensor.api.search.strategy_family import StrategyFamily
-from dtensor.api.step import plan_call
+from dtensor.api.step import bound_call
 from tests.api.generation import Writer
 from tests.models import GPT
 
@@ -35,13 +35,13 @@ def gpt(**options: Any) -> nn.Module:
 @pytest.mark.slow
 def test_what_is_found_is_planned_and_pastes(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[object] = []
-    capture = plan_call.capture
+    capture = bound_call.capture
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         captured.append(args)
         return capture(*args, **kwargs)
 
-    monkeypatch.setattr(plan_call, "capture", counted)
+    monkeypatch.setattr(bound_call, "capture", counted)
     model, told = gpt(), list[tuple[int, int, str]]()
     # memory so small that stages, heads and state are all split
     found = dt.search(
@@ -100,9 +100,9 @@ def test_estimates_are_near_what_plans_say() -> None:
 @pytest.mark.slow
 def test_generation_by_tokens_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[object] = []
-    capture = plan_call.capture
+    capture = bound_call.capture
     monkeypatch.setattr(
-        plan_call, "capture", lambda *a, **k: captured.append(a) or capture(*a, **k)
+        bound_call, "capture", lambda *a, **k: captured.append(a) or capture(*a, **k)
     )
     with torch.device("meta"):
         model = Writer()

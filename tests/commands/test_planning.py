@@ -54,11 +54,11 @@ def test_the_plan_is_that_of_the_library(command: Command):
 
 @pytest.mark.slow
 def test_compare_captures_once(command: Command, monkeypatch: pytest.MonkeyPatch):
-    from dtensor.api.step import plan_call
+    from dtensor.api.step import bound_call
 
     captured: list[object] = []
-    plain = plan_call.capture
-    monkeypatch.setattr(plan_call, "capture", lambda *a, **k: captured.append(a) or plain(*a, **k))
+    plain = bound_call.capture
+    monkeypatch.setattr(bound_call, "capture", lambda *a, **k: captured.append(a) or plain(*a, **k))
     ran = command(f"compare {TINY} --mesh tp=2 --mesh dp=2 --zero none --zero dp=3 --json")
     rows = json.loads(ran.out)["strategies"]
     assert [row["name"] for row in rows] == ["tp2", "dp2", "dp2 zero3"]

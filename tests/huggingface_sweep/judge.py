@@ -33,7 +33,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dtensor as dt
-from dtensor.api.step import plan_call
+from dtensor.api.step import bound_call
 from tests.huggingface_sweep.inputs import NoInput, batches
 from tests.huggingface_sweep.record import Record
 from tests.huggingface_sweep.shrink import HOW, small
@@ -216,7 +216,7 @@ def _distributed(model: nn.Module, batch: Mapping[str, Tensor], record: Record) 
     optimizer = torch.optim.SGD(own.parameters(), lr=RATE)
     step = dt.train_step(placed, loss_fn, optimizer)
     with (
-        mock.patch.object(plan_call, "capture", wraps=plan_call.capture) as captured,
+        mock.patch.object(bound_call, "capture", wraps=bound_call.capture) as captured,
         dt.launch(mesh),
     ):
         losses = [float(step(batch)) for _ in range(STEPS)]

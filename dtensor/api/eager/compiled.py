@@ -9,7 +9,7 @@ unless ``out`` pins them; their shards stay on the actors, and small ones (RETUR
 too: reading them costs no further message, and waits for that call alone. A result may be an
 argument of the next call before it is there. Where an operand requires a gradient, results have one
 (compiled_gradient.py). A program is captured anew for new shapes, placements
-or modes, and cached: those of the `MOST_PLANS` plans that were used last.
+or modes, and cached: those of the `MAX_PLANS` plans that were used last.
 `out=` is stated for all results or in the shape of the result:
 
     dict(tp=Row())                               # all results
@@ -32,20 +32,13 @@ from dtensor.api.eager.execute_op import changed, lend
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Cell, Value, fresh_name
 from dtensor.api.model.mesh_history import mesh_since, num_switches
+from dtensor.api.model.statements import Options
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.api.model.stating.stated_placements import Stated, check_fit
+from dtensor.api.step.bound_call import BoundCall
 from dtensor.api.step.loaded_program import load
-from dtensor.api.step.plan_call import (
-    MOST_PLANS,
-    PROFILER,
-    BoundCall,
-    Options,
-    PlanCache,
-    Planned,
-    checked_capture,
-    plan_call,
-    stated_device,
-)
+from dtensor.api.step.plan_cache import MAX_PLANS, PROFILER, PlanCache
+from dtensor.api.step.plan_call import Planned, checked_capture, plan_call, stated_device
 from dtensor.api.store.session import Returned, planning_for, session_for
 from dtensor.api.values.randomness import Counter, numbers_fed
 from dtensor.daft import TaskError
@@ -137,8 +130,8 @@ class CompiledFunction:
         compiled = partial(self._like, options=replace(self._options, each_call=False))
         graph = call.graph("tangents", each_call=self._options.each_call)
         known.append(Derivative(graph, call, operands, compiled, self._name))
-        del known[:-MOST_PLANS]
-        while len(self._derivatives) > MOST_PLANS:
+        del known[:-MAX_PLANS]
+        while len(self._derivatives) > MAX_PLANS:
             del self._derivatives[next(iter(self._derivatives))]
         return known[-1]
 
@@ -204,13 +197,12 @@ class CompiledFunction:
         def make(graph: Graph | None) -> Planned:
             options = replace(
                 self._options,
-                graph=graph or self.graph,
                 results=lambda graph, flow: pinned_results(self.out, graph, flow, mesh),
             )
-            return plan_call(call, mesh, "none", options, self._name)
+            return plan_call(call, mesh, "none", options, self._name, graph or self.graph)
 
         if self._options.each_call:
-            return self.plans.of_graph(call.graph("none", each_call=True), call.key(), make)
+            return self.plans.get_for_graph(call.graph("none", each_call=True), call.key(), make)
         return self.plans.get(call, None, make, captures=self.graph is None)
 
     @property

@@ -23,7 +23,7 @@ from torch import fx
 from dtensor.api.eager.errors import with_line
 from dtensor.api.eager.op_program import without_pending
 from dtensor.api.eager.tensor import DTensor
-from dtensor.api.step.plan_call import BoundCall
+from dtensor.api.step.bound_call import BoundCall
 from dtensor.errors import PlanningError
 from dtensor.frontend.dataflow.to_dataflow import dataflow
 from dtensor.frontend.graph import (

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from numbers import Integral
 
-from dtensor.api.step.plan_call import PlanCache
+from dtensor.api.step.plan_cache import PlanCache
 from dtensor.api.store.session import MeshSession, TimedRun
 from dtensor.daft import DaftError
 from dtensor.errors import check_kind, check_number

@@ -17,20 +17,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from dtensor.api.model.parallel import ParallelModule, chosen_by
-from dtensor.api.model.stating.stages import NO_STAGES, StagePlan
-from dtensor.api.model.stating.stated_placements import ParameterPlacement
+from dtensor.api.model.stating.stages import StagePlan
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.request import OnMisaligned
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.sharding.spec.placements import Placement
 
 
 @dataclass(frozen=True)
@@ -109,51 +106,6 @@ class Models:
         return view
 
     @property
-    def placements(self) -> tuple[ParameterPlacement, ...]:
-        return tuple(
-            replace(
-                stated,
-                name=f"{prefix}{stated.name}",
-                owner=stated.owner
-                and replace(stated.owner, module=f"{prefix}{stated.owner.module}"),
-            )
-            for prefix, model in self.parts.items()
-            for stated in model.placements
-        )
-
-    @property
-    def stages(self) -> StagePlan:
-        """PlanningError for modules whose stages do not go together."""
-        if not self.parts:
-            return NO_STAGES
-        first, *others = ((prefix, model.stage_plan) for prefix, model in self.parts.items())
-        plan = first[1]
-        held, homes = dict(plan.held), dict(plan.homes)
-        for prefix, other in others:
-            here, there = (p.axis and (p.axis, p.num_stages) for p in (plan, other))
-            if here != there or plan.waiting or other.waiting:
-                raise PlanningError(
-                    f"the modules of a call have their stages alike, stated: one has "
-                    f"stages={plan.stated()}, {prefix.rstrip('.')} stages={other.stated()}.\n"
-                    f"fix: state {plan.num_stages} stages of {plan.axis} for each, or none for any"
-                    if plan.axis and not plan.waiting
-                    else "the modules of a call have their stages alike, stated.\n"
-                    "fix: state the stages of each, or none for any"
-                )
-            held |= {f"{prefix}{name}": stages for name, stages in other.held.items()}
-            homes |= {f"{prefix}{name}": stages for name, stages in other.homes.items()}
-        return replace(plan, held=held, homes=homes)
-
-    @property
-    def settled(self) -> dict[str, dict[str, Placement]]:
-        return {
-            f"{prefix}{model.seen.names[label]}": placements
-            for prefix, model in self.parts.items()
-            for label, placements in model.settled.items()
-            if label in model.seen.names
-        }
-
-    @property
     def settlement(self) -> int:
         return sum(model.settlement for model in self.parts.values())
 
@@ -174,39 +126,6 @@ class Models:
             model.agrees(chosen, plan.stage_ranks, stages if alone else model.stage_plan)
             for model, chosen in self.by_part(chosen_by(plan))
         )
-
-    @property
-    def zero(self) -> tuple[str, int] | None:
-        """PlanningError where two modules state other axes or levels."""
-        stated = {model.zero for model in self.parts.values() if model.zero is not None}
-        if len(stated) > 1:
-            texts = " and ".join(f"zero={{{axis!r}: {level}}}" for axis, level in sorted(stated))
-            raise PlanningError(
-                f"the modules of a call state {texts}.\n"
-                f"fix: state the same for each, or for one of them alone"
-            )
-        return next(iter(stated), None)
-
-    @property
-    def stored_whole(self) -> frozenset[str]:
-        """What ``zero`` is not for: the parameters of modules that do not state it."""
-        return frozenset(
-            f"{prefix}{name}"
-            for prefix, model in self.parts.items()
-            if model.zero is None
-            for name in model.seen.labels
-        )
-
-    @property
-    def misaligned(self) -> OnMisaligned:
-        stated = [model.misaligned for model in self.parts.values()]
-        if "gather" in stated:
-            return "gather"
-        return "error" if "error" in stated else "redistribute"
-
-    @property
-    def recompute(self) -> tuple[str, ...]:
-        return tuple(f"{p}{glob}" for p, model in self.parts.items() for glob in model.recompute)
 
 
 def _check_apart(name: str, one: ParallelModule, other_name: str, other: ParallelModule) -> None:

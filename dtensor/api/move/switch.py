@@ -39,8 +39,9 @@ from dtensor.api.model.mesh_history import restate
 from dtensor.api.model.models import Models
 from dtensor.api.model.parallel import ParallelModule, check_parallel, chosen_by, parallelize
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
+from dtensor.api.step.bound_call import BoundCall, to_meta
 from dtensor.api.step.loaded_program import programs_of
-from dtensor.api.step.plan_call import BoundCall, Planned, plan_call, shape_of_leaf
+from dtensor.api.step.plan_call import Planned, plan_call
 from dtensor.api.step.training import (
     StepOptions,
     TrainStep,
@@ -145,8 +146,8 @@ class _PlannedStep:
             other.claim_homes(grid.home())
             call = _call_with(last.call, step.model, other)
             same = last.arrangement == last.models.arrangement
-            stated = step.planned_with(options, grid, last.graph if same else None)
-            planned = plan_call(call, other.mesh, "loss", stated, last.plan.name)
+            graph, stated = last.graph if same else None, step.planned_with(options, grid)
+            planned = plan_call(call, other.mesh, "loss", stated, last.plan.name, graph)
         except PlanningError as error:
             error.add_note(
                 f"the step of {last.plan.name} cannot be planned on the new mesh; inputs= and "
@@ -195,7 +196,7 @@ class _PlannedStep:
 
 def _call_with(call: BoundCall, model: ParallelModule, other: ParallelModule) -> BoundCall:
     """The same call with ``other`` in the place of ``model``, and with plain tensors."""
-    leaves = (other if leaf is model else shape_of_leaf(leaf) for leaf in call.leaves)
+    leaves = (other if leaf is model else to_meta(leaf) for leaf in call.leaves)
     return replace(call, leaves=tuple(leaves))
 
 

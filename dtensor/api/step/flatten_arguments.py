@@ -10,7 +10,7 @@ as torch.export asks users to do for dataclasses: it must be made of a dict. Rej
 around it, which each of those who flatten a call again would have to know.
 
 Invariants: no tensor stays inside a leaf, where it would be a constant of the program that no later
-call looks at: PlanningError. Not here: what a leaf is to a program (plan_call.py).
+call looks at: PlanningError. Not here: what a leaf is to a program (bound_call.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ captured of it, down to each node's line and strides (`difference`). Whatever fa
 has changed since (what the program read, a branch on a length) is captured as without it, and no
 error is raised here that a capture would not raise. The third such capture warns, once a program.
 
-Not here: what is refused (frontend/capture/lengths.py); which plans are kept (plan_call.py).
+Not here: what is refused (frontend/capture/lengths.py); which plans are kept (plan_cache.py).
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ MOST_PROGRAMS = 4
 
 
 class Call(Protocol):
-    """Of a `BoundCall` (plan_call.py) what is needed here."""
+    """The part of `BoundCall` (bound_call.py) that this file needs."""
 
     @property
     def leaves(self) -> tuple[Any, ...]: ...
-    def layouts(self) -> Call: ...
-    def captured(
+    def on_meta(self, *, keep_strides: bool = False) -> Call: ...
+    def capture_inputs(
         self,
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], nn.Module | None]: ...
 
@@ -113,7 +113,7 @@ class Lengths:
         if any(one[dim] < 2 for one in (program.sizes, sizes) for dim in dims):
             raise NotForLengths("a length is 0 or 1")
         if program.found is not None and program.covers(dims, sizes):
-            return program.found.graph(*call.captured())
+            return program.found.graph(*call.capture_inputs())
         if program.refused is not None or program.num_tries == MOST_TRIES or not dims:
             raise NotForLengths(program.refused or program.reason)
         reads = program.graph.reads
@@ -132,7 +132,7 @@ class Lengths:
         values = {d: tuple(one[d] for one in (program.sizes, *tried)) for d in sorted(dims)}
         of_values = {value: i for i, value in enumerate(dict.fromkeys(values.values()))}
         numbers = {dim: of_values[value] for dim, value in values.items()}
-        fn, args, kwargs, main = call.captured()
+        fn, args, kwargs, main = call.capture_inputs()
         leaves = pytree.tree_leaves((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         wanted = {(places.index(leaf), dim): n for (leaf, dim), n in numbers.items()}
@@ -140,7 +140,7 @@ class Lengths:
             found = export_for_lengths(
                 fn, args, kwargs, grads=self._grads, main=main, dims=wanted, ran=ran
             )
-            before = program.call.captured()
+            before = program.call.capture_inputs()
             if not found.is_as_captured(program.graph, *before):  # else so is all made of it
                 other = difference(program.graph, found.graph(*before))
                 if other is not None:
@@ -160,7 +160,9 @@ class Lengths:
             return
         program = self._programs.get(kind)
         if program is None or not _is_of_use(program, sizes):
-            self._programs[kind] = _Program(call=call.layouts(), sizes=sizes, graph=graph)
+            self._programs[kind] = _Program(
+                call=call.on_meta(keep_strides=True), sizes=sizes, graph=graph
+            )
             self._programs.move_to_end(kind)
             if len(self._programs) > MOST_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -186,7 +188,7 @@ def _is_of_use(program: _Program, sizes: Sizes) -> bool:
 
 
 def _warn(program: _Program, call: Call) -> None:
-    fn, args, kwargs, _ = call.captured()
+    fn, args, kwargs, _ = call.capture_inputs()
     names = leaf_names(fn, args, kwargs)
     dims = sorted({dim for one in program.captured for dim in _differing(program.sizes, one)})
     found = [f"{names[leaf]} (dim {dim})" for leaf, dim in dims]
@@ -218,7 +220,7 @@ def _without_sizes(call: Call, key: Any) -> Hashable | None:
             found[i] = (len(shape), *rest)
             if leaf.is_conj() or leaf.is_neg() or leaf.layout is not torch.strided:
                 return None
-    _, args, kwargs, _ = call.captured()
+    _, args, kwargs, _ = call.capture_inputs()
     if any(
         isinstance(x, torch.Tensor) and not _is_plain(x) for x in pytree.tree_leaves((args, kwargs))
     ):

@@ -24,7 +24,9 @@ from weakref import ref
 
 import torch
 
-from dtensor.api.step.plan_call import MOST_PLANS, BoundCall, Planned
+from dtensor.api.step.bound_call import BoundCall
+from dtensor.api.step.plan_cache import MAX_PLANS
+from dtensor.api.step.plan_call import Planned
 from dtensor.api.store.handle import Layout, TensorHandle, contiguous_layout
 from dtensor.api.store.home import check_apart
 from dtensor.api.store.session import MeshSession
@@ -266,7 +268,7 @@ class LoadedPrograms:
             if not plans:
                 self._ownerless.remove(plans)
         for _, plans in list(self._of.values()):
-            _evict(plans, MOST_PLANS)
+            _evict(plans, MAX_PLANS)
 
 
 def _evict(plans: _ByPlan, most: int) -> None:

@@ -19,6 +19,7 @@ step that was under way behind it. A scheduler is the user's: it stands where th
 
 from __future__ import annotations
 
+import itertools
 import math
 import weakref
 from collections import deque
@@ -32,19 +33,12 @@ import torch.optim.optimizer as hooks
 
 from dtensor.api.model.labels import SeenModule
 from dtensor.api.model.parallel import ParallelModule, check_parallel, not_the_models
+from dtensor.api.model.statements import Options
 from dtensor.api.model.stating.recomputed import recompute_of
+from dtensor.api.step.bound_call import BoundCall
 from dtensor.api.step.loaded_program import load, on_stage
-from dtensor.api.step.plan_call import (
-    PROFILER,
-    BoundCall,
-    Options,
-    PlanCache,
-    Planned,
-    checked_capture,
-    parameter_labels,
-    plan_call,
-    stated_device,
-)
+from dtensor.api.step.plan_cache import PROFILER, PlanCache
+from dtensor.api.step.plan_call import Planned, checked_capture, plan_call, stated_device
 from dtensor.api.step.wrapped_optimizers import refuse_accumulation, torchs_own
 from dtensor.api.store.optimizer_state import place_optimizer
 from dtensor.api.store.session import MeshSession, launched, planning_for, session_for
@@ -384,8 +378,9 @@ class TrainStep:
 
         def make(found: Graph | None) -> Planned:
             _refuse_gradients_of_arguments(call)
-            options = self.planned_with(self.options, self.grid, graph or found)
-            planned = plan_call(call, self.model.mesh, "loss", options, self._name)
+            options = self.planned_with(self.options, self.grid)
+            mesh, name = self.model.mesh, self._name
+            planned = plan_call(call, mesh, "loss", options, name, graph or found)
             moved = (s for s in planned.plan.steps if isinstance(s, Redistribute))
             if all(step.phase != "forward" or not step.is_free for step in moved):
                 return planned
@@ -400,34 +395,28 @@ class TrainStep:
         if self.options.planning.each_call:
             _refuse_gradients_of_arguments(call)
             others = groups, call.arrangement
-            return self.plans.of_graph(call.graph("loss", each_call=True), others, make)
+            return self.plans.get_for_graph(call.graph("loss", each_call=True), others, make)
         return self.plans.get(call, groups, make, captures=graph is None)
 
-    def planned_with(self, stated: StepOptions, grid: Grid, graph: Graph | None) -> Options:
-        """What a plan of it depends on besides the call."""
-        groups = self._groups()
+    def planned_with(self, stated: StepOptions, grid: Grid) -> Options:
+        """Return the options of planning, with the schedule and the optimizer."""
         return replace(
             stated.planning,
             num_microbatches=stated.schedule.microbatches,
             timetable=GridTimetable(grid),
-            training=lambda graph: self._training(graph, groups),
-            graph=graph,
+            training=Training(
+                optimizer=rule_of(self.optimizer).name,
+                trained=frozenset(itertools.chain.from_iterable(self._groups())),
+                state_tensors=state_tensors(self.optimizer),
+                clip_grad_norm=stated.clip_grad_norm,
+                master_weights=stated.master_weights,
+                scaled=stated.grad_scaler is not None,
+            ),
         )
 
     @property
     def _name(self) -> str:
         return getattr(self.loss_fn, "__name__", "step").strip("<>")
-
-    def _training(self, graph: Graph, groups: Sequence[Sequence[str]]) -> Training:
-        known = parameter_labels(graph)
-        return Training(
-            optimizer=rule_of(self.optimizer).name,
-            trained=frozenset(n for group in groups for n in group if n in known),
-            state_tensors=state_tensors(self.optimizer),
-            clip_grad_norm=self.options.clip_grad_norm,
-            master_weights=self.options.master_weights,
-            scaled=self.options.grad_scaler is not None,
-        )
 
     # -- running -----------------------------------------------------------------------------------
 

@@ -44,9 +44,11 @@ from dtensor.sharding.spec.placements import (
     Row,
     Shard,
     fits,
+    index_sets,
     misfit,
     on_dim,
     one_block,
+    refine,
     same,
 )
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
@@ -254,6 +256,27 @@ def _batch(arguments: Mapping[str, Meta], pins: Mapping[str, Stated]) -> tuple[s
     size = arguments[(pinned or with_dims)[0]].shape[0]
     unpinned = set(pins) - set(pinned) if pinned else set()
     return tuple(n for n in with_dims if arguments[n].shape[0] == size and n not in unpinned)
+
+
+def num_nonempty(
+    num_microbatches: int,
+    flow: Dataflow,
+    pins: Mapping[str, Stated],
+    batch: Sequence[str],
+    mesh: Mesh,
+) -> int:
+    """Return how many of the microbatches have rows: fewer than stated if the batch is short.
+
+    The batch is cut as by torch.chunk, so the last microbatches are empty.
+    """
+    largest = 1
+    for name in batch:
+        meta = flow.metas[name]
+        if num_rows := meta.shape[0]:
+            blocks = make_spec(meta.shape, meta.dtype, mesh, pins.get(name, {})).cuts(0)
+            rows = index_sets(refine(Shard(0), blocks, num_rows), num_rows, num_microbatches)
+            largest = max(largest, sum(map(bool, rows)))
+    return largest
 
 
 def _is_named(name: str, key: str) -> bool:

@@ -1,0 +1,350 @@
+"""Resolve all that the user stated about a captured call into the planner's request.
+
+    statements = Statements(name="loss_fn", graph=graph, models=models, mesh=mesh,
+                            options=Options(inputs=dict(dp=Row())), arguments={}, absent=set())
+    request, stages = request_of(statements)
+    plan(request)
+
+The placements of parameters, the stages, ``zero=``, ``recompute=`` and ``misaligned=`` are stated
+of each model; the pins of arguments and results, the schedule and the optimizer of the call. A
+parameter without a stated placement keeps the placement that an earlier program of its model chose
+(`ParallelModule.settled`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dtensor.api.model.models import Models
+from dtensor.api.model.stating.auto_stages import cut
+from dtensor.api.model.stating.recomputed import recomputed_modules
+from dtensor.api.model.stating.stages import NO_STAGES, StagePlan, stage_at, with_parts
+from dtensor.api.model.stating.stated_placements import (
+    InputPins,
+    ParameterPlacement,
+    input_pins,
+    num_nonempty,
+    planner_pins,
+    restated,
+)
+from dtensor.errors import PlanningError
+from dtensor.frontend.dataflow.per_microbatch import per_microbatch
+from dtensor.frontend.dataflow.to_dataflow import dataflow
+from dtensor.frontend.graph import Arg, Graph, Mutation, Param, Result
+from dtensor.runtime.lower.timetable import ONE_BY_ONE, GridTimetable
+from dtensor.sharding.plan.dataflow import Dataflow, Input
+from dtensor.sharding.plan.planner import plan
+from dtensor.sharding.plan.request import OnMisaligned, Request, Search, Training
+from dtensor.sharding.redistribute.topology import Topology
+from dtensor.sharding.spec.mesh import Mesh
+from dtensor.sharding.spec.placements import Placement
+from dtensor.sharding.spec.spec import TensorSpec
+
+Pins = Mapping[str, Mapping[str, Placement]]
+"""Plan input -> axis -> placement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The arguments of planning besides the call.
+
+    inputs: placements of arguments as the user states them, or complete `InputPins`, which are used
+    without a look at the arguments. results: returns the pins of results, by index.
+    split_results: results without pins may stay sharded. training: the optimizer, with all
+    parameters that it trains. each_call: the step is captured at each call. per_microbatch: batch
+    norm takes its statistics over a microbatch.
+    """
+
+    inputs: Mapping[str, Any] | InputPins | None = None
+    split_results: bool = False
+    results: Callable[[Graph, Dataflow], Mapping[int, Mapping[str, Placement]]] | None = None
+    num_microbatches: int = 1
+    timetable: GridTimetable = ONE_BY_ONE
+    topology: Topology | None = None
+    training: Training | None = None
+    search: Search = "predictable"
+    recompute: tuple[str, ...] = ()
+    each_call: bool = False
+    per_microbatch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statements:
+    """A captured call, and what is stated about it.
+
+    specs: index of a leaf -> its spec, for DTensors. absent: names of the arguments that are None.
+    """
+
+    name: str
+    graph: Graph
+    models: Models
+    mesh: Mesh
+    options: Options
+    specs: Mapping[int, TensorSpec]
+    absent: Collection[str]
+
+    def argument_inputs(self, flow: Dataflow) -> list[tuple[Input, Arg]]:
+        """Return the inputs of ``flow`` that leaves of the call feed."""
+        pairs = zip(flow.inputs, self.graph.inputs, strict=True)
+        return [(item, entry) for item, entry in pairs if isinstance(entry, Arg)]
+
+
+def request_of(statements: Statements) -> tuple[Request, StagePlan]:
+    """Return the planner's request, and the stages. Raises PlanningError if statements contradict
+    each other or do not fit the program."""
+    stages = _stages(statements)
+    request = _request(statements, stages)
+    written = [name for name, _ in written_leaves(statements.graph)]
+    if written and stages.num_stages > 1:
+        raise PlanningError(
+            f"the function changes its argument {written[0]}, and the model has stages: an "
+            f"argument is held by the ranks of all of them, and would change on one.\n"
+            f"fix: register it as a buffer of the module that changes it"
+        )
+    return request, stages
+
+
+def _request(statements: Statements, stages: StagePlan) -> Request:
+    graph, models, mesh = statements.graph, statements.models, statements.mesh
+    options = statements.options
+    stage_of = _stage_of_arguments(statements, stages)
+    flow = dataflow(graph, stages.held, stages.num_stages, stages.homes, stage_of)
+    results = options.results(graph, flow) if options.results else {}
+    if returned := returned_leaves(graph, results):
+        needed = (o for o in flow.outputs if o.kind != "result" or o.of not in returned)
+        flow = replace(flow, outputs=tuple(needed))
+    input_placements = _input_pins(statements, flow, stages)
+    stated = planner_pins(flow, _parameter_placements(models), input_placements)
+    pins, settled = _with_settled(stated.pins, flow, models)
+    _check_results(results, stages)
+    num_microbatches, timetable = options.num_microbatches, options.timetable
+    if num_microbatches > 1:
+        num_microbatches = num_nonempty(num_microbatches, flow, pins, stated.batch, mesh)
+    fewer = num_microbatches < options.num_microbatches
+    if fewer:
+        timetable = timetable.first(num_microbatches)
+    zero = _zero(models)
+    request = Request(
+        name=statements.name,
+        model=", ".join(type(part.module).__name__ for part in models.parts.values()),
+        flow=flow,
+        mesh=mesh,
+        pins=pins,
+        pinned_by=stated.pinned_by,
+        settled=settled,
+        batch=stated.batch,
+        results=results,
+        split_results=options.split_results,
+        stage_axis=stages.axis,
+        stage_ranks=stages.ranks if timetable.grid is None else timetable.grid.home(),
+        num_microbatches=num_microbatches,
+        microbatches_stated=options.num_microbatches if fewer else None,
+        timetable=timetable,
+        topology=options.topology or Topology(),
+        training=_training(options, graph),
+        search=options.search,
+        zero=zero,
+        stored_whole=frozenset() if zero is None else _without_zero(models),
+        misaligned=_misaligned(models),
+        recompute=_recomputed(models, options, flow),
+        auto=stages.patterns if stages.auto else (),
+    )
+    return per_microbatch(request) if options.per_microbatch else request
+
+
+# -- stages ----------------------------------------------------------------------------------------
+
+
+def _stages(statements: Statements) -> StagePlan:
+    """Return the stages of the models. "auto" chooses them by a plan without stages."""
+    models, options = statements.models, statements.options
+    if not models:
+        return with_parts(NO_STAGES, list(statements.specs.values()), statements.mesh)
+    stages = _common_stages(models)
+    if not stages.waiting:
+        return stages
+    one_by_one = replace(statements, options=replace(options, timetable=ONE_BY_ONE))
+    unstaged = _request(one_by_one, replace(stages, num_stages=1))
+    return cut(models.module, stages, unstaged, plan, options.timetable.in_flight)
+
+
+def _common_stages(models: Models) -> StagePlan:
+    """Return the stages of all models under the names of the program. Raises PlanningError if the
+    models have different axes or numbers of stages."""
+    first, *others = ((prefix, model.stage_plan) for prefix, model in models.parts.items())
+    plan = first[1]
+    held, homes = dict(plan.held), dict(plan.homes)
+    for prefix, other in others:
+        here, there = (p.axis and (p.axis, p.num_stages) for p in (plan, other))
+        if here != there or plan.waiting or other.waiting:
+            raise PlanningError(
+                f"the modules of a call have their stages alike, stated: one has "
+                f"stages={plan.stated()}, {prefix.rstrip('.')} stages={other.stated()}.\n"
+                f"fix: state {plan.num_stages} stages of {plan.axis} for each, or none for any"
+                if plan.axis and not plan.waiting
+                else "the modules of a call have their stages alike, stated.\n"
+                "fix: state the stages of each, or none for any"
+            )
+        held |= {f"{prefix}{name}": stages for name, stages in other.held.items()}
+        homes |= {f"{prefix}{name}": stages for name, stages in other.homes.items()}
+    return replace(plan, held=held, homes=homes)
+
+
+def _stage_of_arguments(statements: Statements, stages: StagePlan) -> dict[str, int]:
+    """Return the stage of each DTensor argument that only a part of the mesh holds, by input."""
+    graph, stage_of = statements.graph, dict[str, int]()
+    for node, entry in zip(graph.placeholders, graph.inputs, strict=True):
+        if not isinstance(entry, Arg):
+            continue
+        spec = statements.specs.get(entry.index)
+        if spec is None or not spec.on:  # not a DTensor, or the whole mesh holds it
+            continue
+        if any(not isinstance(output, Result | Mutation) for output in graph.outputs):
+            raise PlanningError(
+                f"{entry.name} is {spec}: only a part of the mesh holds it, and where there are "
+                f"gradients an argument is read on all of it.\n"
+                f"fix: pass {entry.name}.full_tensor()"
+            )
+        stage = stage_at(entry.name, spec, stages, statements.mesh)
+        if stages.num_stages > 1:  # it is 1 while "auto" has not chosen the stages
+            stage_of[node.name] = stage
+    return stage_of
+
+
+# -- pins ------------------------------------------------------------------------------------------
+
+
+def _parameter_placements(models: Models) -> list[ParameterPlacement]:
+    """Return the stated placements of all models under the names of the program."""
+    return [
+        replace(
+            stated,
+            name=f"{prefix}{stated.name}",
+            owner=stated.owner and replace(stated.owner, module=f"{prefix}{stated.owner.module}"),
+        )
+        for prefix, model in models.parts.items()
+        for stated in model.placements
+    ]
+
+
+def _input_pins(statements: Statements, flow: Dataflow, stages: StagePlan) -> InputPins:
+    """Return the pins of arguments: what ``inputs`` states; on other axes, the placements that
+    DTensors have."""
+    mesh, inputs = statements.mesh, statements.options.inputs
+    if isinstance(inputs, InputPins):
+        return inputs
+    arguments = statements.argument_inputs(flow)
+    metas = {entry.name: item.meta for item, entry in arguments}
+    absent = statements.absent
+    stated = input_pins(metas, inputs, mesh, stage_axis=stages.axis, absent=absent)
+    pins: dict[str, Mapping[str, Placement]] = dict(stated.pins)
+    for _, entry in arguments:
+        name, spec = entry.name, statements.specs.get(entry.index)
+        if spec is None:
+            continue
+        if spec.mesh != mesh:
+            raise PlanningError(
+                f"{name} is on {spec.mesh}, the program is for {mesh}.\n"
+                f"fix: dt.transfer({name}, {mesh!r}) first, or make the program for {spec.mesh!r}"
+            )
+        pins[name] = {**restated(spec), **pins.get(name, {})}
+    return InputPins(pins=pins, batch=stated.batch)
+
+
+def _with_settled(
+    stated: Pins, flow: Dataflow, models: Models
+) -> tuple[dict[str, Mapping[str, Placement]], frozenset[str]]:
+    """Complete the stated pins by the placements that earlier programs of the models chose for
+    parameters. Also return the inputs that have no stated pin."""
+    settled = {
+        f"{prefix}{model.seen.names[label]}": placements
+        for prefix, model in models.parts.items()
+        for label, placements in model.settled.items()
+        if label in model.seen.names
+    }
+    pins, unstated = dict(stated), set[str]()
+    for item in flow.inputs:
+        if item.label in settled and item.kind != "argument":
+            if item.name not in stated:
+                unstated.add(item.name)
+            pins[item.name] = {**settled[item.label], **stated.get(item.name, {})}
+    return pins, frozenset(unstated)
+
+
+def _check_results(results: Mapping[int, Mapping[str, Placement]], stages: StagePlan) -> None:
+    for index, placements in results.items():
+        if stages.axis in placements:
+            raise PlanningError(
+                f'out= places result {index} on the axis "{stages.axis}", which holds the stages.\n'
+                f"fix: leave {stages.axis} out of it: a result lies on the stage that makes it"
+            )
+
+
+def written_leaves(graph: Graph) -> list[tuple[str, int]]:
+    """Return the name and index of each leaf that the program writes in place."""
+    writes = (output for output in graph.outputs if isinstance(output, Mutation))
+    return [(write.name, write.index) for write in writes if write.index is not None]
+
+
+def returned_leaves(graph: Graph, pinned: Mapping[int, object]) -> dict[int, int]:
+    """Map each result that is a leaf, returned after the program wrote it in place, to that leaf. A
+    result with a pin is a separate tensor."""
+    pairs = list(zip(graph.output_nodes, graph.outputs, strict=True))
+    leaves = {node: o.index for node, o in pairs if isinstance(o, Mutation) and o.index is not None}
+    return {
+        o.index: leaves[node]
+        for node, o in pairs
+        if isinstance(o, Result) and node in leaves and not pinned.get(o.index)
+    }
+
+
+# -- training, zero=, misaligned=, recompute= ------------------------------------------------------
+
+
+def _training(options: Options, graph: Graph) -> Training | None:
+    """Return the optimizer's part, for the parameters that the program has."""
+    if options.training is None:
+        return None
+    parameters = {entry.name for entry in graph.inputs if isinstance(entry, Param)}
+    return replace(options.training, trained=options.training.trained & parameters)
+
+
+def _zero(models: Models) -> tuple[str, int] | None:
+    """Return the common ``zero=`` as (axis, level), or None. Raises PlanningError if two models
+    state different ones."""
+    stated = {model.zero for model in models.parts.values() if model.zero is not None}
+    if len(stated) > 1:
+        texts = " and ".join(f"zero={{{axis!r}: {level}}}" for axis, level in sorted(stated))
+        raise PlanningError(
+            f"the modules of a call state {texts}.\n"
+            f"fix: state the same for each, or for one of them alone"
+        )
+    return next(iter(stated), None)
+
+
+def _without_zero(models: Models) -> frozenset[str]:
+    """Return the names of the parameters of models that do not state ``zero=``."""
+    return frozenset(
+        f"{prefix}{name}"
+        for prefix, model in models.parts.items()
+        if model.zero is None
+        for name in model.seen.labels
+    )
+
+
+def _misaligned(models: Models) -> OnMisaligned:
+    stated = [model.misaligned for model in models.parts.values()]
+    if "gather" in stated:
+        return "gather"
+    return "error" if "error" in stated else "redistribute"
+
+
+def _recomputed(models: Models, options: Options, flow: Dataflow) -> frozenset[str]:
+    """Return the modules whose forward runs again in the backward."""
+    stated = (f"{prefix}{glob}" for prefix, m in models.parts.items() for glob in m.recompute)
+    globs = options.recompute or tuple(stated)
+    if not models or not globs or all(op.phase == "forward" for op in flow.ops):
+        return frozenset()
+    return recomputed_modules(globs, models.module, flow)
