@@ -1,8 +1,7 @@
 """Resolve all that the user stated about a captured call into the planner's request.
 
-    statements = Statements(name="loss_fn", graph=graph, models=models, mesh=mesh,
-                            options=Options(inputs=dict(dp=Row())), arguments={}, absent=set())
-    request, stages = request_of(statements)
+    captured = call.capture(mesh, "loss", Options(inputs=dict(dp=Row())), "loss_fn")
+    request, stages = request_of(captured)
     plan(request)
 
 The placements of parameters, the stages, ``zero=``, ``recompute=`` and ``misaligned=`` are stated
@@ -71,7 +70,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statements:
+class CapturedCall:
     """A captured call, and what is stated about it.
 
     specs: index of a leaf -> its spec, for DTensors. absent: names of the arguments that are None.
@@ -91,12 +90,12 @@ class Statements:
         return [(item, entry) for item, entry in pairs if isinstance(entry, Arg)]
 
 
-def request_of(statements: Statements) -> tuple[Request, StagePlan]:
+def request_of(captured: CapturedCall) -> tuple[Request, StagePlan]:
     """Return the planner's request, and the stages. Raises PlanningError if statements contradict
     each other or do not fit the program."""
-    stages = _stages(statements)
-    request = _request(statements, stages)
-    written = [name for name, _ in written_leaves(statements.graph)]
+    stages = _stages(captured)
+    request = _request(captured, stages)
+    written = [name for name, _ in written_leaves(captured.graph)]
     if written and stages.num_stages > 1:
         raise PlanningError(
             f"the function changes its argument {written[0]}, and the model has stages: an "
@@ -106,16 +105,16 @@ def request_of(statements: Statements) -> tuple[Request, StagePlan]:
     return request, stages
 
 
-def _request(statements: Statements, stages: StagePlan) -> Request:
-    graph, models, mesh = statements.graph, statements.models, statements.mesh
-    options = statements.options
-    stage_of = _stage_of_arguments(statements, stages)
+def _request(captured: CapturedCall, stages: StagePlan) -> Request:
+    graph, models, mesh = captured.graph, captured.models, captured.mesh
+    options = captured.options
+    stage_of = _stage_of_arguments(captured, stages)
     flow = dataflow(graph, stages.held, stages.num_stages, stages.homes, stage_of)
     results = options.results(graph, flow) if options.results else {}
     if returned := returned_leaves(graph, results):
         needed = (o for o in flow.outputs if o.kind != "result" or o.of not in returned)
         flow = replace(flow, outputs=tuple(needed))
-    input_placements = _input_pins(statements, flow, stages)
+    input_placements = _input_pins(captured, flow, stages)
     stated = planner_pins(flow, _parameter_placements(models), input_placements)
     pins, settled = _with_settled(stated.pins, flow, models)
     _check_results(results, stages)
@@ -127,7 +126,7 @@ def _request(statements: Statements, stages: StagePlan) -> Request:
         timetable = timetable.first(num_microbatches)
     zero = _zero(models)
     request = Request(
-        name=statements.name,
+        name=captured.name,
         model=", ".join(type(part.module).__name__ for part in models.parts.values()),
         flow=flow,
         mesh=mesh,
@@ -157,15 +156,15 @@ def _request(statements: Statements, stages: StagePlan) -> Request:
 # -- stages ----------------------------------------------------------------------------------------
 
 
-def _stages(statements: Statements) -> StagePlan:
+def _stages(captured: CapturedCall) -> StagePlan:
     """Return the stages of the models. "auto" chooses them by a plan without stages."""
-    models, options = statements.models, statements.options
+    models, options = captured.models, captured.options
     if not models:
-        return with_parts(NO_STAGES, list(statements.specs.values()), statements.mesh)
+        return with_parts(NO_STAGES, list(captured.specs.values()), captured.mesh)
     stages = _common_stages(models)
     if not stages.waiting:
         return stages
-    one_by_one = replace(statements, options=replace(options, timetable=ONE_BY_ONE))
+    one_by_one = replace(captured, options=replace(options, timetable=ONE_BY_ONE))
     unstaged = _request(one_by_one, replace(stages, num_stages=1))
     return cut(models.module, stages, unstaged, plan, options.timetable.in_flight)
 
@@ -192,13 +191,13 @@ def _common_stages(models: Models) -> StagePlan:
     return replace(plan, held=held, homes=homes)
 
 
-def _stage_of_arguments(statements: Statements, stages: StagePlan) -> dict[str, int]:
+def _stage_of_arguments(captured: CapturedCall, stages: StagePlan) -> dict[str, int]:
     """Return the stage of each DTensor argument that only a part of the mesh holds, by input."""
-    graph, stage_of = statements.graph, dict[str, int]()
+    graph, stage_of = captured.graph, dict[str, int]()
     for node, entry in zip(graph.placeholders, graph.inputs, strict=True):
         if not isinstance(entry, Arg):
             continue
-        spec = statements.specs.get(entry.index)
+        spec = captured.specs.get(entry.index)
         if spec is None or not spec.on:  # not a DTensor, or the whole mesh holds it
             continue
         if any(not isinstance(output, Result | Mutation) for output in graph.outputs):
@@ -207,7 +206,7 @@ def _stage_of_arguments(statements: Statements, stages: StagePlan) -> dict[str, 
                 f"gradients an argument is read on all of it.\n"
                 f"fix: pass {entry.name}.full_tensor()"
             )
-        stage = stage_at(entry.name, spec, stages, statements.mesh)
+        stage = stage_at(entry.name, spec, stages, captured.mesh)
         if stages.num_stages > 1:  # it is 1 while "auto" has not chosen the stages
             stage_of[node.name] = stage
     return stage_of
@@ -229,19 +228,19 @@ def _parameter_placements(models: Models) -> list[ParameterPlacement]:
     ]
 
 
-def _input_pins(statements: Statements, flow: Dataflow, stages: StagePlan) -> InputPins:
+def _input_pins(captured: CapturedCall, flow: Dataflow, stages: StagePlan) -> InputPins:
     """Return the pins of arguments: what ``inputs`` states; on other axes, the placements that
     DTensors have."""
-    mesh, inputs = statements.mesh, statements.options.inputs
+    mesh, inputs = captured.mesh, captured.options.inputs
     if isinstance(inputs, InputPins):
         return inputs
-    arguments = statements.argument_inputs(flow)
+    arguments = captured.argument_inputs(flow)
     metas = {entry.name: item.meta for item, entry in arguments}
-    absent = statements.absent
+    absent = captured.absent
     stated = input_pins(metas, inputs, mesh, stage_axis=stages.axis, absent=absent)
     pins: dict[str, Mapping[str, Placement]] = dict(stated.pins)
     for _, entry in arguments:
-        name, spec = entry.name, statements.specs.get(entry.index)
+        name, spec = entry.name, captured.specs.get(entry.index)
         if spec is None:
             continue
         if spec.mesh != mesh:

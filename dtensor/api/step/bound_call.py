@@ -23,6 +23,7 @@ from torch import nn
 
 from dtensor.api.model.models import Models
 from dtensor.api.model.parallel import ParallelModule
+from dtensor.api.model.statements import CapturedCall, Options
 from dtensor.api.step.flatten_arguments import flatten_arguments
 from dtensor.api.store.handle import TensorHandle, contiguous_layout
 from dtensor.api.values.lazy_parameters import as_it_is
@@ -34,6 +35,7 @@ from dtensor.frontend.graph import Graph
 from dtensor.private_torch import pytree
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.spec import TensorSpec
+from dtensor.signals import act
 
 Grads = Literal["none", "loss", "tangents"]
 """Which gradients a capture adds to the program: none, those of the parameters of a loss, or those
@@ -147,8 +149,32 @@ class BoundCall:
         fn = self.fn.module if isinstance(self.fn, ParallelModule) else self.fn
         return fn, args, kwargs, next((model.module for model in self.modules()), None)
 
+    def capture(
+        self,
+        mesh: Mesh,
+        grads: Grads,
+        options: Options,
+        name: str,
+        graph: Graph | None = None,
+    ) -> CapturedCall:
+        """Capture the call unless ``graph`` is its graph, and return the graph with all that is
+        stated about the call. Raises PlanningError."""
+        self.look()
+        models = self.models(mesh)
+        graph = graph or self.graph(grads)
+        act()  # on signals that came during the capture
+        return CapturedCall(
+            name=name,
+            graph=graph,
+            models=models,
+            mesh=mesh,
+            options=options,
+            specs=self.specs(),
+            absent=self.absent(),
+        )
+
     def graph(self, grads: Grads, *, each_call: bool = False) -> Graph:
-        """Capture the call."""
+        """Run the function on tensors without data, and return its graph."""
         fn, args, kwargs, main = self.capture_inputs()
         return capture(fn, args, kwargs, grads=grads, each_call=each_call, main=main)
 

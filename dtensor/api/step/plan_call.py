@@ -22,7 +22,6 @@ from torch import nn
 from dtensor.api.model.models import Models
 from dtensor.api.model.statements import (
     Options,
-    Statements,
     request_of,
     returned_leaves,
     written_leaves,
@@ -40,7 +39,7 @@ from dtensor.sharding.plan.plan import Plan
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.spec.mesh import Mesh
-from dtensor.signals import act, as_set
+from dtensor.signals import as_set
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -102,23 +101,12 @@ def plan_call(
     """Plan the call under ``name``; capture it first unless ``graph`` is its graph. Raises
     PlanningError."""
     with CALL_LOCK, collector_paused(), as_set():
-        call.look()
-        models = call.models(mesh)
-        graph = graph or call.graph(grads)
-        act()  # on signals that came during the capture
-        statements = Statements(
-            name=name,
-            graph=graph,
-            models=models,
-            mesh=mesh,
-            options=options,
-            specs=call.specs(),
-            absent=call.absent(),
-        )
-        request, stages = request_of(statements)
+        captured = call.capture(mesh, grads, options, name, graph)
+        request, stages = request_of(captured)
         new_plan = plan(request)
         forget_fakes()
-        inputs = statements.argument_inputs(request.flow)
+        graph, models = captured.graph, captured.models
+        inputs = captured.argument_inputs(request.flow)
         return Planned(
             plan=new_plan,
             graph=graph,
