@@ -45,6 +45,10 @@ class _CachedPlan:
     settlement: int
     last_used: int = 0  # a count of uses, not a time
 
+    @staticmethod
+    def of(planned: Planned) -> _CachedPlan:
+        return _CachedPlan(planned, planned.models.settlement)
+
     @property
     def is_switched(self) -> bool:
         """Whether `run.switch` has placed a model of the plan differently since."""
@@ -117,7 +121,7 @@ class PlanCache:
         found = next((plan for plan in self._plans.get(key, ()) if plan.agrees()), None)
         if found is None:
             planned = make(replace(graph, reads=Guards((), None, constants, ops)))
-            self._store(key, [_CachedPlan(planned, planned.models.settlement)])
+            self._store(key, [_CachedPlan.of(planned)])
         else:
             planned = self._use(found)
         reads = planned.graph.reads
@@ -129,8 +133,8 @@ class PlanCache:
         """Store a plan for the calls of the plan ``before``, whose models were switched."""
         for key, plans in list(self._plans.items()):
             if any(plan.planned is before for plan in plans):
-                new = _CachedPlan(planned, planned.models.settlement)
-                self._store(key, [new, *(plan for plan in plans if not plan.is_switched)])
+                others = (plan for plan in plans if not plan.is_switched)
+                self._store(key, [_CachedPlan.of(planned), *others])
 
     def _use(self, plan: _CachedPlan) -> Planned:
         self._num_uses += 1
@@ -166,8 +170,15 @@ class PlanCache:
         new_shapes = captures and graph is None and reason is None and not cached
         if new_shapes and (exported := self._lengths.graph(call, key)) is not None:
             with suppress(Exception):  # an error of the user's program recurs in the capture below
-                return _timed(make, exported)[0]
-        found, seconds = _timed(make, graph)
+                return _CachedPlan.of(make(exported))
+        began = time.perf_counter()
+        try:
+            found = _CachedPlan.of(make(graph))
+        except Exception as error:
+            from dtensor.frontend.capture.failures import without_ours  # seldom needed
+
+            raise without_ours(error)  # noqa: B904 - it is the same error
+        seconds = time.perf_counter() - began
         if reason is not None:
             self._count_recapture(reason, seconds)
         elif new_shapes:
@@ -199,20 +210,6 @@ def _find_valid(plans: Sequence[_CachedPlan]) -> tuple[_CachedPlan | None, str |
             return plan, None
         first_difference = first_difference or difference
     return None, first_difference
-
-
-def _timed(
-    make: Callable[[Graph | None], Planned], graph: Graph | None
-) -> tuple[_CachedPlan, float]:
-    """Make a plan; also return the seconds. Errors are raised without frames of this package."""
-    began = time.perf_counter()
-    try:
-        planned = make(graph)
-    except Exception as error:
-        from dtensor.frontend.capture.failures import without_ours  # seldom needed
-
-        raise without_ours(error)  # noqa: B904 - it is the same error
-    return _CachedPlan(planned, planned.models.settlement), time.perf_counter() - began
 
 
 def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
