@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -198,6 +199,27 @@ def test_a_signal_at_any_line_loses_nothing(
             raise
 
 
+def test_a_signal_before_a_launch_starts_warns_of_nothing() -> None:
+    """A signal comes at each line from the call of `launch` to the block of `start` in which
+    signals wait."""
+    with dt.launch(TP):  # what is imported or read once is not counted
+        pass
+    places: list[str] = []
+    running = None
+    while running is None:
+        line = AtLine(len(places) + 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            with pytest.raises(KeyboardInterrupt), line:
+                dt.launch(TP).start()
+            running = launched()  # the signal waited for the end of the block
+        places += line.came
+    running.close()
+    made = next(n for n, place in enumerate(places) if "session.py" in place)
+    begun = next(n for n, place in enumerate(places) if "signals.py" in place and n > made)
+    assert made < begun < len(places) - 1
+
+
 def test_a_handler_that_raises_nothing_changes_nothing(after: list[list[torch.Tensor]]) -> None:
     seen: list[int] = []
     training, counted = Training(), AtLine()
@@ -346,6 +368,7 @@ GROUP = """
 import os
 import sys
 import time
+import warnings
 import dtensor as dt
 from tests.api.test_interrupts import TP, Training, same
 

@@ -201,6 +201,27 @@ def test_one_that_is_gone_does_not_count(trained: Trained) -> None:
     del run
 
 
+def test_function_that_returns_without_starting_its_launch_warns() -> None:
+    def make() -> None:
+        run = dt.launch(MESH)
+        assert run.mesh == MESH
+
+    with pytest.warns(RuntimeWarning, match=r"(?s)never started.*: run = dt.launch\(MESH\)\n"):
+        make()
+
+
+def test_error_before_the_start_of_a_launch_warns_of_nothing() -> None:
+    def make() -> None:
+        run = dt.launch(MESH)
+        raise ValueError(run.mesh)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        with pytest.raises(ValueError):
+            make()
+        gc.collect()
+
+
 def test_one_waits_while_another_runs(trained: Trained) -> None:
     """Both were made before: what runs in the first is meant for it, what comes after is not."""
     first, second = dt.launch(MESH), dt.launch(MESH)

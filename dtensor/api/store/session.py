@@ -27,6 +27,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from traceback import walk_stack
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -467,45 +469,69 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
 launches: list[Launch] = []
 """The running session, if there is one."""
 _implicit: dict[Mesh, MeshSession] = {}
-_waiting: list[tuple[weakref.ref[MeshSession], Source | None]] = []
-"""The launch that was made last, with its line, until it is started or closed."""
+_unstarted: list[_Unstarted] = []
+"""The latest launch, until it is started or closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unstarted:
+    """A launch that was not started yet. ``stack``: the running lines when it was made."""
+
+    session: weakref.ref[MeshSession]
+    source: Source | None
+    stack: list[tuple[CodeType, int]]
 
 
 def remember(session: MeshSession, source: Source | None, *, tried: bool = False) -> None:
-    """The launch waits to be started, again where that was ``tried``; an earlier one no longer
-    does."""
-    _waiting[:] = [(weakref.ref(session, None if tried else _dropped), source)]
+    """Record the latest launch, which is not started yet, in place of an earlier one. ``tried``:
+    its start has failed, so no warning is needed if it becomes garbage."""
+    reference = weakref.ref(session, None if tried else _warn_never_started)
+    _unstarted[:] = [_Unstarted(reference, source, _running_lines(sys._getframe(1)))]
 
 
 def forget(session: MeshSession) -> None:
-    """It no longer waits to be started, if it did."""
-    _waiting[:] = [one for one in _waiting if one[0]() is not session]
+    """Remove the launch from the record of launches that were not started, if it is there."""
+    _unstarted[:] = [launch for launch in _unstarted if launch.session() is not session]
 
 
-def _dropped(session: weakref.ref[MeshSession]) -> None:
-    """Called when the launch is garbage. If it was never started, as after ``dt.launch(mesh)`` in a
-    line of its own, a warning: no program will ever run there."""
-    for waiting, source in list(_waiting):
-        if waiting is session and not sys.is_finalizing():
-            _waiting.clear()
+def _warn_never_started(session: weakref.ref[MeshSession]) -> None:
+    """Warn of a launch that became garbage and was never started: ``dt.launch(mesh)`` in a line of
+    its own, or a function that returned without starting it.
+
+    If an exception, such as a signal's, ended the code that would have started the launch, there is
+    no warning. The launch becomes garbage where the exception was handled, which is another line
+    than the one that made the launch or called the function that made it.
+    """
+    for launch in list(_unstarted):
+        if launch.session is session and not sys.is_finalizing():
+            _unstarted.clear()
+            running = _running_lines(sys._getframe(1))
+            if not running or launch.stack[: len(running)] != running:
+                continue
             warnings.warn(
                 f"a launch was made and never started, and nothing refers to it any more: the "
                 f"code after it runs without it.\n"
-                f"{lines_text(launch=source)}"
+                f"{lines_text(launch=launch.source)}"
                 f"fix: with dt.launch(...): ...; or run = dt.launch(...) and run.start()",
                 RuntimeWarning,
                 stacklevel=caller_level(),
             )
 
 
+def _running_lines(frame: FrameType | None) -> list[tuple[CodeType, int]]:
+    """Return the line that each function on the stack is running, outermost first, down to
+    ``frame``."""
+    return [(caller.f_code, line) for caller, line in walk_stack(frame)][::-1]
+
+
 def check_started() -> None:
-    """PlanningError where the launch that was made last was never started. A launch without
-    references does not count."""
-    for session, source in _waiting:
-        if session() is not None:
+    """Raises PlanningError if the latest launch was never started. A launch without references does
+    not count."""
+    for launch in _unstarted:
+        if launch.session() is not None:
             raise PlanningError(
                 f"a launch was made and never started, and this would run without it.\n"
-                f"{lines_text(launch=source, call=source_here())}"
+                f"{lines_text(launch=launch.source, call=source_here())}"
                 f"fix: `with run:` around the call or run.start() before it, where run is the "
                 f"result of dt.launch; run.close() discards the launch"
             )
