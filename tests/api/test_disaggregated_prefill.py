@@ -73,8 +73,9 @@ def wire(gen: Generator) -> Counter[int]:
     """Bytes that the programs which were loaded send, by the prompt's length."""
     assert gen._apart is not None
     sent: Counter[int] = Counter()
-    for (length, _, _), handle in gen._apart._programs.items():
-        for own in handle.program.ranks:
+    programs: Any = gen._apart._programs
+    for (length, _, _), program in zip(programs.keys(), programs, strict=True):
+        for own in program.handle.program.ranks:
             sent[length] += sum(i.buffer.nbytes for i in own.instructions if isinstance(i, Send))
     return sent
 
@@ -257,14 +258,15 @@ def test_versions_of_tokens() -> None:
 
 
 def test_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disaggregated_prefill, "MOST_LOADED", 3)
+    monkeypatch.setattr(disaggregated_prefill, "MAX_LOADED", 3)
     gen, meshes = pair_of_writers(slots=3)
     with dt.launch(*meshes) as session:
         synced(gen)
         prompts = [[n] * n for n in range(1, 8)]
         texts = gen(prompts, max_new_tokens=3)
         assert gen._apart is not None
-        assert [key[0] for key in gen._apart._programs] == [5, 6, 7]
+        keys: Any = gen._apart._programs.keys()
+        assert [length for length, _, _ in keys] == [5, 6, 7]
         loaded = len(session.launch.cluster._handles)  # type: ignore[attr-defined]
         assert gen(prompts, max_new_tokens=3) == texts
         assert len(session.launch.cluster._handles) == loaded  # type: ignore[attr-defined]
@@ -383,10 +385,11 @@ def test_the_program_agrees_before_it_writes() -> None:
         dt.sync(policy, actor)
         gen([[5, 17, 3]], max_new_tokens=2)
         assert gen._apart is not None
-        ((key, handle),) = gen._apart._programs.items()
-    assert key == (3, 0, 0)
-    for own in handle.program.ranks:
+        (program,) = gen._apart._programs
+        assert gen._apart._programs.keys() == [(3, 0, 0)]
+    for own in program.handle.program.ranks:
         assert sum(isinstance(i, Vote) for i in own.instructions) == 1
         (votes,) = [i for i in own.instructions if isinstance(i, Collective)]
         assert votes.group == (0, 1, 2)
-    assert [own.inputs[:1] for own in handle.program.ranks] == [("from row",)] * 2 + [("to row",)]
+    inputs = [own.inputs[:1] for own in program.handle.program.ranks]
+    assert inputs == [("from row",)] * 2 + [("to row",)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 
 import dtensor as dt
 from dtensor.api.step import plan_cache
-from dtensor.daft import Backend, TaskError
+from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
+from dtensor.api.store.store import Owner
+from dtensor.daft import Backend, Future, Program, RankProgram, TaskError
+from dtensor.sharding.spec.spec import make_spec
 from tests.api.test_recovery import lose
 
 MESH = dt.Mesh(dp=2)
@@ -156,6 +160,126 @@ def test_a_run_under_way_keeps_its_program(few: int, monkeypatch: pytest.MonkeyP
         assert len(handles(run)) == few
 
 
+def of_ops(_: Any, length: int) -> object:
+    return torch.exp(dt.distribute(rows(length), MESH, dp=dt.Row()))
+
+
+def of_transfers(_: Any, length: int) -> object:
+    return dt.transfer(dt.distribute(rows(length), MESH, dp=dt.Row()), OTHER)
+
+
+def of_saves(run: Any, length: int) -> object:
+    """Saves of values whose homes differ, each under a key of its own."""
+    store, owner = run.launch.store, Owner[str]()
+    home = run.stored(f"value {length}", make_spec((length, 3), torch.float32, MESH))
+    store.put(owner, {"x": (rows(length), home)})
+    rank = RankProgram(instructions=(), inputs=("step",))
+    program = Program(name="save", ranks=(rank,) * 2, functions=(), stage_of=(0, 0))
+    return store.save(length, {("x",): home}, lambda size: program, {"step": 1})
+
+
+OTHER = dt.Mesh(tp=2, name="other")
+
+
+@pytest.mark.parametrize("use", [of_ops, of_transfers, of_saves])
+def test_programs_in_flight_stay(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that ended are unloaded when one more is loaded, the ones used last excepted."""
+    from dtensor.daft.cluster.cluster import _Called
+
+    monkeypatch.setattr("dtensor.api.store.store.MAX_LOADED", 3)
+    monkeypatch.setattr("dtensor.api.eager.execute_op.MAX_PROGRAMS", 3)
+    with dt.launch(MESH, OTHER) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(_Called, "done", lambda self: False)
+            for length in range(2, 8):
+                use(run, length)
+                gc.collect()
+            assert len(handles(run)) == 6
+        use(run, 8)
+        assert len(handles(run)) == 3
+        before = handles(run)
+        for length in (8, 7, 6):
+            use(run, length)
+        assert handles(run) == before
+
+
+def test_a_moves_program_stays_while_it_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtensor.daft.cluster.cluster import _Called
+
+    monkeypatch.setattr("dtensor.api.store.store.MAX_LOADED", 1)
+    torch.manual_seed(0)
+    models = [dt.parallelize(torch.nn.Linear(3, 4), MESH) for _ in range(3)]
+    replicas = [dt.replica(model, OTHER, {}) for model in models]
+    with dt.launch(MESH, OTHER) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(_Called, "done", lambda self: False)
+            for model, replica in zip(models, replicas, strict=True):
+                dt.sync(model, replica)
+            assert len(handles(run)) == 3
+        dt.transfer(dt.distribute(rows(2), MESH), OTHER)
+        assert len(handles(run)) == 1
+
+
+class LoadedOnce:
+    """A program of a cache, which says whether it runs and whether it was unloaded."""
+
+    def __init__(self) -> None:
+        self.is_running = False
+        self.is_loaded = True
+
+    def unload(self) -> None:
+        assert self.is_loaded
+        self.is_loaded = False
+
+
+def test_cache_loads_a_key_again_if_it_is_for_another_object() -> None:
+    cache = ProgramCache[LoadedOnce](2)
+    first = cache.load("key", LoadedOnce, made_for=[1])
+    assert cache.get("key", [1]) is first
+    assert cache.get("key", [2]) is None and not first.is_loaded
+    assert cache.get("key", [1]) is None and len(cache) == 0
+
+
+def test_cache_unloads_the_program_used_longest_ago_that_is_not_running() -> None:
+    cache = ProgramCache[LoadedOnce](2)
+    a, b = cache.load("a", LoadedOnce), cache.load("b", LoadedOnce)
+    assert cache.get("a") is a
+    cache.load("c", LoadedOnce)
+    assert a.is_loaded and not b.is_loaded and cache.keys() == ["a", "c"]
+    a.is_running = True
+    cache.load("d", LoadedOnce)
+    assert a.is_loaded and len(cache) == 3
+    a.is_running = False
+    cache.evict()
+    assert not a.is_loaded and cache.keys() == ["c", "d"]
+    cache.unload(lambda program: program is cache.get("d"))
+    assert cache.keys() == ["c"]
+
+
+def test_run_with_results_counts_only_while_its_future_is_kept() -> None:
+    program = ClusterProgram(None, None)  # type: ignore[arg-type]
+    program.last_run = ref(Pending())
+    gc.collect()
+    assert not program.is_running
+    run = Pending()
+    program.last_run = ref(run)
+    assert program.is_running
+    run.ended = True
+    assert not program.is_running
+    program.last_run = Pending()
+    assert program.is_running
+
+
+class Pending(Future):
+    ended = False
+
+    def get(self, timeout: float | None = None) -> list[Any]:
+        raise AssertionError("it is not read")
+
+    def done(self) -> bool:
+        return self.ended
+
+
 def test_a_failure_that_is_read_when_its_program_is_gone(few: int) -> None:
     def look_up(x: Tensor, at: Tensor) -> Tensor:
         return x[at]
@@ -175,7 +299,7 @@ def test_a_failure_that_is_read_when_its_program_is_gone(few: int) -> None:
 
 
 def test_transfers_of_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dtensor.api.store.store.MOST_LOADED", 3)
+    monkeypatch.setattr("dtensor.api.store.store.MAX_LOADED", 3)
     other = dt.Mesh(tp=2, name="other")
     with dt.launch(MESH, other) as run:
         for length in [*range(2, 9), 2]:

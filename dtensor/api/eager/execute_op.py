@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -35,6 +34,7 @@ from dtensor.api.eager.values import (
     fresh_name,
 )
 from dtensor.api.store.handle import Layout, layout_of
+from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
 from dtensor.api.store.session import MeshSession
 from dtensor.api.values.randomness import Counter, numbers_fed
 from dtensor.daft import DaftError, Stored
@@ -71,12 +71,11 @@ _OPEN_NUMBERS: dict[str, frozenset[int | str]] = {
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A planned op, and its program on each session that ran it."""
+    """A planned op."""
 
     planned: PlannedOp
     name: str
     key: Any  # its key in the cache
-    programs: WeakKeyDictionary[MeshSession, Any] = field(default_factory=WeakKeyDictionary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,6 @@ class OpResult:
 _entries: OrderedDict[Any, Entry] = OrderedDict()
 _draws = Counter("eager")
 """The counters of random ops, in the program's order."""
-_loaded: WeakKeyDictionary[MeshSession, OrderedDict[Entry, None]] = WeakKeyDictionary()
 
 
 def execute(
@@ -235,11 +233,10 @@ def _plan(op: OneOp, key: Any, numbers: Sequence[float]) -> Entry:
 
 def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[ReadValue]) -> OpResult:
     planned = entry.planned
-    program = entry.programs.get(session)
-    if program is None:
-        program = _load(session, entry)
-    else:
-        _loaded[session].move_to_end(entry)
+    programs: ProgramCache[ClusterProgram] | None = session.loaded.get(execute)
+    if programs is None:
+        programs = session.loaded[execute] = ProgramCache(MAX_PROGRAMS)
+    program = programs.get(entry) or programs.load(entry, lambda: _load(session, planned))
     feed: dict[str, object] = dict(planned.constants)
     for name, read in zip(planned.inputs, reads, strict=True):
         if name is not None:
@@ -254,7 +251,8 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
     keep = {f"result {o.of}": names[int(o.of)] for o in planned.plan.outputs}
     note_line(session)
     try:
-        future = session.run(program, [feed] * session.mesh.size, keep)
+        future = session.run(program.handle, [feed] * session.mesh.size, keep)
+        program.last_run = future
         if session.at_once:
             future.check()
     except DaftError as error:
@@ -272,16 +270,9 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
     return OpResult(planned, values)
 
 
-def _load(session: MeshSession, entry: Entry) -> Any:
-    lowered = lower(entry.planned.plan, None, device=session.cluster.device)
-    program = session.cluster.load(lowered)
-    entry.programs[session] = program
-    known = _loaded.setdefault(session, OrderedDict())
-    known[entry] = None
-    if len(known) > MAX_PROGRAMS:
-        oldest, _ = known.popitem(last=False)
-        session.cluster.unload(oldest.programs.pop(session))
-    return program
+def _load(session: MeshSession, planned: PlannedOp) -> ClusterProgram:
+    lowered = lower(planned.plan, None, device=session.cluster.device)
+    return ClusterProgram(session.cluster, session.cluster.load(lowered))
 
 
 # -- cells and views -----------------------------------------------------------------------------

@@ -22,14 +22,14 @@ it: so the decoding mesh waits at most for a transfer.
 Invariants: a request's tokens do not depend on when its prefill was seen to have ended; requests
 get slots in the order of their arrival, and a request that ends with its first token is never sent.
 Programs are made for a prompt's length and for the ranks that send and receive, not for rows, and
-the last ``MOST_LOADED`` of them are kept; nothing is captured for them. Not here: the decoding of
+the last ``MAX_LOADED`` of them are kept; nothing is captured for them. Not here: the decoding of
 slots (generator.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -52,9 +52,10 @@ from dtensor.api.generation.requests import TextRequest
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.store.default_home import kept
 from dtensor.api.store.meshes import listed, ranks_of_meshes
+from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
 from dtensor.api.store.session import MeshSession, launched, session_for
 from dtensor.api.store.store import across, inner_name
-from dtensor.daft import DaftError, Future, Handle, Stored
+from dtensor.daft import DaftError, Future, Stored
 from dtensor.errors import PlanningError, check_number
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.runtime.transfer.between_meshes import bucket_bytes
@@ -69,8 +70,8 @@ from dtensor.sharding.spec.stored import StoredTensor
 
 ROWS = 2
 """Rows of the caches on the mesh of prefill: one is filled while another waits for a slot."""
-MOST_LOADED = 64
-"""Most loaded programs of transfers."""
+MAX_LOADED = 64
+"""The number of programs of transfers that stay loaded."""
 
 Arguments = Callable[[TextRequest, int], tuple[Tensor, ...]]
 """The arguments of a prefill of a request into a row, after ``live``."""
@@ -123,7 +124,7 @@ class DisaggregatedPrefill:
         self._free: deque[int] = deque(range(self.rows))
         self._under_way: deque[_Prefilled] = deque()
         self._sent: dict[TextRequest, Future] = {}  # transfers that were not checked yet
-        self._programs: OrderedDict[tuple[int, ...], Handle] = OrderedDict()
+        self._programs = ProgramCache[ClusterProgram](MAX_LOADED)
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -163,7 +164,7 @@ class DisaggregatedPrefill:
         """Begin in a new launch."""
         here, there = self._sessions()
         if here is not self._here or there is not self._there:
-            self._programs.clear()
+            self._programs = ProgramCache(MAX_LOADED)  # the old programs ended with their launch
         self.clear()
         self._here, self._there = here, there
         self.own.initial.holders.clear()
@@ -273,10 +274,12 @@ class DisaggregatedPrefill:
             there.hold(self.caches, kept(self.caches, there.ranks, model_home))
             lend([live], (0,))
             fed["live"] = Stored(inner_name(there, live.name))
-            handle = self._program(length, at.row, slot)
+            program = self._program(length, at.row, slot)
+            handle = program.handle
             fed[FROM], fed[TO] = at.row % self._together[0], slot % self._together[1]
             inputs_by_rank = [{name: fed[name] for name in r.inputs} for r in handle.program.ranks]
-            run = there.launch.cluster.run(handle, inputs_by_rank, mode=there.mode)
+            run = program.cluster.run(handle, inputs_by_rank, mode=there.mode)
+            program.last_run = run
             labels = frozenset(label for label, _ in self.caches.module.named_buffers())
             there.wrote([(self.caches, labels)])
             model_home.unsaved = False
@@ -293,13 +296,15 @@ class DisaggregatedPrefill:
         except DaftError as error:
             raise self._there.told(error) from error.__cause__
 
-    def _program(self, length: int, row: int, slot: int) -> Handle:
+    def _program(self, length: int, row: int, slot: int) -> ClusterProgram:
+        key = length, row // self._together[0], slot // self._together[1]
+        return self._programs.get(key) or self._programs.load(
+            key, lambda: self._load(length, row, slot)
+        )
+
+    def _load(self, length: int, row: int, slot: int) -> ClusterProgram:
         here, there = self._here, self._there
         assert here is not None and there is not None
-        key = length, row // self._together[0], slot // self._together[1]
-        if key in self._programs:
-            self._programs.move_to_end(key)
-            return self._programs[key]
         cluster = there.launch.cluster
         source, target = self._kept(here, there)
         plan = self._planned(length, row, slot, source, target, cluster.device)
@@ -313,10 +318,7 @@ class DisaggregatedPrefill:
         program = row_program(
             plan, cluster.size, cluster.device, names, length=length, tables=tables
         )
-        while len(self._programs) >= MOST_LOADED:
-            cluster.unload(self._programs.popitem(last=False)[1])
-        self._programs[key] = cluster.load(across(cluster, program))
-        return self._programs[key]
+        return ClusterProgram(cluster, cluster.load(across(cluster, program)))
 
     def _planned(
         self,

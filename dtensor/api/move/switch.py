@@ -325,8 +325,7 @@ class _Switch:
     def _forget(self, there: MeshSession) -> None:
         """Drop the model's values outside their new homes, and programs over them."""
         here, store = self.here, self.launch.store
-        for program in programs_of(here).of_model(self.model):
-            program.unload()
+        programs_of(here).unload_of_model(self.model)
         for state in self.states:
             gone = [which for which in state.home.owner.stored if which not in state.now]
             store.forget(state.home.owner, gone, delete=True)

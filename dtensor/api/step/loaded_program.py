@@ -15,11 +15,10 @@ Not here: the plan (plan_call.py), a model's values on a cluster (session.py).
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any
 from weakref import ref
 
 import torch
@@ -29,9 +28,10 @@ from dtensor.api.step.plan_cache import MAX_PLANS
 from dtensor.api.step.plan_call import Planned
 from dtensor.api.store.handle import Layout, TensorHandle, contiguous_layout
 from dtensor.api.store.home import check_apart
+from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
 from dtensor.api.store.session import MeshSession
 from dtensor.api.store.store import Owner
-from dtensor.daft import Buffer, Future, Program, Stored
+from dtensor.daft import Buffer, Program, Stored
 from dtensor.errors import PlanningError
 from dtensor.frontend.graph import named_tensors
 from dtensor.frontend.source import caller_level
@@ -53,7 +53,7 @@ RETURNED_BYTES = 2**16
 of at most so many bytes, on one rank together. Others are fetched when they are read."""
 
 
-class LoadedProgram:
+class LoadedProgram(ClusterProgram):
     """A lowered plan on a session, and the cuts of its arguments for the ranks.
 
     ``writes``: the parameters and buffers that a run changes, by name; ``written``: the same by the
@@ -76,7 +76,7 @@ class LoadedProgram:
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
         with waits_may_act():  # a signal may act: nothing has changed yet
-            self.handle = session.cluster.load(program)
+            super().__init__(session.cluster, session.cluster.load(program))
         self.writes: frozenset[str] = _written(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))
         self.written = tuple((model, frozenset(own)) for model, own in by_part)
@@ -87,7 +87,6 @@ class LoadedProgram:
         self._state = state  # the names of constants and weights in the actors' tables
         self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
         self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
-        self.last_run: ref[Future] | None = None  # set by its callers
 
     @cached_property
     def results(self) -> dict[str, Layout]:
@@ -139,16 +138,9 @@ class LoadedProgram:
             self.put_constants(tensors)
             self._put.update((caught.name, caught.number) for caught in changed)
 
-    @property
-    def running(self) -> bool:
-        """Whether a run is in flight whose future is still referenced. The ranks end any before
-        they unload it."""
-        last = None if self.last_run is None else self.last_run()
-        return last is not None and not last.done()
-
     def unload(self) -> None:
-        """Unload it on the ranks, and drop its constants."""
-        self.session.cluster.unload(self.handle)
+        """Unload the program on the ranks, and drop its constants."""
+        super().unload()
         self.session.launch.store.forget(self.owner, self.owner.stored, delete=True)
 
     def feed(
@@ -224,67 +216,69 @@ class LoadedProgram:
         return cut[key]
 
 
+class _ProgramsOfPlan:
+    """The loaded programs of a plan, by the options they were loaded with."""
+
+    def __init__(self, planned: Planned) -> None:
+        self.planned = planned
+        self.programs: dict[object, LoadedProgram] = {}
+
+    @property
+    def is_running(self) -> bool:
+        return any(program.is_running for program in self.programs.values())
+
+    def unload(self) -> None:
+        for program in self.programs.values():
+            program.unload()
+
+
 class LoadedPrograms:
-    """The loaded programs of a session, by owner and plan, in the order of their last use."""
+    """The loaded programs of a session: for each object that has planned them a cache, by the id of
+    the plan."""
 
     def __init__(self) -> None:
-        self._of: dict[int, tuple[ref[Any], _ByPlan]] = {}  # by id of the owner
-        self._ownerless: list[_ByPlan] = []
+        self._by_owner: dict[int, tuple[ref[Any], ProgramCache[_ProgramsOfPlan]]] = {}  # by id
+        self._ownerless: list[ProgramCache[_ProgramsOfPlan]] = []
+
+    def _caches(self) -> list[ProgramCache[_ProgramsOfPlan]]:
+        return [*self._ownerless, *(cache for _, cache in list(self._by_owner.values()))]
 
     def __iter__(self) -> Iterator[LoadedProgram]:
-        for plans in (*self._ownerless, *(plans for _, plans in list(self._of.values()))):
-            for _, programs in list(plans.values()):
-                yield from programs.values()
+        for cache in self._caches():
+            for plan in cache:
+                yield from plan.programs.values()
 
-    def by_plan(self, owner: object) -> _ByPlan:
-        known = self._of.get(id(owner))
-        if known is None:
-            number, gone, of = id(owner), self._ownerless, self._of
-            # its owner may end within any call: the finalizer does only this
-            lost = ref(owner, lambda _: gone.append(of.pop(number)[1]))
-            known = self._of[number] = lost, OrderedDict()
-        return known[1]
+    def of_plan(self, owner: object, planned: Planned) -> dict[object, LoadedProgram]:
+        """Return the loaded programs of a plan, by options; the caller may add some."""
+        entry = self._by_owner.get(id(owner))
+        if entry is None:
+            number, ownerless, by_owner = id(owner), self._ownerless, self._by_owner
+            # the owner may end within any call: the finalizer does only this
+            reference = ref(owner, lambda _: ownerless.append(by_owner.pop(number)[1]))
+            entry = by_owner[number] = reference, ProgramCache(MAX_PLANS)
+        cache, key = entry[1], id(planned)
+        return (cache.get(key) or cache.load(key, lambda: _ProgramsOfPlan(planned))).programs
 
-    def of_model(self, model: object) -> Iterator[LoadedProgram]:
-        """The programs of plans over this module; they are removed from the table."""
-        for _, plans in list(self._of.values()):
-            for key, (planned, programs) in list(plans.items()):
-                if any(part is model for part in planned.models.parts.values()):
-                    del plans[key]
-                    yield from programs.values()
+    def unload_of_model(self, model: object) -> None:
+        """Unload the programs of plans over this module."""
+        for cache in self._caches():
+            cache.unload(lambda plan: any(m is model for m in plan.planned.models.parts.values()))
 
     def unload_former(self, state: Mapping[str, TensorSpec]) -> None:
         """Unload programs that read values with these names in another shape or dtype: the module
         was cast since."""
-        for plans in (*self._ownerless, *(plans for _, plans in list(self._of.values()))):
-            for key, (_, programs) in list(plans.items()):
-                if any(program.reads_former(state) for program in programs.values()):
-                    _unload(plans, key)
+        for cache in self._caches():
+            cache.unload(lambda plan: any(p.reads_former(state) for p in plan.programs.values()))
 
     def evict(self) -> None:
-        """Unload programs that need not stay, to make room for one more plan."""
-        for plans in self._ownerless[:]:
-            _evict(plans, 0)
-            if not plans:
-                self._ownerless.remove(plans)
-        for _, plans in list(self._of.values()):
-            _evict(plans, MAX_PLANS)
-
-
-def _evict(plans: _ByPlan, most: int) -> None:
-    for key, (_, programs) in list(plans.items())[: max(0, len(plans) - most)]:
-        if not any(program.running for program in programs.values()):
-            _unload(plans, key)
-
-
-def _unload(plans: _ByPlan, key: int) -> None:
-    _, programs = plans.pop(key)
-    for program in programs.values():
-        program.unload()
-
-
-_ByPlan: TypeAlias = OrderedDict[int, tuple[Planned, dict[object, LoadedProgram]]]
-"""By the id of a plan, its loaded programs, by the options they were loaded with."""
+        """Unload programs whose owner is gone, and those beyond an owner's limit, unless they are
+        running."""
+        for cache in self._ownerless[:]:
+            cache.evict(0)
+            if not len(cache):
+                self._ownerless.remove(cache)
+        for _, cache in list(self._by_owner.values()):
+            cache.evict()
 
 
 def programs_of(session: MeshSession) -> LoadedPrograms:
@@ -301,9 +295,7 @@ def load(
 ) -> LoadedProgram:
     """Lower, verify and ship a plan once per session; put the constants it needs. ``owner``: the
     object that has planned it."""
-    plans = programs_of(session).by_plan(owner)
-    _, programs = plans.setdefault(id(planned), (planned, {}))
-    plans.move_to_end(id(planned))
+    programs = programs_of(session).of_plan(owner, planned)
     key = (roles.gradients, roles.optimizer, roles.keys, roles.detect_nan, current())
     if key not in programs:
         programs_of(session).evict()

@@ -21,7 +21,6 @@ records and no entries (eager/values.py).
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import (
     Callable,
     Collection,
@@ -40,8 +39,9 @@ import torch
 from torch import Tensor
 
 from dtensor.api.model.initial_values import init_program
+from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
 from dtensor.api.values.on_disk import OnDisk
-from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, Program, Stored
+from dtensor.daft import Cluster, DaftError, Future, Mode, Program, Stored
 from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.daft.run.worker import Counted
 from dtensor.frontend.initial.recipe import Recipe
@@ -60,8 +60,8 @@ PIECE_BYTES = 2**26
 """Bytes that are put at a time, of all ranks together."""
 BUCKET_BYTES = 2**26
 """Bytes that are fetched at a time: the controller holds at most twice as many."""
-MOST_LOADED = 64
-"""Number of programs of moves that stay loaded: the last ones."""
+MAX_LOADED = 64
+"""The number of programs of moves, transfers and saves that stay loaded."""
 
 K = TypeVar("K", bound=Hashable)
 Source = Tensor | Callable[[], Tensor] | Recipe | OnDisk | None
@@ -161,7 +161,7 @@ class TensorStore:
 
     def __init__(self, launch: LaunchRanks) -> None:
         self._launch = launch
-        self._programs: OrderedDict[Hashable, _LoadedMove] = OrderedDict()
+        self._programs = ProgramCache[ClusterProgram](MAX_LOADED)
         self._moving: list[Moving] = []
 
     def _session(self, values: Iterable[StoredTensor]) -> MeshRanks:
@@ -299,9 +299,9 @@ class TensorStore:
         which stays loaded under ``key`` while the values' homes are the same."""
         session = self._session(values.values())
         cluster = session.cluster
-        loaded = self._loaded(key, values, cluster, lambda: copying(cluster.size))
-        loaded.last = session.run(loaded.handle, [fed] * cluster.size, {}, counted)
-        return loaded.last
+        program = self._program(key, values, cluster, lambda: copying(cluster.size))
+        program.last_run = run = session.run(program.handle, [fed] * cluster.size, {}, counted)
+        return run
 
     def forget(self, owner: Owner[K], keys: Iterable[K], *, delete: bool = False) -> None:
         """Drop these entries; ``delete``: drop the values on the ranks too."""
@@ -365,7 +365,7 @@ class TensorStore:
         launch, cluster = self._launch, self._launch.cluster
         there = launch.sessions[next(iter(plan.transfers.values())).target.mesh]
 
-        def program() -> Program:
+        def lower() -> Program:
             pairs = {name: (one.here, one.there) for name, one in plan.transfers.items()}
             names = {name: (self._inner(a), self._inner(b)) for name, (a, b) in pairs.items()}
             values = values_program(
@@ -373,17 +373,18 @@ class TensorStore:
             )
             return across(cluster, values)
 
-        loaded = self._loaded(key, plan, cluster, program)
+        program = self._program(key, plan, cluster, lower)
         try:
-            loaded.last = cluster.run(loaded.handle, [{}] * cluster.size, mode=there.mode)
+            run = cluster.run(program.handle, [{}] * cluster.size, mode=there.mode)
+            program.last_run = run
         except DaftError as error:
             raise there.told(error) from error.__cause__
         finally:
             if key is None and cluster.failure is None:
-                cluster.unload(loaded.handle)
+                program.unload()
         after = {into[name]: own.there for name, own in plan.transfers.items()}
         before = {(owner, key): owner._stored.get(key) for owner, key in after}
-        moving = Moving(self, loaded.last, there, note, undone, before, after)
+        moving = Moving(self, run, there, note, undone, before, after)
         self._moving.append(moving)
         for (owner, key), stored in after.items():
             owner._stored[key] = stored
@@ -394,16 +395,16 @@ class TensorStore:
         cluster = self._launch.cluster
         key = "transfer", plan.source, plan.target, plan.here.ranks, plan.there.ranks
 
-        def program() -> Program:
+        def lower() -> Program:
             return across(cluster, transfer_program(plan, cluster.size, cluster.device))
 
-        loaded = self._loaded(key, key, cluster, program)
+        program = self._program(key, key, cluster, lower)
         fed: list[dict[str, object]] = [{} for _ in range(cluster.size)]
         for rank in plan.here.ranks:
             fed[rank]["x"] = Stored(self._inner(plan.here))
         keep, mode = {"y": self._inner(plan.there)}, self._launch.mode
-        loaded.last = cluster.run(loaded.handle, fed, mode=mode, keep=keep)
-        return loaded.last
+        program.last_run = run = cluster.run(program.handle, fed, mode=mode, keep=keep)
+        return run
 
     def look(self, *, wait: bool = False) -> None:
         """Restore the entries of moves that have ended with a failure; with ``wait``, first wait
@@ -457,35 +458,18 @@ class TensorStore:
     def _inner(self, stored: StoredTensor) -> str:
         return inner_name(self._session([stored]), stored.label)
 
-    def _loaded(
-        self, key: Hashable, of: object, cluster: Cluster, program: Callable[[], Program]
-    ) -> _LoadedMove:
-        """The program of a move, a transfer or a save; it stays loaded if it has a key."""
-        known = self._programs.get(key)
-        if known is not None and (known.of is of or known.of == of):
-            self._programs.move_to_end(key)
-            return known
-        if known is not None:
-            del self._programs[key]
-            known.cluster.unload(known.handle)
-        move = _LoadedMove(of, cluster, cluster.load(program()))
-        if key is not None:
-            for old, loaded in [*self._programs.items()][: len(self._programs) - MOST_LOADED + 1]:
-                if loaded.last is None or loaded.last.done():
-                    del self._programs[old]
-                    loaded.cluster.unload(loaded.handle)
-            self._programs[key] = move
-        return move
+    def _program(
+        self, key: Hashable, made_for: object, cluster: Cluster, lower: Callable[[], Program]
+    ) -> ClusterProgram:
+        """Return the program of a move, a transfer or a save, loading it if it is not cached. It is
+        cached if it has a key."""
 
+        def load() -> ClusterProgram:
+            return ClusterProgram(cluster, cluster.load(lower()))
 
-@dataclass(slots=True)
-class _LoadedMove:
-    """``of``: the plan or values that it was made for; ``last``: its last run."""
-
-    of: object
-    cluster: Cluster
-    handle: Handle
-    last: Future | None = None
+        if key is None:
+            return load()
+        return self._programs.get(key, made_for) or self._programs.load(key, load, made_for)
 
 
 def by_rank(values: Iterable[StoredTensor], size: int) -> list[list[str]]:
