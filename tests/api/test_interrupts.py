@@ -205,7 +205,7 @@ def test_a_signal_before_a_launch_starts_warns_of_nothing() -> None:
     with dt.launch(TP):  # what is imported or read once is not counted
         pass
     places: list[str] = []
-    running = None
+    running: Any = None
     while running is None:
         line = AtLine(len(places) + 1)
         with warnings.catch_warnings():
