@@ -267,7 +267,7 @@ def test_programs_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gen._apart is not None
         keys: Any = gen._apart._programs.keys()
         assert [length for length, _, _ in keys] == [5, 6, 7]
-        assert all(program._last_run is not None for program in gen._apart._programs)
+        assert all(program.last_run is not None for program in gen._apart._programs)
         loaded = len(session.launch.cluster._handles)  # type: ignore[attr-defined]
         assert gen(prompts, max_new_tokens=3) == texts
         assert len(session.launch.cluster._handles) == loaded  # type: ignore[attr-defined]
