@@ -148,10 +148,10 @@ def entries(found: Sequence[Entry]) -> list[str]:
             unusual.append(e)
         else:
             title = e.kind if e.gradient == "right" else f"{e.kind}, without a gradient"
-            groups.setdefault(title, []).append(f"`{e.name}` {e.run}, {e.free}")
+            groups.setdefault(title, []).append(f"`{e.name}`")
     lines = ["## Entries", "", _LISTS]
     for title in sorted(groups):
-        lines += [f"### {title} ({len(groups[title])})", "", "; ".join(groups[title]) + ".", ""]
+        lines += [f"### {title} ({len(groups[title])})", "", ", ".join(groups[title]) + ".", ""]
     lines += [f"### Refused, or with a note ({len(unusual)})", ""]
     lines += ["| entry | class | forward | gradient | run | no collective | note |"]
     lines += ["|---|---|---|---|---|---|---|"]
@@ -237,8 +237,8 @@ the op leaves open.
 """
 
 _LISTS = """\
-The numbers after an entry are the placements run, and the placements whose forward needs no
-collective, each as *sizes that divide* + *sizes that do not*. A class of two parts, such as *whole
-/ split by rule*, has the class for sizes that divide first. All entries of the lists are right
-under all placements.
+All entries of the lists are right under all placements. A class of two parts, such as *whole /
+split by rule*, has the class for sizes that divide first. `build/opinfo` has the placements of each
+entry. In the last table *run* counts placements, *sizes that divide* + *sizes that do not*, and *no
+collective* those whose forward needs none.
 """

@@ -1,4 +1,4 @@
-"""The tables of docs/notes/simulated_gpus.md, each written by the command that it names.
+"""The tables of benchmarks/results/simulated_gpus.md, each written by the command that it names.
 
     table = Table("cases", ("case", "seeds"))
     table.put("zero 3", "2")           # its row is replaced, or is the last
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "notes" / "simulated_gpus.md"
+PAGE = Path(__file__).parents[3] / "benchmarks" / "results" / "simulated_gpus.md"
 
 
 class Table:

@@ -1,7 +1,7 @@
 """In which lines a host waits for its GPU, in one step or token of a program that is running.
 
     python -m tests.testing.gpus.waits              # a table: line, what, for each rank
-    python -m tests.testing.gpus.waits --write      # into docs/notes/simulated_gpus.md
+    python -m tests.testing.gpus.waits --write      # into benchmarks/results/simulated_gpus.md
 
 Each program is called twice; what is counted is its third call, whose result is read. So first
 uses, connections and parameters that go to their ranks are not among them.
