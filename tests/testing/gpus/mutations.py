@@ -3,7 +3,7 @@ and copy of it is dropped in turn, and small programs run without it.
 
     python -m tests.testing.gpus.mutations                # a table; rc 1 where one is not found
     python -m tests.testing.gpus.mutations worker.py      # of these files alone
-    python -m tests.testing.gpus.mutations --write        # into benchmarks/results/simulated_gpus.md
+    python -m tests.testing.gpus.mutations --write      # into benchmarks/results/simulated_gpus.md
 
 A mutation is found by a race, an early free, a wrong number or a run that cannot go on, under one
 of the seeds. One that is not found has its reason in `IMPLIED`: the rule of CUDA's, of NCCL's or of
