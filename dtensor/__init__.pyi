@@ -20,7 +20,9 @@ from .api.search import placements
 from .api.search.comparison import Compared, Comparison, compare
 from .api.search.result import FoundStrategy, SearchResult
 from .api.search.search import search
-from .api.step.training import Loss, TrainStep, train_step
+from .api.step.loss import Loss
+from .api.step.train_step import train_step
+from .api.step.training import TrainStep
 from .api.values.randomness import manual_seed
 from .errors import PlanningError
 from .frontend.annotate import annotate

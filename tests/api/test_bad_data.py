@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtensor as dt
-from dtensor.api.step.training import Loss
+from dtensor.api.step.loss import Loss
 from dtensor.daft import TaskError
 
 RAISES, WIDENS = 1e6, -1e6

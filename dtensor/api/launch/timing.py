@@ -18,7 +18,8 @@ import torch
 from dtensor.api.eager.compiled import CompiledFunction
 from dtensor.api.launch.launching import launch
 from dtensor.api.step.bound_call import BoundCall
-from dtensor.api.step.training import Loss, TrainStep
+from dtensor.api.step.loss import Loss
+from dtensor.api.step.training import TrainStep
 from dtensor.api.store.session import Launch, check_started, launched, session_for
 from dtensor.daft.cluster.cluster import Backend, RecordedRun
 from dtensor.errors import PlanningError

@@ -42,10 +42,10 @@ from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.step.bound_call import BoundCall, to_meta
 from dtensor.api.step.loaded_program import programs_of
 from dtensor.api.step.plan_call import Planned, plan_call
+from dtensor.api.step.train_step import check_recompute
 from dtensor.api.step.training import (
     StepOptions,
     TrainStep,
-    check_recompute,
     grid_of,
 )
 from dtensor.api.step.wrapped_optimizers import torchs_own

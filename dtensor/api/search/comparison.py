@@ -25,7 +25,7 @@ from dtensor.api.eager.tensor import DTensor
 from dtensor.api.model.parallel import ParallelModule, parallelize
 from dtensor.api.model.stating.patterns import listing, nearest
 from dtensor.api.step.bound_call import BoundCall, for_capture
-from dtensor.api.step.training import train_step
+from dtensor.api.step.train_step import train_step
 from dtensor.api.step.wrapped_optimizers import torchs_own
 from dtensor.errors import PlanningError, check_callable, check_kind
 from dtensor.frontend.graph import Graph

@@ -20,69 +20,58 @@ step that was under way behind it. A scheduler is the user's: it stands where th
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.optim.optimizer as hooks
 
-from dtensor.api.model.labels import SeenModule
-from dtensor.api.model.parallel import ParallelModule, check_parallel, not_the_models
+from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.statements import Options
-from dtensor.api.model.stating.recomputed import recompute_of
+from dtensor.api.step import loss_scale
 from dtensor.api.step.bound_call import BoundCall
+from dtensor.api.step.controller_optimizer import (
+    GroupNames,
+    refuse_early_hooks,
+    step_without_gradients,
+)
 from dtensor.api.step.loaded_program import load, on_stage
+from dtensor.api.step.loss import Loss
 from dtensor.api.step.plan_cache import PROFILER, PlanCache
-from dtensor.api.step.plan_call import Planned, checked_capture, plan_call, stated_device
-from dtensor.api.step.wrapped_optimizers import refuse_accumulation, torchs_own
+from dtensor.api.step.plan_call import Planned, plan_call, stated_device
+from dtensor.api.step.wrapped_optimizers import refuse_accumulation
 from dtensor.api.store.optimizer_state import place_optimizer
 from dtensor.api.store.session import MeshSession, launched, planning_for, session_for
-from dtensor.api.values.lazy_parameters import as_it_is
 from dtensor.api.values.randomness import numbers_fed
-from dtensor.api.values.reads_as_float import ReadsAsFloat
-from dtensor.daft import DaftError, Future, TaskError
+from dtensor.daft import DaftError, TaskError
 from dtensor.daft.errors import RunInterrupted
 from dtensor.errors import (
     PlanningError,
-    check_callable,
-    check_kind,
-    check_number,
-    check_order,
-    check_word,
-    checked_call,
     not_pickled,
 )
 from dtensor.frontend.call_lock import CALL_LOCK
-from dtensor.frontend.capture.call_as_module import leaf_names
 from dtensor.frontend.graph import Graph
 from dtensor.frontend.source import source_here
 from dtensor.numerics import dtype_name, is_narrow
-from dtensor.private_torch import pytree
 from dtensor.runtime.lower.actions import stage_costs
-from dtensor.runtime.lower.detect_nan import DetectNan, checked_detect
+from dtensor.runtime.lower.detect_nan import DetectNan
 from dtensor.runtime.lower.rank_builder import Roles
 from dtensor.runtime.lower.step_end import SCALE
 from dtensor.runtime.lower.timetable import GridTimetable
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import (
-    check_optimizer,
     known_rule,
     rule_of,
-    state_elementwise,
     state_tensors,
 )
-from dtensor.runtime.optimizer.shard_optimizer import check_masters
-from dtensor.runtime.schedule import Costs, GPipe, Grid, Published, Schedule, validate
+from dtensor.runtime.schedule import Costs, Grid, Published, Schedule, validate
 from dtensor.sharding.plan.hints import hints as hints_of
 from dtensor.sharding.plan.plan import Plan
-from dtensor.sharding.plan.request import Training, checked_search
+from dtensor.sharding.plan.request import Training
 from dtensor.sharding.plan.steps import Redistribute
 from dtensor.sharding.redistribute.between_meshes import holders_of
-from dtensor.sharding.redistribute.topology import Topology, check_topology
 from dtensor.sharding.spec.shards import assemble_at
 from dtensor.sharding.spec.spec import TensorSpec
 from dtensor.sharding.spec.stored import StoredTensor
@@ -94,7 +83,6 @@ if TYPE_CHECKING:
     from dtensor.runtime.profile import Profile
 
 RUN_AHEAD = 2
-_KINDS = {"model": ParallelModule, "loss_fn": Callable, "optimizer": torch.optim.Optimizer}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,151 +97,6 @@ class StepOptions:
     master_weights: bool
     detect_nan: DetectNan
     grad_scaler: torch.amp.GradScaler | None
-
-
-class Loss(ReadsAsFloat):
-    """A step's loss, which may still be on its way. Reading it waits and raises what failed.
-
-    ``float(loss)``; ``loss.metrics`` (what loss_fn returned beside it, name to float);
-    ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm`` or ``grad_scaler``);
-    ``loss.tensor()``; ``loss.skipped``, once it was read: whether a gradient was not finite, so
-    that a ``grad_scaler`` has backed off, and the step has changed nothing. It is NaN then.
-    It adds, compares and prints as a float does, each of which reads it.
-    """
-
-    def __init__(
-        self,
-        future: Future,
-        planned: Planned,
-        session: MeshSession,
-        ended: Callable[[bool], None],
-        line: str | None,
-    ) -> None:
-        self._line = line  # of `train_step`, where an instruction has none
-        self._future = future
-        self._planned = planned
-        self._session = session
-        self._ended: Callable[[bool], None] | None = ended  # is told once whether it ended well
-        self.was_read: bool = False
-        self.skipped: bool = False
-
-    def _get(self) -> list[dict[str, torch.Tensor]]:
-        """What each rank returned."""
-        was_read = self.was_read
-        try:
-            self.was_read = True
-            return self.wait()
-        except DaftError as error:
-            self._session.launch.failure_was_read |= self._session.cluster.failure is not None
-            if isinstance(error, TaskError) and self._line is not None:
-                error.locate(self._line)
-            raise self._session.told(error) from error.__cause__
-        except BaseException:  # an interrupt, which has read nothing
-            self.was_read = was_read
-            raise
-
-    def wait(self) -> list[dict[str, torch.Tensor]]:
-        """What each rank returned; does not count as reading it."""
-        if self.skipped:
-            return []
-        try:
-            results = self._future.get()
-        except DaftError as error:
-            if self._session.cluster.failure is None:
-                self.skipped = self._planned.is_scaled and _scaling().is_overflow(error)
-                self._tell(well=False)
-            if self.skipped:
-                return []
-            raise
-        self._tell(well=True)
-        return results
-
-    def _tell(self, *, well: bool) -> None:
-        if self._ended is None:
-            return
-        with CALL_LOCK:
-            ended, self._ended = self._ended, None
-            if ended is not None:
-                ended(well)
-
-    def _result(self, index: int) -> torch.Tensor:
-        name = f"result {index}"
-        flow = self._planned.plan.flow
-        value = next(o.value for o in flow.outputs if o.kind == "result" and o.of == index)
-        ranks = self._get()
-        if self.skipped:
-            return torch.tensor(math.nan)
-        for results in ranks:
-            if name in results:  # a sum over microbatches of 16 bits comes in float32
-                return results[name].to(flow.metas[value].dtype)
-        raise AssertionError(f"no rank returned {name}")
-
-    def done(self) -> bool:
-        """Whether reading would not wait."""
-        return self._future.done()
-
-    def tensor(self) -> torch.Tensor:
-        """The loss as a scalar CPU tensor; NaN of a step that was skipped."""
-        if not self._planned.is_scaled:
-            return self._result(0)
-        return self._every()[1][_scaling().UNSCALED]
-
-    def _every(self) -> Any:
-        """As loss_fn has returned it."""
-        count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
-        return self._planned.graph.unflatten([self._result(i) for i in range(count)])
-
-    def item(self) -> float:
-        """The loss as a float."""
-        return float(self)
-
-    def cpu(self) -> torch.Tensor:
-        """As `tensor`."""
-        return self.tensor()
-
-    def detach(self) -> Loss:
-        """Itself, unread: it has no graph behind it."""
-        return self
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """What loss_fn returned beside the loss, of the whole batch; {} where nothing."""
-        outputs = self._every()
-        if not isinstance(outputs, tuple):
-            return {}
-        own = _scaling().UNSCALED if self._planned.is_scaled else None
-        return {name: float(value) for name, value in outputs[1].items() if name != own}
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The global norm of the gradients before clipping; None without ``clip_grad_norm`` or
-        ``grad_scaler``, and of a step that was skipped."""
-        for results in self._get():
-            if "norm" in results:
-                return float(results["norm"])
-        return None
-
-    def backward(self) -> None:
-        """Raises: the step has done it."""
-        raise TypeError(
-            "a step has run forward, backward and the optimizer already; fix: remove the call. "
-            "To accumulate gradients, pass the batches as one, with "
-            "schedule=dt.GPipe(microbatches=...)"
-        )
-
-    def __float__(self) -> float:
-        return float(self.tensor())
-
-    def __str__(self) -> str:
-        return f"{float(self)}{self._beside()}"
-
-    def __repr__(self) -> str:
-        return f"Loss({float(self):.6g}{self._beside()})" if self.done() else "Loss(running)"
-
-    def _beside(self) -> str:
-        """The metrics, where there are any."""
-        metrics = ", ".join(f"{name}={value:.6g}" for name, value in self.metrics.items())
-        return metrics and f" ({metrics})"
 
 
 class TrainStep:
@@ -275,13 +118,13 @@ class TrainStep:
         self.model = model
         self.loss_fn = loss_fn
         is_scaled = options.grad_scaler is not None
-        self._called = _scaling().scaled(loss_fn) if is_scaled else loss_fn
+        self._called = loss_scale.scaled(loss_fn) if is_scaled else loss_fn
         self._kept_scale = 1.0  # of the gradients that are kept
         self.optimizer = optimizer
         self.options = options
         self.plans: PlanCache = PlanCache("loss")
         self._grid = model.switches, grid_of(options.schedule, model)
-        self._groups = _GroupNames(model, optimizer)
+        self._groups = GroupNames(model, optimizer)
         with CALL_LOCK:
             model.look()
             self._groups()
@@ -370,7 +213,7 @@ class TrainStep:
         scaler = self.options.grad_scaler
         if scaler is None:
             return {}
-        return {_scaling().ARGUMENT: torch.tensor(_scaling().scale_of(scaler))}
+        return {loss_scale.ARGUMENT: torch.tensor(loss_scale.scale_of(scaler))}
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         """Return the plan for this call, capturing it first if it is not cached. CALL_LOCK is
@@ -391,7 +234,7 @@ class TrainStep:
 
         call.look()
         groups = self._groups()
-        _refuse_early_hooks(self.optimizer)
+        refuse_early_hooks(self.optimizer)
         if self.options.planning.each_call:
             _refuse_gradients_of_arguments(call)
             others = groups, call.arrangement
@@ -441,7 +284,7 @@ class TrainStep:
                 if oldest is None:
                     if not loss.was_read:  # it was not undone for a signal
                         self._latest = (*map(_held, batch),), kwargs
-                        self._step_controller()
+                        step_without_gradients(self.optimizer)
                     return loss
             self._read(oldest)  # without the lock, so that other threads go on meanwhile
             if self.options.grad_scaler is not None:
@@ -481,7 +324,7 @@ class TrainStep:
         )
         program = load(session, planned, roles, planned.grid, owner=self)
         scaler = self.options.grad_scaler
-        scale = 1.0 if scaler is None else _scaling().scale_of(scaler)
+        scale = 1.0 if scaler is None else loss_scale.scale_of(scaler)
         options: dict[str, Any] = {"options": home.rule.told(self.optimizer)}
         options |= {} if scaler is None else {SCALE: scale}
         gradients = self._gradients(session, planned) if self.options.keep_gradients else {}
@@ -507,7 +350,7 @@ class TrainStep:
                 session.give_back(steps, resets, counted)
                 undo()
             if scaler is not None and (well or loss.skipped):
-                _scaling().move(scaler, skipped=not well)
+                loss_scale.move(scaler, skipped=not well)
 
         loss = Loss(future, planned, session, ended, self._line)
         self._running.append(loss)
@@ -564,7 +407,7 @@ class TrainStep:
                 counted = session.counted(name, self.model.steps, takes=False)
                 numbers = numbers_fed(self.model.steps.present(), "train")
                 scaler = self.options.grad_scaler
-                scale = 1.0 if scaler is None else _scaling().scale_of(scaler)
+                scale = 1.0 if scaler is None else loss_scale.scale_of(scaler)
                 fed = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
                 run = session.run(program.handle, fed, {}, counted)
                 program.last_run = weakref.ref(run)
@@ -621,166 +464,10 @@ class TrainStep:
                 if loss.was_read and self._running and self._running[0] is loss:
                     self._running.popleft()
 
-    def _step_controller(self) -> None:
-        """A step without gradients, for who sees it: schedulers put theirs in place of `step`."""
-        if self.elementwise is not None:
-            tell_stepped(self.optimizer)
-            return
-        if "step" not in vars(self.optimizer) and not _has_hooks(self.optimizer):
-            return
-        with as_it_is():
-            held = [p for group in self.optimizer.param_groups for p in group["params"]]
-            kept = [(p, p.grad) for p in held if p.grad is not None]
-            for parameter, _ in kept:
-                parameter.grad = None
-        if _has_hooks(self.optimizer):  # which may read parameters
-            self.optimizer.step()
-        else:
-            with as_it_is():
-                self.optimizer.step()
-        for parameter, grad in kept:
-            parameter.grad = grad
 
-
-@checked_call
-def train_step(
-    model: ParallelModule,
-    loss_fn: Callable[..., Any],
-    optimizer: torch.optim.Optimizer,
-    *,
-    inputs: Mapping[str, Any] | None = None,
-    schedule: Schedule | None = None,
-    clip_grad_norm: float | None = None,
-    topology: Topology | None = None,
-    search: str = "predictable",
-    keep_gradients: bool = False,
-    recompute: Sequence[str] | None = None,
-    master_weights: bool = False,
-    detect_nan: bool | str = False,
-    capture: str = "once",
-    batch_norm: str = "whole_batch",
-    elementwise: bool = False,
-    grad_scaler: torch.amp.GradScaler | None = None,
-) -> TrainStep:
-    """A training step as one planned program.
-
-        >>> model = dt.parallelize(torch.nn.Linear(8, 2), dt.Mesh(dp=2))
-        >>> opt = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = dt.train_step(model, lambda m, x: m(x).square().mean(), opt,
-        ...                      inputs=dict(dp=dt.Row()))
-        >>> [(c.kind, c.axis) for c in step.plan(torch.empty(4, 8)).collectives]
-        [('all_reduce', 'dp'), ('all_reduce', 'dp')]
-        >>> 0 < float(step(torch.ones(4, 8)))
-        True
-
-    Args:
-        loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
-        optimizer: an optimizer over the model's parameters that is elementwise: torch's own but
-            Adafactor, LBFGS, Muon and SparseAdam, others with ``elementwise``.
-            Adam, AdamW, SGD and Adagrad update by torch's fused kernels, unless a group says
-            otherwise: ``foreach=False`` is torch's default on the CPU, of which float32 differs in
-            the last bits.
-        inputs: placements of every argument with the batch dim, or argument name to placements.
-        schedule: such as OneFOneB, with its number of microbatches; default one. They cut the batch
-            as torch.chunk does: 30 rows in 8 are 7 of 4 and one of 2, 9 in 4 are 3 of 3.
-        clip_grad_norm: the global norm that gradients are scaled down to: they are divided by
-            max(1, (norm + 1e-6) / clip_grad_norm). It is that of the parameters which the
-            optimizer has: no others have a gradient. Computed in float32, or in float64 where a
-            gradient is.
-        topology: what the planner prices with; by default an H100's figures.
-        keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
-        search: "predictable" splits only what pins reach; "free" lifts that.
-        recompute: globs over names of modules whose activations are not kept for the backward but
-            computed again; `parallelize` takes it too.
-        master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
-            these rounded; the copies are split as its state is, and saved with it.
-        detect_nan: each op of forward and backward is checked on each rank: the first NaN, or Inf
-            that no operand holds, fails the step with the op, the rank, the line and the operands;
-            "nan": NaN alone, for programs with a wanted Inf. It reads every value once more.
-        capture: "once": loss_fn's Python runs once, and again where what it reads has changed,
-            and for other shapes, of which the last 16 are known. The second length of a dim is
-            captured for all lengths, where that is sure to be right; a warning says where not.
-            "each call": it runs at each call, so that it may draw from Python's or numpy's random
-            numbers and change attributes; that costs the time of a capture, and where the ops
-            differ, of planning.
-        batch_norm: its statistics where there are microbatches. "whole_batch" is refused, as each
-            would wait for all; "per_microbatch" is as torch's loop over the microbatches, each of
-            all ranks' rows: running ones move once for each, in their order. Other buffers are
-            those of the whole batch, other ops that mix rows are refused.
-        elementwise: True states of an optimizer of another class that each element of a parameter
-            is updated from its own gradient and state alone. It is tried before the first step, on
-            small parameters, in a second at most (``step.elementwise`` says what was seen), and
-            refused where numbers differ or an op mixes elements. What its step changes of its
-            groups' options and of its attributes is read and written as torch does.
-        grad_scaler: for float16: ``torch.amp.GradScaler("cpu")``, on GPUs too. The loss is
-            multiplied by its scale, the gradients are divided by it before they are clipped. Where
-            one is not finite the step changes nothing, ``loss.skipped`` is True, and the scaler
-            backs off. Its state is the object's own, moved when a step has ended: so a call waits
-            for the step before. One that is switched off does nothing.
-
-    Raises PlanningError, here and at the first `plan` or call.
-    """
-    if not (isinstance(model, ParallelModule) and callable(loss_fn)):
-        check_order("train_step", _KINDS, model, loss_fn, optimizer)
-    check_parallel("train_step", model)
-    if model.source is not None:
-        raise PlanningError(
-            f"{model!r} is a replica: its values are the policy's, and the next dt.sync would put "
-            f"these in the place of what a step has trained.\n"
-            f"fix: dt.train_step(policy, loss_fn, optimizer)"
-        )
-    fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
-    check_callable("loss_fn", loss_fn, fix)
-    check_kind("elementwise", elementwise, bool, "True or False", "elementwise=True")
-    given, optimizer = optimizer, torchs_own(optimizer)
-    if elementwise:
-        state_elementwise(optimizer)
-    check_optimizer(optimizer)
-    is_schedule = isinstance(schedule, Schedule) and not isinstance(schedule, type)
-    if schedule is not None and not is_schedule:
-        raise PlanningError(
-            f"schedule={schedule!r} is not a schedule; fix: dt.OneFOneB(microbatches=4), "
-            f"dt.GPipe(microbatches=4) or dt.Custom(...)"
-        )
-    scaler = None if grad_scaler is None else _scaling().checked_scaler(grad_scaler)
-    if scaler is not None and detect_nan:
-        raise PlanningError(
-            "detect_nan fails a step for what a grad_scaler skips it for: gradients that are not "
-            "finite.\nfix: leave one of them out"
-        )
-    if clip_grad_norm is not None:
-        fix = "clip_grad_norm=1.0, or leave it out for no clipping"
-        check_number("clip_grad_norm", clip_grad_norm, above=0, fix=fix)
-    check_topology(topology)
-    check_kind("keep_gradients", keep_gradients, bool, "True or False", "keep_gradients=True")
-    check_kind("master_weights", master_weights, bool, "True or False", "master_weights=True")
-    if master_weights:
-        check_masters(optimizer)
-    rule_of(optimizer, master_weights)
-    check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
-    again = () if recompute is None else recompute_of(recompute, model.module)
-    check_recompute(model, again)
-    planning = Options(
-        inputs=inputs,
-        topology=topology,
-        search=checked_search(search),
-        recompute=again,
-        each_call=checked_capture(capture),
-        per_microbatch=batch_norm == "per_microbatch",
-    )
-    options = StepOptions(
-        planning=planning,
-        schedule=schedule or GPipe(microbatches=1),
-        clip_grad_norm=None if clip_grad_norm is None else float(clip_grad_norm),
-        keep_gradients=keep_gradients,
-        master_weights=master_weights,
-        detect_nan=checked_detect(detect_nan) if detect_nan else False,
-        grad_scaler=scaler,
-    )
-    step = TrainStep(model, loss_fn, optimizer, options)
-    step.accelerated = given if given is not optimizer else None
-    model.claim_homes(step.grid.home())
-    return step
+def _read_loss(loss: object) -> None:
+    assert isinstance(loss, Loss)
+    loss.tensor()
 
 
 def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
@@ -801,39 +488,13 @@ def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
     return grid
 
 
-def check_recompute(model: ParallelModule, again: tuple[str, ...]) -> None:
-    """PlanningError where both state what is computed again."""
-    if again and model.recompute:
-        raise PlanningError(
-            f"recompute is stated twice.\n"
-            f"  parallelize: {list(model.recompute)}, train_step: {list(again)}\n"
-            f"fix: leave it out of one of them"
-        )
-
-
-def _read_loss(loss: object) -> None:
-    assert isinstance(loss, Loss)
-    loss.tensor()
-
-
-def _refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """PlanningError for what would run before the update, and see no gradients."""
-    if optimizer._optimizer_step_pre_hooks or hooks._global_optimizer_pre_hooks:
-        raise PlanningError(
-            f"the {type(optimizer).__name__} has a hook before its step, which would find no "
-            f"gradients: they are on the ranks, where the update runs.\n"
-            f"fix: remove the hook; clip_grad_norm= clips, step.gradients() gives gradients"
-        )
-
-
 def _refuse_gradients_of_arguments(call: BoundCall) -> None:
     """Raise PlanningError for an argument that requires grad: the step does not set its `grad`."""
     leaves = enumerate(call.leaves)
     of = (i for i, x in leaves if isinstance(x, torch.Tensor | TensorSpec) and x.requires_grad)
     if (index := next(of, None)) is None:
         return
-    args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
-    name = leaf_names(call.fn, args, kwargs)[index]
+    name = call.leaf_names()[index]
     raise PlanningError(
         f"the argument {name} requires grad, and a step has gradients of its model's parameters "
         f"alone.\n"
@@ -841,58 +502,6 @@ def _refuse_gradients_of_arguments(call: BoundCall) -> None:
         f"fix: model.z = nn.Parameter(z) before parallelize, read from the model in loss_fn; or "
         f"pass z.detach(), which has no gradient"
     )
-
-
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user's functions run after its step."""
-    return bool(optimizer._optimizer_step_post_hooks or hooks._global_optimizer_post_hooks)
-
-
-def tell_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """What a step tells those who wait for it, without running the class's own, which may count:
-    schedulers put theirs in place of `step`, hooks run after it."""
-    if "step" in vars(optimizer):
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-    after = (optimizer._optimizer_step_post_hooks, hooks._global_optimizer_post_hooks)
-    for hook in (hook for own in after for hook in list(own.values())):
-        hook(optimizer, (optimizer,), {})
-
-
-class _GroupNames:
-    """The names of the parameters of each of an optimizer's groups, read anew where they changed.
-    What stands in the module no more has none, and no gradient.
-
-    Raises PlanningError for a parameter that never was the model's.
-    """
-
-    def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = model, optimizer
-        self.held: object = None  # what of the module was seen, and the parameters, by id
-        self.names: tuple[tuple[str, ...], ...] = ()
-
-    def __call__(self) -> tuple[tuple[str, ...], ...]:
-        groups = self.optimizer.param_groups
-        seen = self.model.seen
-        held = seen.number, tuple(tuple(map(id, group["params"])) for group in groups)
-        if held != self.held:
-            self.names = tuple(tuple(self._names(group["params"], seen)) for group in groups)
-            self.held = held
-        return self.names
-
-    def _names(self, parameters: Sequence[torch.Tensor], seen: SeenModule) -> Iterator[str]:
-        for parameter in parameters:
-            label = self.model.labels.of(parameter)
-            if label is None:
-                raise not_the_models(parameter)
-            if label in seen.names:
-                yield seen.names[label]
-
-
-def _scaling() -> Any:
-    """Not at the top: few programs scale their loss."""
-    from dtensor.api.step import loss_scale
-
-    return loss_scale
 
 
 def _held(value: Any) -> Callable[[], Any]:

@@ -7,7 +7,7 @@
 Each of them reads, and waits for what is under way; results are plain floats (bools, tensors).
 Equality is that of values, as hashing is by identity: as with a torch.Tensor.
 
-Not here: what is read (`api/step/training.py`), and methods of a tensor, which an error sends to
+Not here: what is read (`api/step/loss.py`), and methods of a tensor, which an error sends to
 `tensor()`.
 """
 

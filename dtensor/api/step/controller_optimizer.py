@@ -1,0 +1,96 @@
+"""The user's optimizer on the controller: its groups' parameters by name, its hooks and schedulers.
+
+groups = GroupNames(model, optimizer)
+groups()                        # (("up.weight", "down.weight"), ("up.bias",))
+step_without_gradients(opt)     # after each step of the ranks: for schedulers and hooks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.optim.optimizer as hooks
+
+from dtensor.api.model.labels import SeenModule
+from dtensor.api.model.parallel import ParallelModule, not_the_models
+from dtensor.api.values.lazy_parameters import as_it_is
+from dtensor.errors import PlanningError
+from dtensor.runtime.optimizer.elementwise.optimizer_rule import known_rule
+
+
+class GroupNames:
+    """The names of the parameters of each of an optimizer's groups, read anew where they changed.
+    What stands in the module no more has none, and no gradient.
+
+    Raises PlanningError for a parameter that never was the model's.
+    """
+
+    def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.held: object = None  # what of the module was seen, and the parameters, by id
+        self.names: tuple[tuple[str, ...], ...] = ()
+
+    def __call__(self) -> tuple[tuple[str, ...], ...]:
+        groups = self.optimizer.param_groups
+        seen = self.model.seen
+        held = seen.number, tuple(tuple(map(id, group["params"])) for group in groups)
+        if held != self.held:
+            self.names = tuple(tuple(self._names(group["params"], seen)) for group in groups)
+            self.held = held
+        return self.names
+
+    def _names(self, parameters: Sequence[torch.Tensor], seen: SeenModule) -> Iterator[str]:
+        for parameter in parameters:
+            label = self.model.labels.of(parameter)
+            if label is None:
+                raise not_the_models(parameter)
+            if label in seen.names:
+                yield seen.names[label]
+
+
+def refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """PlanningError for what would run before the update, and see no gradients."""
+    if optimizer._optimizer_step_pre_hooks or hooks._global_optimizer_pre_hooks:
+        raise PlanningError(
+            f"the {type(optimizer).__name__} has a hook before its step, which would find no "
+            f"gradients: they are on the ranks, where the update runs.\n"
+            f"fix: remove the hook; clip_grad_norm= clips, step.gradients() gives gradients"
+        )
+
+
+def step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Step the optimizer without gradients, which changes no parameter, for those who observe its
+    steps: schedulers, which replace the attribute `step`, and hooks."""
+    if known_rule(optimizer) is not None:
+        tell_stepped(optimizer)
+        return
+    if "step" not in vars(optimizer) and not _has_hooks(optimizer):
+        return
+    with as_it_is():
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [(p, p.grad) for p in parameters if p.grad is not None]
+        for parameter, _ in gradients:
+            parameter.grad = None
+    if _has_hooks(optimizer):  # which may read parameters
+        optimizer.step()
+    else:
+        with as_it_is():
+            optimizer.step()
+    for parameter, grad in gradients:
+        parameter.grad = grad
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user's functions run after its step."""
+    return bool(optimizer._optimizer_step_post_hooks or hooks._global_optimizer_post_hooks)
+
+
+def tell_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """What a step tells those who wait for it, without running the class's own, which may count:
+    schedulers put theirs in place of `step`, hooks run after it."""
+    if "step" in vars(optimizer):
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+    after = (optimizer._optimizer_step_post_hooks, hooks._global_optimizer_post_hooks)
+    for hook in (hook for own in after for hook in list(own.values())):
+        hook(optimizer, (optimizer,), {})
