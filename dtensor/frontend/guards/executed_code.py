@@ -1,19 +1,15 @@
-"""Which code a capture runs: the functions of the user's and of libraries, without torch's insides.
+"""Record which code a capture runs: the functions of the user and of libraries.
 
-    ran = CodeRecorder()
-    with ran: loss_fn(model, x)            # ran.codes() holds loss_fn's code, and each forward's
-        with ran.paused(): torch.mm(a, b)      # what torch runs inside an op costs nothing
+    recorder = CodeRecorder()
+    with recorder: loss_fn(model, x)           # codes() has the code of loss_fn and each forward
+        with recorder.paused(): torch.mm(a, b)     # code inside an op is not recorded
 
-Python's own profiler sees every call at a few tens of nanoseconds; what runs while it is paused is
-not seen. From Python 3.12 on it sees other threads too, and ours takes its place
-(thread_profile.py). Where another profiler runs (two cannot) nothing is recorded, and `codes` is
-None: then all functions that can be reached count as run.
+Python's profiler adds a few tens of nanoseconds to each call. From Python 3.12 on it would record
+other threads too, so `ThreadProfile` replaces it. If another profiler is active, nothing can be
+recorded: `codes` returns None, and all functions that can be reached count as run.
 
-What that code calls and is not code that counts itself, as functions of C and of Python's own
-modules, is noted by its name (`ExecutedCode.calls`); `known_functions.py` says what that means.
-After a pause Python's profiler has forgotten who was running: then a call has no caller.
-
-Not here: what that code reads (walk.py).
+Calls of other functions (in C, in Python's own modules) are recorded by name. After a pause
+Python's profiler does not know which code was running: the next call has no caller.
 """
 
 from __future__ import annotations
@@ -56,10 +52,12 @@ class ExecutedCode:
 
 
 class CodeRecorder:
+    """Records the code that the current thread runs, from ``__enter__`` to ``__exit__``."""
+
     def __init__(self) -> None:
-        per_thread = cProfile.Profile if sys.version_info < (3, 12) else ThreadProfile
-        self._profile: cProfile.Profile | ThreadProfile | None = per_thread()
-        self._running = False
+        profile_class = cProfile.Profile if sys.version_info < (3, 12) else ThreadProfile
+        self._profile: cProfile.Profile | ThreadProfile | None = profile_class()
+        self._is_enabled = False
 
     def __enter__(self) -> CodeRecorder:
         if sys.getprofile() is not None:
@@ -82,48 +80,49 @@ class CodeRecorder:
         if self._profile is not None:
             try:
                 self._profile.enable(subcalls=True, builtins=True)
-                self._running = True
-            except ValueError:  # from Python 3.12 on, where another profiler runs
+                self._is_enabled = True
+            except ValueError:  # from Python 3.12 on, if another profiler is active
                 self._profile = None
 
     def _stop(self) -> None:
-        if self._profile is not None and self._running:
+        if self._profile is not None and self._is_enabled:
             self._profile.disable()
-            self._running = False
+            self._is_enabled = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        was, _ = self._running, self._stop()
+        was_enabled, _ = self._is_enabled, self._stop()
         try:
             yield
         finally:
-            if was:
+            if was_enabled:
                 self._start()
 
     def codes(self) -> ExecutedCode | None:
-        """The code that counts; None where it was not to be seen."""
+        """Return the followed code that ran and its calls; None if another profiler was active."""
         if self._profile is None:
             return None
         entries = self._profile.getstats()
-        ran = ExecutedCode.of(e.code for e in entries if isinstance(e.code, CodeType))
-        with_caller: Counter[Any] = Counter()
+        codes = ExecutedCode.of(e.code for e in entries if isinstance(e.code, CodeType)).codes
+        calls_with_caller: Counter[Any] = Counter()
         callers_by_name: dict[str, dict[CodeType | None, None]] = {}
         for entry in entries:
-            caller = entry.code if id(entry.code) in ran.codes else None
+            caller = entry.code if id(entry.code) in codes else None
             for call in entry.calls or ():
-                with_caller[_key(call.code)] += call.callcount
+                calls_with_caller[_key(call.code)] += call.callcount
                 if isinstance(caller, CodeType) and (name := _name(call.code)):
                     callers_by_name.setdefault(name, {})[caller] = None
         for entry in entries:
-            if entry.callcount > with_caller[_key(entry.code)] and (name := _name(entry.code)):
+            has_unknown_caller = entry.callcount > calls_with_caller[_key(entry.code)]
+            if has_unknown_caller and (name := _name(entry.code)):
                 callers_by_name.setdefault(name, {})[None] = None
         return ExecutedCode(
-            ran.codes, {name: tuple(callers) for name, callers in callers_by_name.items()}
+            codes, {name: tuple(callers) for name, callers in callers_by_name.items()}
         )
 
     def calls(self) -> dict[CodeType, list[CodeType | str]] | None:
-        """All code that ran, torch's too but for what runs inside an op, with what it called, of C
-        by its text; None where it was not to be seen."""
+        """Return all code that ran outside of ops, with what it called: code, or the profiler's
+        text for a function in C. Return None if another profiler was active."""
         if self._profile is None:
             return None
         return {
@@ -133,59 +132,60 @@ class CodeRecorder:
         }
 
     def without_caller(self) -> set[str]:
-        """The functions of C, by their text, that were called when the profiler had forgotten by
-        whom."""
+        """Return the functions in C, as the profiler's texts, of which a call has no caller."""
         if self._profile is None:
             return set()
         entries = self._profile.getstats()
-        with_caller: Counter[Any] = Counter()
+        calls_with_caller: Counter[Any] = Counter()
         for call in (call for entry in entries for call in entry.calls or ()):
-            with_caller[_key(call.code)] += call.callcount
-        missing = (e.code for e in entries if e.callcount > with_caller[_key(e.code)])
-        return {code for code in missing if isinstance(code, str)}
+            calls_with_caller[_key(call.code)] += call.callcount
+        codes = (e.code for e in entries if e.callcount > calls_with_caller[_key(e.code)])
+        return {code for code in codes if isinstance(code, str)}
 
 
 def _key(code: CodeType | str) -> object:
+    """Return a key of code by identity: equal code objects of two functions are two keys."""
     return code if isinstance(code, str) else id(code)
 
 
-_OF_C = (
-    re.compile(r"<(?:method|slot wrapper) '(?P<name>\w+)' of '(?P<of>[^']+)' objects>"),
+_C_FUNCTION_TEXTS = (
+    re.compile(r"<(?:method|slot wrapper) '(?P<name>\w+)' of '(?P<class>[^']+)' objects>"),
     re.compile(r"<built-in method (?P<name>[\w.]+)(?: of .*)?>"),
 )
 
 
 def _name(code: CodeType | str) -> str:
-    """Of what is called: "time.time", "pathlib.Path.read_text"; "" for code that counts."""
+    """Return the name of a function: "time.time", "pathlib.Path.read_text". Return "" for followed
+    code, and for a function in C whose text has no name."""
     if isinstance(code, CodeType):
-        return "" if is_followed(code) else _name_of(code.co_filename, code.co_qualname)
-    return _name_in_c(code)
+        return "" if is_followed(code) else _python_name(code.co_filename, code.co_qualname)
+    return _c_name(code)
 
 
 @cache
-def _name_of(file: str, words: str) -> str:
-    return f"{module_of_file(file)}.{words}"
+def _python_name(file: str, qualified_name: str) -> str:
+    return f"{module_of_file(file)}.{qualified_name}"
 
 
 @cache
-def _name_in_c(text: str) -> str:
-    for pattern in _OF_C:
+def _c_name(text: str) -> str:
+    for pattern in _C_FUNCTION_TEXTS:
         if (match := pattern.fullmatch(text)) is not None:
-            of = match.groupdict().get("of")
-            return f"{of}.{match['name']}" if of else match["name"]
-    return ""  # a function of a library that was given another one's methods
+            class_name = match.groupdict().get("class")
+            return f"{class_name}.{match['name']}" if class_name else match["name"]
+    return ""
 
 
 def constant(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """What ``function(*args, **kwargs)`` gives, stated to be the same at each call of a program.
+    """Return ``function(*args, **kwargs)``, stated to be the same at each call of a program.
 
-    A captured step runs this Python once, and what it reads is compared before each later call, or
-    a warning says that it cannot be. What ``function`` reads, and all that it calls, is neither
-    compared nor warned of: `table = dt.constant(Path("table.txt").read_text)`. Outside a capture it
-    is a plain call. Its tensors are constants of the step.
+    A captured step runs its Python once. The state that this Python reads is compared before each
+    later call, or a warning names it. State that ``function`` reads is neither compared nor warned
+    of: `table = dt.constant(Path("table.txt").read_text)`. Outside a capture this is a plain call.
+    Tensors in the result are constants of the step.
 
     Raises:
-        Exception: what ``function`` raises.
+        Exception: whatever ``function`` raises.
     """
     recorder: CodeRecorder | None = getattr(_now, "recorder", None)
     if recorder is None:

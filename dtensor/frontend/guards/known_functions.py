@@ -1,17 +1,14 @@
-"""What a program's code may ask of what is not its own, and what becomes of it: one table, by name.
+"""How guards treat state outside the user's own code: a table of functions, attributes and classes.
 
     guard_for("math.sqrt")                 # PURE: reads its arguments alone, which are guarded
     guard_for("sys.getrecursionlimit")     # a getter: its result is compared before each call
-    guard_for("time.time")                 # Outside("the clock"): a warning names the line, once
-    guard_for("somelib._speedups.parse")   # Outside(): likewise, as it is not in the table
+    guard_for("time.time")                 # Unguarded("the clock"): a warning names the line, once
+    guard_for("somelib._speedups.parse")   # Unguarded(): likewise, as it is not in the table
 
-Names are those of functions ("pathlib.Path.read_text"), of methods of C ("_random.Random.random"),
-of attributes of Python's and torch's modules ("torch.backends.cudnn.benchmark"), and of the classes
-of objects ("logging.Logger"). An entry is for all that begins with it, a longer one overrides it.
-
-A getter is asked before each call of a step, so it is cheap and changes nothing. Not here: what a
-program calls (executed_code.py), names (unguarded.py) and reaches (walk.py), where parts are
-compared.
+Names are those of functions ("pathlib.Path.read_text"), methods in C ("_random.Random.random"),
+attributes of Python's and torch's modules ("torch.backends.cudnn.benchmark"), and classes
+("logging.Logger"). An entry holds for all names that it is a prefix of; the longest prefix counts.
+A getter runs before each call of a step, so it must be cheap and change nothing.
 """
 
 from __future__ import annotations
@@ -37,34 +34,35 @@ import torch
 from dtensor.kernel_flags import kernel_flags
 
 Getter: TypeAlias = Callable[[], object]
-"""What is compared; of plain data."""
-
+"""Returns plain data that guards compare."""
 
 _FOREIGN = {"torch", "numpy", "dtensor", "triton", "builtins", *sys.stdlib_module_names}
 _FOREIGN -= {"__main__"}
 
 
 def is_foreign(module_name: str | None) -> bool:
-    """Whether a module is Python's, torch's, numpy's or ours: its insides are not looked at."""
+    """Return whether a module belongs to Python, torch, numpy or this package: guards do not follow
+    its code. None is the module of builtins."""
     return (module_name or "builtins").partition(".")[0] in _FOREIGN
 
 
 def module_of(kind: type) -> str:
-    """The name of a class's module, which of Cython's functions is no text."""
+    """Return the name of a class's module; "builtins" if `__module__` is no string (Cython)."""
     name: object = kind.__module__
     return name if isinstance(name, str) else "builtins"
 
 
 @dataclass(frozen=True, slots=True)
-class Outside:
-    """What cannot be compared; ``what`` is read, in words ("" where the name says it)."""
+class Unguarded:
+    """State that cannot be compared. ``source``: words for a warning ("the clock"); "" if the name
+    of the function says it."""
 
-    what: str = ""
+    source: str = ""
 
 
 PURE: Literal["pure"] = "pure"
-Guard: TypeAlias = Literal["pure"] | Getter | Outside
-_UNKNOWN = Outside()
+Guard: TypeAlias = Literal["pure"] | Getter | Unguarded
+_UNKNOWN = Unguarded()
 
 
 @cache
@@ -80,8 +78,8 @@ def guard_for(name: str) -> Guard:
     return _UNKNOWN if "." in name else PURE
 
 
-def _levels() -> object:
-    """Of all loggers, those that have one of their own."""
+def _logger_levels() -> object:
+    """Return the settings of the loggers that have a level or are disabled."""
     manager = logging.root.manager
     levels = [
         (name, logger.level, logger.disabled)
@@ -95,28 +93,28 @@ _DECIMAL = ("getcontext", "localcontext", "Decimal", "Context")
 _CTYPES = ("_SimpleCData", "Structure", "Union", "Array")
 
 
-def decimal_context() -> object:
-    """Decimal's, without the signals that a computation leaves there."""
-    return _numbers(decimal.getcontext())
+def _decimal_context() -> object:
+    """Return the settings of decimal's context, without the flags that a computation sets."""
+    return _decimal_settings(decimal.getcontext())
 
 
-def _numbers(context: decimal.Context) -> object:
-    traps = [signal.__name__ for signal, on in context.traps.items() if on]
+def _decimal_settings(context: decimal.Context) -> object:
+    traps = [signal.__name__ for signal, is_enabled in context.traps.items() if is_enabled]
     numbers = (context.prec, context.Emin, context.Emax, context.capitals, context.clamp)
     return (numbers, context.rounding, traps)
 
 
-def _processes() -> object:
+def _distributed_rank() -> object:
     distributed: Any = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and (distributed.get_rank(),)
 
 
-_CLOCK = Outside("the clock")
-_FILE = Outside("a file, or what there is of files")
-_CHANCE = Outside("the system's random numbers")
-_ELSEWHERE = Outside("what another process or thread gives")
-_C = Outside("what a library of C gives")
-_OUTSIDE: dict[str, Outside] = {
+_CLOCK = Unguarded("the clock")
+_FILE = Unguarded("a file, or what there is of files")
+_RANDOM = Unguarded("the system's random numbers")
+_OTHER_PROCESS = Unguarded("what another process or thread gives")
+_C = Unguarded("what a library of C gives")
+_UNGUARDED: dict[str, Unguarded] = {
     **dict.fromkeys(("time", "now", "today", "utcnow", "posix.times", "timeit"), _CLOCK),
     **dict.fromkeys(("io.open", "builtins.open", "_io", "io", "mmap", "fileinput"), _FILE),
     **dict.fromkeys(("pathlib.Path", "posix", "os", "genericpath", "shutil", "glob"), _FILE),
@@ -125,43 +123,44 @@ _OUTSIDE: dict[str, Outside] = {
     **dict.fromkeys(("importlib.resources", "torch.load", "torch.hub", "torch.from_file"), _FILE),
     **dict.fromkeys((f"numpy.{name}" for name in ("load", "loadtxt", "genfromtxt")), _FILE),
     **dict.fromkeys((f"numpy.{name}" for name in ("fromfile", "memmap", "lib.npyio")), _FILE),
-    **dict.fromkeys(("posix.urandom", "posix.getrandom", "secrets", "uuid.uuid1"), _CHANCE),
+    **dict.fromkeys(("posix.urandom", "posix.getrandom", "secrets", "uuid.uuid1"), _RANDOM),
     **dict.fromkeys(
-        ("uuid.uuid4", "random.SystemRandom", "torch.seed", "torch.random.seed"), _CHANCE
+        ("uuid.uuid4", "random.SystemRandom", "torch.seed", "torch.random.seed"), _RANDOM
     ),
-    **dict.fromkeys((f"multiprocessing.{name}" for name in ("queues", "connection")), _ELSEWHERE),
-    **dict.fromkeys((f"multiprocessing.{name}" for name in ("managers", "pool")), _ELSEWHERE),
+    **dict.fromkeys(
+        (f"multiprocessing.{name}" for name in ("queues", "connection")), _OTHER_PROCESS
+    ),
+    **dict.fromkeys((f"multiprocessing.{name}" for name in ("managers", "pool")), _OTHER_PROCESS),
     **dict.fromkeys(("ctypes.CDLL", "ctypes.cdll", "ctypes.pythonapi", "ctypes.PyDLL"), _C),
     **dict.fromkeys(("ctypes.string_at", "ctypes.wstring_at", "ctypes.memmove"), _C),
     **dict.fromkeys(
         (f"torch.cuda.{name}" for name in ("memory", "mem_get_info", "utilization")),
-        Outside("what a GPU is doing"),
+        Unguarded("what a GPU is doing"),
     ),
     **dict.fromkeys(
-        ("sys.getrefcount", "sys.getallocatedblocks", "gc"), Outside("what Python's memory holds")
+        ("sys.getrefcount", "sys.getallocatedblocks", "gc"), Unguarded("what Python's memory holds")
     ),
     **dict.fromkeys(
         ("sys._getframe", "inspect.stack", "inspect.currentframe", "sys._current_frames"),
-        Outside("the frames of its callers"),
+        Unguarded("the frames of its callers"),
     ),
     **dict.fromkeys(
         (
-            "random.Random.__init__",
+            *("random.Random.__init__", "numpy.random.default_rng"),
             "numpy.random._generator.default_rng",
-            "numpy.random.default_rng",
         ),
-        Outside("random numbers, the system's if no seed is given"),
+        Unguarded("random numbers, the system's if no seed is given"),
     ),
     **dict.fromkeys(
         (
             *("torch.backends.mkldnn.enabled", "torch.backends.mkldnn.deterministic"),
             "torch.backends.cudnn.enabled",
         ),
-        Outside("a setting that torch's export turns off"),
+        Unguarded("a setting that torch's export turns off"),
     ),
-    "builtins.input": Outside("what is typed"),
+    "builtins.input": Unguarded("what is typed"),
 }
-_ASKED: dict[str, Getter] = {
+_GETTERS: dict[str, Getter] = {
     "sys.getrecursionlimit": sys.getrecursionlimit,
     "sys.getswitchinterval": sys.getswitchinterval,
     "sys.get_int_max_str_digits": sys.get_int_max_str_digits,
@@ -176,9 +175,9 @@ _ASKED: dict[str, Getter] = {
             *("logging.getLogger", "logging.getLevelName", "logging.root", "logging.Manager"),
             *(f"logging.Logger.{of}" for of in ("isEnabledFor", "getEffectiveLevel", "getChild")),
         ),
-        _levels,
+        _logger_levels,
     ),
-    **dict.fromkeys((f"decimal.{name}" for name in _DECIMAL), decimal_context),
+    **dict.fromkeys((f"decimal.{name}" for name in _DECIMAL), _decimal_context),
     **dict.fromkeys(("random.Random.getstate", "random.getstate"), random.getstate),
     **dict.fromkeys(
         ("numpy.geterr", "numpy._core._ufunc_config.geterr"), lambda: repr(np.geterr())
@@ -190,7 +189,7 @@ _ASKED: dict[str, Getter] = {
     "torch.get_num_threads": torch.get_num_threads,
     "torch.get_num_interop_threads": torch.get_num_interop_threads,
     "torch.is_warn_always_enabled": torch.is_warn_always_enabled,
-    "torch.distributed": _processes,
+    "torch.distributed": _distributed_rank,
     **dict.fromkeys(
         (
             *("torch.backends", "torch.utils.deterministic", "torch.get_deterministic_debug_mode"),
@@ -201,7 +200,7 @@ _ASKED: dict[str, Getter] = {
     ),
 }
 _PURE = (
-    # Modules: what they have computes with its arguments, or stays as it is.
+    # Modules whose functions compute with their arguments alone, and whose data never changes.
     *("math", "cmath", "operator", "_operator", "itertools", "functools", "_functools", "typing"),
     *("collections", "_collections", "_collections_abc", "dataclasses", "copy", "copyreg", "re"),
     "typing_extensions",
@@ -216,18 +215,9 @@ _PURE = (
     *("logging", "threading", "_thread", "posixpath", "ntpath", "argparse", "atexit", "unittest"),
     *("sys", "random", "_random", "codecs", "_codecs", "encodings", "pathlib", "uuid", "html"),
     *("ctypes", "_ctypes", "urllib.parse", "shlex", "configparser", "_strptime", "__future__"),
-    *(
-        "errno",
-        "fnmatch",
-        "torch",
-        "numpy",
-        "dtensor",
-        "triton",
-        "builtins",
-        "ipaddress",
-        "secrets.compare_digest",
-    ),
-    # Of other modules, what is no different.
+    *("errno", "fnmatch", "torch", "numpy", "dtensor", "triton", "builtins", "ipaddress"),
+    # Such functions of other modules.
+    "secrets.compare_digest",
     *("os.path", "os.fspath", "os.getpid", "os.cpu_count", "os.name", "os.sep", "os.linesep"),
     *("os.environ", "os.getenv", "os._Environ", "os.PathLike", "os.strerror", "posix.getpid"),
     *("posix.fspath", "posix.cpu_count", "posix.strerror", "os.fsencode", "os.fsdecode"),
@@ -235,32 +225,28 @@ _PURE = (
     *("_io.StringIO", "_io.BytesIO", "_io.TextIOWrapper.write", "_io.TextIOWrapper.flush"),
     *("_io.TextIOWrapper.isatty", "_io.TextIOWrapper.close", "io.IOBase", "queue.Queue.put"),
     *("queue.Queue.qsize", "queue.Queue.empty", "queue.Queue.full"),
-    "ray._private.log",  # it puts the time into what the program logs
-    "ray.experimental.tqdm_ray",  # in the place of print, below a progress bar
+    "ray._private.log",  # adds the time to what the program logs
+    "ray.experimental.tqdm_ray",  # replaces print below a progress bar
     *("time.sleep", "time.struct_time", "time.strftime", "time.strptime", "time.mktime"),
     *("multiprocessing.sharedctypes", "multiprocessing.context", "multiprocessing.synchronize"),
-    *(
-        "_multiprocessing.SemLock",
-        "multiprocessing.process.current_process",
-        "gc.isenabled",
-        "gc.collect",
-    ),
-    # Methods of C, of classes whose module their names lack, and class methods, which lack both.
+    *("_multiprocessing.SemLock", "multiprocessing.process.current_process"),
+    *("gc.isenabled", "gc.collect"),
+    # Methods in C whose name lacks the module of its class. (`guard_for` handles class methods.)
     *("generator", "coroutine", "async_generator", "method", "function", "code", "cell", "frame"),
     *("dict_keys", "dict_values", "dict_items", "odict_keys", "odict_values", "odict_items"),
     *("mappingproxy", "NoneType", "method_descriptor", "module", "wrapper_descriptor"),
     *("method-wrapper", "getset_descriptor", "member_descriptor", "builtin_function_or_method"),
     *vars(builtins),
 )
-_TABLE: dict[str, Guard] = {**dict.fromkeys(_PURE, PURE), **_ASKED, **_OUTSIDE}
+_TABLE: dict[str, Guard] = {**dict.fromkeys(_PURE, PURE), **_GETTERS, **_UNGUARDED}
 
 
 @cache
-def is_plain_all_through(module: str) -> bool:
-    """Whether nothing of a module, or of those below it, has an entry of its own but "pure"."""
-    below = f"{module}."
+def is_pure_module(module: str) -> bool:
+    """Return whether a module and all that it contains are PURE."""
+    prefix = f"{module}."
     return guard_for(module) == PURE and not any(
-        name.startswith(below) and entry != PURE for name, entry in _TABLE.items()
+        name.startswith(prefix) and entry != PURE for name, entry in _TABLE.items()
     )
 
 
@@ -292,7 +278,7 @@ def guard_for_class(kind: type) -> ClassGuard:
             if entry is not None:
                 return entry
         return "unknown"
-    hidden = _hides(kind) and not issubclass(kind, _KNOWN_OF_C)
+    has_c_state = _has_c_state(kind) and not issubclass(kind, _READABLE_C_CLASSES)
     for base in kind.__mro__[:-1]:
         if not is_foreign(module_of(base)):
             continue
@@ -300,23 +286,23 @@ def guard_for_class(kind: type) -> ClassGuard:
             case None:
                 return "unknown"
             case ByParts(getter=None):
-                hidden &= not _hides(base)
-            case ByParts() as opened:
-                return opened
+                has_c_state &= not _has_c_state(base)
+            case ByParts() as guard:
+                return guard
             case "by repr":
-                return ByParts(partial(_text_as, base))
+                return ByParts(partial(_base_repr, base))
             case _:
                 pass
-    return "unknown" if hidden else ByParts()
+    return "unknown" if has_c_state else ByParts()
 
 
-def _text_as(base: type, value: object) -> str:
-    as_text: Any = base.__repr__
-    return as_text(value)
+def _base_repr(base: type, value: object) -> str:
+    base_repr: Any = base.__repr__
+    return base_repr(value)
 
 
-_KNOWN_OF_C = (dict, list, tuple, set, frozenset, deque, BaseException, int, float, complex)
-_KNOWN_OF_C += (str, bytes)
+_READABLE_C_CLASSES = (dict, list, tuple, set, frozenset, deque, BaseException, int, float, complex)
+_READABLE_C_CLASSES += (str, bytes)
 
 
 def _name(kind: type) -> str:
@@ -332,67 +318,38 @@ def _entry(kind: type) -> ClassGuard | None:
     return None
 
 
-def _hides(kind: type) -> bool:
-    """Whether there is memory in it besides attributes and slots: an object of C."""
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [
-        n
-        for slots_of_class in slots
-        for n in ((slots_of_class,) if isinstance(slots_of_class, str) else slots_of_class)
-    ]
-    slots_of_class = [name for name in names if name not in ("__dict__", "__weakref__")]
-    return kind.__basicsize__ > object.__basicsize__ + 8 * (len(slots_of_class) + 2)
+def _has_c_state(kind: type) -> bool:
+    """Return whether objects of a class are larger than their slots and two pointers (`__dict__`,
+    `__weakref__`): C code keeps state in them that Python cannot read."""
+    num_slots = 0
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        num_slots += sum(name not in ("__dict__", "__weakref__") for name in names)
+    return kind.__basicsize__ > object.__basicsize__ + 8 * (num_slots + 2)
 
 
-def _level(logger: logging.Logger) -> object:
+def _logger_level(logger: logging.Logger) -> object:
     return (logger.getEffectiveLevel(), logger.disabled, logger.manager.disable)
 
 
-def _thread(thread: threading.Thread) -> object:
+def _thread_state(thread: threading.Thread) -> object:
     return (thread.name, thread.daemon, thread.is_alive())
 
 
-def _written(file: Any) -> object:
+def _buffer_state(file: Any) -> object:
     return file.closed or (file.getvalue(), file.tell())
 
 
 _OBJECTS: dict[str, ClassGuard] = {
     **dict.fromkeys(
         (
-            *(
-                "re",
-                "abc",
-                "_abc",
-                "typing",
-                "ast",
-                "inspect",
-                "warnings",
-                "contextlib",
-                "_thread.lock",
-            ),
-            *(
-                "_thread.RLock",
-                "multiprocessing.synchronize",
-                "_multiprocessing.SemLock",
-                "logging",
-            ),
-            *(
-                "operator",
-                "_operator",
-                "functools",
-                "types",
-                "os._Environ",
-                "importlib",
-                "zipimport",
-            ),
-            *("_frozen_importlib", "_frozen_importlib_external", "builtins", "string.Template"),
-            *(
-                "struct.Struct",
-                "_struct.Struct",
-                "numpy.ufunc",
-                "dtensor",
-                "multiprocessing.context",
-            ),
+            *("re", "abc", "_abc", "typing", "ast", "inspect", "warnings", "contextlib", "logging"),
+            *("_thread.lock", "_thread.RLock", "multiprocessing.synchronize", "operator"),
+            *("_multiprocessing.SemLock", "_operator", "functools", "types", "os._Environ"),
+            *("importlib", "zipimport", "_frozen_importlib", "_frozen_importlib_external"),
+            *("builtins", "string.Template", "struct.Struct", "_struct.Struct", "numpy.ufunc"),
+            *("dtensor", "multiprocessing.context"),
             *("torch._C", "torch.Size", "_ctypes.CField", "_weakref", "numpy._core"),
         ),
         "by identity",
@@ -424,10 +381,10 @@ _OBJECTS: dict[str, ClassGuard] = {
         ByParts(),
     ),
     **dict.fromkeys(("torch.storage", "torch.UntypedStorage"), "unknown"),
-    "decimal.Context": ByParts(_numbers),
-    "logging.Logger": ByParts(_level),
+    "decimal.Context": ByParts(_decimal_settings),
+    "logging.Logger": ByParts(_logger_level),
     "logging.LoggerAdapter": ByParts(),
-    "threading.Thread": ByParts(_thread),
+    "threading.Thread": ByParts(_thread_state),
     **dict.fromkeys((f"_ctypes.{kind}" for kind in _CTYPES), ByParts(bytes)),
-    **dict.fromkeys(("_io.StringIO", "_io.BytesIO"), ByParts(_written)),
+    **dict.fromkeys(("_io.StringIO", "_io.BytesIO"), ByParts(_buffer_state)),
 }

@@ -1,16 +1,15 @@
-"""Who wrote what a capture finds changed: its program, or another thread meanwhile.
+"""Tell the writes and draws of a captured program from those of other threads.
 
-    wrote = ProgramWrites(recorder)       # what ran in this thread, and calls of C that it made
-    wrote.may(change)                     # False: no code that ran can make such a change
-    wrote.drew("rng", generator)
+    writes = ProgramWrites(recorder, alone=False)    # the code that ran in this thread
+    writes.may(change)                               # False: no code that ran can make this change
+    writes.drew("rng", generator)
 
-A change is the program's only if code that ran in its thread can make it: an instruction that
-stores under such a name, or under such a key, or a method that changes what it is called on. A
-container that a function has made itself was not there before, so what is stored there counts not.
+The program may have made a change if code that ran in its thread stores to this name or key, or
+calls a method that changes such a container in place. Stores to a container that the same function
+has created do not count: the container did not exist before.
 
-Invariants: in a process of one thread every change is the program's. What may be another thread's
-is never taken for the program's where nothing that ran stores anything of its kind; what the
-program wrote is never taken for another's. Not here: what has changed (side_effects.py).
+Invariants: without other threads, every change is the program's. A change of the program is never
+attributed to another thread; the reverse can happen if code that ran stores to the same name.
 """
 
 from __future__ import annotations
@@ -39,94 +38,104 @@ from dtensor.frontend.guards.reached_state import METHOD_OWNER
 from dtensor.frontend.source import OURS, owner_of_file
 from dtensor.private_torch import FakeTensor
 
-_ANY: Any = object()  # a key that is known when it runs
-_NAMED = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"}
-_CELLS = {"STORE_DEREF", "DELETE_DEREF"}
-_ANY_NAME = ("setattr", "delattr", "__dict__", "__setattr__", "__delattr__", "vars", "globals")
+_ANY_KEY: Any = object()
+"""Stands for a key that is computed when the code runs."""
+_NAME_STORES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_NAME"}
+_CELL_STORES = {"STORE_DEREF", "DELETE_DEREF"}
+_STORES_ANY_NAME = ("setattr", "delattr", "__dict__", "__setattr__", "__delattr__")
+_STORES_ANY_NAME += ("vars", "globals")
 _SETTERS = {f"<built-in method builtins.{name}>" for name in ("setattr", "delattr")}
 _OF_SEQUENCES = {"append", "clear", "extend", "insert", "pop", "remove", "reverse", "+=", "*="}
-_CHANGING: dict[type, set[str]] = {
+_MUTATORS: dict[type, set[str]] = {
     dict: {"clear", "pop", "popitem", "setdefault", "update", "|="},
     list: _OF_SEQUENCES | {"sort"},
     set: {"add", "clear", "discard", "pop", "remove", "update", "|=", "&=", "-=", "^="}
     | {f"{of}_update" for of in ("difference", "intersection", "symmetric_difference")},
     deque: _OF_SEQUENCES | {"appendleft", "extendleft", "popleft", "rotate"},
 }
-"""Of a container, by its class, the methods and operators that change it in place."""
-_IN_A_PARTIAL = re.compile(r"\(\d+\)")
-_SLOTS = {"__setitem__", "__delitem__", "__ior__", "__iadd__", "__imul__"}  # Python sees no call
-_ALL_CHANGING = {*chain.from_iterable(_CHANGING.values()), *_SLOTS}
-_OF_MODULES = {"add_module", "register_module", "append", "extend", "insert", "pop", "update"}
-_OF_MODULES |= {"__setitem__", "__delitem__"}  # of nn.ModuleList and nn.ModuleDict
-_TO_THEMSELVES = {"threading", "queue", "logging", "concurrent", "contextlib", "warnings", "re"}
-_TO_THEMSELVES |= {"inspect", "traceback", "tokenize", "linecache", "asyncio", "selectors"}
-"""Parts of Python whose code stores in their own objects alone."""
-_FRESH = {"BUILD_MAP", "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_SET", "LIST_EXTEND"}
-_FRESH |= {"DICT_MERGE", "DICT_UPDATE", "SET_UPDATE"}
+"""The methods and operators that change a container in place, by its class."""
+_PARTIAL_ARGUMENT = re.compile(r"\(\d+\)")
+_UNSEEN_MUTATORS = {"__setitem__", "__delitem__", "__ior__", "__iadd__", "__imul__"}
+"""Mutators whose calls the profiler does not record."""
+_ALL_MUTATORS = {*chain.from_iterable(_MUTATORS.values()), *_UNSEEN_MUTATORS}
+_MODULE_MUTATORS = {"add_module", "register_module", "append", "extend", "insert", "pop", "update"}
+_MODULE_MUTATORS |= {"__setitem__", "__delitem__"}  # of nn.ModuleList and nn.ModuleDict
+_SELF_CONTAINED = {"threading", "queue", "logging", "concurrent", "contextlib", "warnings", "re"}
+_SELF_CONTAINED |= {"inspect", "traceback", "tokenize", "linecache", "asyncio", "selectors"}
+"""Modules of Python whose code stores only to its own objects."""
+_CREATES_CONTAINER = {"BUILD_MAP", "BUILD_CONST_KEY_MAP", "BUILD_LIST", "BUILD_SET", "LIST_EXTEND"}
+_CREATES_CONTAINER |= {"DICT_MERGE", "DICT_UPDATE", "SET_UPDATE"}
 _LOADS = {"LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_NAME"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Stores:
-    """What a code stores: under names, in cells, under keys; and how it changes what there is."""
+    """The stores of some code: the names of attributes and globals, the names of closure cells, the
+    keys of items (or `_ANY_KEY`), and the mutators that it calls."""
 
     names: frozenset[str]
     cells: frozenset[str]
     keys: tuple[Any, ...]
-    in_place: frozenset[str]
+    mutators: frozenset[str]
 
 
 class ProgramWrites:
-    """``recorder``: of what ran; ``alone``: whether no other thread was there."""
+    """The stores of all code that a program ran.
+
+    ``recorder``: has recorded that code. ``alone``: whether the process had no other thread.
+    """
 
     def __init__(self, recorder: CodeRecorder, *, alone: bool) -> None:
         self._recorder = recorder
         calls = None if alone or has_started() else recorder.calls()
-        self._codes = None if calls is None else [c for c in calls if not _is_ours(c)]
-        self._others: list[CodeType] = []  # of these what may store in what the user holds
-        self._called: set[str] = set()  # of C, by these
+        # None: every change is the program's, as there is no other thread, or no record.
+        self._codes = None if calls is None else [c for c in calls if not _is_dtensors(c)]
+        self._storing_codes: list[CodeType] = []  # those that may store to the user's objects
+        self._called: set[str] = set()  # the functions in C that these call, as profiler's texts
         if calls is not None:
-            counted = [c for c in calls if is_followed(c) and not _is_torchs(c)]
-            self._others = _below(counted, calls)
-            called = (call for code in self._others for call in calls.get(code, ()))
+            followed = [c for c in calls if is_followed(c) and not _is_torchs(c)]
+            self._storing_codes = _with_callees(followed, calls)
+            called = (call for code in self._storing_codes for call in calls.get(code, ()))
             self._called = {call for call in called if isinstance(call, str)}
             self._called |= recorder.without_caller()
             every = (call for calls_of in calls.values() for call in calls_of)
             self._seeded = any("torch._C.Generator" in call for call in every if type(call) is str)
 
     def may(self, change: Any) -> bool:
-        """Whether the program may have made a change of `effects`."""
+        """Return whether the program may have made a `side_effects.Change`."""
         if self._codes is None or _holds_fakes(change.after, 4):
             return True
-        held = METHOD_OWNER in change.path or _IN_A_PARTIAL.search(change.path)
-        if held and self.names(_IN_A_PARTIAL.split(change.path)[0]):
-            return True  # by a method that no code names
-        named = [_stores(code) for code in self._codes]
+        in_function = METHOD_OWNER in change.path or _PARTIAL_ARGUMENT.search(change.path)
+        if in_function and self.names(_PARTIAL_ARGUMENT.split(change.path)[0]):
+            return True  # by a bound method or a partial, whose function no code mentions
+        all_stores = [_stores(code) for code in self._codes]
         if isinstance(change.holder, CellType):
             name = change.path.partition(" (closure")[0]
-            return any(name in s.cells for s in named) or self._names("cell_contents")
-        stores = [_stores(code) for code in self._others]
+            return any(name in s.cells for s in all_stores) or self._mentions("cell_contents")
+        stores = [_stores(code) for code in self._storing_codes]
         if change.key is None and not isinstance(change.holder, (list, set, deque, NoneType)):
-            return True  # an array, which many functions change
-        if change.key is None:  # a list, a set
+            return True  # an array, which many functions in C change
+        if change.key is None:  # a list or a set; the holder None is a long list
             kind = list if change.holder is None else type(change.holder)
-            places = (key for s in stores for key in s.keys)
-            stored = any(key is _ANY or isinstance(key, int) for key in places)
-            return stored or self._changes(kind, stores)
-        if hasattr(type(change.holder), "__missing__"):  # reading is enough
+            keys = (key for s in stores for key in s.keys)
+            stores_item = any(key is _ANY_KEY or isinstance(key, int) for key in keys)
+            return stores_item or self._mutates(kind, stores)
+        if hasattr(type(change.holder), "__missing__"):  # a lookup may add an item
             return True
         if change.path.endswith("]"):
-            stored = any(_fits(key, change.key) for s in stores for key in s.keys)
-            return stored or self._changes(type(change.holder), stores)
+            stores_item = any(_may_be_key(key, change.key) for s in stores for key in s.keys)
+            return stores_item or self._mutates(type(change.holder), stores)
         return (
-            any(change.key in s.names for s in named)
-            or self._names(*_ANY_NAME)
+            any(change.key in s.names for s in all_stores)
+            or self._mentions(*_STORES_ANY_NAME)
             or not self._called.isdisjoint(_SETTERS)
-            or any(c.co_name in _OF_MODULES and "modules" in c.co_filename for c in self._codes)
+            or any(
+                c.co_name in _MODULE_MUTATORS and "modules" in c.co_filename for c in self._codes
+            )
         )
 
     def drew(self, path: str, generator: Any) -> bool:
-        """Whether the program may have taken from a generator of random numbers, or an iterator."""
+        """Return whether the program may have drawn from a random generator or an iterator."""
         if self._codes is None:
             return True
         name = path.partition(" (")[0].rpartition(".")[2].partition("[")[0]
@@ -136,36 +145,40 @@ class ProgramWrites:
             case GeneratorType():
                 return self.ran(generator.gi_code)
             case np.random.Generator() | np.random.RandomState():
-                return self._names(name)
-            case _ if generator is np.random:  # the profiler does not see its methods
-                held = np.random, np.random.mtrand._rand
-                return self._names("numpy.random") or self._reaches(*held) or self._of_numpy()
+                return self._mentions(name)
+            case _ if generator is np.random:  # the profiler does not record its methods
+                objects = np.random, np.random.mtrand._rand
+                return (
+                    self._mentions("numpy.random")
+                    or self._mentions_global(*objects)
+                    or self._mentions_numpy_random()
+                )
             case _ if generator is random or isinstance(generator, random.Random):
-                drawn = any("Random." in text or "_random." in text for text in self._called)
+                was_called = any("Random." in text or "_random." in text for text in self._called)
                 if generator is random:
-                    generator_of_random: Any = random._inst  # type: ignore[attr-defined]
-                    return drawn and (
-                        self._names("random") or self._reaches(random, generator_of_random)
+                    global_generator: Any = random._inst  # type: ignore[attr-defined]
+                    return was_called and (
+                        self._mentions("random") or self._mentions_global(random, global_generator)
                     )
-                return drawn and self._names(name)
+                return was_called and self._mentions(name)
             case _:
                 return True
 
     def names(self, path: str) -> bool:
         """Return whether code that ran contains the last name of the path of an iterator."""
-        codes = self._recorder.codes()
-        words = re.findall(r"[^\W\d]\w*", path.partition(" (")[0])[-1:]
-        return codes is None or any(
-            word in (*code.co_names, *code.co_freevars, *code.co_varnames)
-            for code in codes.codes.values()
-            for word in words
+        executed = self._recorder.codes()
+        last_name = re.findall(r"[^\W\d]\w*", path.partition(" (")[0])[-1:]
+        return executed is None or any(
+            name in (*code.co_names, *code.co_freevars, *code.co_varnames)
+            for code in executed.codes.values()
+            for name in last_name
         )
 
     def ran(self, code: CodeType | None) -> bool:
-        return self._codes is None or any(code is one for one in self._codes)
+        return self._codes is None or any(code is other for other in self._codes)
 
-    def _names(self, *names: str) -> bool:
-        """Whether code of the user's or a library's says one of them."""
+    def _mentions(self, *names: str) -> bool:
+        """Return whether code of the user or of a library contains one of these names."""
         assert self._codes is not None
         wanted = set(names)
         return any(
@@ -174,49 +187,50 @@ class ProgramWrites:
             if c.co_filename.startswith("<") or owner_of_file(c.co_filename) is not None
         )
 
-    def _of_numpy(self) -> bool:
-        """Whether one of these codes, a user's or a library's, says "random" of numpy."""
+    def _mentions_numpy_random(self) -> bool:
+        """Return whether code mentions both "random" and numpy, by its name or by a global."""
         assert self._codes is not None
-        saying = [c for c in self._codes if "random" in (*c.co_names, *c.co_consts)]
-        return any("numpy" in c.co_names for c in saying) or self._reaches(np, codes=saying)
+        codes = [c for c in self._codes if "random" in (*c.co_names, *c.co_consts)]
+        return any("numpy" in c.co_names for c in codes) or self._mentions_global(np, codes=codes)
 
-    def _changes(self, kind: type, stores: Sequence[_Stores]) -> bool:
-        """Whether something changes such a container in place."""
-        methods = set[str]().union(*(s.in_place for s in stores))
-        known = next((of for of in _CHANGING if issubclass(kind, of)), None)
-        if kind is not known or not methods.isdisjoint(_SLOTS):  # of a class of the user's
-            return not methods.isdisjoint(_CHANGING[known or dict] | _SLOTS)
-        module = "collections." if kind is deque else ""
-        said = {name for code in self._others for name in code.co_names}
+    def _mutates(self, kind: type, stores: Sequence[_Stores]) -> bool:
+        """Return whether code that ran may change a container of class ``kind`` in place."""
+        mutators = set[str]().union(*(s.mutators for s in stores))
+        base = next((cls for cls in _MUTATORS if issubclass(kind, cls)), None)
+        if kind is not base or not mutators.isdisjoint(_UNSEEN_MUTATORS):  # the user's class
+            return not mutators.isdisjoint(_MUTATORS[base or dict] | _UNSEEN_MUTATORS)
+        prefix = "collections." if kind is deque else ""
+        mentioned = {name for code in self._storing_codes for name in code.co_names}
         return any(
-            (name in methods and not name.isalpha())
-            # A method that is called, and that no code names, is held: `pop = items.pop`.
+            (name in mutators and not name.isalpha())
+            # A method that was called and that no code mentions was stored: `pop = items.pop`.
             or (
-                f"<method {name!r} of '{module}{kind.__name__}' objects>" in self._called
-                and (name in methods or name not in said)
+                f"<method {name!r} of '{prefix}{kind.__name__}' objects>" in self._called
+                and (name in mutators or name not in mentioned)
             )
-            for name in _CHANGING[kind]
+            for name in _MUTATORS[kind]
         )
 
-    def _reaches(self, *wanted: object, codes: Sequence[CodeType] | None = None) -> bool:
-        """Whether one of these codes names a global that is one of these, or a method of it."""
+    def _mentions_global(self, *objects: object, codes: Sequence[CodeType] | None = None) -> bool:
+        """Return whether ``codes`` (default: all that ran) mention a global whose value is one of
+        ``objects`` or a method of one."""
         assert self._codes is not None
         codes = self._codes if codes is None else codes
         files = {code.co_filename for code in codes}
         names = {name for code in codes for name in code.co_names}
         spaces = [vars(m) for m in list(sys.modules.values()) if isinstance(m, ModuleType)]
-        held = [
+        values = [
             space[name]
             for space in spaces
             if space.get("__file__") in files or space.get("__name__") == "__main__"
             for name in names & space.keys()
         ]
-        owners = [getattr(x, "__self__", None) for x in held if not isinstance(x, ModuleType)]
-        return any(x is one for x in (*held, *owners) for one in wanted)
+        owners = [getattr(x, "__self__", None) for x in values if not isinstance(x, ModuleType)]
+        return any(x is wanted for x in (*values, *owners) for wanted in objects)
 
 
 def is_alone() -> bool:
-    """Whether no other thread runs Python."""
+    """Return whether no other thread runs Python code."""
     return len(sys._current_frames()) == 1
 
 
@@ -224,122 +238,139 @@ def _is_torchs(code: CodeType) -> bool:
     return f"{os.sep}torch{os.sep}" in code.co_filename
 
 
-def _is_ours(code: CodeType) -> bool:
+def _is_dtensors(code: CodeType) -> bool:
     return code.co_filename.startswith(OURS)
 
 
-def _below(
+def _with_callees(
     codes: list[CodeType], calls: Mapping[CodeType, Sequence[CodeType | str]]
 ) -> list[CodeType]:
-    """The user's and libraries' code, and what that calls of Python's: not the insides of torch."""
-    reached, todo = dict.fromkeys(codes), list(codes)
-    while todo:
-        for call in calls.get(todo.pop(), ()):
-            if isinstance(call, CodeType) and call not in reached and _stores_in_others(call):
-                reached[call] = None
-                todo.append(call)
+    """Return ``codes`` and the code that they call, directly or not, if it may store to the user's
+    objects."""
+    reached, pending = dict.fromkeys(codes), list(codes)
+    while pending:
+        for callee in calls.get(pending.pop(), ()):
+            if (
+                isinstance(callee, CodeType)
+                and callee not in reached
+                and _may_store_to_users_objects(callee)
+            ):
+                reached[callee] = None
+                pending.append(callee)
     return list(reached)
 
 
-def _stores_in_others(code: CodeType) -> bool:
-    """Whether what it stores may be in what the user holds."""
-    if _is_torchs(code) or _is_ours(code):
+def _may_store_to_users_objects(code: CodeType) -> bool:
+    if _is_torchs(code) or _is_dtensors(code):
         return False
     if is_followed(code):
         return True
     parts = os.path.relpath(code.co_filename, _PYTHON).split(os.sep)
-    return parts[0].removesuffix(".py") not in _TO_THEMSELVES
+    return parts[0].removesuffix(".py") not in _SELF_CONTAINED
 
 
 _PYTHON = sysconfig.get_path("stdlib")
 
 
-def _fits(known: Any, key: Any) -> bool:
-    return known is _ANY or (type(known) is type(key) and known == key)
+def _may_be_key(stored_key: Any, key: Any) -> bool:
+    return stored_key is _ANY_KEY or (type(stored_key) is type(key) and stored_key == key)
 
 
 @lru_cache(maxsize=4096)
 def _stores(code: CodeType) -> _Stores:
+    """Return the stores of a code object, read from its bytecode."""
     instructions = list(dis.get_instructions(code))
-    fresh = _made_here(code, instructions)
-    names, cells, keys, in_place = set[str](), set[str](), list[Any](), set[str]()
-    for at, one in enumerate(instructions):
-        match one.opname:
-            case name if name in _NAMED:
-                names.add(one.argval)
-            case name if name in _CELLS:
-                cells.add(one.argval)
+    created = _created_containers(code, instructions)
+    names, cells, keys, mutators = set[str](), set[str](), list[Any](), set[str]()
+    for i, instruction in enumerate(instructions):
+        argument = instruction.argval
+        match instruction.opname:
+            case name if name in _NAME_STORES:
+                names.add(argument)
+            case name if name in _CELL_STORES:
+                cells.add(argument)
             case "STORE_SUBSCR" | "DELETE_SUBSCR":
-                container, key = _operands(instructions, at)
-                if not _is_fresh(container, fresh):
+                container, key = _container_and_key(instructions, i)
+                if not _loads_created(container, created):
                     keys.append(key)
-            case "BINARY_OP" if one.argrepr.endswith("=") and _may_add_items(instructions[at - 1]):
-                in_place.add(one.argrepr)
-            case "LOAD_METHOD" | "LOAD_ATTR" if one.argval in _ALL_CHANGING:
-                if not _is_fresh(instructions[at - 1], fresh):
-                    in_place.add(one.argval)
+            case "BINARY_OP" if instruction.argrepr.endswith("=") and _may_be_container(
+                instructions[i - 1]
+            ):
+                mutators.add(instruction.argrepr)
+            case "LOAD_METHOD" | "LOAD_ATTR" if argument in _ALL_MUTATORS:
+                if not _loads_created(instructions[i - 1], created):
+                    mutators.add(argument)
             case _:
                 pass
-    return _Stores(frozenset(names), frozenset(cells), tuple(keys), frozenset(in_place))
+    return _Stores(frozenset(names), frozenset(cells), tuple(keys), frozenset(mutators))
 
 
 Instructions = list[dis.Instruction]
 
 
-def _operands(instructions: Instructions, at: int) -> tuple[dis.Instruction | None, Any]:
-    """What loads the container that is stored to, and the key where it is a constant."""
-    key = at - 1
+def _container_and_key(
+    instructions: Instructions, index: int
+) -> tuple[dis.Instruction | None, Any]:
+    """Return the instruction that loads the container to which instruction ``index`` stores (None
+    if it is not found), and the key if it is a constant, else `_ANY_KEY`."""
+    key = index - 1
     if instructions[key].opname == "SWAP":  # d[k] += 1
         while key > 0 and not (instructions[key].opname == instructions[key - 1].opname == "COPY"):
             key -= 1
         key -= 2
     if key < 1 or instructions[key].opname not in _LOADS:
-        return None, _ANY
-    constant = instructions[key].opname == "LOAD_CONST"
-    return instructions[key - 1], instructions[key].argval if constant else _ANY
+        return None, _ANY_KEY
+    is_constant = instructions[key].opname == "LOAD_CONST"
+    return instructions[key - 1], instructions[key].argval if is_constant else _ANY_KEY
 
 
-def _may_add_items(operand: dis.Instruction) -> bool:
-    """Whether it may leave a container on the stack: not a number, or what is compared."""
+def _may_be_container(operand: dis.Instruction) -> bool:
+    """Return whether an instruction may load a container, not a number or a bool."""
     return operand.opname not in ("LOAD_CONST", "BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP")
 
 
-def _is_fresh(one: dis.Instruction | None, fresh: set[str]) -> bool:
-    return one is not None and one.opname == "LOAD_FAST" and one.argval in fresh
+def _loads_created(instruction: dis.Instruction | None, created: set[str]) -> bool:
+    return (
+        instruction is not None
+        and instruction.opname == "LOAD_FAST"
+        and instruction.argval in created
+    )
 
 
-def _made_here(code: CodeType, instructions: Instructions) -> set[str]:
-    """The variables that only ever are containers which this code makes; *args and **kwargs."""
+def _created_containers(code: CodeType, instructions: Instructions) -> set[str]:
+    """Return the local variables that only ever hold containers which this code has created, among
+    them *args and **kwargs."""
     num = code.co_argcount + code.co_kwonlyargcount
-    flags = code.co_flags
-    extra = bool(flags & 0x04) + bool(flags & 0x08)
-    given, own = set(code.co_varnames[:num]), set(code.co_varnames[num : num + extra])
-    made, other = set[str](), set[str]()
-    for before, one in pairwise(instructions):
-        if one.opname == "STORE_FAST":
-            (made if before.opname in _FRESH else other).add(one.argval)
-    return (made | own) - other - given
+    num_star = bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)
+    arguments, star = set(code.co_varnames[:num]), set(code.co_varnames[num : num + num_star])
+    created, other = set[str](), set[str]()
+    for previous, instruction in pairwise(instructions):
+        if instruction.opname == "STORE_FAST":
+            variables = created if previous.opname in _CREATES_CONTAINER else other
+            variables.add(instruction.argval)
+    return (created | star) - other - arguments
 
 
 def _holds_fakes(value: Any, depth: int) -> bool:
-    """Which only a capture makes."""
+    """Return whether a value holds fake tensors, which only a capture creates."""
     return any(isinstance(x, FakeTensor) for x in _tensors(value, depth))
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, down to ``depth`` levels of containers and attributes."""
     match value:
         case torch.Tensor():
             yield value
         case torch.nn.Module() | type():
             pass
         case dict() if depth:
-            for one in list(value.values()):
-                yield from _tensors(one, depth - 1)
+            for item in list(value.values()):
+                yield from _tensors(item, depth - 1)
         case list() | tuple() | set() if depth:
-            for one in list(value):
-                yield from _tensors(one, depth - 1)
+            for item in list(value):
+                yield from _tensors(item, depth - 1)
         case _ if depth:
-            for one in list(getattr(value, "__dict__", {}).values()):
-                yield from _tensors(one, depth - 1)
+            for attribute in list(getattr(value, "__dict__", {}).values()):
+                yield from _tensors(attribute, depth - 1)
         case _:
             pass

@@ -1,17 +1,15 @@
-"""What a call changes besides tensors: attributes, items, globals, generators of random numbers.
+"""Find and undo what a call changes besides tensors: attributes, items, globals, random generators.
 
     before = StateBefore(walk(roots))
     model(x)                               # self.calls += 1; random.random()
-    before.changes(); before.moved()       # [Change(calls: 0 -> 1)]; ["Python's random"]
+    before.changes()                       # [Change(calls: 0 -> 1)]
+    before.moved(writes)                   # ["Python's random"]
 
-A captured step runs the user's Python once, so what that changes is a cache that stays as it is, or
-would be lost (capture.py tells them apart by a second capture). Tensors in a module's parameters
-and buffers are not looked at here.
-
-Invariants: `undo` puts back what `changes` names but for lists of more than 10,000 items and arrays
-of another shape, and `put_back` generators of random numbers; what another thread has written or
-drawn stays (program_writes.py). Not seen: what the walk does not reach, as the insides of a library
-that is no model; writes to arrays where there are more than 256 MB of them, to the largest.
+A captured step runs its Python once. A change is a cache that stays as it is, or it would be lost
+at later calls (capture.py decides). Assignments to a module's parameters and buffers are not looked
+at here. `undo` restores all that `changes` names, except lists of more than 10,000 items and arrays
+of another shape; changes of other threads stay (program_writes.py). Objects that the walk does not
+reach are not seen, nor are writes to the largest arrays if all arrays exceed 256 MB.
 """
 
 from __future__ import annotations
@@ -47,7 +45,11 @@ _ABSENT: Any = type("Absent", (), {"__repr__": lambda _: "not there"})()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """An entry of a container, or a whole list or set (``key`` is None), before and after."""
+    """An item of ``holder`` before and after a call; if ``key`` is None, all of its contents.
+
+    ``holder``: a dict, class, cell, list, set, deque, array or buffer. None if the contents are too
+    long to be copied; then before and after are lengths.
+    """
 
     path: str
     holder: Any
@@ -56,21 +58,21 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        return f"{self.path}: {_shown(self.before)} -> {_shown(self.after)}"
+        return f"{self.path}: {_text(self.before)} -> {_text(self.after)}"
 
     @property
     def has_tensors(self) -> bool:
         return _has_tensor(self.after, 4)
 
     def undo(self) -> None:
-        self._put(self.before, self.after)
+        self._put(self.before, expected=self.after)
 
     def redo(self) -> None:
-        self._put(self.after, self.before)
+        self._put(self.after, expected=self.before)
 
-    def _put(self, value: Any, left: Any) -> None:
-        """Unless it is no longer as it was left: another thread has written since."""
-        if self.holder is None or not _is_as(_now(self.holder, self.key), left):
+    def _put(self, value: Any, *, expected: Any) -> None:
+        """Store ``value``, unless another thread has changed the ``expected`` value since."""
+        if self.holder is None or not _is_same(_current(self.holder, self.key), expected):
             return
         match self.holder:
             case CellType():
@@ -83,9 +85,8 @@ class Change:
                 self.holder[:] = value
             case deque() | set():
                 self.holder.clear()
-                (self.holder.extend if isinstance(self.holder, deque) else self.holder.update)(
-                    value
-                )
+                is_deque = isinstance(self.holder, deque)
+                (self.holder.extend if is_deque else self.holder.update)(value)
             case type() if value is _ABSENT:
                 delattr(self.holder, self.key)
             case type():
@@ -109,7 +110,7 @@ class Change:
 
 
 class StateBefore:
-    """What `walk` found, as it was."""
+    """A copy of the state that a walk reached, to compare with the state after a call."""
 
     def __init__(self, reached: ReachedState) -> None:
         self.alone: bool = is_alone()
@@ -121,57 +122,59 @@ class StateBefore:
             for path, holder in reached.sized
             if id(holder) not in weights and not path.endswith(_RNN_WEIGHTS)
         ]
-        self._copies += [(path, held, _copy(held)) for path, held in _compared(reached.arrays)]
-        whole = {id(holder) for _, holder, _ in self._copies} | weights
+        arrays = _smallest_arrays(reached.arrays)
+        self._copies += [(path, buffer, _copy(buffer)) for path, buffer in arrays]
+        copied = {id(holder) for _, holder, _ in self._copies} | weights
         self._entries = [
             (path, holder, key, value)
             for key, e in reached.entries.items()
             for holder, value, path in zip(e.holders, e.values, e.paths, strict=True)
-            if id(holder) not in whole and isinstance(holder, dict)
+            if id(holder) not in copied and isinstance(holder, dict)
         ]
         self._cells = [(path, cell, _content(cell)) for path, cell in reached.cells]
-        self._generators = [*_GENERATORS.items(), *reached.generators]
-        self._states = [_state(generator) for _, generator in self._generators]
-        self._caches = [(cached, cached.cache_info().currsize) for _, cached in reached.caches]
+        self._generators = [*_GLOBAL_GENERATORS.items(), *reached.generators]
+        self._generator_states = [_state(generator) for _, generator in self._generators]
+        self._cache_sizes = [(cache, cache.cache_info().currsize) for _, cache in reached.caches]
 
     def changes(self) -> list[Change]:
-        made: list[Change] = []
+        """Return what has changed since, by this or another thread (`ProgramWrites.may`)."""
+        changes: list[Change] = []
         for path, holder, copy in self._copies:
-            made += _changes_in(path, holder, copy)
+            changes += _changes_of(path, holder, copy)
         for path, holder, key, value in self._entries:
-            now = dict.get(holder, key, _ABSENT)  # a subclass may have a `get` of its own
-            if not _same(now, value):
-                made.append(Change(path=path, holder=holder, key=key, before=value, after=now))
+            after = dict.get(holder, key, _ABSENT)  # a user's subclass may override `get`
+            if not _is_same_value(after, value):
+                changes.append(Change(path=path, holder=holder, key=key, before=value, after=after))
         for path, cell, value in self._cells:
-            now = _content(cell)
-            if not _same(now, value):
-                made.append(Change(path=path, holder=cell, key=None, before=value, after=now))
-        return made
+            after = _content(cell)
+            if not _is_same_value(after, value):
+                changes.append(Change(path=path, holder=cell, key=None, before=value, after=after))
+        return changes
 
-    def moved(self, wrote: ProgramWrites) -> list[str]:
-        """The generators of random numbers and the iterators that the program took values from."""
-        return [path for path, _, _ in self._moved(wrote)]
+    def moved(self, writes: ProgramWrites) -> list[str]:
+        """Return the paths of the random generators and iterators that the program drew from."""
+        return [path for path, _, _ in self._drawn_from(writes)]
 
-    def put_back(self, wrote: ProgramWrites) -> None:
-        """Generators of random numbers that the program took from, as they were."""
-        for _, generator, state in self._moved(wrote):
+    def put_back(self, writes: ProgramWrites) -> None:
+        """Restore the random generators that the program drew from."""
+        for _, generator, state in self._drawn_from(writes):
             _restore(generator, state)
 
-    def _moved(self, wrote: ProgramWrites) -> list[tuple[str, Any, Any]]:
-        pairs = zip(self._generators, self._states, strict=True)
+    def _drawn_from(self, writes: ProgramWrites) -> list[tuple[str, Any, Any]]:
+        pairs = zip(self._generators, self._generator_states, strict=True)
         return [
             (path, generator, state)
             for (path, generator), state in pairs
-            if (wrote.names(path) if state is _UNKNOWN else _state(generator) != state)
-            and wrote.drew(path, generator)
+            if (writes.names(path) if state is _UNKNOWN else _state(generator) != state)
+            and writes.drew(path, generator)
         ]
 
-    def forget_cached(self, wrote: ProgramWrites) -> None:
-        """Empties the caches of functions that grew: what they hold is of this capture."""
-        for cached, size in self._caches:
-            code = getattr(cached.__wrapped__, "__code__", None)
-            if cached.cache_info().currsize != size and (code is None or wrote.ran(code)):
-                cached.cache_clear()
+    def forget_cached(self, writes: ProgramWrites) -> None:
+        """Clear the `functools.cache`s that grew: their new entries belong to this capture."""
+        for cache, size in self._cache_sizes:
+            code = getattr(cache.__wrapped__, "__code__", None)
+            if cache.cache_info().currsize != size and (code is None or writes.ran(code)):
+                cache.cache_clear()
 
 
 def undo(changes: Iterable[Change]) -> None:
@@ -184,15 +187,17 @@ def redo(changes: Iterable[Change]) -> None:
         change.redo()
 
 
-def line_of_change(change: Change, ran: ExecutedCode | None) -> Source | None:
-    """The line that assigns it: the first assignment to such a name in what ran."""
+def line_of_change(change: Change, executed: ExecutedCode | None) -> Source | None:
+    """Return the first line of the executed code that assigns the changed name; if none does, the
+    first line that reads it (`calls.append(x)`). Return None if no line mentions it."""
     name = change.path.rpartition(".")[2].partition("[")[0].partition(" (")[0]
     stores = {"STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF", "DELETE_ATTR"}
     reads = {"LOAD_ATTR", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_METHOD"}
-    codes = [] if ran is None else [c for c in ran.codes.values() if c.co_filename[0] != "<"]
-    for wanted in (stores, reads):  # a list that is appended to is read
+    codes = [] if executed is None else executed.codes.values()
+    codes = [code for code in codes if code.co_filename[0] != "<"]
+    for opnames in (stores, reads):
         for code in codes:
-            for line in _lines(code, wanted, name):
+            for line in _lines(code, opnames, name):
                 return line_of(code.co_filename, line, code.co_name)
     return None
 
@@ -200,40 +205,41 @@ def line_of_change(change: Change, ran: ExecutedCode | None) -> Source | None:
 def _lines(code: CodeType, opnames: set[str], name: str) -> Iterable[int]:
     for instruction in dis.get_instructions(code):
         positions = instruction.positions
-        said = instruction.opname in opnames and instruction.argval == name
-        if said and positions is not None and positions.lineno is not None:
+        is_wanted = instruction.opname in opnames and instruction.argval == name
+        if is_wanted and positions is not None and positions.lineno is not None:
             yield positions.lineno
 
 
 # -- containers ------------------------------------------------------------------------------------
 
 
-MAX_COMPARED = 2**28
-"""Bytes of the arrays that are compared, altogether."""
+MAX_COMPARED_BYTES = 2**28
+"""Total size of the arrays that are copied and compared."""
 
 
-def _compared(arrays: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield the arrays that are compared, the smallest first."""
-    size = 0
-    for path, held in sorted(arrays, key=lambda found: _bytes_of(found[1])):
-        size += _bytes_of(held)
-        if size > MAX_COMPARED:
+def _smallest_arrays(arrays: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield the arrays by size, the smallest first, until they exceed `MAX_COMPARED_BYTES`."""
+    total = 0
+    for path, buffer in sorted(arrays, key=lambda pair: _num_bytes(pair[1])):
+        total += _num_bytes(buffer)
+        if total > MAX_COMPARED_BYTES:
             return
-        if not getattr(held, "closed", False):
-            yield path, held
+        if not getattr(buffer, "closed", False):
+            yield path, buffer
 
 
-def _bytes_of(held: Any) -> int:
-    match held:
+def _num_bytes(buffer: Any) -> int:
+    match buffer:
         case np.ndarray():
-            return held.nbytes
+            return buffer.nbytes
         case io.StringIO() | io.BytesIO():
             return 0
         case _:
-            return 0 if getattr(held, "closed", False) else memoryview(held).nbytes
+            return 0 if getattr(buffer, "closed", False) else memoryview(buffer).nbytes
 
 
 def _copy(holder: Any) -> Any:
+    """Return a copy of the contents of a holder; its length if it has more than `MAX_ITEMS`."""
     match holder:
         case io.StringIO() | io.BytesIO():
             return _Bits((holder.getvalue(), holder.tell()))
@@ -252,48 +258,46 @@ def _copy(holder: Any) -> Any:
     return list(holder) if isinstance(holder, (list, deque)) else set(holder)
 
 
-def _changes_in(path: str, holder: Any, copy: Any) -> list[Change]:
+def _changes_of(path: str, holder: Any, copy: Any) -> list[Change]:
+    """Return the changes of a holder since ``copy``: one for each key of a dict, at most one for
+    any other holder."""
     if isinstance(copy, dict):
-        stem = path.removesuffix("*").partition(": ")[0].removeprefix(".")  # of the root
-        owner = holder if isinstance(holder, dict) else _owner_of(holder)
-        there = dict(holder)
+        prefix = path.removesuffix("*").partition(": ")[0].removeprefix(".")  # "" for the root
+        owner = holder if isinstance(holder, dict) else _class_of_view(holder)
+        current = dict(holder)
         return [
             Change(
-                path=f"{stem}{key}" if path.endswith("*") else f"{stem}[{key!r}]",
+                path=f"{prefix}{key}" if path.endswith("*") else f"{prefix}[{key!r}]",
                 holder=owner,
                 key=key,
                 before=copy.get(key, _ABSENT),
-                after=there.get(key, _ABSENT),
+                after=current.get(key, _ABSENT),
             )
-            for key in {**copy, **there}
-            if not _same(copy.get(key, _ABSENT), there.get(key, _ABSENT))
+            for key in {**copy, **current}
+            if not _is_same_value(copy.get(key, _ABSENT), current.get(key, _ABSENT))
             and not (isinstance(key, str) and (key.startswith("__") or key in _RNN_WEIGHTS))
         ]
-    now = _copy(holder)
-    if isinstance(copy, _Bits):
-        if now == copy:
-            return []
-        return [Change(path=path, holder=holder, key=None, before=copy, after=now)]
-    if isinstance(copy, int) or isinstance(now, int):  # too long to be copied
+    after = _copy(holder)
+    if isinstance(copy, int) or isinstance(after, int):  # too long to be copied
         before = copy if isinstance(copy, int) else len(copy)
         if before == len(holder):
             return []
         return [Change(path=path, holder=None, key=None, before=before, after=len(holder))]
-    same = len(now) == len(copy) and (
-        all(_same(a, b) for a, b in zip(now, copy, strict=True))
-        if isinstance(copy, list)
-        else now == copy
-    )
-    return [] if same else [Change(path=path, holder=holder, key=None, before=copy, after=now)]
+    if isinstance(copy, list):
+        same = len(after) == len(copy) and all(map(_is_same_value, after, copy))
+    else:
+        same = after == copy
+    return [] if same else [Change(path=path, holder=holder, key=None, before=copy, after=after)]
 
 
-def _owner_of(space: Any) -> type:
-    """The class whose attributes a read-only view shows."""
-    shown = space.get("__dict__")
-    return shown.__objclass__ if isinstance(shown, GetSetDescriptorType) else type(None)
+def _class_of_view(space: Any) -> type:
+    """Return the class whose attributes a read-only view shows."""
+    descriptor = space.get("__dict__")
+    is_class = isinstance(descriptor, GetSetDescriptorType)
+    return descriptor.__objclass__ if is_class else type(None)
 
 
-def _now(holder: Any, key: Any) -> Any:
+def _current(holder: Any, key: Any) -> Any:
     match holder:
         case CellType():
             return _content(holder)
@@ -305,12 +309,13 @@ def _now(holder: Any, key: Any) -> Any:
             return _copy(holder)
 
 
-def _is_as(now: Any, left: Any) -> bool:
-    if type(now) is not type(left) or not isinstance(now, list | set):
-        return _same(left, now)
-    if isinstance(now, set):
-        return now == left
-    return len(now) == len(left) and all(map(_same, left, now))
+def _is_same(current: Any, expected: Any) -> bool:
+    """Return whether two contents or values are the same; of two lists, all their items."""
+    if type(current) is not type(expected) or not isinstance(current, list | set):
+        return _is_same_value(expected, current)
+    if isinstance(current, set):
+        return current == expected
+    return len(current) == len(expected) and all(map(_is_same_value, expected, current))
 
 
 def _content(cell: CellType) -> Any:
@@ -320,7 +325,8 @@ def _content(cell: CellType) -> Any:
         return _ABSENT
 
 
-def _same(a: Any, b: Any) -> bool:
+def _is_same_value(a: Any, b: Any) -> bool:
+    """Return whether two values are one object, or equal values of a class in `PLAIN`."""
     if a is b or (isinstance(b, PerThread) and b.plain is a):
         return True
     if isinstance(a, _Bits):
@@ -329,6 +335,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _has_tensor(value: Any, depth: int) -> bool:
+    """Return whether a value has a tensor within ``depth`` levels of containers and attributes."""
     match value:
         case torch.Tensor():
             return True
@@ -339,22 +346,23 @@ def _has_tensor(value: Any, depth: int) -> bool:
         case list() | tuple() | set() | deque() if depth:
             return any(_has_tensor(v, depth - 1) for v in value)
         case _:
-            parts = getattr(value, "__dict__", {}) if depth else {}
-            return any(_has_tensor(v, depth - 1) for v in parts.values())
+            attributes = getattr(value, "__dict__", {}) if depth else {}
+            return any(_has_tensor(v, depth - 1) for v in attributes.values())
 
 
-def _shown(value: Any) -> str:
+def _text(value: Any) -> str:
     if _has_tensor(value, 4):
         return f"{type(value).__name__} with tensors"
     text = repr(value.state if isinstance(value, _Bits) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# -- random numbers --------------------------------------------------------------------------------
+# -- random generators and iterators ---------------------------------------------------------------
 
 _UNKNOWN = object()
-_CALLS = type(iter(int, 1))
-_GENERATORS: dict[str, Any] = {
+"""The state of an iterator that cannot be compared."""
+_CALLABLE_ITERATOR = type(iter(int, 1))
+_GLOBAL_GENERATORS: dict[str, Any] = {
     "Python's random": random,
     "numpy.random": np.random,
     "torch's generator": torch.default_generator,
@@ -362,7 +370,8 @@ _GENERATORS: dict[str, Any] = {
 
 
 def _state(generator: Any) -> object:
-    """What tells that values were taken from it; of random numbers what `_restore` takes, too."""
+    """Return a state that changes when a value is drawn from a random generator or an iterator;
+    `_UNKNOWN` if there is none. `_restore` takes the state of a random generator."""
     match generator:
         case torch.Generator():
             return _Bits(generator.get_state())
@@ -375,76 +384,79 @@ def _state(generator: Any) -> object:
         case GeneratorType():
             frame = generator.gi_frame
             source = generator.gi_yieldfrom
-            held = {**frame.f_locals, "yield from": source} if frame else {}
-            states = [_size(value) for value in held.values()]
+            variables = {**frame.f_locals, "yield from": source} if frame else {}
+            states = [_variable_state(value) for value in variables.values()]
             states += [_state(source)] if isinstance(source, GeneratorType) else []
             if any(state is _UNKNOWN for state in states):
                 return _UNKNOWN
-            return frame and (frame.f_lasti, [(k, id(v)) for k, v in held.items()], states)
+            return frame and (frame.f_lasti, [(k, id(v)) for k, v in variables.items()], states)
         case _ if generator is random:
             return random.getstate()
         case _ if generator is np.random:
             return _Bits(np.random.get_state())
         case _:
-            return _position(generator)
+            return _iterator_state(generator)
 
 
-def _size(value: Any) -> object:
-    """Return what tells that a generator, whose variable it is, took items from it."""
+def _variable_state(value: Any) -> object:
+    """Return a state that changes when a generator takes an item from this variable of its own."""
     if isinstance(value, GeneratorType) or not is_iterator(value):
         return len(value) if isinstance(value, (list, dict, set, deque)) else None
-    return _position(value)
+    return _iterator_state(value)
 
 
-def _position(iterator: Any) -> object:
-    """Return what the iterator pickles as, and how many items are left, which together change with
-    each item drawn; `_UNKNOWN` if it does not pickle or calls a function."""
-    if isinstance(iterator, _CALLS):
+def _iterator_state(iterator: Any) -> object:
+    """Return the parts that the iterator would be pickled as, and the number of items left, which
+    together change with each item drawn. Return `_UNKNOWN` if it cannot be pickled or calls a
+    function."""
+    if isinstance(iterator, _CALLABLE_ITERATOR):
         return _UNKNOWN
     try:
-        with warnings.catch_warnings(action="ignore"):  # that it will not be so from 3.14 on
+        with warnings.catch_warnings(action="ignore"):  # deprecated: removed in Python 3.14
             parts = iterator.__reduce__()
     except TypeError:
         return _UNKNOWN
-    found = [_position(p) if is_iterator(p) else repr(p) for p in _flat(parts)]
-    return _UNKNOWN if any(p is _UNKNOWN for p in found) else [length_hint(iterator), *found]
+    states = [_iterator_state(p) if is_iterator(p) else repr(p) for p in _flat(parts)]
+    return _UNKNOWN if any(s is _UNKNOWN for s in states) else [length_hint(iterator), *states]
 
 
 def _flat(parts: Any) -> Iterator[Any]:
+    """Yield the parts of nested tuples, without the list or dict that an iterator reads from."""
     for part in parts:
         if isinstance(part, tuple):
             yield from _flat(part)
-        elif not isinstance(part, (list, dict)):  # what it reads from
+        elif not isinstance(part, (list, dict)):
             yield part
 
 
 class _Bits:
-    """A state with arrays in it, which compare element by element."""
+    """A state that contains arrays. Two are equal if their bytes are."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bits) and _words(self.state) == _words(other.state)
+        return isinstance(other, _Bits) and _bytes(self.state) == _bytes(other.state)
 
     __hash__ = None  # type: ignore[assignment]
 
 
-def _words(state: Any) -> bytes:
+def _bytes(state: Any) -> bytes:
     match state:
         case torch.Tensor():
-            return _words(state.numpy())
+            return _bytes(state.numpy())
         case np.ndarray():
             return state.tobytes()
         case tuple() | list():
-            return b",".join(map(_words, state))
+            return b",".join(map(_bytes, state))
         case dict():
-            return b",".join(map(_words, state.values()))
+            return b",".join(map(_bytes, state.values()))
         case _:
             return repr(state).encode()
 
 
 def _restore(generator: Any, state: Any) -> None:
+    """Set the state of a random generator to one that `_state` returned."""
     state = state.state if isinstance(state, _Bits) else state
     match generator:
         case np.random.Generator():
@@ -453,5 +465,5 @@ def _restore(generator: Any, state: Any) -> None:
             generator.setstate(state)
         case torch.Generator() | np.random.RandomState() | ModuleType():
             generator.set_state(state)
-        case _:  # an iterator has no way back
+        case _:  # an iterator cannot be restored
             pass

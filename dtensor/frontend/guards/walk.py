@@ -53,11 +53,11 @@ from dtensor.frontend.guards.code_names import (
 from dtensor.frontend.guards.executed_code import ExecutedCode
 from dtensor.frontend.guards.known_functions import (
     ByParts,
-    Outside,
+    Unguarded,
     guard_for,
     guard_for_class,
     is_foreign,
-    is_plain_all_through,
+    is_pure_module,
     module_of,
 )
 from dtensor.frontend.guards.raw_access import (
@@ -419,7 +419,7 @@ class _Walker:
             self.state.attributes.append((path, value, name))
         self._push(path, value.func)
         if isinstance(f := value.func, BuiltinFunctionType) and isinstance(
-            guard_for(f"{f.__module__}.{f.__qualname__}"), Outside
+            guard_for(f"{f.__module__}.{f.__qualname__}"), Unguarded
         ):
             self.state.unguarded.append((path, f))
         for i, argument in enumerate(value.args):
@@ -480,7 +480,7 @@ class _Walker:
             if isinstance(value := getattr(module, name, module), _DATA):
                 where = f"{prefix}.{name}"
                 self.state.add_getter(where, functools.partial(getattr, module, name))
-                if isinstance(guard_for(where), Outside):
+                if isinstance(guard_for(where), Unguarded):
                     self.state.unguarded.append((where, value))
 
     def _foreign_entry(self, space: dict[str, Any], name: str, path: str) -> None:
@@ -494,7 +494,7 @@ class _Walker:
         elif self.before_run:
             return
         elif isinstance(value, ModuleType):
-            if not (is_foreign(value.__name__) and is_plain_all_through(value.__name__)):
+            if not (is_foreign(value.__name__) and is_pure_module(value.__name__)):
                 self._push(path, value)
         else:
             if callable(getter := guard_for(path)):
