@@ -129,7 +129,7 @@ def test_one_without_a_plan_keeps_its_row() -> None:
     ("strategies", "message"),
     [
         ({}, "strategies is {}, not a dict of at least one strategy"),
-        ({"a": {"tp": 2}}, "the strategy \"a\" is {'tp': 2}, without a mesh"),
+        ({"a": {"tp": 2}}, "the strategy \"a\" is {'tp': 2}, which has no mesh"),
         (
             {"a": (dt.Mesh(dp=2), {}, dict(shedule=dt.GPipe(2)))},
             "states 'shedule', which is not an option of parallelize or train_step.*fix: schedule=",
@@ -143,5 +143,5 @@ def test_what_is_no_strategy(strategies: Any, message: str) -> None:
 
 def test_a_placed_model_is_refused() -> None:
     parallel: Any = dt.parallelize(gpt(), dt.Mesh())
-    with pytest.raises(dt.PlanningError, match=r"pass the original, model.module"):
+    with pytest.raises(dt.PlanningError, match=r"pass the original module, model.module"):
         dt.compare(parallel, loss_fn, {"one": (dt.Mesh(), {})}, TOKENS, TOKENS)

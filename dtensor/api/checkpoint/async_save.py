@@ -68,7 +68,7 @@ from dtensor.runtime.checkpoint.saving import (
     ask_program,
     error_of,
     hand_over,
-    own_copy,
+    private_copy,
     save_program,
     state_of,
 )
@@ -383,7 +383,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole(path: Names, tensor: Tensor) -> TensorPiece:
     shape = tuple(tensor.shape)
-    return TensorPiece(path=path, shape=shape, offsets=(0,) * len(shape), tensor=own_copy(tensor))
+    return TensorPiece(path=path, shape=shape, offsets=(0,) * len(shape), tensor=private_copy(tensor))
 
 
 def _copied_by_ranks(

@@ -38,7 +38,7 @@ from dtensor.runtime.checkpoint import (
     Checkpoint,
     TensorRecord,
 )
-from dtensor.runtime.checkpoint.saving import opened, read_shard
+from dtensor.runtime.checkpoint.saving import open_cached, read_shard
 from dtensor.runtime.optimizer.elementwise.optimizer_rule import give_attributes
 from dtensor.sharding.ops.philox import Pieces
 
@@ -53,7 +53,7 @@ class InCheckpoint(OnDisk):
     folder: str
 
     def part(self, pieces: Pieces) -> Tensor:
-        return read_shard(opened(self.folder), self.name, pieces, self.dtype)
+        return read_shard(open_cached(self.folder), self.name, pieces, self.dtype)
 
 
 def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> dict[str, OnDisk]:

@@ -1,15 +1,13 @@
-"""A folder that exists whole or not at all, even if its writer is killed.
+"""Write a folder that appears complete or not at all, even if its writer is killed.
 
     claim = claim_folder(Path("ckpt/100"))     # ckpt/.tmp-100-1f0c9a3e, locked by this process
     ...                                        # files, each synced (`write_synced`)
     claim.publish()                            # synced, renamed to ckpt/100, ckpt synced
 
-Invariants: ``ckpt/100`` is only ever made by one rename of a folder whose files are all synced. The
-files of a dead writer are under `.tmp-*` and are known by their lock, which no process holds: the
-system frees it with the process, so no process number can be mistaken for another's. A folder that
-is removed is first renamed to such a name.
-
-If a file system has no locks, leftovers stay: their writer may be alive.
+Invariants: ``ckpt/100`` appears by one rename of a folder whose files are all synced. A `.tmp-*`
+folder whose lock no process holds was left by a dead writer, because the system frees a lock when
+its process ends. To remove a folder, it is first renamed to `.tmp-*`. On a file system without
+locks, leftovers stay, because their writer may be alive.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EI
 
 @dataclass(slots=True)
 class StagedFolder:
-    """A folder being written: ``folder`` becomes ``target``. ``lock`` is its open descriptor."""
+    """A folder being written, which is later renamed to ``target``; ``lock``: its descriptor."""
 
     folder: Path
     target: Path
     lock: int
     tag: str = ""
-    """The unique part of its files' names: empty, since the folder is its own."""
+    """The unique part of file names: empty, because the folder has no other files."""
     replaces: bool = False
     published: bool = False
 
     def publish(self) -> None:
-        """Rename it to the target, for good. CheckpointError if the target exists by now."""
+        """Rename the folder to the target. Raises CheckpointError if the target now exists."""
         sync(self.folder)
         try:
             _rename_new(self.folder, self.target)
@@ -70,33 +68,33 @@ class StagedFolder:
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """The path, absolute. PlanningError if it cannot name a checkpoint."""
+    """Return the absolute path. Raises PlanningError if it cannot be a checkpoint's path."""
     text = os.fspath(path)
     target = Path(os.path.abspath(text))
-    why = ""
+    reason = ""
     if not text:
         raise PlanningError('the path is empty.\nfix: a path such as "ckpt/100"')
     if "://" in text or text.startswith(("s3:", "gs:", "hdfs:")):
-        why = "is an address, not a folder of this machine"
+        reason = "is an address, not a folder of this machine"
     elif "\\" in text:
-        why = "has backslashes, which here are letters of a name"
+        reason = "has backslashes, which are ordinary characters of a name here"
     elif "\0" in text or any(ord(c) < 32 for c in text):
-        why = "has control characters"
+        reason = "has control characters"
     elif target.name in ("", "..") or target.name.startswith(TMP):
-        why = f"is no name for a checkpoint ({TMP}* are those being written)"
-    if why:
-        raise PlanningError(f'{text!r} {why}.\nfix: a path such as "ckpt/100"')
+        reason = f"is not a name for a checkpoint ({TMP}* are unfinished checkpoints)"
+    if reason:
+        raise PlanningError(f'{text!r} {reason}.\nfix: a path such as "ckpt/100"')
     return target
 
 
 def claim_folder(target: Path) -> StagedFolder:
-    """An empty folder beside ``target``; removes files that dead writers left beside it.
+    """Return a new empty folder next to ``target``, and remove folders of dead writers there.
 
-    PlanningError if the target exists, or cannot be made: a parent that is a file, no right to
-    write.
+    Raises PlanningError if the target exists or cannot be made (a parent is a file, or there is no
+    right to write).
     """
     try:
-        missing = [up for up in target.parents if not up.exists()]
+        missing = [ancestor for ancestor in target.parents if not ancestor.exists()]
         target.parent.mkdir(parents=True, exist_ok=True)
         for folder in missing:
             sync(folder.parent)
@@ -118,7 +116,7 @@ def claim_folder(target: Path) -> StagedFolder:
 
 
 def refused(target: Path, error: OSError) -> PlanningError | CheckpointError:
-    """The error for a folder in which nothing can be written."""
+    """Return the error for a folder that cannot be written."""
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG):
         return PlanningError(
             f"{target} cannot be made: {error.strerror}.\n"
@@ -128,23 +126,23 @@ def refused(target: Path, error: OSError) -> PlanningError | CheckpointError:
 
 
 def locked_folder(parent: Path, name: str) -> tuple[Path, int]:
-    """A new `.tmp-<name>`, and its lock."""
+    """Return a new folder `.tmp-<name>` and the descriptor of its lock."""
     folder = parent / f"{TMP}{name}"
     while True:
         folder.mkdir()
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         if locked(lock) is not False and folder.exists():
             return folder, lock
-        os.close(lock)  # another save removed it meanwhile: once more
+        os.close(lock)  # another save has removed the folder: try again
 
 
 def leftovers(parent: Path) -> Iterator[Path]:
-    """The `.tmp-*` folders of dead writers, each locked while it is inspected."""
+    """Yield the `.tmp-*` folders of dead writers, each locked while the caller inspects it."""
     for folder in sorted(parent.glob(f"{TMP}*")):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:
-            continue  # gone meanwhile, or no folder: then it is not ours
+            continue  # removed by another process, or not a folder
         try:
             if locked(lock):
                 yield folder
@@ -159,15 +157,15 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a checkpoint: it is never seen in part."""
-    gone = folder.parent / f"{TMP}{folder.name}-{secrets.token_hex(4)}"
-    folder.rename(gone)
+    """Remove a checkpoint in such a way that no reader sees a part of it."""
+    doomed = folder.parent / f"{TMP}{folder.name}-{secrets.token_hex(4)}"
+    folder.rename(doomed)
     sync(folder.parent)
-    shutil.rmtree(gone, ignore_errors=True)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a file that exists whole or not at all, and survives a crash."""
+    """Write a file so that it appears complete or not at all, and survives a crash."""
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb", buffering=0) as file:
         write_all(file, memoryview(content))
@@ -176,13 +174,13 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_all(file: io.FileIO, data: memoryview) -> None:
-    """Write all of the data: one write takes 2 GiB at most, and less on a nearly full disk."""
+    """Write all of the data; one write call takes at most 2 GiB, or less if the disk is full."""
     while len(data):
         data = data[file.write(data) :]
 
 
 def sync(folder: Path) -> None:
-    """Sync the folder's own list of names to the disk."""
+    """Sync the folder's directory entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -191,19 +189,19 @@ def sync(folder: Path) -> None:
 
 
 def disk_error(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that could not be written."""
+    """Return the error for a file that could not be written."""
     fix = "check the disk"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(path if path.exists() else path.parent).free
         fix = f"make room ({free / 1e6:,.0f} MB are free there), or save with keep="
     return CheckpointError(
-        f"{path} could not be written: {error.strerror or error}. Nothing of this checkpoint is "
-        f"kept; the ones before it are whole.\nfix: {fix}"
+        f"{path} could not be written: {error.strerror or error}. This checkpoint is removed; "
+        f"earlier checkpoints are complete.\nfix: {fix}"
     )
 
 
 def locked(descriptor: int) -> bool | None:
-    """Whether the lock is ours now; None where there are no locks."""
+    """Take the lock; return whether this succeeded, or None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -216,16 +214,16 @@ def locked(descriptor: int) -> bool | None:
 
 
 def unlock(descriptor: int) -> None:
-    """Free the lock and close it. A process that was forked meanwhile has it open, too, and would
-    keep a lock that is only closed here."""
+    """Free the lock and close its descriptor. Closing alone is not enough: a forked child process
+    has the descriptor too, and would keep the lock."""
     with suppress(OSError):  # there may be no locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _rename_new(folder: Path, target: Path) -> None:
-    # rename() replaces an empty folder in silence; the earlier check is enough, since at worst an
-    # empty folder is lost.
+    # rename() silently replaces an empty folder. This check has a race, but then only an empty
+    # folder is lost.
     if os.path.lexists(target):
         raise FileExistsError(target)
     try:
@@ -237,7 +235,7 @@ def _rename_new(folder: Path, target: Path) -> None:
 
 
 def free_path(target: Path) -> Path:
-    """An unused path beside it."""
+    """Return an unused path ``target-N`` in the same folder."""
     n = 2
     while os.path.lexists(target.with_name(f"{target.name}-{n}")):
         n += 1

@@ -1,9 +1,8 @@
-"""torch.distributed.checkpoint's `.metadata`: written for torch's tools, read of strangers.
+"""Write the `.metadata` file of torch.distributed.checkpoint, for torch's tools.
 
     metadata_bytes(tensors, values)      # dcp.load(no_dist=True) and dcp_to_torch_save read it
 
-It is a pickle, and a pickle may run anything. Ours is never read by us. Who reads a
-stranger's is `strangers`.
+The file is a pickle, and a pickle may run any code, so dtensor never reads it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from dtensor.runtime.checkpoint.records import TensorRecord
 
 @dataclass(frozen=True, slots=True)
 class ValueItem:
-    """What torch.save wrote of a value: its path in the state dict, with the positions in lists,
-    its file, first byte and length."""
+    """A value that torch.save wrote: its path in the state dict (keys and list positions), its
+    file, first byte and length in bytes."""
 
     path: tuple[str | int, ...]
     file: str
@@ -32,11 +31,11 @@ def metadata_bytes(
     tensors: Mapping[str, TensorRecord],
     values: Mapping[str, ValueItem],
 ) -> bytes:
-    """The content of `.metadata`, by torch's own classes.
+    """Return the content of `.metadata`, made by torch's classes.
 
-    ``values``: by name, those that are no tensors.
+    ``values``: by name, the values that are not tensors.
     """
-    # Half a second, and needed by those who save alone.
+    # Imported here because it takes half a second and only saves need it.
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint.metadata import (
         STORAGE_TYPES,

@@ -1,28 +1,13 @@
-"""Weights in an existing folder: beside other files, or in place of older weights.
+"""Write Hugging Face weights into a folder that exists, or replace the weights in it.
 
     claim = claim_existing(Path("out"))   # out/.tmp-out-1f0c9a3e; out has a tokenizer
     ...                                   # safetensors files, their index, config.json, a manifest
-    claim.publish()                       # moved into out; our older files there are removed
+    claim.publish()                       # moved into out; dtensor's older files are removed
 
-A reader never gets a mix of the old and the new, whatever is killed when. Readers are transformers,
-which reads `model.safetensors` if it exists and else the files that the index names; a reader that
-follows the index; and ours, which follows the manifest. For that,
-
-- files of tensors get unused names, and are moved first: no reader opens them yet. (The first
-  weights in a folder have the usual names.)
-- The files that readers follow are moved last, each by one rename: the index, then the manifest
-  (before the files, where there was none). An older `model.safetensors`, which transformers would
-  prefer, is removed after them, and then the other older files.
-- A different `config.json` and the weights cannot change at once. So the files that readers follow
-  are first taken away: a reader then, or after a kill there, finds no weights. They are kept in the
-  `.tmp-*`, and put back if the save fails, or by the next save after a kill.
-
-Only files that dtensor has saved there are ever removed: those that a manifest names, or a list in
-the `.tmp-*` of a writer that was killed before it had one. Other weights are refused, and named.
-
-Invariants: each step is synced before the next begins; one process at a time writes to a folder.
-
-Not here: folders that a save makes (atomic_folder.py), the contents of the files.
+Invariants: no reader sees a mix of old and new weights, whenever a process is killed (`_move` has
+the order). Readers are transformers (`model.safetensors` if it exists, else the files that the
+index names) and dtensor (the manifest). Only files that dtensor saved are removed; other weights
+are refused by name. Each step is synced before the next begins, and one process writes at a time.
 """
 
 from __future__ import annotations
@@ -59,10 +44,10 @@ from dtensor.runtime.checkpoint.manifest import (
 from dtensor.runtime.checkpoint.records import CheckpointError, plain_name
 from dtensor.runtime.checkpoint.safetensors import INDEX, SINGLE, index_map
 
-_LIST = "files.json"
-"""In the `.tmp-*`: the list of our files in the folder, before and after; see `_Listed`."""
-_OLD = "old"
-"""In the `.tmp-*`: the folder of files that are put back if the save fails."""
+_LIST_FILE = "files.json"
+"""A file in `.tmp-*` with dtensor's files in the target before and after the save (`_FileList`)."""
+_OLD_FOLDER = "old"
+"""A folder in `.tmp-*` with the files that are restored if the save fails."""
 _TENSORS = re.compile(r".*\.(safetensors|distcp)")
 _WEIGHTS = re.compile(
     r".*\.safetensors(\.index\.json)?|pytorch_model.*\.bin(\.index\.json)?|.*\.distcp|\.metadata"
@@ -70,9 +55,9 @@ _WEIGHTS = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Listed:
-    """Files of tensors in the folder by size, ``before`` this save and ``after`` it; ``added`` are
-    other new files of the save."""
+class _FileList:
+    """The tensor files of the target with their sizes, ``before`` this save and ``after`` it;
+    ``added``: the other new files of the save."""
 
     before: Mapping[str, int]
     after: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -80,42 +65,44 @@ class _Listed:
 
     def write(self, folder: Path) -> None:
         said = {"before": self.before, "after": self.after, "added": self.added}
-        write_synced(folder / _LIST, json.dumps(said).encode())
+        write_synced(folder / _LIST_FILE, json.dumps(said).encode())
 
     @staticmethod
-    def read(folder: Path) -> _Listed:
-        """Empty without a list: the save was of another kind, or moved nothing."""
+    def read(folder: Path) -> _FileList:
+        """Read the list; it is empty if the save wrote none, because it moved no file."""
         try:
-            said: dict[str, Any] = json.loads((folder / _LIST).read_bytes())
+            said: dict[str, Any] = json.loads((folder / _LIST_FILE).read_bytes())
             before, after = (
                 {plain_name(name): int(nbytes) for name, nbytes in said[key].items()}
                 for key in ("before", "after")
             )
-            return _Listed(before=before, after=after, added=tuple(map(plain_name, said["added"])))
+            return _FileList(
+                before=before, after=after, added=tuple(map(plain_name, said["added"]))
+            )
         except FileNotFoundError:
-            return _Listed(before={})
+            return _FileList(before={})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise damaged(folder / _LIST, repr(error)) from error
+            raise damaged(folder / _LIST_FILE, repr(error)) from error
 
 
 @dataclass(slots=True)
 class Replacement:
-    """A folder being written: the files of ``folder`` go to ``target``."""
+    """A save into an existing folder: the files of ``folder`` are moved to ``target``."""
 
     folder: Path
     target: Path
     tag: str
-    """The part of its tensor files' names that makes them unique; or ""."""
+    """The part of tensor file names that makes them unique; "" for the first weights."""
     _before: Mapping[str, int]
     _locks: list[int]
     replaces: bool = True
     published: bool = False
-    _needed: bool = False
+    _needed_by_next_save: bool = False
 
     def publish(self) -> None:
-        """Move all files, and remove our older ones. A failure before the new weights are published
-        leaves the old ones."""
-        names = {path.name for path in self.folder.iterdir()} - {_LIST, _OLD}
+        """Move all files to the target, then remove dtensor's older files. If a move fails before
+        the new weights are published, the old weights are restored."""
+        names = {path.name for path in self.folder.iterdir()} - {_LIST_FILE, _OLD_FOLDER}
         tensors = {n: (self.folder / n).stat().st_size for n in names if _TENSORS.fullmatch(n)}
         others = sorted(
             n
@@ -123,7 +110,7 @@ class Replacement:
             if _content(self.target / n) != (self.folder / n).read_bytes()
         )
         self._prepare(tensors, others)
-        self._needed = True
+        self._needed_by_next_save = True
         try:
             self._move(tensors, others)
         except BaseException:
@@ -131,62 +118,70 @@ class Replacement:
                 self._undo()
             raise
         self._remove_old(set(self._before) - set(tensors))
-        self._needed = False
+        self._needed_by_next_save = False
         self.give_up()
 
     def give_up(self) -> None:
-        """Remove files that were written and not moved, except those that the next save needs."""
-        if not self._needed:
+        """Remove files that were not moved, unless the next save needs them to restore the
+        target."""
+        if not self._needed_by_next_save:
             shutil.rmtree(self.folder, ignore_errors=True)
         while self._locks:
             unlock(self._locks.pop())
 
     def _undo(self) -> None:
         try:
-            _give_back(self.folder, self.target)
+            _restore(self.folder, self.target)
         except OSError as error:
             raise CheckpointError(
                 f"{self.target} could not be written, and the earlier files could not be put back: "
                 f"{error}. They are in {self.folder}.\n"
-                f"fix: check the disk, and save there once more, which puts them back first"
+                f"fix: check the disk, and save to it again: the save first puts the files back"
             ) from error
-        self._needed = False
+        self._needed_by_next_save = False
 
     def _prepare(self, tensors: Mapping[str, int], others: list[str]) -> None:
-        """Write to the disk everything that an undo needs."""
-        old = self.folder / _OLD
+        """Write everything that an undo needs to the disk."""
+        old = self.folder / _OLD_FOLDER
         old.mkdir()
         added: list[str] = []
         for name in (INDEX, SINGLE, MANIFEST, *others):
             if not (self.target / name).exists():
                 added.append(name)
-            elif name not in (SINGLE, MANIFEST):  # SINGLE is moved, if at all; MANIFEST is the last
+            elif name not in (SINGLE, MANIFEST):  # `_move` keeps SINGLE, and moves MANIFEST last
                 write_synced(old / name, (self.target / name).read_bytes())
-        _Listed(before=self._before, after=tensors, added=tuple(added)).write(self.folder)
+        _FileList(before=self._before, after=tensors, added=tuple(added)).write(self.folder)
         sync(old)
         sync(self.folder)
 
     def _move(self, tensors: Mapping[str, int], others: list[str]) -> None:
-        here, there = self.folder, self.target
-        last = [name for name in (SINGLE, INDEX, MANIFEST) if (here / name).exists()]
-        if not (there / MANIFEST).exists():  # else files of tensors would be read without it
+        """Move the files in an order in which no reader sees a mix of old and new weights.
+
+        Tensor files have unused names and are moved first, because no reader opens them yet. The
+        files that readers follow are moved last, one rename each: index, then manifest. A changed
+        `config.json` cannot be replaced together with the weights, so the index and
+        `model.safetensors` are removed before it: a reader then finds no weights.
+        """
+        source, there = self.folder, self.target
+        last = [name for name in (SINGLE, INDEX, MANIFEST) if (source / name).exists()]
+        if not (there / MANIFEST).exists():  # a reader without a manifest would follow the index
             last.remove(MANIFEST)
-            (here / MANIFEST).rename(there / MANIFEST)
+            (source / MANIFEST).rename(there / MANIFEST)
             sync(there)
         for name in sorted(tensors.keys() - {SINGLE}):
-            (here / name).rename(there / name)
+            (source / name).rename(there / name)
         sync(there)
         if others:
             (there / INDEX).unlink(missing_ok=True)
             if (there / SINGLE).exists():
                 sync(there)
-                (there / SINGLE).rename(here / _OLD / SINGLE)
+                (there / SINGLE).rename(source / _OLD_FOLDER / SINGLE)
             sync(there)
             for name in others:
-                (here / name).rename(there / name)
+                (source / name).rename(there / name)
             sync(there)
         for name in last:
-            (here / name).rename(there / name)
+            (source / name).rename(there / name)
             self.published = name == last[-1]
             sync(there)
 
@@ -201,8 +196,8 @@ class Replacement:
 def claim_existing(target: Path) -> Replacement:
     """Claim an existing folder for weights.
 
-    PlanningError, and nothing is changed, if it has weights that dtensor did not save there, if it
-    is or holds checkpoints, or if another process writes there.
+    Raises PlanningError, without changing anything, if the folder has weights that dtensor did not
+    save, is or contains a checkpoint, or if another process writes to it.
     """
     locks: list[int] = []
     try:
@@ -213,16 +208,16 @@ def claim_existing(target: Path) -> Replacement:
                 f"fix: wait for it, or save to another path, such as {free_path(target)}"
             )
         files = _own_files(target)
-        _check_others(target, files)
-        for left in leftovers(target):
-            if not (target / INDEX).exists() and _put_aside(left):
-                _give_back(left, target)
+        _check_foreign_files(target, files)
+        for leftover in leftovers(target):
+            if not (target / INDEX).exists() and _has_moved_files(leftover):
+                _restore(leftover, target)
         tag = secrets.token_hex(4)
         folder, inner = locked_folder(target, f"{target.name}-{tag}")
         locks.append(inner)
-        _Listed(before=files).write(folder)
+        _FileList(before=files).write(folder)
         sync(folder)
-        remove_leftovers(target)  # this one has taken over their lists
+        remove_leftovers(target)  # the new list includes the files that they list
         return Replacement(folder, target, f"-{tag}" if files else "", files, locks)
     except BaseException as error:
         for descriptor in locks:
@@ -233,51 +228,51 @@ def claim_existing(target: Path) -> Replacement:
 
 
 def _own_files(target: Path) -> dict[str, int]:
-    """The files of tensors in it that dtensor has saved there, with the sizes that they had."""
+    """Return the tensor files that dtensor saved in the folder, with their sizes then."""
     files: dict[str, int] = {}
-    for left in leftovers(target):
-        listed = _Listed.read(left)
+    for leftover in leftovers(target):
+        listed = _FileList.read(leftover)
         files |= {**listed.before, **listed.after}
     if (target / MANIFEST).exists():
         head = read_head(target)
         if head is None:
             raise PlanningError(
-                f"{target / MANIFEST} is another program's, and a save would replace it.\n"
+                f"another program wrote {target / MANIFEST}, and a save would replace it.\n"
                 f"fix: save to another path, such as {free_path(target)}"
             )
         if head.layout != "hf":
             raise PlanningError(
-                f"{target} is a checkpoint in torch's files, and a save never replaces one.\n"
+                f"{target} is a checkpoint in torch's format, which a save never replaces.\n"
                 f"fix: save to another path, such as {free_path(target)}"
             )
         files |= {str(n): int(nbytes) for n, nbytes in read_manifest(target)[1]["files"].items()}
     return files
 
 
-def _check_others(target: Path, files: Mapping[str, int]) -> None:
+def _check_foreign_files(target: Path, files: Mapping[str, int]) -> None:
     ours = [head for head in made_in(target, skip_damaged=True) if head.layout == "dcp"]
     if ours:
         raise PlanningError(
-            f"{target} holds checkpoints, such as {ours[-1].name}, which dt.resume would no longer "
-            f"find behind one that is {target} itself.\n"
-            f"fix: save beside them, such as to {free_path(target / 'hf')}"
+            f"{target} holds checkpoints, such as {ours[-1].name}. If {target} itself were a "
+            f"checkpoint, dt.resume would no longer find them.\n"
+            f"fix: save to a folder next to them, such as {free_path(target / 'hf')}"
         )
-    strange = sorted(
+    foreign = sorted(
         path.name
         for path in target.iterdir()
-        if _WEIGHTS.fullmatch(path.name) and not _is_own(path, files)
+        if _WEIGHTS.fullmatch(path.name) and not _is_ours(path, files)
     )
-    if strange:
-        few = ", ".join(strange[:4]) + (f" and {len(strange) - 4} more" if strange[4:] else "")
+    if foreign:
+        shown = ", ".join(foreign[:4]) + (f" and {len(foreign) - 4} more" if foreign[4:] else "")
         raise PlanningError(
-            f"{target} has weights that dtensor did not save there: {few}. A save there would mix "
+            f"{target} has weights that dtensor did not save there: {shown}. A save would mix "
             f"them with its own, or replace them.\n"
             f"fix: save to another path, such as {free_path(target)}; or remove them first, if you "
             f"no longer need them"
         )
 
 
-def _is_own(path: Path, files: Mapping[str, int]) -> bool:
+def _is_ours(path: Path, files: Mapping[str, int]) -> bool:
     if path.name == INDEX:
         try:
             return set(index_map(path).values()) <= files.keys()
@@ -286,23 +281,23 @@ def _is_own(path: Path, files: Mapping[str, int]) -> bool:
     return path.is_file() and files.get(path.name) == path.stat().st_size
 
 
-def _put_aside(folder: Path) -> bool:
-    """Whether a dead writer took away the files that readers follow."""
-    return any((folder / _OLD / name).exists() for name in (INDEX, SINGLE))
+def _has_moved_files(folder: Path) -> bool:
+    """Return whether a dead writer had moved away the files that readers follow."""
+    return any((folder / _OLD_FOLDER / name).exists() for name in (INDEX, SINGLE))
 
 
-def _give_back(folder: Path, target: Path) -> None:
-    """Undo the moves from ``folder``, in an order in which no reader sees a mix."""
-    old, listed = folder / _OLD, _Listed.read(folder)
-    back = [path.name for path in old.iterdir()]
-    others = sorted(set(back) - {INDEX, SINGLE})
+def _restore(folder: Path, target: Path) -> None:
+    """Undo the moves from ``folder``, in an order in which no reader sees a mix of weights."""
+    old, listed = folder / _OLD_FOLDER, _FileList.read(folder)
+    saved_names = [path.name for path in old.iterdir()]
+    others = sorted(set(saved_names) - {INDEX, SINGLE})
     for name in (INDEX, SINGLE):
         if name in listed.added or (others and name == INDEX):
             (target / name).unlink(missing_ok=True)
     sync(target)
     for name in set(listed.added) - {MANIFEST}:
         (target / name).unlink(missing_ok=True)
-    for name in (*others, *(name for name in (SINGLE, INDEX) if name in back)):
+    for name in (*others, *(name for name in (SINGLE, INDEX) if name in saved_names)):
         (old / name).rename(target / name)
         sync(target)
     for name in listed.after.keys() - listed.before.keys():

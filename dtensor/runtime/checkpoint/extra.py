@@ -1,17 +1,15 @@
-"""What users add to a checkpoint, `extra=`, as JSON: it comes back as it was, types included.
+"""Encode the values that users add to a checkpoint (`extra=`) as JSON, types included.
 
     encoded({"epoch": 3, (0, 1): {1, 2}}, "extra")
     # {"$": "dict", "of": [["epoch", 3], [{"$": "tuple", "of": [0, 1]}, {"$": "set", ...}]]}, {}
 
-Plain JSON stays plain: None, bool, int, finite float, str, list, dict with keys of str. All else is
-an object with one key "$" that says what it is, out of the table here; what is not in it is refused
-when the save begins, by the path to it and with what to write instead. Tensors are kept beside the
-tree by number, and become tensors of the files.
+Values of JSON stay as they are; other types of the tables below become an object whose key "$"
+names the type. Another type raises an error when the save begins. Tensors are returned by number
+and stored like other tensors.
 
-Invariants: decoded(*encoded(x)) has x's values, types, order of keys, and the bits of its floats
-(nan is the one nan). Nothing is called or imported because a file says so. Two places of x that are
-one tensor come back as one; of other objects each place gets its own.
-"""
+Invariants: decoded(*encoded(x)) has the values, types, key order and float bits of x. Decoding
+imports and calls nothing that a file names. A tensor that occurs twice in x is decoded as one
+tensor."""
 
 from __future__ import annotations
 
@@ -34,16 +32,16 @@ _MAX_DEPTH = 100
 
 
 def encoded(value: Any, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The tree, and copies of the tensors in it by their numbers, on the CPU.
+    """Return the value as a JSON tree, and copies on the CPU of its tensors by number.
 
-    PlanningError for what cannot come back as it was; ``where`` is what the path begins with.
+    ``where``: the name of the value in errors. Raises PlanningError for a value of another type.
     """
     coder = _Coder()
     return coder.encode(value, where, 0), coder.tensors
 
 
 def decoded(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The value again. ValueError if the tree is none of ours."""
+    """Return the value of a tree. Raises ValueError if `encoded` cannot have made the tree."""
     match tree:
         case None | bool() | int() | float() | str():
             return tree
@@ -60,7 +58,7 @@ class _Coder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.numbers: dict[int, str] = {}
-        self.kept: list[torch.Tensor] = []  # so that no id is used again
+        self.tensors_alive: list[torch.Tensor] = []  # keeps the ids in `numbers` valid
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
@@ -73,23 +71,26 @@ class _Coder:
         if kind is float:
             return value if math.isfinite(value) else {"$": "float", "of": str(value)}
         if kind is complex:
-            return {"$": "complex", "of": self._all([value.real, value.imag], where, depth)}
+            return {
+                "$": "complex",
+                "of": self._encode_items([value.real, value.imag], where, depth),
+            }
         if kind is bytes:
             return {"$": "bytes", "of": base64.b64encode(value).decode()}
         if kind is list:
-            return self._all(value, where, depth)
-        for name, known in _SEQUENCES.items():
-            if kind is known:
-                items = self._all(list(value), where, depth)
+            return self._encode_items(value, where, depth)
+        for name, known_type in _SEQUENCES.items():
+            if kind is known_type:
+                items = self._encode_items(list(value), where, depth)
                 return {
                     "$": name,
                     "of": items if name in ("tuple", "torch.Size") else sorted(items, key=repr),
                 }
         if kind is deque:
-            items = self._all(list(value), where, depth)
+            items = self._encode_items(list(value), where, depth)
             return {"$": "deque", "of": items, "maxlen": value.maxlen}
-        for name, known in _MAPPINGS.items():
-            if kind is known:
+        for name, known_type in _MAPPINGS.items():
+            if kind is known_type:
                 return self._mapping(name, value, where, depth)
         if kind is torch.dtype:
             return {"$": "torch.dtype", "of": str(value).removeprefix("torch.")}
@@ -98,21 +99,26 @@ class _Coder:
         if kind is np.ndarray or isinstance(value, np.generic):
             return self._numpy(value, where)
         raise PlanningError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot give "
-            f"back as it was.\nfix: {_instead(value)}"
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot "
+            f"restore.\nfix: {_suggestion(value)}"
         )
 
-    def _all(self, items: list[Any], where: str, depth: int) -> list[Any]:
+    def _encode_items(self, items: list[Any], where: str, depth: int) -> list[Any]:
         return [self.encode(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(items)]
 
     def _mapping(self, name: str, value: Mapping[Any, Any], where: str, depth: int) -> Any:
         pairs: list[list[Any]] = []
         for key, item in value.items():
-            at = f"{where}[{key!r}]"
+            item_path = f"{where}[{key!r}]"
             if isinstance(key, torch.Tensor):
-                raise PlanningError(f"{at}: a tensor cannot be a key of a checkpoint's values")
+                raise PlanningError(
+                    f"{item_path}: a tensor cannot be a key of a checkpoint's values"
+                )
             pairs.append(
-                [self.encode(key, f"the key {at}", depth + 1), self.encode(item, at, depth + 1)]
+                [
+                    self.encode(key, f"the key {item_path}", depth + 1),
+                    self.encode(item, item_path, depth + 1),
+                ]
             )
         if name == "dict" and "$" not in value and all(type(key) is str for key in value):
             return dict(pairs)
@@ -127,7 +133,7 @@ class _Coder:
         if value.is_meta or value.dtype not in DTYPES_BY_NAME.values():
             raise PlanningError(f"{where} is a tensor without data, or of dtype {value.dtype}")
         if id(value) not in self.numbers:
-            self.kept.append(value)
+            self.tensors_alive.append(value)
             number = self.numbers[id(value)] = str(len(self.tensors))
             self.tensors[number] = value.cpu().clone(memory_format=torch.contiguous_format)
         return self.numbers[id(value)]
@@ -175,13 +181,13 @@ def _decode_tagged(kind: str, rest: dict[str, Any], tensors: Mapping[str, torch.
     raise ValueError(f"not a value of a checkpoint: {kind}")
 
 
-def _instead(value: Any) -> str:
+def _suggestion(value: Any) -> str:
     if isinstance(value, torch.nn.Parameter):
         return "its .detach().clone(), or leave it to the model"
     if isinstance(value, torch.Tensor):
         return "a plain tensor, such as its .full_tensor()"
     if callable(value):
-        return "leave it out and make it anew after loading; its counts can be saved as numbers"
+        return "leave it out and make it again after loading; save its counts as numbers"
     if isinstance(value, Mapping):
         return "dict(...) of it"
     if isinstance(value, tuple | list | set):

@@ -1,16 +1,12 @@
-"""Directories of torch.distributed.checkpoint from other programs: torchtitan, FSDP, Lightning.
+"""Read checkpoints of torch.distributed.checkpoint (DCP) by torchtitan, FSDP or Lightning.
 
     tensors, values = read_metadata(Path("theirs"))  # records; a mapping that reads on demand
     values["optimizer", "param_groups", "0", "lr"]   # 0.001
 
-Both their `.metadata` and their values are pickles, and a pickle may run any code. In `.metadata`
-the names of DCP's metadata classes become inert records here, without torch's code; any other name
-is an error, and is not imported. Values and the descriptions of tensors are read by
-torch.load(weights_only=True).
-
-Invariants: no function that a file names is called, except those on torch.load's list of harmless
-ones. A tensor's bytes are read by range if it is in row-major order, as DCP writes contiguous
-shards; else its whole item is read.
+`.metadata` and the values are pickles, which may run any code. So the classes that `.metadata`
+names become inert records here, and any other name raises an error without an import; values are
+read by torch.load(weights_only=True). No function that a file names is called, except the safe
+functions that torch.load allows. A row-major tensor is read by range, another tensor as a whole.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ from dtensor.runtime.checkpoint.records import (
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint."
-_RECORDS = {
+_RECORD_NAMES = {
     (f"{_DCP}metadata", name)
     for name in (
         "Metadata",
@@ -61,14 +57,14 @@ _RECORDS = {
     ("pathlib._local", "WindowsPath"),
     ("torch.serialization", "_get_layout"),
 }
-_PLAIN = {
+_IMPORTED = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): OrderedDict,
     ("builtins", "set"): set,
     ("__builtin__", "set"): set,
 } | {("torch", name): dtype for name, dtype in DTYPES_BY_NAME.items()}
-# Errors of unpickling bytes that are no pickle, and of reading a pickle that is not DCP's.
-_NOT_AS_WRITTEN = (
+# Errors of unpickling bytes that are not a pickle, and of reading a pickle that is not DCP's.
+_FORMAT_ERRORS = (
     pickle.UnpicklingError,
     EOFError,
     AttributeError,
@@ -83,8 +79,8 @@ _NOT_AS_WRITTEN = (
 )
 
 
-class _Told:
-    """The pickled state of an object of a known class."""
+class _PickledState:
+    """The pickled state of an object of one of DCP's classes; ``kind``: the class's name."""
 
     kind = ""
 
@@ -95,38 +91,40 @@ class _Told:
         self.state = state
 
 
-class _Admitting(pickle.Unpickler):
-    """Unpickles objects of DCP's own names; each becomes a class for this reading alone."""
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickles `.metadata`; each class that it names becomes a subclass of `_PickledState`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.BytesIO(path.read_bytes()))
         self.path = path
-        self.classes: dict[tuple[str, str], type[_Told]] = {}
+        self.classes: dict[tuple[str, str], type[_PickledState]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         key = module_name, global_name
-        if key in _PLAIN:
-            return _PLAIN[key]
-        if key not in _RECORDS:
+        if key in _IMPORTED:
+            return _IMPORTED[key]
+        if key not in _RECORD_NAMES:
             raise CheckpointError(
                 f"{self.path} names {module_name}.{global_name}, which metadata of "
-                "torch.distributed.checkpoint do not use: it may be made to run a program. "
-                "Nothing of it was run.\nfix: load it only if you trust who made it, with torch's "
-                "own tools, and save it anew"
+                "torch.distributed.checkpoint does not use, so the file may run a program. "
+                "dtensor ran nothing of it.\nfix: if you trust its author, load it with torch's "
+                "tools and save it again"
             )
         if key not in self.classes:
-            self.classes[key] = type(global_name, (_Told,), {"kind": global_name})
+            self.classes[key] = type(global_name, (_PickledState,), {"kind": global_name})
         return self.classes[key]
 
 
 def read_metadata(folder: Path) -> tuple[dict[str, TensorRecord], ForeignValues]:
-    """Tensors by name, sorted, whose pieces' places in their files are not known yet (`locate`),
-    and values that are no tensors, by path. CheckpointError if it is not DCP's."""
+    """Read DCP's `.metadata`. Return the tensors by name, sorted, and the other values by path.
+
+    `locate` finds the offset of a piece in its file. Raises CheckpointError for another format.
+    """
     path = folder / METADATA
     try:
-        told = _Admitting(path).load()
-        return _taken_apart(folder, told)
-    except _NOT_AS_WRITTEN as error:
+        metadata = _MetadataUnpickler(path).load()
+        return _split_metadata(folder, metadata)
+    except _FORMAT_ERRORS as error:
         raise CheckpointError(
             f"{path} is not in torch.distributed.checkpoint's format ({type(error).__name__}: "
             f"{error}).\nfix: copy the checkpoint again, or load another"
@@ -134,7 +132,10 @@ def read_metadata(folder: Path) -> tuple[dict[str, TensorRecord], ForeignValues]
 
 
 class ForeignValues(Mapping[tuple[str, ...], Any]):
-    """Values by path, each read at its first use: CheckpointError if it would run something."""
+    """The values of a checkpoint by path, each read when it is used.
+
+    Raises CheckpointError if reading a value would run code.
+    """
 
     def __init__(self, folder: Path, items: dict[tuple[str, ...], tuple[str, int, int]]) -> None:
         self._folder, self._items = folder, items
@@ -142,7 +143,7 @@ class ForeignValues(Mapping[tuple[str, ...], Any]):
     def __getitem__(self, path: tuple[str, ...]) -> Any:
         file, start, length = self._items[path]
         with _Section(self._folder / file, start, length) as section:
-            return _loaded(section, ".".join(path))
+            return _load_section(section, ".".join(path))
 
     def __iter__(self) -> Iterator[tuple[str, ...]]:
         return iter(self._items)
@@ -152,8 +153,8 @@ class ForeignValues(Mapping[tuple[str, ...], Any]):
 
 
 def locate(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[int, int]:
-    """The offset of a piece's first byte in its file, -1 if it must be loaded whole; and the number
-    of bytes read for it."""
+    """Return the offset of a piece's first byte in its file (-1 if the piece cannot be read by
+    range), and the number of bytes that were read to find it."""
     assert piece.item is not None
     with _Section(folder / piece.file, *piece.item) as section:
         try:
@@ -162,9 +163,9 @@ def locate(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[int,
                 orders = [e for e in entries.infolist() if e.filename.endswith("/byteorder")]
                 little = all(e.file_size == 6 and entries.read(e) == b"little" for e in orders)
         except zipfile.BadZipFile:
-            return -1, section.bytes_read  # torch.save before 1.6: torch.load knows it
+            return -1, section.bytes_read  # the format before torch 1.6, which torch.load reads
         with torch.serialization.skip_data():
-            tensor = _loaded(section, record.name)
+            tensor = _load_section(section, record.name)
         _check(tensor, record, piece, section.path)
         if (
             len(stored) != 1
@@ -179,68 +180,68 @@ def locate(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[int,
         at = stored[0].header_offset + 30 + name + extra
         within = at + tensor.storage_offset() * tensor.itemsize
         if within + piece.nbytes > piece.item[1]:
-            raise _wrong(section.path, record.name, "its data reach beyond it")
+            raise _contradiction(section.path, record.name, "its data reaches beyond its item")
         return piece.item[0] + within, section.bytes_read
 
 
 def load_whole(folder: Path, record: TensorRecord, piece: StoredPiece) -> tuple[Tensor, int]:
-    """A piece by torch.load, and the number of bytes read for it."""
+    """Return a piece, read by torch.load, and the number of bytes read."""
     assert piece.item is not None
     with _Section(folder / piece.file, *piece.item) as section:
-        tensor = _loaded(section, record.name)
+        tensor = _load_section(section, record.name)
         _check(tensor, record, piece, section.path)
         return tensor, section.bytes_read
 
 
 def _check(tensor: Any, record: TensorRecord, piece: StoredPiece, path: Path) -> None:
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-        raise _wrong(path, record.name, f"it holds a {type(tensor).__name__}")
+        raise _contradiction(path, record.name, f"it holds a {type(tensor).__name__}")
     if (tensor.dtype, tuple(tensor.shape)) != (record.dtype, piece.sizes):
-        raise _wrong(
+        raise _contradiction(
             path,
             record.name,
-            f"it holds {tensor.dtype} {tuple(tensor.shape)}, and .metadata says {record.dtype} "
+            f"it holds {tensor.dtype} {tuple(tensor.shape)}, but .metadata states {record.dtype} "
             f"{piece.sizes}",
         )
 
 
-def _loaded(section: _Section, name: str) -> Any:
+def _load_section(section: _Section, name: str) -> Any:
     section.seek(0)
     try:
         return torch.load(cast(IO[bytes], section), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{section.path} holds {name} as a pickle that torch.load(weights_only=True) does not "
-            f"admit, for it may run a program. Nothing of it was run: {_first_line(error)}\n"
-            "fix: load it only if you trust who made it, with torch's own tools, and save it anew"
+            f"{section.path} holds {name} as a pickle that torch.load(weights_only=True) refuses, "
+            f"because it may run a program. dtensor ran nothing of it: {_first_line(error)}\n"
+            "fix: if you trust its author, load it with torch's tools and save it again"
         ) from error
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, struct.error) as error:
-        raise _wrong(section.path, name, _first_line(error)) from error
+        raise _contradiction(section.path, name, _first_line(error)) from error
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error) or type(error).__name__).splitlines()[0][:300]
 
 
-def _wrong(path: Path, name: str, why: str) -> CheckpointError:
+def _contradiction(path: Path, name: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path} contradicts .metadata about {name}: {why}.\nfix: copy the checkpoint again, or "
         "load another"
     )
 
 
-def _taken_apart(folder: Path, told: Any) -> tuple[dict[str, TensorRecord], ForeignValues]:
-    state = _state(told, "Metadata")
+def _split_metadata(folder: Path, metadata: Any) -> tuple[dict[str, TensorRecord], ForeignValues]:
+    state = _state(metadata, "Metadata")
     places: dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]] = {}
     for index, info in state["storage_data"].items():
-        at, lies = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
-        if lies.get("transform_descriptors"):
+        at, storage = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
+        if storage.get("transform_descriptors"):
             raise CheckpointError(
-                f"{folder} holds items that went through {lies['transform_descriptors']}, which "
+                f"{folder} holds items that went through {storage['transform_descriptors']}, which "
                 "dtensor does not read.\nfix: save it without extensions"
             )
         offset = at.get("offset")
-        where = plain_name(lies["relative_path"]), int(lies["offset"]), int(lies["length"])
+        where = plain_name(storage["relative_path"]), int(storage["offset"]), int(storage["length"])
         places[at["fqn"], None if offset is None else tuple(map(int, offset))] = where
     paths = state.get("planner_data") or {}
     tensors: dict[str, TensorRecord] = {}
@@ -264,7 +265,7 @@ def _tensor(
     properties = entry["properties"]
     if properties.kind != "TensorProperties":
         raise TypeError(f"{properties.kind} where TensorProperties belong")
-    # A tuple, dtype first, since it has its own __getstate__.
+    # TensorProperties.__getstate__ returns a tuple whose first item is the dtype.
     dtype = properties.state[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype!r} where a dtype belongs")
@@ -293,21 +294,21 @@ def _tensor(
     return record
 
 
-def _state(told: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(told, _Told) or told.kind != kind:
-        raise TypeError(f"{type(told).__name__} where {kind} belongs")
-    if not isinstance(told.state, dict):
-        raise TypeError(f"the state of {kind} is a {type(told.state).__name__}")
-    return told.state
+def _state(metadata: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(metadata, _PickledState) or metadata.kind != kind:
+        raise TypeError(f"{type(metadata).__name__} where {kind} belongs")
+    if not isinstance(metadata.state, dict):
+        raise TypeError(f"the state of {kind} is a {type(metadata.state).__name__}")
+    return metadata.state
 
 
 class _Section(io.RawIOBase):
-    """Bytes ``start`` to ``start + length`` of a file, as a file; it counts the bytes read."""
+    """Bytes ``start`` to ``start + length`` of a file, as a file that counts the bytes read."""
 
     def __init__(self, path: Path, start: int, length: int) -> None:
         self.path, self.start, self.length = path, start, length
         self.position = self.bytes_read = 0
-        self.descriptor = -1  # until it is open: the end of the object closes it
+        self.descriptor = -1  # `close` runs when the object is deleted, also if `open` fails
         try:
             self.descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
@@ -315,7 +316,7 @@ class _Section(io.RawIOBase):
         if os.fstat(self.descriptor).st_size < start + length:
             self.close()
             raise CheckpointError(
-                f"{path} ends before byte {start + length:,}, which .metadata says it has.\n"
+                f"{path} ends before byte {start + length:,}, which .metadata refers to.\n"
                 "fix: copy the checkpoint again, or load another"
             )
 
@@ -338,10 +339,10 @@ class _Section(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer).cast("B")
         wanted = max(0, min(len(view), self.length - self.position))
-        got = os.preadv(self.descriptor, [view[:wanted]], self.start + self.position)
-        self.position += got
-        self.bytes_read += got
-        return got
+        count = os.preadv(self.descriptor, [view[:wanted]], self.start + self.position)
+        self.position += count
+        self.bytes_read += count
+        return count
 
     def close(self) -> None:
         if self.descriptor >= 0:

@@ -1,16 +1,15 @@
-"""`manifest.json`: all that a checkpoint is, as data, with checksums of its own.
+"""`manifest.json`: the contents of a checkpoint, with checksums of the manifest itself.
 
     {"head": {"format": "dtensor", "version": 1, "name": "100", "sequence": 7, "step": 100, ...},
      "head_crc32": "0a1b2c3d",
      "body": {"files": {...}, "tensors": [...], "small": {...}, "extra": ...},
      "crc32": "4e5f6071"}
 
-One JSON object on four lines. The second checksum is of all lines before its own, the first of the
-head's alone: who looks for the newest of a hundred checkpoints reads a line of each.
+It is one JSON object on four lines. ``head_crc32`` covers the first line, so that a search for the
+newest of many checkpoints reads only the head of each; ``crc32`` covers all lines before it.
 
-Invariants: a changed bit is noticed (CheckpointError), in whichever line. ``sequence`` is one more
-than the greatest in the folder when the save began: the order in which they were made, that no
-clock can turn round.
+Invariants: any changed bit raises CheckpointError. ``sequence`` is one more than the greatest
+sequence in the folder when the save began; it orders checkpoints without a clock.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """Which checkpoint it is. ``layout`` is whose files its tensors are in: "dcp" or "hf"."""
+    """The identity of a checkpoint. ``layout``: the format of its tensor files, "dcp" or "hf"."""
 
     name: str
     sequence: int
@@ -41,7 +40,7 @@ class Head:
 
 
 def manifest_text(head: Head, body: dict[str, Any]) -> bytes:
-    """The file's content."""
+    """Return the content of `manifest.json`."""
     first = _dumps(asdict(head))
     text = b'{"head": %s,\n"head_crc32": "%s",\n"body": %s,\n' % (
         first,
@@ -52,24 +51,24 @@ def manifest_text(head: Head, body: dict[str, Any]) -> bytes:
 
 
 def read_manifest(folder: Path) -> tuple[Head, dict[str, Any]]:
-    """Head and body; CheckpointError if the file is not as it was written."""
+    """Return the head and body. Raises CheckpointError if a checksum does not match."""
     path = folder / MANIFEST
     text = path.read_bytes()
     if not text.startswith(b'{"head": '):
         raise CheckpointError(
-            f"{path} is not dtensor's, or damaged in its first bytes.\nfix: if another program "
-            "wrote it, move it out of the folder; else load another checkpoint"
+            f"{path} was not written by dtensor, or its first bytes are damaged.\nfix: if another "
+            "program wrote it, move it out of the folder; otherwise load another checkpoint"
         )
     rest, _, last = text[:-1].rpartition(b"\n")
     if text[-1:] != b"\n" or last != b'"crc32": "%s"}' % _crc(rest + b"\n"):
-        raise damaged(path, "its checksum is not that of its content")
+        raise damaged(path, "its checksum does not match its content")
     with path.open("rb") as file:
         head = _head(path, file)
     return head, json.loads(text)["body"]
 
 
 def read_head(folder: Path) -> Head | None:
-    """The head alone; None where no manifest of ours is."""
+    """Return the head; None if the folder has no manifest by dtensor."""
     path = folder / MANIFEST
     try:
         with path.open("rb") as file:
@@ -82,8 +81,10 @@ def read_head(folder: Path) -> Head | None:
 
 
 def made_in(folder: Path, *, skip_damaged: bool) -> list[Head]:
-    """What dtensor made in a folder, under the names that they still have, oldest first.
-    CheckpointError for a manifest that is damaged, if it is not to be skipped."""
+    """Return the heads of dtensor's checkpoints in a folder, oldest first, except renamed ones.
+
+    A damaged manifest is skipped or raises CheckpointError, by ``skip_damaged``.
+    """
     heads: list[Head] = []
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
@@ -99,7 +100,7 @@ def made_in(folder: Path, *, skip_damaged: bool) -> list[Head]:
 
 
 def damaged(path: Path, why: str) -> CheckpointError:
-    """The error for a file that is not as it was written."""
+    """Return the error for a file whose content has changed since it was written."""
     return CheckpointError(
         f"{path} is not as it was written: {why}.\n"
         f"fix: load another checkpoint of {path.parent.parent}, or a copy of this one; delete "
@@ -111,15 +112,15 @@ def _head(path: Path, file: BinaryIO) -> Head:
     first, second = file.readline(), file.readline()
     text = first[len(b'{"head": ') : -len(b",\n")]
     if second != b'"head_crc32": "%s",\n' % _crc(text):
-        raise damaged(path, "the checksum of its head is not that of its content")
-    said = json.loads(text)
-    if (said.get("format"), said.get("version")) != ("dtensor", VERSION):
+        raise damaged(path, "the checksum of its head does not match its content")
+    head = json.loads(text)
+    if (head.get("format"), head.get("version")) != ("dtensor", VERSION):
         raise CheckpointError(
-            f"{path} is of format {said.get('format')!r}, version {said.get('version')!r}; this "
+            f"{path} is of format {head.get('format')!r}, version {head.get('version')!r}; this "
             f"dtensor reads 'dtensor', version {VERSION}.\nfix: load it with the dtensor that "
             "wrote it"
         )
-    return Head(**said)
+    return Head(**head)
 
 
 def _dumps(value: Any) -> bytes:

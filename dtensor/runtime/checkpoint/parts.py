@@ -1,17 +1,16 @@
-"""A rank's part of a checkpoint: its pieces, on the disk when the call returns.
+"""Write a rank's part of a checkpoint: its pieces are on the disk when the call returns.
 
     part = write_part(writing.folder, 0, pieces, writing.previous)   # __0_0.distcp, ...
     part.bytes_written, part.bytes_linked                            # 96 MB, 32 MB
 
-Files of some 64 MB, `__<rank>_<n>.distcp`, of whole items as torch.save writes them, and last
-`part-<rank>.json`: who sees that file knows that the part is on the disk. A file of the checkpoint
-before whose pieces are all unchanged is linked, not written: found by checksums, then compared byte
-for byte. Pieces that did not change since lie in files of their own, so that frozen weights among
-trained ones are linked from the third checkpoint on. Into Hugging Face's files, which are made and
-have their size before, a rank writes where its pieces belong.
+A rank writes files of about 64 MB, `__<rank>_<n>.distcp`, in torch.save's format, and last
+`part-<rank>.json`, whose presence means that the part is complete. A file of the previous
+checkpoint whose pieces are all unchanged is hard-linked: checksums find it, then its bytes are
+compared. Unchanged and changed pieces go to separate files, so that frozen weights can be linked
+later.
 
-Invariants: the same pieces after the same checkpoint give the same files. No more memory is held
-than of one piece, and that only where it is not contiguous or on a device.
+Invariants: equal pieces after the same checkpoint give equal files. At most one piece is copied in
+memory at a time, and only if it is not contiguous or is on a device.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from dtensor.runtime.checkpoint.torch_save import Frame
 BUCKET_BYTES = 64 << 20
 _COMPARED_BYTES = 1 << 20
 CONTROLLER = -1
-"""The rank of the part that the controller writes: the tensors of `extra`."""
+"""The rank number of the controller's part, which has the tensors of `extra`."""
 
 
 def write_part(
     folder: str, rank: int, pieces: Sequence[TensorPiece], previous: str | None, tag: str = ""
 ) -> PartRecord:
-    """Write a rank's pieces; returns when they are on the disk.
+    """Write a rank's pieces, and return when they are on the disk.
 
-    ``folder`` and ``previous`` are `Writing`'s; ``tag`` is in the files' names. CheckpointError if
-    the disk is full or fails: the files are then left to `Writing.abort`.
+    ``folder`` and ``previous`` are fields of `Writing`; ``tag`` is a part of the file names. Raises
+    CheckpointError if the disk is full or fails; `Writing.abort` then removes the files.
     """
     try:
         return _Part(Path(folder), rank, Path(previous) if previous else None, tag).write(pieces)
@@ -55,27 +54,29 @@ def write_part(
 
 
 def write_hf_part(folder: str, rank: int, pieces: Sequence[TensorPiece]) -> PartRecord:
-    """Write a rank's pieces to where they belong in Hugging Face's files; returns when they are on
-    the disk. A piece's path is its name alone, ("lm_head.weight",)."""
+    """Write a rank's pieces into Hugging Face's files, and return when they are on the disk.
+
+    The files exist with their final sizes. The path of a piece is its name, ("lm_head.weight",).
+    """
     root = Path(folder)
     nbytes = 0
     try:
-        there = read_directory(root).tensors
+        by_name = read_directory(root).tensors
         by_file: dict[str, list[TensorPiece]] = {}
         for piece in pieces:
-            by_file.setdefault(there[piece.name].pieces[0].file, []).append(piece)
+            by_file.setdefault(by_name[piece.name].pieces[0].file, []).append(piece)
         for file, pieces_of_file in by_file.items():
             descriptor = os.open(root / file, os.O_WRONLY)
             try:
                 for piece in pieces_of_file:
-                    nbytes += _write_into(descriptor, piece, there[piece.name])
+                    nbytes += _write_into(descriptor, piece, by_name[piece.name])
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         record = PartRecord(
             rank=rank,
             files={},
-            tensors=tuple(piece.stored(there[piece.name].pieces[0].file) for piece in pieces),
+            tensors=tuple(piece.stored(by_name[piece.name].pieces[0].file) for piece in pieces),
             bytes_written=nbytes,
             bytes_linked=0,
         )
@@ -86,12 +87,12 @@ def write_hf_part(folder: str, rank: int, pieces: Sequence[TensorPiece]) -> Part
 
 
 def part_name(rank: int) -> str:
-    """The file that says that a rank's part is written."""
+    """Return the name of the file whose presence means that a rank's part is complete."""
     return "part-controller.json" if rank == CONTROLLER else f"part-{rank}.json"
 
 
 def read_part(folder: str, rank: int) -> PartRecord | None:
-    """What a rank has written; None while it has not ended."""
+    """Return the record of a rank's part; None if the part is not complete."""
     try:
         text = (Path(folder) / part_name(rank)).read_bytes()
     except FileNotFoundError:
@@ -100,10 +101,10 @@ def read_part(folder: str, rank: int) -> PartRecord | None:
 
 
 def _write_into(descriptor: int, piece: TensorPiece, record: TensorRecord) -> int:
-    """Write a piece into its tensor's bytes; returns how many they are."""
+    """Write a piece into the bytes of its tensor; return the number of bytes."""
     if (piece.tensor.dtype, piece.shape) != (record.dtype, record.shape):
         raise ValueError(
-            f"{piece.name} is {piece.tensor.dtype} {piece.shape}, and its place is for "
+            f"{piece.name} is {piece.tensor.dtype} {piece.shape}, but the file has room for "
             f"{record.dtype} {record.shape}"
         )
     begin, itemsize = record.pieces[0].data_at, record.dtype.itemsize
@@ -128,31 +129,35 @@ class _Part:
 
     def write(self, pieces: Sequence[TensorPiece]) -> PartRecord:
         checks = [running_checks(piece.data()) for piece in pieces]
-        todo = {_key(piece, crc): piece for piece, crc in zip(pieces, checks, strict=True)}
-        if len(todo) != len(pieces):
+        unwritten = {_key(piece, crc): piece for piece, crc in zip(pieces, checks, strict=True)}
+        if len(unwritten) != len(pieces):
             names = [".".join(piece.path) for piece in pieces]
             raise ValueError(f"pieces of rank {self.rank} overlap, of some of {sorted(set(names))}")
         files: dict[str, int] = {}
         records: list[TensorRecord] = []
-        for left in self.folder.glob(self._name("*")):
-            left.unlink()  # by a process of this rank that was lost while it wrote
+        for old_file in self.folder.glob(self._name("*")):
+            old_file.unlink()  # written by a process of this rank that then died
         before = _records_by_file(self.previous)
         for old, places in before.items():
-            matches = [key for keys in places for key in keys if key in todo]
+            matches = [key for keys in places for key in keys if key in unwritten]
             if len(matches) == len(places):
-                linked = self._link(old, [(todo[key], key[-1]) for key in matches])
+                linked = self._link_file(old, [(unwritten[key], key[-1]) for key in matches])
                 if linked is not None:
                     name, nbytes, new = linked
                     files[name] = nbytes
                     records += new
                     for key in matches:
-                        del todo[key]
-        known = {key for places in before.values() for keys in places for key in keys}
-        for same in (True, False):
-            group = [(piece, key[-1]) for key, piece in todo.items() if (key in known) is same]
+                        del unwritten[key]
+        known_keys = {key for places in before.values() for keys in places for key in keys}
+        for is_linkable_later in (True, False):
+            group = [
+                (piece, key[-1])
+                for key, piece in unwritten.items()
+                if (key in known_keys) is is_linkable_later
+            ]
             for bucket in _buckets(group):
                 name = self._new_name()
-                new, nbytes = _laid_out(bucket, name)
+                new, nbytes = _layout(bucket, name)
                 with (self.folder / name).open("xb", buffering=0) as file:
                     for chunk in _content(bucket):
                         write_all(file, chunk)
@@ -179,20 +184,21 @@ class _Part:
     def _name(self, number: int | str) -> str:
         return f"__{'c' if self.rank == CONTROLLER else self.rank}_{number}{self.tag}.distcp"
 
-    def _link(
+    def _link_file(
         self, old: str, bucket: list[tuple[TensorPiece, tuple[int, ...]]]
     ) -> tuple[str, int, list[TensorRecord]] | None:
-        """Link a file of the checkpoint before, if it has just these bytes."""
+        """Link a file of the previous checkpoint if it has exactly these bytes, else return
+        None."""
         assert self.previous is not None
         name = self._new_name()
-        records, nbytes = _laid_out(bucket, name)
+        records, nbytes = _layout(bucket, name)
         try:
-            if not _same(self.previous / old, _content(bucket)):
+            if not _has_content(self.previous / old, _content(bucket)):
                 return None
             os.link(self.previous / old, self.folder / name, follow_symlinks=False)
         except OSError:
-            # Removed meanwhile, on another device, a file system without links, too many of them:
-            # written again.
+            # The file was removed, is on another device, has too many links, or the file system has
+            # no links: write the pieces again.
             return None
         self.bytes_linked += nbytes
         return name, nbytes, records
@@ -206,14 +212,14 @@ def _key(piece: TensorPiece, checks: tuple[int, ...]) -> Key:
 
 
 def _records_by_file(previous: Path | None) -> dict[str, list[list[Key]]]:
-    """What a checkpoint's files hold, in the order in which it stands there: at each place what is
-    there, several of what has several names."""
+    """Return by file of the previous checkpoint, for each position in it, the keys of the pieces
+    there: several keys if a piece has several names."""
     if previous is None:
         return {}
     try:
         _, body = read_manifest(previous)
     except (OSError, CheckpointError):
-        return {}  # removed meanwhile, or damaged: nothing is linked
+        return {}  # the checkpoint was removed or is damaged: link nothing
     keys_by_file: dict[str, dict[int, list[Key]]] = {}
     for record in map(TensorRecord.from_json, body["tensors"]):
         for piece in record.pieces:
@@ -237,7 +243,7 @@ def _records_by_file(previous: Path | None) -> dict[str, list[list[Key]]]:
 def _buckets(
     pieces: Iterable[tuple[TensorPiece, tuple[int, ...]]],
 ) -> Iterator[list[tuple[TensorPiece, tuple[int, ...]]]]:
-    """Runs of pieces of some `BUCKET_BYTES` together, or one piece that has more."""
+    """Yield groups of consecutive pieces with at most `BUCKET_BYTES`, or one larger piece."""
     bucket: list[tuple[TensorPiece, tuple[int, ...]]] = []
     size = 0
     for piece, checks in pieces:
@@ -250,10 +256,10 @@ def _buckets(
         yield bucket
 
 
-def _laid_out(
+def _layout(
     bucket: Iterable[tuple[TensorPiece, tuple[int, ...]]], file: str
 ) -> tuple[list[TensorRecord], int]:
-    """Where everything stands in the file of a bucket, and how long that is."""
+    """Return the records of the pieces in the file of a bucket, and the file's size in bytes."""
     records: list[TensorRecord] = []
     at = 0
     for piece, checks in bucket:
@@ -265,7 +271,7 @@ def _laid_out(
 
 
 def _content(bucket: Iterable[tuple[TensorPiece, tuple[int, ...]]]) -> Iterator[memoryview]:
-    """The bytes of the file of a bucket."""
+    """Yield the bytes of the file of a bucket."""
     for piece, checks in bucket:
         frame = Frame.of(piece.tensor.dtype, piece.sizes)
         yield memoryview(frame.head)
@@ -273,7 +279,7 @@ def _content(bucket: Iterable[tuple[TensorPiece, tuple[int, ...]]]) -> Iterator[
         yield memoryview(frame.tail(checks[-1] if checks else 0))
 
 
-def _same(path: Path, content: Iterable[memoryview]) -> bool:
+def _has_content(path: Path, content: Iterable[memoryview]) -> bool:
     with path.open("rb", buffering=0) as file:
         for chunk in content:
             for at in range(0, len(chunk), _COMPARED_BYTES):

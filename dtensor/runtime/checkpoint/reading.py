@@ -1,17 +1,15 @@
-"""Reading a checkpoint: what it holds, and any block of any tensor, by the bytes that it lies in.
+"""Read a checkpoint: its contents, and blocks of its tensors by byte ranges.
 
     saved = Checkpoint.open("ckpt/100")
     saved.tensors["model.w"].shape, saved.step, saved.extra        # (8, 4), 100, {...}
     saved.read("model.w", (4, 0), (4, 2))                          # [4, 2]; rows 4:8, columns 0:2
 
-Three kinds of directories are read alike: ours, by `manifest.json`; another's of
-torch.distributed.checkpoint; Hugging Face's, by the headers of its safetensors files.
+It reads dtensor's checkpoints (by `manifest.json`), DCP checkpoints by other programs, and Hugging
+Face's safetensors. Only DCP's `.metadata` and values are unpickled, by `foreign_dcp.py`.
 
-Invariants: no file is unpickled but a stranger's `.metadata` and values, by what admits names of
-theirs alone. Of ours, each block (`records.block_bytes`, some 64th of a piece) that a read touches
-is checked, and no other is read: of columns, whole rows where a row is less than a block; without
-checksums, where it is less than a page. ``bytes_read`` counts what came from files. No more than
-8 MiB is held beside the result.
+Invariants: a read of a dtensor checkpoint reads only the blocks (`records.block_bytes`) that it
+touches, and checks each. Without checksums it reads in pages. At most 8 MiB is held besides the
+result.
 """
 
 from __future__ import annotations
@@ -52,11 +50,11 @@ _PAGE_BYTES = 1 << 12
 class Checkpoint:
     """An opened checkpoint.
 
-    ``layout`` is "dtensor", "dcp" (a stranger's) or "hf". ``tensors`` by name, sorted: "model.w",
-    "optimizer.state.w.exp_avg"; of Hugging Face's "w". ``tied``, of Hugging Face's: other names of
-    tensors, each with the name that is in ``tensors``. ``small`` are the values of the state that
-    are no tensors, by path; of a stranger's, each is read when it is asked for. ``step`` and
-    ``extra`` are as they were saved, None of a stranger's. ``files`` are the sizes in bytes.
+    ``layout``: "dtensor", "dcp" (by another program) or "hf". ``tensors``: by name, sorted, such as
+    "model.w" or "optimizer.state.w.exp_avg"; for "hf" just "w". ``tied``: for "hf", the other names
+    of tensors, each with its name in ``tensors``. ``small``: by path, the values of the state that
+    are not tensors; for "dcp" each is read when it is used. ``step``, ``extra``: as saved, None for
+    other programs' checkpoints. ``files``: by name, the sizes in bytes.
     """
 
     path: str
@@ -71,7 +69,8 @@ class Checkpoint:
 
     @staticmethod
     def open(path: str | os.PathLike[str]) -> Checkpoint:
-        """PlanningError if there is no checkpoint; CheckpointError if it is damaged."""
+        """Open a checkpoint. Raises PlanningError if there is none, CheckpointError if it is
+        damaged."""
         check_kind("the path", path, str | os.PathLike, "a path", 'dt.load("ckpt/100", model)')
         folder = Path(path)
         if (folder / MANIFEST).is_file():
@@ -82,13 +81,13 @@ class Checkpoint:
                 path=str(folder), layout="dcp", tensors=tensors, files={}, small=values
             )
         if is_directory(folder):
-            there = read_directory(folder)
+            files_found = read_directory(folder)
             return Checkpoint(
                 path=str(folder),
                 layout="hf",
-                tensors=there.tensors,
-                files=there.files,
-                tied=there.tied,
+                tensors=files_found.tensors,
+                files=files_found.files,
+                tied=files_found.tied,
             )
         raise PlanningError(_no_checkpoint(folder))
 
@@ -98,11 +97,11 @@ class Checkpoint:
         offsets: Sequence[int] | None = None,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """The block of the tensor at these offsets: a new tensor on the CPU of shape ``sizes``, of
-        the tensor's dtype; the whole of it if they are left out.
+        """Return the block of a tensor at ``offsets`` of shape ``sizes``, by default all of it.
 
-        KeyError for a name that is not in `tensors`, ValueError for a block that is not in it;
-        CheckpointError if a file is missing, short or changed: it names both.
+        The result is a new tensor on the CPU of the tensor's dtype. Raises KeyError for an unknown
+        name, ValueError if the block exceeds the tensor, and CheckpointError, naming file and
+        tensor, if a file is missing, short or changed.
         """
         record = self.tensors[name]
         start = tuple(offsets) if offsets is not None else (0,) * len(record.shape)
@@ -140,8 +139,8 @@ class Checkpoint:
         return result
 
     def check_files(self) -> None:
-        """CheckpointError if a file is missing or has another length than was written. What its
-        bytes are shows when they are read."""
+        """Raise CheckpointError if a file is missing or has another length than was written. The
+        bytes are checked when they are read."""
         for name, expected in self.files.items():
             path = Path(self.path) / name
             try:
@@ -153,7 +152,8 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of tensors that were read from files since it was opened, by any thread."""
+        """Bytes of tensors that were read from files since the checkpoint was opened, by any
+        thread."""
         return sum(self._reads)
 
     def count(self, nbytes: int) -> None:
@@ -162,10 +162,10 @@ class Checkpoint:
 
 
 def latest(folder: str | os.PathLike[str], layout: str | None = None) -> str | None:
-    """The path of the checkpoint made last in a folder by dtensor, of those in the files of this
-    layout ("dcp" or "hf"), if it is stated; None if there is none.
+    """Return the path of dtensor's newest checkpoint in a folder; None if there is none.
 
-    CheckpointError if a manifest there is damaged: which was the last is not known then.
+    ``layout``: only checkpoints in this format, "dcp" or "hf". Raises CheckpointError if a manifest
+    is damaged, because then the newest checkpoint is not known.
     """
     try:
         heads = made_in(Path(folder), skip_damaged=False)
@@ -176,7 +176,7 @@ def latest(folder: str | os.PathLike[str], layout: str | None = None) -> str | N
 
 
 class _PieceFile:
-    """The file of one piece, open, and its bytes, checked."""
+    """The open file of one piece; it reads and checks the piece's bytes."""
 
     def __init__(
         self, checkpoint: Checkpoint, record: TensorRecord, piece: StoredPiece, data_at: int
@@ -194,20 +194,22 @@ class _PieceFile:
         try:
             self.descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
-            raise self._wrong(f"it cannot be opened ({error.strerror})") from error
+            raise self._damage(f"it cannot be opened ({error.strerror})") from error
         nbytes = os.fstat(self.descriptor).st_size
         expected = self.checkpoint.files.get(self.piece.file, nbytes)
         if nbytes != expected:
             os.close(self.descriptor)
-            raise self._wrong(f"it has {nbytes:,} bytes, and {expected:,} were written")
+            raise self._damage(f"it has {nbytes:,} bytes, and {expected:,} were written")
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
 
     def fill(self, target: Tensor, within: Sequence[tuple[int, int]], dim: int, at: int) -> None:
-        """``target`` becomes the part ``within`` of the piece, per dim from ``dim`` on; what is at
-        those dims begins at byte ``at`` of the piece."""
+        """Copy a part of the piece into ``target``.
+
+        ``within``: the part, as (begin, end) for each dim. ``dim``: the first dim of ``target``;
+        the dims before it are fixed, and the piece's data for them begins at byte ``at``."""
         if dim == len(within):
             target.copy_(self._values(at, at + self.record.dtype.itemsize).reshape(()))
             return
@@ -226,19 +228,21 @@ class _PieceFile:
             target[first - lo : last - lo].copy_(values[(slice(None), *inner)])
 
     def _values(self, begin: int, end: int) -> Tensor:
-        """The bytes from ``begin`` to ``end`` of the piece, as numbers."""
+        """Return bytes ``begin`` to ``end`` of the piece as a tensor of the record's dtype."""
         checks = self.piece.checks
         first, stop = begin, end
         if checks is not None:
             first -= begin % self.block
             stop = min(self.piece.nbytes, -(-end // self.block) * self.block)
         data = bytearray(stop - first)
-        got = 0
-        while got < len(data):
-            n = os.preadv(self.descriptor, [memoryview(data)[got:]], self.data_at + first + got)
+        received = 0
+        while received < len(data):
+            n = os.preadv(
+                self.descriptor, [memoryview(data)[received:]], self.data_at + first + received
+            )
             if not n:
-                raise self._wrong("it ends before the tensor does")
-            got += n
+                raise self._damage("it ends before the tensor does")
+            received += n
         self.checkpoint.count(len(data))
         if checks is not None:
             view = memoryview(data)
@@ -246,14 +250,14 @@ class _PieceFile:
                 at = n * self.block
                 block = view[at - first : at - first + self.block]
                 if zlib.crc32(block, checks[n - 1] if n else 0) != checks[n]:
-                    raise self._wrong(
+                    raise self._damage(
                         f"the {len(block):,} bytes from {self.data_at + at:,} on have another "
                         "checksum"
                     )
         values = torch.frombuffer(data, dtype=torch.uint8)[begin - first : end - first]
         return values.view(self.record.dtype)
 
-    def _wrong(self, why: str) -> CheckpointError:
+    def _damage(self, why: str) -> CheckpointError:
         block = f"{self.piece.sizes} at {self.piece.offsets}"
         return damaged(self.path, f"{why}; it holds {block} of {self.record.name}")
 
@@ -269,20 +273,25 @@ def _open_own(folder: Path) -> Checkpoint:
             files={str(file): int(nbytes) for file, nbytes in body["files"].items()},
             step=head.step,
         )
-        kept = {n: r for n, r in records.items() if r.path[0] == "extra_tensors"}
+        extra_records = {n: r for n, r in records.items() if r.path[0] == "extra_tensors"}
         opened.extra = decoded(
-            body["extra"], {record.path[1]: opened.read(name) for name, record in kept.items()}
+            body["extra"],
+            {record.path[1]: opened.read(name) for name, record in extra_records.items()},
         )
         opened.small = {tuple(path): decoded(value, {}) for path, value in body["small"]}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(
             folder / MANIFEST, f"dtensor does not write such a file ({error!r})"
         ) from error
-    opened.tensors = {n: r for n, r in records.items() if n not in kept}
+    opened.tensors = {n: r for n, r in records.items() if n not in extra_records}
     if head.layout == "hf":  # by the manifest's files, not by an index: see existing_folder.py
-        there = read_files(folder, [name for name in opened.files if name.endswith(".safetensors")])
-        opened.layout, opened.tensors, opened.tied = "hf", there.tensors, there.tied
-        wrong = [file for file, nbytes in there.files.items() if opened.files.get(file) != nbytes]
+        files_found = read_files(
+            folder, [name for name in opened.files if name.endswith(".safetensors")]
+        )
+        opened.layout, opened.tensors, opened.tied = "hf", files_found.tensors, files_found.tied
+        wrong = [
+            file for file, nbytes in files_found.files.items() if opened.files.get(file) != nbytes
+        ]
         if wrong:
             raise damaged(folder / wrong[0], "it is not the file that was written")
     return opened
@@ -297,13 +306,13 @@ def _no_checkpoint(folder: Path) -> str:
     if pickles:
         return (
             f"{folder} holds {pickles[0]}, a pickle, which may run anything when it is read: it is "
-            "not.\nfix: where you trust it, AutoModel.from_pretrained(...).save_pretrained(...), "
+            "not.\nfix: if you trust it, AutoModel.from_pretrained(...).save_pretrained(...), "
             "which writes safetensors; or torch.load(..., weights_only=True) and load_state_dict"
         )
     newest = latest(folder)
     if newest is not None:
         return f"{folder} holds checkpoints and is none itself.\nfix: dt.load({newest!r}, ...)"
     return (
-        f"{folder} is no checkpoint: there is neither manifest.json, nor .metadata, nor a "
-        "safetensors file in it.\nfix: the path that was given to dt.save"
+        f"{folder} is not a checkpoint: it has no manifest.json, no .metadata and no safetensors "
+        "file.\nfix: the path that was given to dt.save"
     )

@@ -1,20 +1,15 @@
-"""What a checkpoint says of its tensors: names, dtypes, global shapes, and where each block lies.
+"""Records of the tensors in a checkpoint: name, dtype, global shape, and the place of each block.
 
     TensorPiece(path=("model", "w"), shape=(8, 4), offsets=(4, 0), tensor=own)   # rows 4:8 of w
     TensorRecord(path=("model", "w"), dtype=torch.float32, shape=(8, 4), pieces=(...,))
 
-A tensor is global; a piece is a block of it, by `offsets` and `sizes` per dim. Its bytes lie end to
-end in row-major order in one file. A shard of several intervals is several pieces.
+A piece is a block of a global tensor, given by `offsets` and `sizes`; its bytes are contiguous and
+row-major in one file. A shard that consists of several intervals is several pieces.
 
-Invariants: the pieces of a tensor are disjoint and fill it (`check_cover`), each element once. A
-record is data: `to_json` and `from_json` are inverse, and nothing in it is ever called or imported.
-
-Checksums are those of zlib.crc32, run on over a piece: the n-th is that of all its bytes up to the
-end of its n-th block (`block_bytes`). So a block is checked by its own bytes and two numbers, and
-the last number is the checksum of the piece, which zip files want.
-
-Not here: files (`writing`, `reading`) and placements, which say who has which pieces.
-"""
+Invariants: the pieces of a tensor cover each element once (`check_cover`). `to_json` and
+`from_json` are inverse. The n-th checksum of a piece is zlib.crc32 of its bytes up to the end of
+its n-th block (`block_bytes`): two checksums verify a block, and the last is the checksum of the
+whole piece."""
 
 from __future__ import annotations
 
@@ -35,18 +30,18 @@ DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.v
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged, is not what it seems, or cannot be written: the disk's fault or
-    another program's, not the call's."""
+    """A checkpoint is damaged, has another format, or cannot be written. The cause is the disk or
+    another program, not the user's call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPiece:
-    """A block of a global tensor that a rank is to write.
+    """A block of a global tensor that a rank writes.
 
-    ``path`` is where the tensor stands in the state dict that torch's tools make of it, such as
-    ``("optimizer", "state", "0.weight", "exp_avg")``; its name is the path joined by dots.
-    ``shape`` is the global one, ``offsets`` where the block begins, ``tensor`` the block itself, on
-    any device, of any strides: it must not change until it is written.
+    ``path``: the keys of the tensor in the state dict that torch's tools read, such as
+    ``("optimizer", "state", "0.weight", "exp_avg")``; the name is the path joined by dots.
+    ``shape``: the global shape. ``offsets``: where the block begins. ``tensor``: the block, on any
+    device, with any strides; it must not change until it is written.
     """
 
     path: tuple[str, ...]
@@ -61,7 +56,7 @@ class TensorPiece:
             for at, size, whole in zip(self.offsets, sizes, self.shape, strict=True)
         ):
             raise ValueError(
-                f"piece of {self.name}: sizes {sizes} at {self.offsets} are no block of "
+                f"piece of {self.name}: sizes {sizes} at {self.offsets} are not a block of "
                 f"{self.shape}"
             )
         if self.tensor.dtype not in DTYPES_BY_NAME.values() or self.tensor.layout != torch.strided:
@@ -89,7 +84,7 @@ class TensorPiece:
         item: tuple[int, int] | None = None,
         checks: tuple[int, ...] | None = None,
     ) -> TensorRecord:
-        """The record of the tensor with this piece alone, which lies there."""
+        """Return the record of the tensor with only this piece, at this place in a file."""
         piece = StoredPiece(
             offsets=self.offsets,
             sizes=self.sizes,
@@ -104,20 +99,19 @@ class TensorPiece:
         )
 
     def data(self) -> memoryview:
-        """Its bytes in row-major order, in this process's memory; copied only if they must be."""
+        """Return the bytes in row-major order, in CPU memory, without a copy if possible."""
         flat = self.tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """Where a block of a tensor lies.
+    """The place of a block of a tensor in a file.
 
-    ``file`` is relative to the checkpoint's folder; its data are ``nbytes`` bytes from ``data_at``
-    on; None where that is in the item alone, which was written by another.
-    ``item`` is the first byte and the length of what torch.save wrote around them. ``checks`` are
-    the running checksums of its blocks; None where the format has none.
-    """
+    ``file``: relative to the checkpoint's folder. ``data_at``: the first of its ``nbytes`` bytes;
+    None if another program wrote the file, and only the item knows. ``item``: the first byte and
+    the length of what torch.save wrote around the data. ``checks``: the running checksums of its
+    blocks; None if the format has none."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -128,7 +122,7 @@ class StoredPiece:
     checks: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        said = {
+        record_json = {
             "offsets": self.offsets,
             "sizes": self.sizes,
             "file": self.file,
@@ -136,24 +130,24 @@ class StoredPiece:
             "item": self.item,
         }
         if self.checks is None:
-            return said
+            return record_json
         packed = struct.pack(f"<{len(self.checks)}I", *self.checks)
-        return {**said, "crc32": base64.b64encode(packed).decode()}
+        return {**record_json, "crc32": base64.b64encode(packed).decode()}
 
     @staticmethod
-    def from_json(said: Mapping[str, Any]) -> StoredPiece:
-        data_at, nbytes = said["data"]
-        item = said["item"]
+    def from_json(record_json: Mapping[str, Any]) -> StoredPiece:
+        data_at, nbytes = record_json["data"]
+        item = record_json["item"]
         checks = None
-        if "crc32" in said:
-            packed = base64.b64decode(said["crc32"], validate=True)
+        if "crc32" in record_json:
+            packed = base64.b64decode(record_json["crc32"], validate=True)
             checks = struct.unpack(f"<{len(packed) // 4}I", packed)
             if len(checks) != -(-nbytes // block_bytes(nbytes)):
                 raise ValueError(f"{len(checks)} checksums for {nbytes} bytes")
         return StoredPiece(
-            offsets=tuple(map(int, said["offsets"])),
-            sizes=tuple(map(int, said["sizes"])),
-            file=plain_name(said["file"]),
+            offsets=tuple(map(int, record_json["offsets"])),
+            sizes=tuple(map(int, record_json["sizes"])),
+            file=plain_name(record_json["file"]),
             data_at=None if data_at is None else int(data_at),
             nbytes=int(nbytes),
             item=None if item is None else (int(item[0]), int(item[1])),
@@ -183,12 +177,12 @@ class TensorRecord:
         }
 
     @staticmethod
-    def from_json(said: Mapping[str, Any]) -> TensorRecord:
+    def from_json(record_json: Mapping[str, Any]) -> TensorRecord:
         record = TensorRecord(
-            path=tuple(map(str, said["path"])),
-            dtype=DTYPES_BY_NAME[said["dtype"]],
-            shape=tuple(map(int, said["shape"])),
-            pieces=tuple(map(StoredPiece.from_json, said["pieces"])),
+            path=tuple(map(str, record_json["path"])),
+            dtype=DTYPES_BY_NAME[record_json["dtype"]],
+            shape=tuple(map(int, record_json["shape"])),
+            pieces=tuple(map(StoredPiece.from_json, record_json["pieces"])),
         )
         for piece in record.pieces:
             if piece.nbytes != math.prod(piece.sizes) * record.dtype.itemsize:
@@ -198,10 +192,10 @@ class TensorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartRecord:
-    """What one rank has written: its files with their sizes in bytes, and its tensors' pieces.
+    """The part of a checkpoint that one rank wrote: its files with sizes in bytes, and its pieces.
 
-    ``bytes_written`` counts what went to the disk, ``bytes_linked`` what the checkpoint before has
-    as well.
+    ``bytes_written``: bytes of new files. ``bytes_linked``: bytes of files that are links to files
+    of the previous checkpoint.
     """
 
     rank: int
@@ -220,30 +214,30 @@ class PartRecord:
         }
 
     @staticmethod
-    def from_json(said: Mapping[str, Any]) -> PartRecord:
+    def from_json(record_json: Mapping[str, Any]) -> PartRecord:
         return PartRecord(
-            rank=int(said["rank"]),
-            files={plain_name(file): int(nbytes) for file, nbytes in said["files"].items()},
-            tensors=tuple(map(TensorRecord.from_json, said["tensors"])),
-            bytes_written=int(said["bytes_written"]),
-            bytes_linked=int(said["bytes_linked"]),
+            rank=int(record_json["rank"]),
+            files={plain_name(file): int(nbytes) for file, nbytes in record_json["files"].items()},
+            tensors=tuple(map(TensorRecord.from_json, record_json["tensors"])),
+            bytes_written=int(record_json["bytes_written"]),
+            bytes_linked=int(record_json["bytes_linked"]),
         )
 
 
 def merged(parts: Iterable[TensorRecord]) -> dict[str, TensorRecord]:
-    """By name, sorted, each tensor with the pieces of all parts, sorted by offsets.
+    """Return by name, sorted, each tensor with the pieces of all parts, sorted by offsets.
 
-    ValueError if two parts differ about a tensor, or if pieces overlap or leave a gap.
+    Raises ValueError if two parts disagree on a tensor, or if pieces overlap or leave a gap.
     """
     by_name: dict[str, TensorRecord] = {}
     for part in parts:
-        known = by_name.setdefault(part.name, replace(part, pieces=()))
-        if (known.path, known.dtype, known.shape) != (part.path, part.dtype, part.shape):
+        first = by_name.setdefault(part.name, replace(part, pieces=()))
+        if (first.path, first.dtype, first.shape) != (part.path, part.dtype, part.shape):
             raise ValueError(
-                f"{part.name} is {known.dtype} {known.shape} in one part and {part.dtype} "
+                f"{part.name} is {first.dtype} {first.shape} in one part and {part.dtype} "
                 f"{part.shape} in another"
             )
-        by_name[part.name] = replace(known, pieces=known.pieces + part.pieces)
+        by_name[part.name] = replace(first, pieces=first.pieces + part.pieces)
     result: dict[str, TensorRecord] = {}
     for name in sorted(by_name):
         record = by_name[name]
@@ -256,10 +250,9 @@ def merged(parts: Iterable[TensorRecord]) -> dict[str, TensorRecord]:
 
 
 def check_cover(record: TensorRecord) -> None:
-    """ValueError unless the pieces are disjoint and fill the tensor.
+    """Raise ValueError unless the pieces cover each element of the tensor exactly once.
 
-    Counted on the grid that the pieces' own borders make, so that it costs no more than there are
-    pieces where they are a grid.
+    Cells are counted on the grid of the pieces' borders, so the cost does not depend on the size.
     """
     if [(p.offsets, p.sizes) for p in record.pieces] == [((0,) * len(record.shape), record.shape)]:
         return
@@ -284,13 +277,13 @@ def check_cover(record: TensorRecord) -> None:
 
 
 def block_bytes(nbytes: int) -> int:
-    """How many bytes of a piece are checked together: some 64th of it, so that a range read reads
-    little beside; from 512 B to 1 MiB, a power of two."""
+    """Return the bytes of a piece that have one checksum: about 1/64 of the piece, a power of two
+    from 512 B to 1 MiB. A range read thus reads little more than it needs."""
     return max(1 << 9, min(1 << 20, 1 << (nbytes // 64).bit_length()))
 
 
 def running_checks(data: memoryview) -> tuple[int, ...]:
-    """The checksum of the data up to the end of each block."""
+    """Return for each block the checksum of the data up to the end of the block."""
     block = block_bytes(len(data))
     checks: list[int] = []
     crc = 0
@@ -301,7 +294,7 @@ def running_checks(data: memoryview) -> tuple[int, ...]:
 
 
 def plain_name(file: Any) -> str:
-    """A file's name inside a checkpoint; ValueError if it would lead out of the folder."""
+    """Return a file's name within a checkpoint. Raises ValueError if it is outside the folder."""
     parts: Sequence[str] = file.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in file:
         raise ValueError(f"a file named {file!r} does not lie in the checkpoint's folder")

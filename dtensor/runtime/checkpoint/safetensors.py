@@ -1,16 +1,15 @@
-"""Hugging Face's directories: safetensors files, written in place by many, read by ranges.
+"""Hugging Face's safetensors files: many ranks write into them in place; reads are by range.
 
     files = planned_files({"w": (torch.float32, (8, 4))}, tied={})
     files["model.safetensors"].header         # b'{"__metadata__":{"format":"pt"},"w":{...}}  '
-    read_directory(Path("gpt2")).tensors      # the same records as of any checkpoint
+    read_directory(Path("gpt2")).tensors      # records, as for any checkpoint
 
-A file is 8 bytes (the length of the header), the header in JSON, and the tensors' bytes end to end,
-row-major. So who knows names, dtypes and shapes knows every byte's place, and ranks write theirs
-without a gather.
+A file is 8 bytes (the length of the header), the header in JSON, and the row-major tensors. The
+place of each byte follows from names, dtypes and shapes, so ranks write without a gather.
 
-Invariants: as the format's own reader, no hole and no overlap in a file; a file named by an index
-lies in the folder. A tied name is written once, its other names stand in the header's metadata. The
-format has no checksums: sizes alone are checked.
+Invariants: a file has no hole and no overlap; a file that an index names is in the folder. A tied
+tensor is written once, and its other names are in the header's metadata. The format has no
+checksums, so only sizes are checked.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from dtensor.runtime.checkpoint.records import (
 )
 
 SINGLE = "model.safetensors"
-"""What transformers reads if it is there, and else by the index."""
+"""The file that transformers reads if it exists; otherwise it reads the index."""
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 _MAX_HEADER = 100_000_000  # as the format's own reader
@@ -66,7 +65,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFile:
-    """A file: its header, with the 8 bytes before it, and its size in bytes."""
+    """A file: its header, including the 8 bytes of its length, and the file's size in bytes."""
 
     header: bytes
     nbytes: int
@@ -74,7 +73,7 @@ class SafetensorsFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsDirectory:
-    """What is in a directory. ``tied``: other names of tensors, by the name that stands there."""
+    """The contents of a directory. ``tied``: other names of tensors, each with the stored name."""
 
     tensors: Mapping[str, TensorRecord]
     files: Mapping[str, int]
@@ -87,12 +86,12 @@ def planned_files(
     shard_bytes: int = SHARD_BYTES,
     tag: str = "",
 ) -> dict[str, SafetensorsFile]:
-    """The files by name, for tensors in the order given, ``shard_bytes`` each, or one tensor.
+    """Return the files by name, with at most ``shard_bytes`` of tensors each, or one tensor.
 
-    ``tied``: for a name that is not written, the one under which its tensor is. ``tag``: what is in
-    the files' names, where others of the folder have the usual ones: "-1f0c" gives
-    `model-1f0c-00001-of-00001.safetensors`, which transformers' `save_pretrained` knows as a shard.
-    PlanningError for a dtype that the format has no name for.
+    ``tied``: for a name that is not written, the name under which its tensor is written. ``tag``: a
+    part of the file names, for a folder that has files with the usual names: "-1f0c" gives
+    `model-1f0c-00001-of-00001.safetensors`, which transformers recognizes as a shard. Raises
+    PlanningError for a dtype that the format lacks.
     """
     groups: list[list[str]] = []
     size = shard_bytes
@@ -119,7 +118,7 @@ def planned_files(
 
 
 def make_files(folder: Path, files: Mapping[str, SafetensorsFile]) -> None:
-    """Write the headers and the index, and take the room on the disk for all the rest."""
+    """Write the headers and the index, and allocate the disk space of all tensors."""
     for name, file in files.items():
         descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -141,14 +140,14 @@ def make_files(folder: Path, files: Mapping[str, SafetensorsFile]) -> None:
 
 
 def is_directory(folder: Path) -> bool:
-    """Whether there are safetensors files, or an index of them."""
+    """Return whether the folder has safetensors files or an index of them."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
 
 
 def read_directory(folder: Path) -> SafetensorsDirectory:
-    """What is in it, by its index, else by all its safetensors files. Reads headers alone.
+    """Return the contents of a directory, by its index or by all its files. Reads only headers.
 
-    CheckpointError if an index or a header is not as the format has it, or a file is missing.
+    Raises CheckpointError if an index or a header is invalid, or a file is missing.
     """
     weight_map: dict[str, str] | None = None
     indexes = sorted(folder.glob("*.safetensors.index.json"))
@@ -163,14 +162,15 @@ def read_directory(folder: Path) -> SafetensorsDirectory:
         files = [SINGLE]
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
-        _check_all_there(folder, files)
+        _check_shards_complete(folder, files)
     return read_files(folder, files, weight_map)
 
 
 def read_files(
     folder: Path, files: Sequence[str], weight_map: Mapping[str, str] | None = None
 ) -> SafetensorsDirectory:
-    """What is in these files of it; where an index says by name which file has what, as it says."""
+    """Return the contents of these files; ``weight_map``: from an index, the file of each
+    tensor."""
     tensors: dict[str, TensorRecord] = {}
     sizes: dict[str, int] = {}
     tied: dict[str, str] = {}
@@ -178,11 +178,11 @@ def read_files(
         records_of_file, metadata, sizes[file] = _read_file(folder / file)
         for name, record in records_of_file.items():
             if weight_map is not None and weight_map.get(name) != file:
-                continue  # as transformers does: the index says which files have what
+                continue  # the index decides which file a tensor is read from, as in transformers
             if name in tensors:
                 raise CheckpointError(
                     f"{folder} has {name} in two files, {tensors[name].pieces[0].file} and {file}, "
-                    "and no index.\nfix: leave the files of one model in it"
+                    "and no index.\nfix: keep only the files of one model in it"
                 )
             tensors[name] = record
         tied |= metadata
@@ -195,15 +195,19 @@ def read_files(
     return SafetensorsDirectory(
         tensors=dict(sorted(tensors.items())),
         files=sizes,
-        tied={name: kept for name, kept in tied.items() if kept in tensors and name not in tensors},
+        tied={
+            name: written_name
+            for name, written_name in tied.items()
+            if written_name in tensors and name not in tensors
+        },
     )
 
 
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 
 
-def _check_all_there(folder: Path, files: Sequence[str]) -> None:
-    """CheckpointError if there are some of so many shards, by their names."""
+def _check_shards_complete(folder: Path, files: Sequence[str]) -> None:
+    """Raise CheckpointError if a file is named shard i of n and another of the n is missing."""
     for file in files:
         if shard := _SHARD.fullmatch(file):
             begin, _, number = shard.groups()
@@ -219,15 +223,15 @@ def _check_all_there(folder: Path, files: Sequence[str]) -> None:
 def runs(
     offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """The runs of elements of a block that lie together in the tensor: (first, number), in the
-    block's row-major order; positions are the tensor's."""
+    """Yield the contiguous runs of a block's elements in its tensor, as (first, number), in the
+    block's row-major order; ``first`` is a position in the tensor."""
     if 0 in sizes:
         return
     dims = len(shape)
-    last = dims  # from here on the block is whole
-    while last > 0 and sizes[last - 1] == shape[last - 1]:
-        last -= 1
-    outer = max(last - 1, 0)
+    first_whole_dim = dims  # the block has all of this dim and of the dims after it
+    while first_whole_dim > 0 and sizes[first_whole_dim - 1] == shape[first_whole_dim - 1]:
+        first_whole_dim -= 1
+    outer = max(first_whole_dim - 1, 0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(dims)]
     length = math.prod(sizes[outer:])
     begin = sum(at * stride for at, stride in zip(offsets, strides))
@@ -236,7 +240,7 @@ def runs(
 
 
 def write_at(descriptor: int, data: memoryview, at: int) -> None:
-    """All of the data, from byte ``at`` of the file on."""
+    """Write all of the data to the file, beginning at byte ``at``."""
     while len(data):
         n = os.pwrite(descriptor, data, at)
         data, at = data[n:], at + n
@@ -258,8 +262,9 @@ class _HasConfig(Protocol):
 
 
 def write_config(folder: Path, model: nn.Module) -> bool:
-    """`config.json` of a model of transformers, or of one with such a ``config``; False if it has
-    none. It says the class and the dtype of the parameters as they are, as transformers does."""
+    """Write `config.json` of a transformers model or of another model with such a ``config``;
+    return False if there is none. The file has the class and the present dtype of the parameters,
+    as transformers writes them."""
     if not isinstance(model, _HasConfig):
         return False
     path = folder / "config.json"
@@ -287,8 +292,10 @@ def write_config(folder: Path, model: nn.Module) -> bool:
 def _file(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], tied: Mapping[str, str]
 ) -> SafetensorsFile:
-    """Wide dtypes first, so that each tensor is aligned."""
-    names = {name: kept for name, kept in sorted(tied.items()) if kept in tensors}
+    """Lay out a file with wide dtypes first, so that each tensor is aligned."""
+    names = {
+        name: written_name for name, written_name in sorted(tied.items()) if written_name in tensors
+    }
     header: dict[str, Any] = {"__metadata__": {**names, "format": "pt"}}
     at = 0
     for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
@@ -302,7 +309,8 @@ def _file(
 
 
 def index_map(path: Path) -> dict[str, str]:
-    """The file of each tensor, as an index has it; CheckpointError if it is none."""
+    """Return the file of each tensor from an index. Raises CheckpointError if it is not an
+    index."""
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         return {str(name): plain_name(file) for name, file in weight_map.items()}
@@ -314,7 +322,7 @@ def index_map(path: Path) -> dict[str, str]:
 
 
 def _read_file(path: Path) -> tuple[dict[str, TensorRecord], dict[str, str], int]:
-    """Tensors by name, the header's metadata, the size in bytes."""
+    """Return a file's tensors by name, its header's metadata, and its size in bytes."""
     try:
         with path.open("rb") as file:
             nbytes = os.fstat(file.fileno()).st_size
@@ -327,12 +335,12 @@ def _read_file(path: Path) -> tuple[dict[str, TensorRecord], dict[str, str], int
             name: _record(name, entry, path.name, 8 + length) for name, entry in header.items()
         }
         end = 8 + length
-        for begin, last in sorted(tuple(entry["data_offsets"]) for entry in header.values()):
+        for begin, stop in sorted(tuple(entry["data_offsets"]) for entry in header.values()):
             if 8 + length + begin != end:
                 raise ValueError(f"tensors overlap or leave a hole at byte {end:,}")
-            end = 8 + length + last
+            end = 8 + length + stop
         if end != nbytes:
-            raise ValueError(f"it has {nbytes:,} bytes, and its header says {end:,}")
+            raise ValueError(f"it has {nbytes:,} bytes, and its header states {end:,}")
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}.\nfix: download or copy it again"
@@ -352,7 +360,7 @@ def _record(name: str, entry: Mapping[str, Any], file: str, data: int) -> Tensor
     dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
     begin, end = map(int, entry["data_offsets"])
     if min(shape, default=0) < 0 or begin < 0 or end - begin != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{name} {shape} is said to have {end - begin:,} bytes")
+        raise ValueError(f"the header states {end - begin:,} bytes for {name} {shape}")
     piece = StoredPiece(
         offsets=(0,) * len(shape),
         sizes=shape,

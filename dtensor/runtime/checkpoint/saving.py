@@ -1,4 +1,4 @@
-"""Programs that move values between ranks and files: the copies, writes and reads of ranks.
+"""Programs in which ranks save values to files and load values from files.
 
     stored = {("model", "w"): StoredTensor("model 0: w", spec, (0, 1), (0, 1))}
     handle = cluster.load(save_program(stored, 2))
@@ -7,15 +7,9 @@
     handle = cluster.load(load_program("ckpt/100", {"model.w": StoredTensor(...)}, 2, device))
     cluster.run(handle, [{}] * 2)                    # state "model 0: w" has the files' values
 
-In a save each rank copies the blocks that it must write, and passes them to a thread of its
-process, which writes during later runs. If several ranks hold the same value, each writes a part: a
-small value is written by the rank with the fewest bytes so far, a large one is cut by rows. So each
-element is written by exactly one rank, which follows from the specs alone.
-
-In a load each rank reads only the blocks of its own shards; all ranks agree that all have all
-before new values replace the old, as in a sync (between_meshes.py).
-
-Not here: the contents of files (checkpoint/), the waits for a save (api/checkpoint/async_save.py).
+In a save each rank copies its blocks and passes them to a thread, which writes during later runs.
+Each element is written by one rank, which follows from the specs alone (`shares`). In a load each
+rank reads only its shards; values are replaced when all ranks have read theirs.
 """
 
 from __future__ import annotations
@@ -53,16 +47,16 @@ from dtensor.sharding.spec.shards import Where, shape_of
 from dtensor.sharding.spec.stored import StoredTensor
 
 SAVING = "saving"
-"""The input of a save with its destination."""
+"""The name of the input with the destination of a save (`Saving`)."""
 SPLIT_BYTES = 1 << 20
-"""A larger block that several ranks hold is cut, so that each writes a part."""
+"""A larger block that several ranks hold is cut, so that each of these ranks writes a part."""
 
 Names = tuple[str, ...]
 """The path of a tensor in the state dict of a checkpoint: ("model", "up.weight")."""
 
 
 class Saving(TypedDict):
-    """The input of ranks for a save. ``previous``: the checkpoint whose unchanged files are linked;
+    """The destination of a save. ``previous``: the checkpoint whose unchanged files are linked;
     ``format``: "dcp" or "hf"."""
 
     folder: str
@@ -72,8 +66,11 @@ class Saving(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """A block of a value that one rank writes: ``offsets``: its begin in the whole value, of shape
-    ``shape``; ``at``: its begin in the rank's shard."""
+    """A block of a value that one rank writes.
+
+    ``offsets``: where the block begins in the global value, which has ``shape``; ``at``: where it
+    begins in the rank's shard.
+    """
 
     path: Names
     shape: tuple[int, ...]
@@ -82,20 +79,20 @@ class Share:
     at: tuple[int, ...]
 
     def of(self, shard: torch.Tensor) -> torch.Tensor:
-        """The block of a rank's shard: a view."""
+        """Return the block of a rank's shard, a view."""
         return block_at(shard, self.at, self.sizes)
 
 
 def block_at(shard: torch.Tensor, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """The block at these offsets, of these sizes: a view."""
+    """Return the block at these offsets, of these sizes, a view."""
     for dim, (begin, size) in enumerate(zip(at, sizes, strict=True)):
         shard = shard.narrow(dim, begin, size)
     return shard
 
 
 def blocks_of(where: Where) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """The blocks that a shard consists of: their global offsets, their sizes, their offsets in the
-    shard. A shard without elements has none."""
+    """Yield the blocks of a shard, as (global offsets, sizes, offsets in the shard). A shard
+    without elements has none."""
     dims: list[list[tuple[int, int, int]]] = []
     for intervals in where:
         begins = itertools.accumulate((hi - lo for lo, hi in intervals), initial=0)
@@ -106,60 +103,63 @@ def blocks_of(where: Where) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], 
 
 
 def shares(values: Mapping[Names, StoredTensor], size: int) -> list[list[Share]]:
-    """By rank, the blocks that it writes: every element of every value once."""
+    """Return by rank the blocks that it writes: each element of each value exactly once.
+
+    If several ranks hold a block, a large block is cut by rows, and each part goes to the rank with
+    the fewest bytes so far.
+    """
     shares_by_rank: list[list[Share]] = [[] for _ in range(size)]
     load = [0] * size
     parts: list[tuple[int, list[int], Share]] = []
     for path, value in values.items():
         spec = value.spec
-        alike: dict[Where, list[int]] = {}
+        ranks_by_block: dict[Where, list[int]] = {}
         for rank in value.at:
-            alike.setdefault(value.where(rank), []).append(rank)
-        for where, holders in alike.items():
+            ranks_by_block.setdefault(value.where(rank), []).append(rank)
+        for where, holders in ranks_by_block.items():
             for offsets, sizes, at in blocks_of(where):
                 share = Share(path=path, shape=spec.shape, offsets=offsets, sizes=sizes, at=at)
                 parts += [
                     (math.prod(part.sizes) * spec.dtype.itemsize, holders, part)
                     for part in _cut(share, len(holders), spec.dtype.itemsize)
                 ]
-        if 0 in spec.shape:  # no elements to write, only its record
-            where, (rank, *_) = next(iter(alike.items()))
+        if 0 in spec.shape:  # there are no elements, but the value needs a record
+            where, (rank, *_) = next(iter(ranks_by_block.items()))
             none = (0,) * len(spec.shape)
             shares_by_rank[rank].append(
                 Share(path=path, shape=spec.shape, offsets=none, sizes=shape_of(where), at=none)
             )
-    # blocks of one rank alone, then the largest first: the rank with the fewest bytes takes the
-    # next
+    # First assign blocks that only one rank holds, then the others, largest first.
     for nbytes, holders, share in sorted(parts, key=lambda part: (len(part[1]) > 1, -part[0])):
         rank = min(holders, key=lambda r: (load[r], r))
         shares_by_rank[rank].append(share)
         load[rank] += nbytes
     order = {path: i for i, path in enumerate(values)}
     return [
-        sorted(mine, key=lambda share: (order[share.path], share.offsets))
-        for mine in shares_by_rank
+        sorted(rank_shares, key=lambda share: (order[share.path], share.offsets))
+        for rank_shares in shares_by_rank
     ]
 
 
 def _cut(share: Share, num: int, itemsize: int) -> list[Share]:
-    """Parts of a large block, by rows of its first dim that has several."""
+    """Cut a large block into ``num`` parts along its first dim larger than 1."""
     dim = next((d for d, size in enumerate(share.sizes) if size > 1), None)
     if num == 1 or dim is None or math.prod(share.sizes) * itemsize < SPLIT_BYTES:
         return [share]
 
-    def moved(begin: int, end: int) -> Share:
+    def part_of(begin: int, end: int) -> Share:
         return replace(
             share,
-            offsets=_with(share.offsets, dim, share.offsets[dim] + begin),
-            sizes=_with(share.sizes, dim, end - begin),
-            at=_with(share.at, dim, share.at[dim] + begin),
+            offsets=_replaced(share.offsets, dim, share.offsets[dim] + begin),
+            sizes=_replaced(share.sizes, dim, end - begin),
+            at=_replaced(share.at, dim, share.at[dim] + begin),
         )
 
     bounds = [share.sizes[dim] * i // num for i in range(num + 1)]
-    return [moved(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
+    return [part_of(lo, hi) for lo, hi in itertools.pairwise(bounds) if hi > lo]
 
 
-def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
+def _replaced(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
     return (*numbers[:dim], number, *numbers[dim + 1 :])
 
 
@@ -167,13 +167,21 @@ def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
 
 
 def save_program(values: Mapping[Names, StoredTensor], size: int) -> Program:
-    """Each rank copies its shares and hands them to a writer; it is fed STEP, the number of the
-    next training step, and returns it: the right one if an earlier step was undone."""
+    """Return the program in which each rank copies its shares and passes them to a thread.
+
+    Its input STEP is the number of the next training step, and its output is that number, which is
+    right even if an earlier step was undone.
+    """
     ranks: list[RankProgram] = []
     functions: list[tuple[str, Function]] = []
-    for rank, mine in enumerate(shares(values, size)):
-        names = tuple(dict.fromkeys(values[share.path].label for share in mine))
-        fn = partial(copy_and_write, rank, mine, [names.index(values[s.path].label) for s in mine])
+    for rank, rank_shares in enumerate(shares(values, size)):
+        names = tuple(dict.fromkeys(values[share.path].label for share in rank_shares))
+        fn = partial(
+            copy_and_write,
+            rank,
+            rank_shares,
+            [names.index(values[s.path].label) for s in rank_shares],
+        )
         functions.append((f"save on {rank}", Function.of(fn, f"save on {rank}")))
         call = Call(f"save on {rank}", (STEP, SAVING, *names), ("number",), label=Label("save"))
         ranks.append(
@@ -189,16 +197,16 @@ def save_program(values: Mapping[Names, StoredTensor], size: int) -> Program:
 def load_program(
     folder: str, values: Mapping[str, StoredTensor], size: int, device: torch.device
 ) -> Program:
-    """By name in the files: each rank reads its own blocks; either all values of all ranks replace
-    the old ones, or none does."""
-    wanted: list[dict[str, tuple[str, Where, torch.dtype]]] = [{} for _ in range(size)]
+    """Return the program in which each rank reads its shards of ``values``, by name in the files.
+    Either all values on all ranks are replaced, or none."""
+    requested: list[dict[str, tuple[str, Where, torch.dtype]]] = [{} for _ in range(size)]
     for in_files, value in values.items():
         for rank in value.at:
-            wanted[rank][value.label] = in_files, value.where(rank), value.spec.dtype
-    group = tuple(rank for rank, blocks in enumerate(wanted) if blocks)
+            requested[rank][value.label] = in_files, value.where(rank), value.spec.dtype
+    group = tuple(rank for rank, blocks in enumerate(requested) if blocks)
     functions: list[tuple[str, Function]] = [("place", Function.of(placed, "place"))]
     ranks: list[RankProgram] = []
-    for rank, blocks in enumerate(wanted):
+    for rank, blocks in enumerate(requested):
         if not blocks:
             ranks.append(RankProgram(instructions=()))
             continue
@@ -223,9 +231,10 @@ def load_program(
 
 
 def ask_program(size: int) -> Program:
-    """Each rank reports its progress in the folder that it is fed (`state_of`)."""
+    """Return the program in which each rank reports the state of its part of a save
+    (`state_of`)."""
     functions = tuple(
-        (f"ask {rank}", Function.of(partial(told_state, rank), f"ask {rank}"))
+        (f"ask {rank}", Function.of(partial(report_state, rank), f"ask {rank}"))
         for rank in range(size)
     )
     calls = [
@@ -243,52 +252,54 @@ def ask_program(size: int) -> Program:
 
 def copy_and_write(
     rank: int,
-    mine: Sequence[Share],
+    rank_shares: Sequence[Share],
     source: Sequence[int],
     number: int,
     saving: Saving,
     *shards: torch.Tensor,
 ) -> tuple[int]:
-    """Copy the shares, of ``shards[source[i]]`` each, and pass them to a thread; returns
-    ``number``. A state that no step has made yet is skipped. It never fails: it may be repeated
-    after the loss of another rank, when the save is over."""
+    """Copy share i from ``shards[source[i]]``, pass the copies to a thread, and return ``number``.
+
+    Optimizer state that no step has created is skipped. The function may run again after another
+    rank was lost, when the save is over, so it never fails.
+    """
     pieces = [
         TensorPiece(
             path=share.path,
             shape=share.shape,
             offsets=share.offsets,
-            tensor=own_copy(share.of(shards[i])),
+            tensor=private_copy(share.of(shards[i])),
         )
-        for share, i in zip(mine, source, strict=True)
+        for share, i in zip(rank_shares, source, strict=True)
         if not (share.path[0] == "optimizer" and is_absent(shards[i]))
     ]
     hand_over(saving, rank, pieces)
     return (number,)
 
 
-def told_state(rank: int, saving: Saving) -> tuple[str]:
+def report_state(rank: int, saving: Saving) -> tuple[str]:
     return (state_of(saving["folder"], rank),)
 
 
-def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A private contiguous copy on the CPU."""
+def private_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy on the CPU."""
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def read_shards(
     folder: str,
-    wanted: Sequence[tuple[str, Where, torch.dtype]],
+    requested: Sequence[tuple[str, Where, torch.dtype]],
     device: torch.device,
 ) -> tuple[torch.Tensor, ...]:
-    """Each value's shard, read from the files; in this dtype, if they have another."""
-    checkpoint = opened(folder)
+    """Return the shard of each value, read from the files and converted to its dtype."""
+    checkpoint = open_cached(folder)
     return tuple(
-        read_shard(checkpoint, name, where, dtype).to(device) for name, where, dtype in wanted
+        read_shard(checkpoint, name, where, dtype).to(device) for name, where, dtype in requested
     )
 
 
 def read_shard(checkpoint: Checkpoint, name: str, where: Where, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor's shard: per dim the intervals of global indices in ``where``, one after another."""
+    """Return a shard of a tensor: for each dim the intervals of global indices in ``where``."""
     blocks = list(blocks_of(where))
     if len(blocks) == 1:
         return checkpoint.read(name, *blocks[0][:2]).to(dtype)
@@ -298,40 +309,42 @@ def read_shard(checkpoint: Checkpoint, name: str, where: Where, dtype: torch.dty
     return shard
 
 
-def opened(folder: str) -> Checkpoint:
-    """A checkpoint for ranks to read: each process reads its metadata once."""
+def open_cached(folder: str) -> Checkpoint:
+    """Return a checkpoint for ranks to read; each process reads the metadata once."""
     try:
         changed = os.stat(folder).st_mtime_ns
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"this rank is on {socket.gethostname()}, which does not see {folder}.\n"
+            f"this rank is on {socket.gethostname()}, which cannot access {folder}.\n"
             f"fix: load from a folder that all machines of the launch share"
         ) from error
-    return _opened(folder, changed)
+    return _open_at(folder, changed)
 
 
 @lru_cache(maxsize=2)
-def _opened(folder: str, changed: int) -> Checkpoint:
+def _open_at(folder: str, changed: int) -> Checkpoint:
     return Checkpoint.open(folder)
 
 
 # -- threads that write ----------------------------------------------------------------------------
 
 FAILED = "error-{}.json"
-"""The file with the reason why a rank has no part."""
+"""The name of the file with the reason why a rank's part is missing."""
 WRITING, WRITTEN = "writing", "written"
 
 _writers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="dtensor-save")
 GONE = "the process that should write it is gone"
 
 _jobs: dict[tuple[str, int], Future[None]] = {}
-"""By folder and rank, the parts that this process writes, and the last one it wrote."""
+"""By folder and rank, the writes of this process; of earlier folders only unfinished writes."""
 
 
 def hand_over(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
-    """Have a thread of this process write a rank's part. It ends by `part-<rank>.json` or an
-    `error-<rank>.json` in the folder, if anything can still be written there (`state_of`). Once: a
-    run that is repeated after the loss of another rank has the same pieces."""
+    """Start a thread that writes a rank's part, unless this process already does.
+
+    The thread ends by writing `part-<rank>.json` or `error-<rank>.json`, if the disk permits. A run
+    that is repeated after another rank was lost has the same pieces, so they are written once.
+    """
     folder = saving["folder"]
     if (folder, rank) in _jobs:
         return
@@ -341,18 +354,18 @@ def hand_over(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
 
 
 def state_of(folder: str, rank: int) -> str:
-    """`WRITING`, `WRITTEN`, or the reason why there will be no part of this rank."""
+    """Return `WRITING`, `WRITTEN`, or the reason why this rank's part will be missing."""
     job = _jobs.get((folder, rank))
     if job is None:
         return GONE
     if not job.done():
         return WRITING
     error = job.exception()
-    return WRITTEN if error is None else _told(error)
+    return WRITTEN if error is None else _reason_text(error)
 
 
 def error_of(folder: str, rank: int) -> str:
-    """The reason why a rank has no part, if it could write that; or ""."""
+    """Return the reason that a rank wrote for its missing part; "" if it wrote none."""
     try:
         return json.loads(Path(folder, FAILED.format(rank)).read_bytes())
     except FileNotFoundError:
@@ -363,10 +376,10 @@ def _write(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
     folder = saving["folder"]
     try:
         if read_part(folder, rank) is not None:
-            return  # the lost process wrote it before
+            return  # the process that was lost had written it
         if not os.path.isdir(folder):
             raise CheckpointError(
-                f"it is on {socket.gethostname()}, which does not see {folder}.\n"
+                f"it is on {socket.gethostname()}, which cannot access {folder}.\n"
                 f"fix: save to a folder that all machines of the launch share"
             )
         if saving["format"] == "hf":
@@ -374,11 +387,13 @@ def _write(saving: Saving, rank: int, pieces: Sequence[TensorPiece]) -> None:
         else:
             write_part(folder, rank, pieces, saving["previous"])
     except BaseException as error:
-        with suppress(OSError):  # the disk may be full: then `state_of` reports it
-            write_synced(Path(folder) / FAILED.format(rank), json.dumps(_told(error)).encode())
-        del pieces  # which the traceback would keep
+        with suppress(OSError):  # the disk may be full: then only `state_of` reports the error
+            write_synced(
+                Path(folder) / FAILED.format(rank), json.dumps(_reason_text(error)).encode()
+            )
+        del pieces  # the traceback would keep them alive
         raise
 
 
-def _told(error: BaseException) -> str:
+def _reason_text(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else reason_of(error)

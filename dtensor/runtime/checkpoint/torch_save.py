@@ -1,14 +1,14 @@
-"""Files of torch.save, tensor by tensor: what stands around a tensor's bytes, and where they are.
+"""The bytes that torch.save writes before and after a tensor's data.
 
     frame = Frame.of(torch.float32, (4, 8))
     frame.head + data + frame.tail(crc32(data))     # what torch.save writes of that tensor, 128 B
 
-torch.save writes a zip whose entry `data/0` holds the bytes as they are, uncompressed.
-`torch.serialization.skip_data` makes it write all but those bytes; so we write them ourselves, from
-where they lie, and know their place: a range of rows is a range of bytes.
+torch.save writes a zip whose entry `data/0` holds the uncompressed data.
+`torch.serialization.skip_data` makes it omit the data, so the caller can write them without a copy
+and knows their offset: a range of rows is a range of bytes.
 
-Invariants: torch.load(weights_only=True) and Python's zipfile read what is written here (the zip's
-own checksum is put in). torch's file holds a tensor of the piece's shape, contiguous.
+Invariants: torch.load(weights_only=True) and Python's zipfile read the result, a contiguous tensor
+of the piece's shape; the zip's checksum is filled in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ENTRY = b"PK\x01\x02"
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What torch.save writes before and after a tensor's bytes."""
+    """The bytes that torch.save writes before and after a tensor's data."""
 
     head: bytes
     after: bytes
@@ -34,17 +34,17 @@ class Frame:
     @staticmethod
     @functools.lru_cache(maxsize=4096)
     def of(dtype: torch.dtype, sizes: tuple[int, ...]) -> Frame:
-        """For a contiguous tensor of this dtype and shape."""
+        """Return the frame of a contiguous tensor of this dtype and shape."""
         hole = _Hole()
         with torch.serialization.skip_data():
-            # Memory that is never touched: the system gives none.
+            # The memory of the empty tensor is never touched, so the system does not allocate it.
             torch.save(torch.empty(sizes, dtype=dtype), cast(IO[bytes], hole))
         return Frame(bytes(hole.before), bytes(hole.after))
 
     def tail(self, crc: int) -> bytes:
-        """What stands after the bytes, whose checksum is ``crc``: it is written there twice."""
+        """Return the bytes after the data, which contain the data's checksum ``crc`` twice."""
         if not self.after.startswith(_DESCRIPTOR):
-            return self.after  # a tensor without elements: there was no hole
+            return self.after  # a tensor without elements has no data, so nothing was skipped
         tail = bytearray(self.after)
         tail[4:8] = crc.to_bytes(4, "little")
         name = tail.index(b"archive/data/0", tail.index(_ENTRY))
@@ -53,7 +53,7 @@ class Frame:
 
 
 class _Hole:
-    """A file that keeps what is written, and which bytes were passed over."""
+    """A file object that keeps the bytes written before and after the data that were skipped."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
@@ -68,4 +68,4 @@ class _Hole:
         self.skipped = offset
 
     def flush(self) -> None:
-        """As torch.save asks for."""
+        """Do nothing; torch.save requires the method."""

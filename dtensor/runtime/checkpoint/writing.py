@@ -1,14 +1,12 @@
-"""Writing a checkpoint: the controller begins and finishes it, each rank writes its part.
+"""Write a checkpoint: the controller begins and finishes it, and each rank writes its part.
 
     writing = Writing.begin("ckpt/100", step=100, extra={"epoch": 3})   # controller
     part = write_part(writing.folder, 0, pieces, writing.previous)      # each rank, in any thread
     writing.finish([part, ...], keep=3)                                 # controller; ckpt/100
 
-Invariants: a checkpoint is published when every file in it is synced, its manifest last, by one
-rename of its folder, or into a folder that is there (existing_folder.py); what `keep` removes is
-removed after that.
-
-Not here: who writes which pieces, and that pieces do not change meanwhile.
+Invariants: a checkpoint is published after all its files are synced, the manifest last, by one
+rename of its folder or by moves into an existing folder (existing_folder.py). Checkpoints beyond
+`keep` are removed after that. The caller must not change pieces before they are written.
 """
 
 from __future__ import annotations
@@ -64,10 +62,10 @@ from dtensor.runtime.checkpoint.safetensors import (
 
 @dataclass(slots=True)
 class Writing:
-    """A checkpoint being written. Its ``folder`` and ``previous`` are what ranks are told."""
+    """A checkpoint being written. The controller sends ``folder`` and ``previous`` to the ranks."""
 
     folder: str
-    """Where parts are written: beside the target."""
+    """The folder for parts, next to the target."""
     previous: str | None
     """The newest checkpoint in the same folder, whose unchanged files are linked."""
     _claim: StagedFolder | Replacement
@@ -83,15 +81,14 @@ class Writing:
         extra: Any = None,
         small: Mapping[tuple[str, ...], Any] | None = None,
     ) -> Writing:
-        """Make `.tmp-<name>-<nonce>` beside ``path``; no file of the target yet.
+        """Begin a checkpoint: make the folder `.tmp-<name>-<nonce>` next to ``path``.
 
-        ``extra`` is the user's: numbers, text, bytes, containers, tensors. ``small`` are values of
-        the state that are no tensors, by path, such as an optimizer's
-        ("optimizer", "param_groups"). Both are copied here. torch's tools see what is under a path
-        of one key whole, and else flattened, as they flatten a state dict.
+        ``extra``: the user's values (numbers, text, bytes, containers, tensors). ``small``: by
+        path, values of the state that are not tensors, such as ("optimizer", "param_groups"). Both
+        are copied. torch's tools see a value with a path of one key as a whole, other values
+        flattened like a state dict.
 
-        PlanningError if the path exists or cannot be made, or if a value cannot be written, which
-        is named.
+        Raises PlanningError if the path exists or cannot be made, or if a value cannot be written.
         """
         values = [(where, _small_tree(where, value)) for where, value in (small or {}).items()]
         return Writing._claimed(path, step, extra, values, "dcp")
@@ -107,14 +104,13 @@ class Writing:
         extra: Any = None,
         shard_bytes: int = SHARD_BYTES,
     ) -> Writing:
-        """The same for Hugging Face's files, which are made here, with room for all ``tensors``
-        (by name, dtype and global shape). Ranks write with `write_hf_part`.
+        """Begin a checkpoint in Hugging Face's format; ranks write with `write_hf_part`.
 
-        A folder that is there is taken if it has no weights but those that dtensor has saved there,
-        whose place these take. Then `.tmp-*` is in it.
+        The files are made here, with space for all ``tensors`` (by name: dtype and global shape).
+        An existing folder is used if its only weights are dtensor's, which are then replaced.
 
-        ``tied``: for each name that is not among them, the one whose tensor it is. ``model``: whose
-        ``config``, if it has one, is written beside them.
+        ``tied``: by name that is not in ``tensors``, the name of its tensor. ``model``: its
+        ``config`` is written too, if it has one.
         """
         writing = Writing._claimed(path, step, extra, [], "hf")
         try:
@@ -141,11 +137,11 @@ class Writing:
         check_kind("the path", path, str | os.PathLike, "a path", 'dt.save("ckpt/100", model)')
         if step is not None:
             check_number("step", step, least=0, whole=True, fix="the number of steps taken")
-        said = encoded(extra, "extra")
+        encoded_extra = encoded(extra, "extra")
         target = checked_path(path)
         _check_beside(target)
-        into = layout == "hf" and target.is_dir()
-        claim = claim_existing(target) if into else claim_folder(target)
+        into_existing = layout == "hf" and target.is_dir()
+        claim = claim_existing(target) if into_existing else claim_folder(target)
         try:
             before = made_in(claim.target.parent, skip_damaged=True)
         except OSError as error:
@@ -157,20 +153,19 @@ class Writing:
             step=None if step is None else int(step),
             layout=layout,
         )
-        same = [other.name for other in before if other.layout == layout == "dcp"]
-        previous = str(claim.target.parent / same[-1]) if same else None
-        return Writing(str(claim.folder), previous, claim, head, said, small)
+        linkable = [other.name for other in before if other.layout == layout == "dcp"]
+        previous = str(claim.target.parent / linkable[-1]) if linkable else None
+        return Writing(str(claim.folder), previous, claim, head, encoded_extra, small)
 
     def add(self, path: tuple[str, ...], value: Any) -> None:
-        """One more of the ``small`` values of `begin`."""
+        """Add a value to the ``small`` values of `begin`."""
         self._small.append((path, _small_tree(path, value)))
 
     def finish(self, parts: Iterable[PartRecord], *, keep: int | None = None) -> None:
-        """Publish what all ranks have written; then remove the oldest beyond ``keep``.
+        """Publish the parts of all ranks, then remove the oldest checkpoints beyond ``keep``.
 
-        Removed are checkpoints of the same files that dtensor made in this folder and that still
-        have the name under which it made them: one that was renamed or copied stays. On an error
-        the folder is removed.
+        Only dtensor's checkpoints of the same format under their original names are removed: a
+        renamed or copied checkpoint stays. On an error the unfinished folder is removed.
         """
         try:
             if keep is not None:
@@ -182,7 +177,7 @@ class Writing:
                 raise CheckpointError(
                     f"{self._claim.target} is saved, but the disk failed right after: {error}. "
                     "Some readers may still see the earlier files.\n"
-                    "fix: check the disk, and save once more"
+                    "fix: check the disk, and save again"
                 ) from error
             raise disk_error(self._claim.target, error) from error
         except BaseException:
@@ -202,17 +197,17 @@ class Writing:
                     ) from error
 
     def abort(self) -> None:
-        """Remove what was written; the checkpoints before are as they were."""
+        """Remove the unfinished files; earlier checkpoints do not change."""
         self._claim.give_up()
 
     @property
     def replaces(self) -> bool:
-        """Whether it is written into a folder that was there."""
+        """Whether the checkpoint is written into an existing folder."""
         return self._claim.replaces
 
     @property
     def published(self) -> bool:
-        """Whether it is the checkpoint at its path by now."""
+        """Whether the checkpoint has been published at its path."""
         return self._claim.published
 
     def _publish(self, parts: list[PartRecord]) -> None:
@@ -231,9 +226,9 @@ class Writing:
         files = {file: nbytes for part in parts for file, nbytes in part.files.items()}
         controllers = write_part(self.folder, CONTROLLER, pieces, None, self._claim.tag)
         if self._head.layout == "hf":
-            there = read_directory(folder)
-            _check_written(there.tensors, records)
-            files |= there.files
+            written = read_directory(folder)
+            _check_written(written.tensors, records)
+            files |= written.files
             records = {}
         records |= merged(controllers.tensors)
         files |= controllers.files
@@ -250,8 +245,8 @@ class Writing:
             nested = _nested(
                 (path, controllers) for path, controllers in self._small if len(path) > 1
             )
-            more, items = _write_values(folder, nested, leaves)
-            files |= more
+            value_files, items = _write_values(folder, nested, leaves)
+            files |= value_files
             write_synced(folder / ".metadata", metadata_bytes(records, items))
         for file, nbytes in files.items():
             if (folder / file).stat().st_size != nbytes:
@@ -268,18 +263,20 @@ class Writing:
         self._claim.publish()
 
 
-def _check_written(there: Mapping[str, TensorRecord], records: Mapping[str, TensorRecord]) -> None:
-    """That ranks have written just the tensors for which room was made."""
-    missing = {n for n, record in there.items() if 0 not in record.shape} - set(records)
-    if missing or set(records) - set(there):
-        raise ValueError(f"not written: {sorted(missing)}; no room: {set(records) - set(there)}")
+def _check_written(
+    written: Mapping[str, TensorRecord], records: Mapping[str, TensorRecord]
+) -> None:
+    """Raise ValueError unless the ranks wrote exactly the tensors that the files have space for."""
+    missing = {n for n, record in written.items() if 0 not in record.shape} - set(records)
+    if missing or set(records) - set(written):
+        raise ValueError(f"not written: {sorted(missing)}; no room: {set(records) - set(written)}")
 
 
 def _write_values(
     folder: Path, nested: dict[str, Any], leaves: Mapping[str, Any]
 ) -> tuple[dict[str, int], dict[str, ValueItem]]:
-    """Values for torch's tools, each as torch.save writes it: nested ones by name as torch
-    flattens them, the leaves whole. dtensor reads the manifest's."""
+    """Write values for torch's tools by torch.save: ``nested`` values flattened like a state dict,
+    ``leaves`` as a whole. dtensor itself reads values from the manifest."""
     file = "__values_0.distcp"
     flat, paths = flatten_state_dict()(nested)
     items: dict[str, ValueItem] = {}
@@ -298,8 +295,8 @@ def _check_beside(target: Path) -> None:
     for up in target.parents:
         if os.access(up / MANIFEST, os.R_OK) and read_head(up) is not None:
             raise PlanningError(
-                f"{target} would be inside the checkpoint {up}, and go when that goes.\n"
-                f"fix: save beside it, such as to {free_path(up)}"
+                f"{target} would be inside the checkpoint {up}, and be removed with it.\n"
+                f"fix: save next to it, such as to {free_path(up)}"
             )
 
 
@@ -311,7 +308,7 @@ def _small_tree(path: tuple[str, ...], value: Any) -> Any:
 
 
 def _nested(small: Iterable[tuple[tuple[str, ...], Any]]) -> dict[str, Any]:
-    """The values by path, as a state dict has them."""
+    """Return the decoded values as a nested dict, from their paths."""
     root: dict[str, Any] = {}
     for path, tree in small:
         inner = root

@@ -280,7 +280,7 @@ def test_a_disk_that_is_full_or_fails(tmp_path: Path, monkeypatch: pytest.Monkey
             writing.finish([write_part(writing.folder, 0, own, writing.previous)], keep=1)
             break
         except CheckpointError as error:
-            assert os.strerror(code) in str(error) and "Nothing of this checkpoint" in str(error)
+            assert os.strerror(code) in str(error) and "This checkpoint is removed" in str(error)
             assert ("MB are free" in str(error)) is (code == errno.ENOSPC)
             writing.abort()
             assert os.listdir(tmp_path) == ["1"]
@@ -300,7 +300,7 @@ def test_paths_that_cannot_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.M
         (tmp_path / "file", "file exists already"),
         (tmp_path / "empty", "exists already"),
         (tmp_path / "gone", "exists already"),
-        (tmp_path / "saved" / "1", "would be inside the checkpoint .*saved, and go when"),
+        (tmp_path / "saved" / "1", "would be inside the checkpoint .*saved, and be removed with"),
         (tmp_path / "file" / "1", "one of its parents is a file"),
         ("s3://bucket/1", "is an address, not a folder"),
         ("ckpt\\100", "has backslashes"),

@@ -187,8 +187,8 @@ def test_damaged_files_are_named(tmp_path: Path):
         return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
     for bad, words in (
-        (content[:-1], "bytes, and its header says"),
-        (content + b"\0", "bytes, and its header says"),
+        (content[:-1], "bytes, and its header states"),
+        (content + b"\0", "bytes, and its header states"),
         (content[:4], "its header would have"),
         ((1 << 40).to_bytes(8, "little") + content[8:], "its header would have"),
         (content[:9] + b"\xff" + content[10:], "is not a whole safetensors file"),

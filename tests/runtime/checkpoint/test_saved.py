@@ -138,7 +138,7 @@ def test_a_range_of_rows_reads_its_own_bytes(tmp_path: Path, rows: int):
 def test_a_block_that_is_not_in_it(tmp_path: Path):
     save(tmp_path / "a", state())
     saved = Checkpoint.open(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"no block of model.0.weight \(10, 6\)"):
+    with pytest.raises(ValueError, match=r"not a block of model.0.weight \(10, 6\)"):
         saved.read("model.0.weight", (8, 0), (3, 6))
     with pytest.raises(KeyError, match="model.1.weight"):
         saved.read("model.1.weight")
@@ -242,7 +242,7 @@ def test_pieces_must_fill_their_tensors(tmp_path: Path):
             writing.finish([write_part(writing.folder, 0, own, None)])
         writing.abort()
         assert os.listdir(tmp_path) == []
-    with pytest.raises(ValueError, match="no block of"):
+    with pytest.raises(ValueError, match="not a block of"):
         TensorPiece(path=("w",), shape=(4,), offsets=(2,), tensor=torch.ones(3))
 
 
@@ -291,6 +291,6 @@ def test_what_is_no_checkpoint(tmp_path: Path):
         with pytest.raises(PlanningError, match=words):
             Checkpoint.open(path)
     (tmp_path / "1" / "manifest.json").write_text('{"name": "an app"}')
-    with pytest.raises(CheckpointError, match="is not dtensor's, or damaged in its first bytes"):
+    with pytest.raises(CheckpointError, match="was not written by dtensor, or its first bytes are damaged"):
         Checkpoint.open(tmp_path / "1")
     assert latest(tmp_path / "3") is None

@@ -93,7 +93,7 @@ def test_a_planted_pickle_runs_nothing(
         content = (path / ".metadata").read_bytes()
         setattr(metadata, place, {"model.weight": Planted(there)})
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-        with pytest.raises(CheckpointError, match="names posix.system.*Nothing of it was run"):
+        with pytest.raises(CheckpointError, match="names posix.system.*dtensor ran nothing of it"):
             Checkpoint.open(path)
         (path / ".metadata").write_bytes(content)
         metadata = FileSystemReader(path).read_metadata()
@@ -135,7 +135,7 @@ def test_a_whole_pickle_in_place_of_an_item_is_named(tmp_path: Path):
     (tmp_path / "a" / "__0_0.distcp").write_bytes(planted)
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
     saved = Checkpoint.open(tmp_path / "a")
-    words = "__0_0.distcp holds . as a pickle .* does not admit.*Nothing of it was run"
+    words = "__0_0.distcp holds . as a pickle .* refuses.*dtensor ran nothing of it"
     with pytest.raises(CheckpointError, match=words):
         saved.read("w")
     with pytest.raises(CheckpointError, match=words):
@@ -210,5 +210,5 @@ def test_files_outside_the_folder(theirs: tuple[Path, dict[str, torch.Tensor]]):
 
 def test_pickles_of_hugging_face_are_refused_by_name(tmp_path: Path):
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(PlanningError, match="pytorch_model.bin, a pickle.*\nfix: where you trust"):
+    with pytest.raises(PlanningError, match="pytorch_model.bin, a pickle.*\nfix: if you trust"):
         Checkpoint.open(tmp_path)
