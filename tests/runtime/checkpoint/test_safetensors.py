@@ -192,7 +192,7 @@ def test_damaged_files_are_named(tmp_path: Path):
         (content[:4], "its header would have"),
         ((1 << 40).to_bytes(8, "little") + content[8:], "its header would have"),
         (content[:9] + b"\xff" + content[10:], "is not a whole safetensors file"),
-        (with_header(v={**header["v"], "shape": [5]}), "is said to have 16 bytes"),
+        (with_header(v={**header["v"], "shape": [5]}), "header states 16 bytes for v"),
         (with_header(v={**header["v"], "data_offsets": [16, 32]}), "overlap or leave a hole"),
         (with_header(v={**header["v"], "dtype": "F4"}), "dtype F4"),
         (with_header(v=3), "is not a whole safetensors file"),

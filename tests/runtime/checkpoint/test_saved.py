@@ -138,7 +138,7 @@ def test_a_range_of_rows_reads_its_own_bytes(tmp_path: Path, rows: int):
 def test_a_block_that_is_not_in_it(tmp_path: Path):
     save(tmp_path / "a", state())
     saved = Checkpoint.open(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"not a block of model.0.weight \(10, 6\)"):
+    with pytest.raises(ValueError, match=r"no block of model.0.weight \(10, 6\)"):
         saved.read("model.0.weight", (8, 0), (3, 6))
     with pytest.raises(KeyError, match="model.1.weight"):
         saved.read("model.1.weight")

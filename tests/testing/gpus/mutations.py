@@ -44,7 +44,7 @@ STATEMENTS = {
     "wait", "wait_event", "wait_stream", "record", "record_stream", "synchronize", "_connect",
     "zero_", "use_once", "copy_all", "foreach_copy_", "query",
 }  # fmt: skip
-COPIES = {"clone", "contiguous", "copied", "_copied", "copy_to", "own_copy", "cpu"}
+COPIES = {"clone", "contiguous", "copied", "_copied", "copy_to", "private_copy", "cpu"}
 WIRE: Mapping[str, ModuleType] = {"nccl.py": nccl, "exchange.py": exchange}
 OTHERS: Mapping[str, tuple[ModuleType, tuple[str, ...]]] = {
     "transport.py": (transport, ("by hand", "training")),
@@ -67,7 +67,7 @@ TEXTS = {"step_end.py"}
 
 _OF_TASKS = "messages of unknown length are CPU tensors, between tasks, over gloo"
 _AGAIN = "the next change copies what it writes anew, and nothing restores this record again"
-_OWN = "what a rank saves is a contiguous copy on the CPU (saving.py, own_copy)"
+_OWN = "what a rank saves is a contiguous copy on the CPU (saving.py, private_copy)"
 IMPLIED: Mapping[tuple[str, str], str] = {
     ("nccl.py", "stream.wait_stream(torch.cuda.current_stream(self._device))"): (
         "the side stream first waits for a group, which began behind the current stream "
