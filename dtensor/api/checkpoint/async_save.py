@@ -383,7 +383,9 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def _whole(path: Names, tensor: Tensor) -> TensorPiece:
     shape = tuple(tensor.shape)
-    return TensorPiece(path=path, shape=shape, offsets=(0,) * len(shape), tensor=private_copy(tensor))
+    return TensorPiece(
+        path=path, shape=shape, offsets=(0,) * len(shape), tensor=private_copy(tensor)
+    )
 
 
 def _copied_by_ranks(
