@@ -1,10 +1,10 @@
-"""The op rules: `rule_for(call)` finds one, `register` adds one, `pattern` writes one.
+"""Sharding rules of ops: `rule_for` finds a rule, `register` adds one, `pattern` writes one.
 
     register("mylib.scale.default", pattern("... , -> ...", linear=((0,), (1,))))
 
-The tables are one module per family (tables/); importing this package registers them. Each op in
-them carries a certificate, see dtensor.testing.oracle; ops that are whole on every rank on purpose
-say why (tables/unsplittable.py).
+Importing this package registers the tables of tables/, one module for each family of ops. Every op
+in the tables is certified by dtensor.testing.oracle. Ops that deliberately stay whole on every rank
+state the reason (tables/unsplittable.py).
 """
 
 from __future__ import annotations

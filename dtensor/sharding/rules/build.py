@@ -1,9 +1,9 @@
-"""What tables of rules are written with: `pattern` for a row, and what builders share.
+"""Builders of rules, and the helpers that the tables of rules share.
 
     "aten.mm.default": pattern("m k, k n -> m n", linear=((0,), (1,)), flops="m k n")
 
-Invariants: a linear group is dropped where it could not be pending: bool operands, and results of
-another kind (a float made int is rounded, which is not linear). Names no op.
+Invariant: a linear group is dropped if its operands cannot be pending sums: bools, and floats whose
+result is an int (rounding is not linear).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def pattern(
     localize: Localizer | None = None,
     flops: str = "",
 ) -> Builder:
-    """A builder for ops whose rule is the same text for all arguments.
+    """Return a builder for ops whose rule is the same text for all arguments.
 
-    ``flops`` names the factors whose product, doubled, is the number of operations.
+    ``flops``: the factors whose product, doubled, is the number of floating-point operations.
     """
     return lambda call: make(
         call, text, linear=linear, addends=addends, reduce=reduce, localize=localize, flops=flops
@@ -56,7 +56,7 @@ def make(
     flops: str = "",
     sizes: Mapping[str, int] | None = None,
 ) -> Rule:
-    """The rule that ``text`` denotes for this call."""
+    """Return the rule that ``text`` denotes for this call; arguments as of `pattern`."""
     rule = parse_rule(
         text,
         call.operands,
@@ -73,17 +73,17 @@ def make(
 
 
 def of_kind(kind: Kind, builder: Builder) -> Builder:
-    """The builder of such rules, for ops of another kind than "compute"."""
+    """Return a builder of the same rules with this kind instead of "compute"."""
     return lambda call: replace(builder(call), kind=kind)
 
 
 def with_dtypes(dtypes: Dtypes, builder: Builder) -> Builder:
-    """The builder of such rules, for ops that do not take operands of any dtypes together."""
+    """Return a builder of the same rules for ops that take only these mixes of dtypes."""
     return lambda call: replace(builder(call), dtypes=dtypes)
 
 
 def with_parts(parts_of: Callable[[OpCall], Parts], builder: Builder) -> Builder:
-    """The builder of rules that say how parts of 16-bit sums are given in float32."""
+    """Return a builder of the same rules with the `Parts` that ``parts_of`` returns for a call."""
 
     def build(call: OpCall) -> Rule:
         rule, parts = builder(call), parts_of(call)
@@ -93,7 +93,7 @@ def with_parts(parts_of: Callable[[OpCall], Parts], builder: Builder) -> Builder
 
 
 def linear_groups(call: OpCall, groups: Groups) -> tuple[tuple[int, ...], ...]:
-    """The groups that can be pending sums with these dtypes."""
+    """Return the groups whose operands can be pending sums in the dtypes of this call."""
     results = [meta for meta in call.results if meta is not None]
     return tuple(
         tuple(group)
@@ -103,7 +103,8 @@ def linear_groups(call: OpCall, groups: Groups) -> tuple[tuple[int, ...], ...]:
 
 
 def _keeps_sums(operand: Meta, result: Meta) -> bool:
-    if {operand.dtype, result.dtype} & {torch.bool, torch.complex32}:  # no sums; none to send
+    # bools have no sums; transports do not send complex32
+    if {operand.dtype, result.dtype} & {torch.bool, torch.complex32}:
         return False
     return _inexact(result.dtype) or not _inexact(operand.dtype)
 
@@ -113,13 +114,15 @@ def _inexact(dtype: torch.dtype) -> bool:
 
 
 def operand_index(call: OpCall, position: int, name: str) -> int | None:
-    """Which operand stands at this argument; None for a literal or an argument left out."""
+    """Return the index of the operand that is this argument; None if the argument is a literal or
+    left out."""
     value = call.arg(position, name)
     return value.index if isinstance(value, Operand) else None
 
 
 def joint(call: OpCall, *arguments: tuple[int, str]) -> Groups:
-    """One group of the operands at these arguments; none if a non-zero literal is among them."""
+    """Return one linear group of the operands at these arguments; no group if one of the arguments
+    is a literal other than 0."""
     group: list[int] = []
     for position, name in arguments:
         value = call.arg(position, name, 0)
@@ -131,29 +134,32 @@ def joint(call: OpCall, *arguments: tuple[int, str]) -> Groups:
 
 
 def full_names(text: str) -> list[str]:
-    """``neg lerp.Scalar dt.dropout``: aten.neg.default, aten.lerp.Scalar, dt.dropout.default."""
-    names_found: list[str] = []
+    """Return the full names of ops: ``neg lerp.Scalar dt.dropout`` -> aten.neg.default,
+    aten.lerp.Scalar, dt.dropout.default."""
+    full: list[str] = []
     for op in text.split():
-        own = op.startswith(("dt.", "transformers."))
-        names_found.append(
-            (op if own else f"aten.{op}") + (".default" if own or "." not in op else "")
+        has_namespace = op.startswith(("dt.", "transformers."))
+        full.append(
+            (op if has_namespace else f"aten.{op}")
+            + (".default" if has_namespace or "." not in op else "")
         )
-    return names_found
+    return full
 
 
 def names(count: int, whole: Iterable[int] = ()) -> list[str]:
-    """``d0 d1! d2`` as a list: a factor for each dim, those of ``whole`` not to be split."""
-    kept = set(whole)
-    return [f"d{i}!" if i in kept else f"d{i}" for i in range(count)]
+    """Return a factor for each dim, ``["d0", "d1!", "d2"]``; dims in ``whole`` may not be split."""
+    whole_set = set(whole)
+    return [f"d{i}!" if i in whole_set else f"d{i}" for i in range(count)]
 
 
 def whole_dims(prefix: str, rank: int) -> str:
-    """``x0! x1!``: the dims of a tensor of which none is to be split."""
+    """Return the dims of a tensor none of whose dims may be split: ``x0! x1!``."""
     return " ".join(f"{prefix}{i}!" for i in range(rank))
 
 
 def broadcast(factors: Sequence[str], sizes: Sequence[int], wide: Sequence[int]) -> str:
-    """``1 d1``: the last of the factors, for a tensor of these sizes; 1 where it is broadcast."""
+    """Return the dims of a tensor of these sizes as text: the last of the factors, with 1 for a dim
+    that is broadcast against the sizes ``wide``."""
     start = len(factors) - len(sizes)
     return " ".join(
         "1" if size == 1 and other != 1 else factor
@@ -162,39 +168,40 @@ def broadcast(factors: Sequence[str], sizes: Sequence[int], wide: Sequence[int])
 
 
 def replaced(dims: Sequence[str], at: int, *texts: str) -> str:
-    """``dims`` as text, with the one at ``at`` replaced by ``texts``, none: left out."""
+    """Return ``dims`` as text, with dim ``at`` replaced by ``texts``, or dropped without texts."""
     return " ".join([*dims[:at], *texts, *dims[at + 1 :]])
 
 
 def resolve_dims(value: Any, rank: int) -> tuple[int, ...]:
-    """A ``dim`` argument (None or an empty list: all) as non-negative dims, ascending."""
+    """Return a ``dim`` argument as non-negative dims, ascending; None and [] mean all dims."""
     dims: list[int] = [value] if isinstance(value, int) else list(value or ())
     return tuple(sorted(dim % rank for dim in dims)) if dims and rank else tuple(range(rank))
 
 
 def num_pairs(call: OpCall, first: int) -> int:
-    """The number of elements of an operand and the next one, broadcast against each other."""
+    """Return the number of elements of operands ``first`` and ``first + 1``, broadcast together."""
     a, b = call.operands[first : first + 2]
     return math.prod(np.broadcast_shapes(a.shape, b.shape))
 
 
 def flat(intervals: Intervals) -> list[int]:
-    """Intervals as the flat list that the project's own ops take."""
+    """Return intervals as the flat list [start, stop, start, ...] that ops of ``dt`` take."""
     return [point for interval in intervals for point in interval]
 
 
 def share(intervals: Intervals, start: int, stop: int) -> int:
-    """How many of the held indices lie in ``start:stop``."""
+    """Return how many indices of the intervals lie in ``start:stop``."""
     return length(intersect(intervals, ((start, stop),))) if stop > start else 0
 
 
 def sized(position: int) -> Localizer:
-    """Makes the sizes at this argument those of the rank's result."""
+    """Return a localizer that replaces the sizes at this argument by those of the rank's result."""
     return lambda call, local: call.with_arg(position, list(local.result_shape()))
 
 
 def retarget(call: OpCall, target: Callable[..., Any], *args: Any, **kwargs: Any) -> OpCall:
-    """The same operands and results under another function."""
+    """Return a call of ``target`` with these arguments, and the operands and results of
+    ``call``."""
     return OpCall(
         target=target,
         args=args,

@@ -1,14 +1,14 @@
-"""Which dtypes of operands an op's kernels take together: the field `dtypes` of a rule.
+"""Which mixes of operand dtypes an op takes: the field `dtypes` of a rule.
 
     accepts("same", (torch.float32, torch.bfloat16))       # False: mm takes operands of one dtype
-    accepts("promote", (torch.float32, torch.bfloat16))    # True: add takes them as float32 both
+    accepts("promote", (torch.float32, torch.bfloat16))    # True: add promotes both to float32
     Half((0,))((torch.bfloat16, torch.float32))            # True: a norm of bf16 with f32 weights
 
-Torch's meta and fake kernels accept more than the kernels that ranks run: a product of f32 with
-bf16 is captured, and fails on the rank. So rules say it, and it is an error while planning.
+Torch's meta and fake kernels accept more mixes than the kernels that ranks run: a product of f32
+and bf16 can be captured, but fails on the rank. With these rules it is an error of planning.
 
-Invariant: what is refused here torch's kernels refuse (tests/certify/dtypes.py runs them); of ops
-with operands whose dtype torch's meta kernels name wrongly nothing is refused.
+Invariant: torch's kernels refuse every mix that is refused here (tests/certify/dtypes.py runs
+them). No mix is refused for an op whose meta kernel states a wrong dtype.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Literal
 import torch
 
 Dtypes = Literal["promote", "same"] | Callable[[tuple[torch.dtype, ...]], bool]
-"""Any mix; operands of one dtype; or whether a mix is taken."""
+""""promote": any mix; "same": all operands of one dtype; or a function that says whether a mix is
+accepted."""
 
 
 def accepts(dtypes: Dtypes, operands: tuple[torch.dtype, ...]) -> bool:
-    """Whether an op whose rule says ``dtypes`` takes operands of these dtypes."""
+    """Return whether an op whose rule states ``dtypes`` takes operands of these dtypes."""
     match dtypes:
         case "promote":
             return True
@@ -35,22 +36,22 @@ def accepts(dtypes: Dtypes, operands: tuple[torch.dtype, ...]) -> bool:
 
 
 def beside_indices(operands: tuple[torch.dtype, ...]) -> bool:
-    """Of one dtype, but for integers and bools, which are indices or masks."""
+    """Return whether all float operands have one dtype. Integers and bools are indices or masks."""
     return len({dtype for dtype in operands if dtype.is_floating_point or dtype.is_complex}) < 2
 
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """Of one dtype; or the ``narrow`` operands in one 16-bit dtype and all others in float32;
-    those that are ``free`` in any."""
+    """Accepts operands of one dtype, or the ``narrow`` operands in one 16-bit dtype and the others
+    in float32. The ``free`` operands may have any dtype."""
 
     narrow: tuple[int, ...]
     free: tuple[int, ...] = ()
 
     def __call__(self, operands: tuple[torch.dtype, ...]) -> bool:
         narrow = {dtype for i, dtype in enumerate(operands) if i in self.narrow}
-        stated = (*self.narrow, *self.free)
-        wide = {dtype for i, dtype in enumerate(operands) if i not in stated}
+        exempt = (*self.narrow, *self.free)
+        wide = {dtype for i, dtype in enumerate(operands) if i not in exempt}
         halves = {torch.bfloat16, torch.float16}
         mixed = len(narrow) == 1 and narrow <= halves and wide <= {torch.float32}
         return len(narrow | wide) < 2 or mixed

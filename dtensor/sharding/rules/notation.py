@@ -1,4 +1,4 @@
-"""The notation of rules: from a pattern and a call's shapes to a Rule.
+"""The notation of rules: a parser from a pattern and a call's shapes to a `Rule` (rule.py).
 
     parse_rule("b (h d) -> b h d", (Meta((2, 12), f32),), (Meta((2, 3, 4), f32),))
 
@@ -6,10 +6,9 @@
     dims    := dim*                          dim     := factor | "1" | "..." | "(" sum ")"
     sum     := factor* ("+" factor*)*        factor  := name "!"?
 
-`!` says that the factor must be whole; `...` stands for leading dims, aligned from the right; `~f`
-among a result's dims says that it is the same whatever part of f a rank holds (a convolution's
-bias gradient, with its input channels split). What the pattern means is in rule.py. Nothing here
-knows an op.
+``f!``: factor f may not be split. ``...``: leading dims, aligned from the right. ``~f`` among the
+dims of a result: the result is the same whichever part of f a rank holds, for example the bias
+gradient of a convolution whose input channels are split.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ def parse_rule(
     localize: Localizer | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Rule:
-    """The rule that ``pattern`` denotes for tensors of these shapes.
+    """Return the rule that ``pattern`` denotes for tensors of these shapes.
 
-    ``...`` stands for as many leading dims as a tensor has beyond those named, aligned from the
-    right between tensors; there a dim of size 1 against a larger one is broadcast and gets no
-    factor. ``sizes`` states factors that shapes alone do not determine.
-    Errors (a malformed pattern, sizes that disagree) are the rule author's: PlanningError.
+    ``...`` stands for the leading dims that the pattern does not name. They are aligned from the
+    right between tensors. A dim of size 1 that is broadcast against a larger one gets no factor.
+    ``sizes``: the sizes of factors that the shapes do not determine.
+    Raises PlanningError if the pattern is malformed or does not fit the shapes.
     """
     left, right = pattern_terms(pattern)
-    if not operands and left == [[]]:  # with an operand, "" is a scalar
+    if not operands and left == [[]]:  # "" denotes a scalar operand only if there are operands
         left = []
     terms = [*left, *right]
     metas: list[Meta | None] = [*operands, *results]
@@ -61,22 +60,22 @@ def parse_rule(
     }
     terms = [[token for token in tokens if not token.startswith("~")] for tokens in terms]
     ellipsis = _ellipsis_sizes(terms, metas, pattern)
-    known: dict[str, int] = dict(sizes or {})
+    factor_sizes: dict[str, int] = dict(sizes or {})
     whole: set[str] = set()
     all_dims: list[Dims] = []
     for tokens, meta in zip(terms, metas, strict=True):
-        all_dims.append(() if meta is None else _dims(tokens, meta, ellipsis, known, whole))
-    sized = [
+        all_dims.append(() if meta is None else _dims(tokens, meta, ellipsis, factor_sizes, whole))
+    sized_dims = [
         item
         for dims, meta in zip(all_dims, metas, strict=True)
         if meta is not None
         for item in zip(dims, meta.shape, strict=True)
     ]
-    _solve(sized, known, pattern)
+    _solve_sizes(sized_dims, factor_sizes, pattern)
     rule = Rule(
         operands=tuple(all_dims[: len(operands)]),
         results=tuple(all_dims[len(operands) :]),
-        sizes=tuple(sorted(known.items())),
+        sizes=tuple(sorted(factor_sizes.items())),
         linear=tuple(frozenset(group) for group in linear),
         addends=frozenset(addends),
         same=frozenset(same),
@@ -91,7 +90,8 @@ def parse_rule(
 
 
 def pattern_terms(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
-    """The tokens of each operand's and of each result's dims; PlanningError if malformed."""
+    """Return the tokens of the dims of each operand, and of each result. Raises PlanningError if
+    the pattern is malformed."""
     left, arrow, right = pattern.partition("->")
     if not arrow:
         raise PlanningError(f"the rule {pattern!r} has no '->'")
@@ -108,7 +108,7 @@ def _tokens(text: str) -> list[str]:
 def _ellipsis_sizes(
     terms: Sequence[list[str]], metas: Sequence[Meta | None], pattern: str
 ) -> tuple[int, ...]:
-    """The broadcast sizes that ``...`` stands for, from the right-aligned tensors."""
+    """Return the sizes of the dims that ``...`` stands for, broadcast over all tensors."""
     longest: list[int] = []
     for tokens, meta in zip(terms, metas, strict=True):
         if meta is None:
@@ -126,8 +126,14 @@ def _ellipsis_sizes(
 
 
 def _dims(
-    tokens: list[str], meta: Meta, ellipsis: tuple[int, ...], known: dict[str, int], whole: set[str]
+    tokens: list[str],
+    meta: Meta,
+    ellipsis: tuple[int, ...],
+    factor_sizes: dict[str, int],
+    whole: set[str],
 ) -> Dims:
+    """Return the dims of one tensor. Adds the sizes of the factors of ``...`` to ``factor_sizes``,
+    and factors with ``!`` to ``whole``."""
     dims: list[Dim] = []
     extra = len(meta.shape) - (len(tokens) - 1)
     for token in tokens:
@@ -136,51 +142,54 @@ def _dims(
                 index = len(ellipsis) - extra + i
                 size = meta.shape[len(dims)]
                 name = f"e{index}"
-                known[name] = ellipsis[index]
+                factor_sizes[name] = ellipsis[index]
                 dims.append(((name,),) if size == ellipsis[index] else ((),))
         elif token.startswith("("):
             dims.append(
                 tuple(
-                    tuple(_name(f, whole) for f in part.split() if f != "1")
+                    tuple(_factor_name(f, whole) for f in part.split() if f != "1")
                     for part in token[1:-1].split("+")
                 )
             )
         else:
-            dims.append(((),) if token == "1" else ((_name(token, whole),),))
+            dims.append(((),) if token == "1" else ((_factor_name(token, whole),),))
     return tuple(dims)
 
 
-def _name(token: str, whole: set[str]) -> str:
+def _factor_name(token: str, whole: set[str]) -> str:
     name = token.removesuffix("!")
     if token.endswith("!"):
         whole.add(name)
     return name
 
 
-def _solve(dims: Sequence[tuple[Dim, int]], known: dict[str, int], pattern: str) -> None:
-    """Fill in the sizes of factors, one unknown of a dim at a time, while that leads on."""
-    waiting = list(dims)
-    while waiting:
+def _solve_sizes(
+    dims: Sequence[tuple[Dim, int]], factor_sizes: dict[str, int], pattern: str
+) -> None:
+    """Add the missing sizes of factors, repeatedly solving the dims that have one unknown factor.
+    Raises PlanningError if some sizes cannot be determined so."""
+    unsolved = list(dims)
+    while unsolved:
         open_dims: list[tuple[Dim, int]] = []
-        for dim, size in waiting:
-            unknown = {f: None for product in dim for f in product if f not in known}
+        for dim, size in unsolved:
+            unknown = {f: None for product in dim for f in product if f not in factor_sizes}
             if len(unknown) > 1:
                 open_dims.append((dim, size))
             for factor in unknown if len(unknown) == 1 else ():
-                known[factor] = _solved(dim, size, factor, known)
-        if len(open_dims) == len(waiting):
-            unknown = [f for product in open_dims[0][0] for f in product if f not in known]
+                factor_sizes[factor] = _solve_factor(dim, size, factor, factor_sizes)
+        if len(open_dims) == len(unsolved):
+            unknown = [f for product in open_dims[0][0] for f in product if f not in factor_sizes]
             raise PlanningError(f"the rule {pattern!r} leaves the sizes of {unknown} open")
-        waiting = open_dims
+        unsolved = open_dims
 
 
-def _solved(dim: Dim, size: int, factor: str, known: Mapping[str, int]) -> int:
-    """The size of the one unknown factor of a dim."""
-    rest, scale = 0, 1
+def _solve_factor(dim: Dim, size: int, factor: str, factor_sizes: Mapping[str, int]) -> int:
+    """Return the size of the one unknown factor of a dim of ``size``."""
+    other_products, scale = 0, 1
     for product in dim:
-        part = math.prod(known[f] for f in product if f in known)
+        part = math.prod(factor_sizes[f] for f in product if f in factor_sizes)
         if factor in product:
             scale = part
         else:
-            rest += part
-    return (size - rest) // scale if scale else 0
+            other_products += part
+    return (size - other_products) // scale if scale else 0

@@ -1,12 +1,11 @@
-"""The registry of rules: from an op's name to the builder that makes its rule for one call.
+"""The registry of rules: the builder of each op, which returns the rule of one call.
 
     rule_for(OpCall(aten.mm.default, ...))                 # m k, k n -> m n
     register("mylib.swiglu.default", pattern("..., ... -> ...", linear=((1,),)))
 
-Invariants: an op has one builder; builders are pure; an op without one, or whose builder fails, is
-an error that names it (`NoRule`), never replication. Equal calls get the same rule object: what is
-found out from a rule is then found out once for all layers. The rules themselves stand in the
-tables of this package.
+Invariants: an op has one builder; builders are pure; if an op has no builder, or its builder fails,
+`rule_for` raises `NoRule`, which names the op, and nothing is replicated silently. Equal calls get
+the same rule object, so that results cached by rule serve all layers.
 """
 
 from __future__ import annotations
@@ -30,13 +29,14 @@ _BUILDERS: dict[str, Builder] = {}
 
 
 class NoRule(PlanningError):
-    """No rule says how this op may be split."""
+    """Raised if no rule says how a call of an op may be split."""
 
 
 def register(names: str | Sequence[str], builder: Builder) -> None:
-    """Give ops, by their full names ("aten.mm.default"), a rule; PlanningError if one has another.
+    """Record the builder of ops, by their full names ("aten.mm.default").
 
-    An equal builder changes nothing, so a line that states a rule may run twice.
+    Raises PlanningError if one of the ops has a different builder. Registering an equal builder
+    again changes nothing, so a line that states a rule may run twice.
     """
     several = (names,) if isinstance(names, str) else names
     for name in several:
@@ -49,51 +49,54 @@ def register(names: str | Sequence[str], builder: Builder) -> None:
 
 
 def rule_for(call: OpCall) -> Rule:
-    """The rule of this call; NoRule where the op has none or not for these arguments."""
+    """Return the rule of this call. Raises NoRule if the op has no rule, or none for these
+    arguments."""
     builder = _BUILDERS.get(call.name)
     if builder is None:
         raise no_rule(call, "it is not in the tables of dtensor.sharding.rules")
-    return _built(_Exact(builder, call))
+    return _build(_RuleKey(builder, call))
 
 
-class _Exact:
-    """A call and its builder, equal where the rule is: not, as tuples are, for 1, 1.0 and True."""
+class _RuleKey:
+    """A call and its builder, as a key of the cache of rules. The keys of two calls differ if a
+    literal of one is 1 and of the other 1.0 or True, which are equal in a tuple."""
 
     __slots__ = ("builder", "call", "key")
 
     def __init__(self, builder: Builder, call: OpCall) -> None:
         self.builder, self.call = builder, call
-        literals = (_exact(call.args), _exact(call.kwargs))
+        literals = (_exact_literal(call.args), _exact_literal(call.kwargs))
         self.key = (builder, call.target, literals, call.operands, call.results, call.multiple)
 
     def __hash__(self) -> int:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Exact) and self.key == other.key
+        return isinstance(other, _RuleKey) and self.key == other.key
 
 
 @lru_cache(maxsize=1 << 11)
-def _built(asked: _Exact) -> Rule:
-    """What a builder did not expect is no rule for this call, which says why and has the cause."""
+def _build(request: _RuleKey) -> Rule:
+    """Return the rule of the call. Raises NoRule, with the cause, if its builder raises anything."""
     try:
-        rule = asked.builder(asked.call)
+        rule = request.builder(request.call)
     except NoRule:
         raise
-    except PlanningError as error:  # of a pattern, which names itself
-        raise no_rule(asked.call, str(error).partition("\n")[0].rstrip(".")) from error
+    except PlanningError as error:  # raised by parse_rule; the message names the pattern
+        raise no_rule(request.call, str(error).partition("\n")[0].rstrip(".")) from error
     except Exception as error:
         reason = f"its rule fails with {type(error).__name__}: {error}"
-        raise no_rule(asked.call, reason) from error
-    target = asked.call.target
+        raise no_rule(request.call, reason) from error
+    target = request.call.target
     is_view = isinstance(target, OpOverload) and target.is_view
     return replace(rule, kind="view") if is_view else rule
 
 
-def _exact(value: object) -> object:
+def _exact_literal(value: object) -> object:
+    """Return a value that equals another such value only if type and bits of the literals do."""
     match value:
         case tuple() | list():
-            return tuple(map(_exact, cast(Iterable[object], value)))
+            return tuple(map(_exact_literal, cast(Iterable[object], value)))
         case RunNumber():
             return (RunNumber, value.name, value.hex())
         case float():  # 0.0 and -0.0 are equal, nan is not
@@ -105,14 +108,15 @@ def _exact(value: object) -> object:
 
 
 def no_rule(call: OpCall, reason: str) -> NoRule:
-    """The error for a call that has no rule, naming the operands and how to add a rule."""
+    """Return the error for a call without a rule. It names the operands and shows how to add a
+    rule."""
     operands = ", ".join(str(meta) for meta in call.operands) or "no tensors"
     op = call.name
     if not op.startswith("aten."):
-        namespace, _, rest = op.removesuffix(".default").partition(".")
-        op = f"{namespace}::{rest}"
+        namespace, _, short_name = op.removesuffix(".default").partition(".")
+        op = f"{namespace}::{short_name}"
     lines = [f"no rule says how {call.name}({operands}) may be split: {reason}."]
-    if call.name in _BUILDERS:  # one that leaves this call out: an op has no second
+    if call.name in _BUILDERS:  # its rule does not cover this call; an op cannot get a second rule
         lines.append("fix: write it with other ops, or as an op of your own that has its dt.rule")
         return NoRule("\n".join(lines))
     lead = "fix: "
@@ -128,7 +132,7 @@ def no_rule(call: OpCall, reason: str) -> NoRule:
 
 
 def _broadcasts(call: OpCall) -> bool:
-    """Whether the shapes are those of an op that works element by element."""
+    """Return whether the shapes fit an elementwise op: all results have the broadcast shape."""
     if not call.operands or not call.results:
         return False
     try:
@@ -139,14 +143,14 @@ def _broadcasts(call: OpCall) -> bool:
 
 
 def _undivided(call: OpCall) -> str:
-    """The pattern of these tensors with every dim whole."""
+    """Return a pattern for these tensors in which no dim may be split: ``a! b! -> c!``."""
     count = itertools.count()
-    several = [
+    terms = [
         " ".join(f"{_letter(next(count))}!" for _ in meta.shape) if meta is not None else ""
         for meta in (*call.operands, *call.results)
     ]
-    split = len(call.operands)
-    return f"{', '.join(several[:split])} -> {', '.join(several[split:])}".strip()
+    num_operands = len(call.operands)
+    return f"{', '.join(terms[:num_operands])} -> {', '.join(terms[num_operands:])}".strip()
 
 
 def _letter(index: int) -> str:
@@ -155,10 +159,10 @@ def _letter(index: int) -> str:
 
 
 def registered() -> tuple[str, ...]:
-    """The names of all ops that have a rule, sorted."""
+    """Return the names of all ops that have a rule, sorted."""
     return tuple(sorted(_BUILDERS))
 
 
 def builders() -> Mapping[str, Builder]:
-    """Every op that has a rule, with what builds it."""
+    """Return the builder of every op that has a rule, by the op's full name."""
     return dict(_BUILDERS)

@@ -7,12 +7,9 @@
     softmax  "b k! -> b k!"           k must be whole on each rank
     sum      "b k -> b 1"             1 is a dim of size 1
 
-From a rule alone follow all choices on one axis (`strategies`), and axis by axis all choices on any
-mesh. A *factor sharding* is a choice for one factor, (blocks, unit), as in Shard; it maps to a
-Shard of every dim that contains the factor (`Rule.apply`) and back (`Rule.match`).
-
-Invariants: each factor has one size; a factor occurs at most once in a dim; a contracted factor
-occurs in operands only. A rule names no mesh and no axis.
+A rule determines all strategies on one axis, and so, axis by axis, on any mesh. A `FactorSharding`
+splits one factor; `Rule.apply` maps it to a Shard of every dim with the factor, `Rule.match` back.
+Invariants: each factor has one size and occurs at most once in a dim.
 """
 
 from __future__ import annotations
@@ -47,32 +44,33 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class FactorSharding:
-    """The cut of one factor over an axis: ``blocks`` and ``unit`` as in Shard."""
+    """How one factor is split over an axis: ``blocks`` and ``unit`` as in Shard."""
 
     blocks: tuple[int, ...]  # sizes, adding up to the factor's
     unit: int = 1
 
     def of_one_block(self, size: int) -> FactorSharding:
-        """The same cut of a factor of another size, in one block, with the unit if that divides
-        it."""
+        """Return the sharding of a factor of another size in one block, with the same unit if the
+        unit divides the size."""
         return FactorSharding((size,), self.unit if size % self.unit == 0 else 1)
 
     def cut_again(self, num: int) -> FactorSharding:
-        """The rest of each coordinate of ``num`` after this cut, as blocks of a further axis."""
+        """Return the sharding of the same factor over a further, minor axis. Its blocks are the
+        pieces that this sharding cuts over ``num`` ranks."""
         major = Shard(0, self.blocks, self.unit), num
         return FactorSharding(pieces([major], sum(self.blocks)), self.unit)
 
 
 Assignment = Mapping[str, FactorSharding]
-
+"""The factors that are split over one axis."""
 
 Kind = Literal["compute", "view", "cast", "attention", "mark"]
-"""Facts that planning needs of an op besides its dims: a view moves no data, a cast changes only
-the dtype, attention has its own rate, a mark states placements and computes nothing."""
+"""The kind of an op: a view moves no data, a cast changes only the dtype, attention has its own
+FLOP rate, a mark states placements and computes nothing."""
 
 Parts = Literal["carried"] | Callable[[OpCall], OpCall] | None
-"""How an op leaves its part of a pending sum in float32, if its dtype is of 16 bits: by itself, if
-an operand is such a part; or by a replacement of the local call."""
+"""How an op of 16 bits returns its part of a pending sum in float32: "carried" if its result is
+float32 whenever an operand is; a function that replaces the local call; None if it cannot."""
 
 StrategyKind = Literal["replicate", "linear", "split", "stated"]
 
@@ -81,8 +79,8 @@ StrategyKind = Literal["replicate", "linear", "split", "stated"]
 class Strategy:
     """One way to run an op on one axis: a placement for each operand and each result.
 
-    ``kind``: nothing is split, pending sums pass through, ``factors`` are split, or placements that
-    the user stated on a mark.
+    ``kind``: "replicate": nothing is split; "linear": pending sums pass through; "split":
+    ``factors`` are split; "stated": the placements that the user stated on a mark.
     """
 
     operands: tuple[Placement, ...]
@@ -92,61 +90,64 @@ class Strategy:
 
     @property
     def shards_work(self) -> bool:
-        """Whether each rank does only its part of the work."""
+        """Whether each rank does only a part of the work."""
         return any(isinstance(p, Shard) for p in (*self.operands, *self.results))
 
 
 def fullest_rank(
     call: OpCall, strategies: Sequence[tuple[Strategy, int]]
 ) -> tuple[float, list[float]]:
-    """The fraction of the op's work that the fullest rank does, and the fraction of each operand
-    and result that it holds; 0 for a tensor that is missing.
+    """Return the fraction of the op's work that the fullest rank does, and the fraction of each
+    operand and result that it holds, 0 for a result that the op does not return.
 
-    ``strategies``: by axis, with the axis' size. An axis that splits work splits a factor of it:
-    the fraction is that of a dim with the factor, and counts once however many tensors have it.
+    ``strategies``: the strategy on each axis, with the axis' size. An axis that splits a factor
+    reduces the work once, by its share of the first dim with the factor.
     """
     metas = (*call.operands, *call.results)
     cuts: list[dict[int, dict[int, tuple[Shard, int]]]] = [{} for _ in metas]  # by dim, by axis
-    missing: set[int] = set()  # axes whose share of the work is not counted yet
-    for at, (strategy, num) in enumerate(strategies):
+    uncounted: set[int] = set()  # axes whose share of the work is not counted yet
+    for axis, (strategy, num) in enumerate(strategies):
         for index, placement in enumerate((*strategy.operands, *strategy.results)):
             if isinstance(placement, Shard):
-                cuts[index].setdefault(placement.dim, {})[at] = placement, num
-                missing.add(at)
-    work, parts = 1.0, list[float]()
+                cuts[index].setdefault(placement.dim, {})[axis] = placement, num
+                uncounted.add(axis)
+    work, fractions = 1.0, list[float]()
     for index, meta in enumerate(metas):
         if meta is None:
-            parts.append(0.0)
+            fractions.append(0.0)
             continue
-        part = 1.0
+        fraction = 1.0
         for dim, by_axis in cuts[index].items():
             share = largest_part(tuple(by_axis.values()), meta.shape[dim])
-            part *= share
-            if not missing.isdisjoint(by_axis):
+            fraction *= share
+            if not uncounted.isdisjoint(by_axis):
                 work *= share
-                missing.difference_update(by_axis)
-        parts.append(part)
-    return work, parts
+                uncounted.difference_update(by_axis)
+        fractions.append(fraction)
+    return work, fractions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """``operands`` and ``results`` list each tensor's dims, as factors.
+    """The rule of one call: ``operands`` and ``results`` list each tensor's dims, as factors.
 
-    linear: the sets of operands in which the op is jointly linear (all of a set may be pending
-        sums together, the others replicated, and the results are pending sums).
-    addends: operands that are added to a contraction's result (the bias of addmm): if a contracted
-    factor is split they must be pending sums, so that they are added once. same: pairs (result,
-    factor): the result is the same for every part of the factor, so that splitting the factor does
-    not make it pending. A result without elements never is. whole: factors that may not be split.
-    reduce: how the parts of a contracted factor combine. localize: rewrites the call for one rank
-    if the local form differs from the global one. flops: floating-point operations of the global
-    call, 0 if memory traffic dominates. kind: see `Kind`. dtypes: the allowed combinations of
-    operands' dtypes (dtypes.py). of_loss: its sums over a split factor are parts of a loss, one
-    number a row: they stay pending. parts: how a rank leaves its part of a sum of 16 bits in
-    float32; None: it cannot (`Parts`). fallback: the rule for a shard that does not line up with
-    the factors of this one; ``localize`` of this rule serves both. narrow: gives a strategy over so
-    many ranks the placements of operands of which each rank reads a part.
+    sizes: the size of each factor.
+    linear: the sets of operands in which the op is jointly linear: all operands of a set may be
+        pending sums together with the others replicated, and the results are pending sums.
+    addends: operands that are added to a contraction's result (the bias of addmm). If a contracted
+        factor is split, they must be pending sums, so that they are added once.
+    same: pairs (result, factor): the result is the same for every part of the factor, so splitting
+        the factor does not make the result pending. (A result without elements is never pending.)
+    whole: factors that may not be split.
+    reduce: the reduction that combines the parts of a contracted factor.
+    localize: rewrites the call for one rank if the local call differs from the global one.
+    flops: floating-point operations of the global call, 0 if memory traffic dominates.
+    kind, dtypes, parts: see `Kind`, dtypes.py and `Parts`.
+    of_loss: sums over a split factor are parts of a loss, one number a row, and stay pending.
+    fallback: the rule for a shard that does not line up with the factors of this rule; it is
+        localized by the ``localize`` of this rule.
+    narrow: changes a strategy over a number of ranks so that operands of which each rank reads only
+        a part are split.
     """
 
     operands: tuple[Dims, ...]
@@ -174,7 +175,7 @@ class Rule:
     def _hash(self) -> int:
         return hash((self.operands, self.results, self.sizes, self.linear, self.whole, self.flops))
 
-    def __hash__(self) -> int:  # computed once: rules are keys of derived facts
+    def __hash__(self) -> int:  # computed once: rules are keys of many caches
         return self._hash
 
     def __str__(self) -> str:
@@ -196,10 +197,10 @@ class Rule:
     # -- between factor shardings and placements --------------------------------------------
 
     def apply(self, assignment: Assignment, num: int) -> Strategy | None:
-        """The strategy that shards the assigned factors over an axis of ``num`` ranks.
+        """Return the strategy that shards the assigned factors over an axis of ``num`` ranks.
 
-        None if the factors cannot be sharded together: one is whole, only some parts of a sum are
-        assigned, or two factors of one dim are.
+        None if they cannot be sharded together: a factor is whole, a part of a sum is not assigned,
+        or two factors of one dim are assigned.
         """
         if any(f in self.whole for f in assignment):
             return None
@@ -209,31 +210,31 @@ class Rule:
             if placement is None:
                 return None
             tensors.append(placement)
-        placed, results = tensors[: len(self.operands)], tensors[len(self.operands) :]
-        if all(p == REPLICATE for p in placed):
+        operands, results = tensors[: len(self.operands)], tensors[len(self.operands) :]
+        if all(p == REPLICATE for p in operands):
             if all(p == REPLICATE for p in results):
                 return None
         elif any(p == REPLICATE for p in results):
             results = [
-                Partial(self.reduce) if p == REPLICATE and self._combines(i, assignment) else p
+                Partial(self.reduce) if p == REPLICATE and self._is_pending(i, assignment) else p
                 for i, p in enumerate(results)
             ]
-            if any(placed[i] != REPLICATE for i in self.addends):
+            if any(operands[i] != REPLICATE for i in self.addends):
                 return None
-            placed = [
-                Partial(self.reduce) if i in self.addends else p for i, p in enumerate(placed)
+            operands = [
+                Partial(self.reduce) if i in self.addends else p for i, p in enumerate(operands)
             ]
-        strategy = Strategy(tuple(placed), tuple(results), "split", tuple(sorted(assignment)))
+        strategy = Strategy(tuple(operands), tuple(results), "split", tuple(sorted(assignment)))
         return strategy if self.narrow is None else self.narrow(strategy, num)
 
-    def _combines(self, result: int, assignment: Assignment) -> bool:
-        """Whether a result without the assigned factors is combined from the ranks' parts."""
+    def _is_pending(self, result: int, assignment: Assignment) -> bool:
+        """Return whether a result that has none of the assigned factors is pending."""
         if any(self.dim_size(dim) == 0 for dim in self.results[result]):
             return False
         return any((result, factor) not in self.same for factor in assignment)
 
     def _place(self, dims: Dims, assignment: Assignment, num: int) -> Placement | None:
-        """The placement of a tensor of these dims, or None if it has no Shard form."""
+        """Return the placement of a tensor with these dims; None if it is not a single Shard."""
         placement: Placement = REPLICATE
         for index, dim in enumerate(dims):
             shard = self._place_dim(index, dim, assignment)
@@ -245,12 +246,14 @@ class Rule:
         return placement
 
     def _place_dim(self, index: int, dim: Dim, assignment: Assignment) -> Placement | None:
-        touched = [[f for f in product if f in assignment] for product in dim]
-        if not any(touched):
+        """Return the placement of dim ``index``: Replicate if it has no assigned factor, None if no
+        Shard splits it as assigned."""
+        assigned = [[f for f in product if f in assignment] for product in dim]
+        if not any(assigned):
             return REPLICATE
         blocks: list[int] = []
         units: set[int] = set()
-        for product, factors in zip(dim, touched, strict=True):
+        for product, factors in zip(dim, assigned, strict=True):
             if len(factors) != 1:
                 return None
             position = product.index(factors[0])
@@ -270,15 +273,13 @@ class Rule:
         return sum(math.prod(self.size[f] for f in product) for product in dim)
 
     def match(self, dims: Dims, shard: Shard, num: int) -> Assignment | None:
-        """The factor shardings whose image is ``shard`` of a tensor with these dims.
-
-        None if the placement does not line up with the factors of its dim.
-        """
+        """Return the factor shardings for which a tensor with these dims is placed as ``shard``;
+        None if the blocks of the shard do not line up with the factors of its dim."""
         dim = dims[shard.dim]
         total = self.dim_size(dim)
         wanted = index_sets(shard, total, num)
         blocks = list(block_sizes(shard.blocks, total))
-        parts = self._group(dim, blocks)
+        parts = self._group_blocks(dim, blocks)
         if parts is None:
             return None
         assignment: dict[str, FactorSharding] = {}
@@ -286,45 +287,47 @@ class Rule:
             choices = list(self._factor_shardings(product, part, shard.unit))
             if len(dim) == 1:
                 for factor, sharding in choices:
-                    if self._image(dims, shard.dim, {factor: sharding}, num) == wanted:
+                    if self._index_sets(dims, shard.dim, {factor: sharding}, num) == wanted:
                         return {factor: sharding}
                 return None
             if not choices:
                 return None
             factor, sharding = choices[0]
             assignment[factor] = sharding
-        return assignment if self._image(dims, shard.dim, assignment, num) == wanted else None
+        return assignment if self._index_sets(dims, shard.dim, assignment, num) == wanted else None
 
-    def _image(self, dims: Dims, index: int, assignment: Assignment, num: int) -> object:
-        placed = self._place_dim(index, dims[index], assignment)
-        if not isinstance(placed, Shard):
+    def _index_sets(self, dims: Dims, index: int, assignment: Assignment, num: int) -> object:
+        """Return the index sets of dim ``index`` under the assignment; None if there are none."""
+        placement = self._place_dim(index, dims[index], assignment)
+        if not isinstance(placement, Shard):
             return None
         try:
-            return index_sets(placed, self.dim_size(dims[index]), num)
+            return index_sets(placement, self.dim_size(dims[index]), num)
         except PlanningError:
             return None
 
-    def _group(self, dim: Dim, blocks: list[int]) -> list[list[int]] | None:
-        """The blocks of each part of a sum, or None if one crosses a boundary."""
+    def _group_blocks(self, dim: Dim, blocks: list[int]) -> list[list[int]] | None:
+        """Return the blocks of each part of a sum; None if a block crosses a part's boundary."""
         if len(dim) == 1:
             return [blocks]
         parts: list[list[int]] = []
-        rest = list(blocks)
+        remaining = list(blocks)
         for product in dim:
             room = math.prod(self.size[f] for f in product)
             part: list[int] = []
-            while room > 0 and rest:
-                part.append(rest.pop(0))
+            while room > 0 and remaining:
+                part.append(remaining.pop(0))
                 room -= part[-1]
             if room:
                 return None
             parts.append(part)
-        return None if rest else parts
+        return None if remaining else parts
 
     def _factor_shardings(
         self, product: Product, blocks: list[int], unit: int
     ) -> Iterator[tuple[str, FactorSharding]]:
-        """Candidates, major factor first: those whose image may be these blocks and unit."""
+        """Yield factors of a product, major factor first, with the sharding that may split the
+        product into these blocks. `match` checks the candidates exactly."""
         for position, factor in enumerate(product):
             size = self.size[factor]
             before = math.prod(self.size[f] for f in product[:position])
@@ -334,14 +337,14 @@ class Rule:
             pattern = blocks[: len(blocks) // before]
             if pattern * before != blocks or any(b % after for b in pattern):
                 continue
-            unit_here = unit // after if unit % after == 0 else 1
-            if any(b // after % unit_here for b in pattern):
+            factor_unit = unit // after if unit % after == 0 else 1
+            if any(b // after % factor_unit for b in pattern):
                 continue
-            yield factor, FactorSharding(tuple(b // after for b in pattern), unit_here)
+            yield factor, FactorSharding(tuple(b // after for b in pattern), factor_unit)
 
     def local_call(self, call: OpCall, local: Local) -> OpCall:
-        """The call that one rank runs: the rule's localizer, the replacement that leaves a part in
-        float32 if the plan has it so, then the recorded local shapes and dtypes."""
+        """Return the call that one rank runs: ``localize`` rewrites it, then ``parts`` if the plan
+        keeps the rank's part of a sum in float32. Its shapes and dtypes are the rank's."""
         localized = self.localize(call, local) if self.localize is not None else call
         if callable(self.parts) and leaves_float32(call, local.results):
             localized = self.parts(localized)
@@ -360,7 +363,8 @@ class Rule:
 
     @cached_property
     def fixed_strategies(self) -> tuple[Strategy, ...]:
-        """Replicate, and a pending sum through each jointly linear set of operands."""
+        """The strategies that split nothing: all replicated, and a pending sum through each jointly
+        linear set of operands."""
         everything = Strategy(
             (REPLICATE,) * len(self.operands), (REPLICATE,) * len(self.results), "replicate"
         )
@@ -377,7 +381,7 @@ class Rule:
         return (everything, *pending)
 
     def factors(self) -> tuple[str, ...]:
-        """The factors that may be split, in order of first appearance."""
+        """Return the factors that may be split, in order of first appearance."""
         seen: dict[str, None] = {}
         for dims in (*self.operands, *self.results):
             for dim in dims:
@@ -386,7 +390,8 @@ class Rule:
         return tuple(f for f in seen if f not in self.whole and self.size[f] > 1)
 
     def strategies(self, num: int) -> tuple[Strategy, ...]:
-        """All choices with each factor cut in one block, for comparison with brute force."""
+        """Return all strategies that split factors in one block, for comparison with brute
+        force."""
         strategies: dict[Strategy, None] = dict.fromkeys(self.fixed_strategies)
         partners = self.partners()
         for factor in self.factors():
@@ -398,7 +403,8 @@ class Rule:
         return tuple(strategies)
 
     def partners(self) -> dict[str, frozenset[str]]:
-        """Factors of one sum that can only be split together (majors of each part)."""
+        """Return the factors that can only be split together with a factor, by that factor: the
+        major factors of the parts of one sum."""
         result: dict[str, frozenset[str]] = {}
         for dims in (*self.operands, *self.results):
             for dim in dims:
@@ -414,7 +420,7 @@ class Rule:
 
 
 def leaves_float32(call: OpCall, results: Sequence[TensorSpec | None]) -> bool:
-    """Whether a plan has a result of 16 bits in float32: as a part of a sum."""
+    """Return whether the plan keeps a 16-bit result of the call in float32, as a part of a sum."""
     return any(
         meta is not None and spec is not None and meta.dtype != spec.dtype
         for meta, spec in zip(call.results, results, strict=True)

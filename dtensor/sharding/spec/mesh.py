@@ -1,12 +1,12 @@
-"""A mesh: a named grid of ranks. It is a value; no process stands behind it.
+"""`Mesh`: a named grid of ranks. A mesh is a plain value without devices, hosts or processes.
 
     mesh = Mesh(pp=2, tp=2)
     mesh.shape                # {"pp": 2, "tp": 2}
     mesh.coordinates(2)       # {"pp": 1, "tp": 0}
-    Mesh(tp=2, name="play")   # another mesh than Mesh(tp=2): one launch may have both
+    Mesh(tp=2, name="play")   # not equal to Mesh(tp=2): one launch may have both
 
 Invariants: axis names are distinct identifiers, sizes are at least 1, ranks are numbered
-row-major (the last axis varies fastest). It does not know devices or hosts.
+row-major (the last axis varies fastest).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Mesh:
         (4, {'pp': 2, 'tp': 2}, {'pp': 1, 'tp': 0})
 
     Args:
-        axes: name to number of ranks, in order; ranks that differ along the last are neighbours.
-        name: of the mesh itself; meshes of the same axes and other names are different meshes.
+        axes: the number of ranks along each axis, in order. Rank numbers are row-major: ranks that
+            are neighbours along the last axis have consecutive numbers.
+        name: the name of the mesh. Meshes with the same axes and different names are different.
 
-    Raises PlanningError for a size below 1, and for a name that is no string or empty. The axis
-    name ``mb`` is reserved for the virtual axis along which microbatches run in time, ``name`` for
-    the mesh's own.
+    Raises PlanningError if a size is below 1, and if ``name`` is not a string. An axis cannot be
+    called ``mb`` (the virtual axis along which microbatches run in time) or ``name``.
     """
 
     __slots__ = ("_axes", "_names", "_sizes", "name")
     name: str
-    """"": it has none."""
+    """The name of the mesh; "" if it has none."""
     _axes: tuple[tuple[str, int], ...]
-    _names: tuple[str, ...]  # these two are asked for all the time, so they are kept
+    _names: tuple[str, ...]  # derived from _axes and stored, because they are read very often
     _sizes: dict[str, int]
 
     @overload
@@ -50,13 +50,13 @@ class Mesh:
     def __init__(self, *, name: str, **axes: int) -> None: ...
     def __init__(self, *unnamed: object, name: str | int = "", **axes: int) -> None:
         if unnamed:
-            given = ", ".join(map(repr, unnamed))
+            arguments = ", ".join(map(repr, unnamed))
             sizes = [size for size in unnamed if type(size) is int]
             named = ", ".join(
                 f"{axis}={size}" for axis, size in zip(("pp", "dp", "tp")[-len(sizes) :], sizes)
             )
             raise PlanningError(
-                f"Mesh({given}): each axis of a mesh has a name\n"
+                f"Mesh({arguments}): each axis of a mesh has a name\n"
                 f"fix: dt.Mesh({named if 0 < len(sizes) <= 3 else 'dp=2, tp=2'})"
             )
         if MICROBATCH_AXIS in axes:
@@ -72,17 +72,17 @@ class Mesh:
         check_kind("name", name, str, "a string", fix)
         self._set(tuple(axes.items()), name)
 
-    def _set(self, axes: tuple[tuple[str, int], ...], own: str) -> None:
-        for name, size in axes:
+    def _set(self, axes: tuple[tuple[str, int], ...], name: str) -> None:
+        for axis, size in axes:
             if type(size) is not int or size < 1:
                 wanted = int(size) if isinstance(size, str) and size.isdecimal() else 1
                 raise PlanningError(
-                    f"axis {name!r} has size {size!r}; a size is an int >= 1\n"
-                    f"fix: dt.Mesh({name}={max(wanted, 1)})"
+                    f"axis {axis!r} has size {size!r}; a size is an int >= 1\n"
+                    f"fix: dt.Mesh({axis}={max(wanted, 1)})"
                 )
-        object.__setattr__(self, "name", own)
+        object.__setattr__(self, "name", name)
         object.__setattr__(self, "_axes", axes)
-        object.__setattr__(self, "_names", tuple(name for name, _ in axes))
+        object.__setattr__(self, "_names", tuple(axis for axis, _ in axes))
         object.__setattr__(self, "_sizes", dict(axes))
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -93,12 +93,12 @@ class Mesh:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names, in order: the last varies fastest among neighbouring ranks."""
+        """The names of the axes, in order. Rank numbers are row-major."""
         return self._names
 
     @property
     def shape(self) -> dict[str, int]:
-        """Axis to size."""
+        """The size of each axis by its name."""
         return dict(self._axes)
 
     @property
@@ -107,18 +107,20 @@ class Mesh:
         return math.prod(size for _, size in self._axes)
 
     def axis_size(self, axis: str) -> int:
-        """The number of ranks along the axis; PlanningError for one that it lacks."""
+        """Return the number of ranks along the axis. Raises PlanningError if the mesh has no such
+        axis."""
         if axis in self._sizes:
             return self._sizes[axis]
         raise PlanningError(f"{self} has no axis {axis!r}; its axes are {', '.join(self.axes)}")
 
     def index(self, axis: str) -> int:
-        """The position of the axis in the mesh."""
+        """Return the position of the axis in `axes`."""
         self.axis_size(axis)
         return self.axes.index(axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank is: axis to position. PlanningError for a rank that it lacks."""
+        """Return the rank's position along each axis, by axis name. Raises PlanningError if the
+        mesh has no such rank."""
         if not 0 <= rank < self.size:
             raise PlanningError(f"rank {rank} is not in {self}, which has ranks 0..{self.size - 1}")
         result: dict[str, int] = {}
@@ -127,23 +129,24 @@ class Mesh:
         return {name: result[name] for name in self.axes}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at a position of each axis; the inverse of `coordinates`."""
+        """Return the rank at these coordinates; the inverse of `coordinates`."""
         rank = 0
         for name, size in self._axes:
             rank = rank * size + coordinates[name]
         return rank
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``axis`` alone, in order, itself included."""
-        here = self.coordinates(rank)
-        return tuple(self.rank({**here, axis: i}) for i in range(self.axis_size(axis)))
+        """Return the ranks that have the coordinates of ``rank`` on all axes but ``axis``, in order
+        and including ``rank``."""
+        coordinates = self.coordinates(rank)
+        return tuple(self.rank({**coordinates, axis: i}) for i in range(self.axis_size(axis)))
 
     def extended(self, axis: str, size: int) -> Mesh:
-        """The mesh with one more (innermost) axis; the microbatch axis enters here."""
+        """Return the mesh with one more axis, the innermost. The microbatch axis is added so."""
         return mesh_of((*self._axes, (axis, size)), self.name)
 
     def without(self, axis: str) -> Mesh:
-        """The mesh of all axes but ``axis``."""
+        """Return the mesh of all axes but ``axis``."""
         return mesh_of(tuple(item for item in self._axes if item[0] != axis), self.name)
 
     def __eq__(self, other: object) -> bool:
@@ -169,12 +172,12 @@ class Mesh:
 
 
 def check_mesh(value: object) -> None:
-    """PlanningError for what is no mesh."""
+    """Raise PlanningError if ``value`` is not a `Mesh`."""
     check_kind("the mesh", value, Mesh, "a Mesh", "dt.Mesh(tp=2)")
 
 
 def mesh_of(axes: tuple[tuple[str, int], ...], name: str = "") -> Mesh:
-    """A mesh from (axis, size) pairs; unlike the constructor, any axis is allowed."""
+    """Return a mesh from (axis, size) pairs. Unlike the constructor it allows reserved names."""
     mesh = object.__new__(Mesh)
     Mesh._set(mesh, axes, name)  # pyright: ignore[reportPrivateUsage]
     return mesh

@@ -1,10 +1,9 @@
-"""Placements by what a weight does, for modules: resolved to Shards when a program is planned.
+"""Placements that name the role of a module's weight instead of a dim.
 
-    dt.ColumnParallel(blocks=3)     the output dim of the product that the weight feeds, in 3 blocks
-    dt.RowParallel(unit=16)         the dim that the product sums over, cut at multiples of 16
+    dt.ColumnParallel(blocks=3)     split the output dim of the weight's product, in 3 blocks
+    dt.RowParallel(unit=16)         split the dim that the product sums over, at multiples of 16
 
-Values alone, as placements are; what they mean in a program is
-api/model/stating/roles_of_weights.py's to say.
+api/model/stating/roles_of_weights.py replaces them by Shards when it plans a program.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ Blocks = int | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnParallel:
-    """Splits what a module's weight gives out, in whichever dim of the weight that is: of an
-    ``nn.Linear`` the rows, of a ``Conv1D`` of GPT-2 the columns. The glob is a module's name:
+    """Split the output features of a module's weight, whichever dim of the weight they are: rows of
+    an ``nn.Linear``, columns of GPT-2's ``Conv1D``. The key of the placement is a glob for modules:
     ``{"*.attn.qkv": dict(tp=dt.ColumnParallel(blocks=3))}``.
 
     Args:
-        blocks: of a fused projection, as of `Shard`.
-        unit: of whole heads, as of `Shard`.
+        blocks: as of `Shard`: the projections that a fused weight joins.
+        unit: as of `Shard`: the size of a head, so that heads stay whole.
 
-    Raises PlanningError as `Shard` does; at planning, where no one product says which dim it is.
+    Raises PlanningError as `Shard` does. Planning raises PlanningError if the module's product does
+    not determine the dim.
     """
 
     blocks: Blocks = 1
@@ -41,10 +41,11 @@ class ColumnParallel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowParallel:
-    """Splits what a module's weight sums over; its products are pending until reduced.
+    """Split the input features of a module's weight. The product sums over them, so its result is a
+    pending sum until it is reduced.
 
     Args:
-        blocks, unit: as of `Shard`, of the dim that is summed over.
+        blocks, unit: as of `Shard`, for the input features.
 
     Raises PlanningError as `ColumnParallel` does.
     """

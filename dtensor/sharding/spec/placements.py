@@ -1,19 +1,14 @@
-"""Placements: how one tensor lies along *one* axis of a mesh.
+"""Placements: how one tensor is placed on *one* axis of a mesh.
 
-    Replicate()                  every rank of the axis holds the whole
-    Shard(0)                     the dim is cut into ceil blocks, as torch.chunk cuts
-    Shard(0, blocks=3)           3 equal blocks end to end, each cut on its own (fused qkv)
-    Shard(0, blocks=(64,32,32))  blocks of these sizes, each cut on its own
-    Shard(0, unit=16)            cuts only at multiples of 16 (whole heads)
-    Partial("sum")               the value is the sum (max, min) over the ranks of the axis
-    Partial("softmax")           [..., 3]: maxima, sums of exp(x - maximum) and sums, of parts of x
+    Replicate()          every rank of the axis holds the whole tensor
+    Shard(0, blocks=3)   dim 0 is 3 equal blocks end to end, and each is split over the ranks
+    Shard(0, unit=16)    dim 0 is cut only at multiples of 16
+    Partial("sum")       the value is the sum of the local tensors of the axis
 
-A Shard maps a coordinate on the axis to an *index set* on the global dim: a tuple of half-open
-intervals (`index_sets`). A tensor's shard on a rank is the intersection over the axes, so each
-axis can be removed alone by one collective. Two axes on one dim: the minor one's blocks are the
-pieces of the major one (`pieces`).
-
-Nothing here knows tensors or meshes; see spec.py.
+A Shard maps each coordinate on the axis to an *index set* of the global dim: a tuple of half-open
+intervals (`index_sets`). A rank's shard is the intersection of the index sets of all axes, so one
+collective can remove each axis alone. If two axes split one dim, the blocks of the minor axis are
+the pieces that the major axis cuts (`pieces`).
 """
 
 from __future__ import annotations
@@ -46,7 +41,7 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The dim is split over the axis: rank i of it holds the i-th piece.
+    """The dim is split over the axis: rank i of the axis holds piece i.
 
         >>> def held(placement, rows=12):
         ...     x = dt.distribute(torch.arange(rows), dt.Mesh(tp=2), tp=placement)
@@ -54,32 +49,33 @@ class Shard:
         >>> held(dt.Shard(0))
         [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
 
-    With ``blocks`` the dim is that many blocks end to end, and each is split on its own. The rows
-    of a fused qkv are such: rank 0 wants the first half of q, of k and of v.
+    With ``blocks`` the dim is that many blocks end to end, and each block is split separately. A
+    fused qkv weight needs this: rank 0 holds the first half of q, of k and of v.
 
         >>> held(dt.Shard(0, blocks=3))
         [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
         >>> held(dt.Shard(0, blocks=(8, 2, 2)))    # fewer heads in k and v than in q
         [[0, 1, 2, 3, 8, 10], [4, 5, 6, 7, 9, 11]]
 
-    With ``unit`` it is cut at multiples of that many elements alone: heads stay whole. Three heads
-    of 4 over two ranks are two and one.
+    With ``unit`` the dim is cut only at multiples of that many elements, so that heads stay whole.
+    Of three heads of 4 elements the first rank holds two and the second one.
 
         >>> held(dt.Shard(0, unit=4))
         [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11]]
 
-    What does not divide is cut as `torch.chunk` cuts, and ranks at the end may hold nothing.
+    A size that the ranks do not divide is cut as `torch.chunk` cuts: the last ranks hold less, or
+    nothing.
 
         >>> held(dt.Shard(0), rows=5), held(dt.Shard(0), rows=1)
         ([[0, 1, 2], [3, 4]], [[0], []])
 
     Args:
-        dim: of the tensor; -1 is the last one.
-        blocks: a number of equal blocks, or their sizes, which add up to the dim's.
-        unit: each block is a multiple of it.
+        dim: the dim of the tensor that is split; -1 is the last one.
+        blocks: the number of equal blocks, or the sizes of the blocks, which add up to the dim's.
+        unit: the size of each block is a multiple of it.
 
-    Raises PlanningError for what is no whole number of at least 1; that it does not fit a tensor is
-    said where it is given one.
+    Raises PlanningError if ``blocks`` or ``unit`` is not a whole number of at least 1. Using the
+    placement for a tensor that it does not fit raises PlanningError there.
     """
 
     dim: int
@@ -89,7 +85,7 @@ class Shard:
     def __post_init__(self) -> None:
         blocks = self.blocks
         if type(self.dim) is type(blocks) is type(self.unit) is int and blocks == self.unit == 1:
-            return  # most are so, and planning makes many
+            return  # the common case, for which planning constructs many Shards
         if isinstance(blocks, Sequence) and not isinstance(blocks, str):
             blocks = tuple(blocks)
             object.__setattr__(self, "blocks", blocks)
@@ -101,15 +97,16 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the reduction of what the ranks of the axis hold: a result that waits for its
-    all_reduce, which is done where something needs it. A mean is a sum / count.
+    """The value is the reduction of the local tensors of the axis. It is pending: the all_reduce
+    runs when an op needs the value. A mean is a sum divided by the count.
 
     Args:
-        op: "sum", "max", "min" or "softmax", or the name of a registered `Reduction`;
-            PlanningError for another.
+        op: "sum", "max", "min" or "softmax", or the name of a registered `Reduction`. Raises
+            PlanningError for any other name.
 
-    "softmax" is of float32 or float64 values ``[..., 3]``, whose last dim stays whole: for rows of
-    some x that is split over the axis, the maximum, the sum of exp(x - maximum), and a plain sum.
+    "softmax" is for float32 or float64 values ``[..., 3]``, whose last dim is not split. They are
+    three statistics of the rows of an x that is split over the axis: the maximum, the sum of
+    exp(x - maximum), and a plain sum.
     """
 
     op: ReduceOp = "sum"
@@ -123,27 +120,28 @@ class Partial:
 
 
 Placement = Replicate | Shard | Partial
-"""How a tensor lies along one axis."""
+"""How a tensor is placed on one axis."""
 REPLICATE = Replicate()
 PARTIAL = Partial("sum")
 
 
 @checked_call
 def Row(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
-    """``Shard(0)``: a matrix split into blocks of rows. ``blocks`` and ``unit`` are those of
-    `Shard`, whose PlanningError it raises."""
+    """Return ``Shard(0)``, which splits a matrix into blocks of rows. ``blocks`` and ``unit`` are
+    as of `Shard`. Raises PlanningError as `Shard` does."""
     return Shard(0, blocks, unit)  # type: ignore[arg-type]
 
 
 @checked_call
 def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
-    """``Shard(-1)``: a matrix split into blocks of columns. ``blocks`` and ``unit`` are those of
-    `Shard`, whose PlanningError it raises."""
+    """Return ``Shard(-1)``, which splits a matrix into blocks of columns. ``blocks`` and ``unit``
+    are as of `Shard`. Raises PlanningError as `Shard` does."""
     return Shard(-1, blocks, unit)  # type: ignore[arg-type]
 
 
 def check_split(stated: object, dim: object, blocks: object, unit: object) -> None:
-    """PlanningError unless ``stated`` has whole numbers for these, blocks and unit at least 1."""
+    """Raise PlanningError, naming ``stated``, unless all are whole numbers and blocks and unit at
+    least 1."""
     sizes = [blocks]
     if isinstance(blocks, list | tuple):
         sizes = list(cast(Sequence[object], blocks))
@@ -156,7 +154,8 @@ def check_split(stated: object, dim: object, blocks: object, unit: object) -> No
 
 
 def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The sizes of the blocks of a dim; PlanningError where they do not fill it."""
+    """Return the sizes of the blocks of a dim of ``size``. Raises PlanningError if they do not fill
+    the dim."""
     if isinstance(blocks, tuple):
         if sum(blocks) != size:
             raise PlanningError(
@@ -168,11 +167,11 @@ def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
     return (size // blocks,) * blocks
 
 
-# -- what others ask of a cut; its blocks and unit are read here, in spec.py and rules/rule.py -----
+# -- questions about a cut: only this file, spec.py and rules/rule.py read blocks and unit ---------
 
 
 class Cut(Protocol):
-    """A Shard, or a role of a module's weight."""
+    """Anything with blocks and a unit: a Shard, ColumnParallel or RowParallel."""
 
     @property
     def blocks(self) -> int | tuple[int, ...]: ...
@@ -181,23 +180,24 @@ class Cut(Protocol):
 
 
 def options_of(cut: Cut) -> tuple[str, ...]:
-    """What one states of it besides the dim: ``("blocks=3", "unit=16")``."""
+    """Return the arguments of a cut that are not defaults: ``("blocks=3", "unit=16")``."""
     blocks = (f"blocks={cut.blocks!r}",) if cut.blocks != 1 else ()
     return (*blocks, f"unit={cut.unit!r}") if cut.unit != 1 else blocks
 
 
 def blocks_of(shard: Shard, size: int) -> tuple[int, ...]:
-    """The sizes of its blocks in a dim of ``size``; PlanningError where they do not fill it."""
+    """Return the sizes of the shard's blocks in a dim of ``size``. Raises PlanningError if they do
+    not fill the dim."""
     return block_sizes(shard.blocks, size)
 
 
 def units_of(shard: Shard, size: int) -> int:
-    """In how many pieces its smallest block can be cut."""
+    """Return into how many pieces the smallest block of the shard can be cut."""
     return min(blocks_of(shard, size)) // shard.unit
 
 
 def on_dim(shard: Shard, dim: int) -> Shard:
-    """The same cut of another dim."""
+    """Return the shard with the same blocks and unit on another dim."""
     return Shard(dim, shard.blocks, shard.unit)
 
 
@@ -206,23 +206,24 @@ def with_unit(shard: Shard, unit: int) -> Shard:
 
 
 def one_block(shard: Shard) -> Shard:
-    """A cut at the same units of a dim that is one block."""
+    """Return the shard with the same unit and a single block."""
     return Shard(shard.dim, 1, shard.unit)
 
 
 def fits(shard: Shard, size: int) -> bool:
-    """Whether a dim of ``size`` can be cut so."""
+    """Return whether the shard's blocks and unit fit a dim of ``size``."""
     blocks = shard.blocks
     filled = sum(blocks) == size if isinstance(blocks, tuple) else size % blocks == 0
     return filled and not any(block % shard.unit for block in block_sizes(blocks, size))
 
 
 def misfit(shard: Shard, size: int, dim: str) -> tuple[str, str]:
-    """Why a dim of ``size``, of that name, cannot be cut so, and what to state instead."""
+    """Return (why the shard does not fit a dim of ``size``, the arguments to state instead).
+    ``dim`` is the name of the dim in the text. The shard must not fit."""
     blocks, unit = shard.blocks, shard.unit
     if isinstance(blocks, tuple) and sum(blocks) != size:
-        rest = size - sum(blocks[:-1])
-        fixed: int | tuple[int, ...] = (*blocks[:-1], rest) if rest > 0 else 1
+        last = size - sum(blocks[:-1])
+        fixed: int | tuple[int, ...] = (*blocks[:-1], last) if last > 0 else 1
         return f"blocks={blocks} add up to {sum(blocks)}, {dim}", f"blocks={fixed}"
     if isinstance(blocks, int) and size % blocks:
         near = _nearest_divisor(size, blocks)
@@ -239,9 +240,9 @@ def _nearest_divisor(size: int, wanted: int) -> int:
 
 @lru_cache(maxsize=65536)
 def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
-    """For each of ``num`` coordinates, the intervals of a dim of ``size`` that it holds.
+    """Return the intervals of a dim of ``size`` that each of ``num`` coordinates holds.
 
-    The intervals of a coordinate are ascending, not empty and not adjacent within one block.
+    The intervals of a coordinate are ascending, not empty and not adjacent.
     """
     result: list[list[tuple[int, int]]] = [[] for _ in range(num)]
     start = 0
@@ -258,7 +259,7 @@ def index_sets(shard: Shard, size: int, num: int) -> tuple[Intervals, ...]:
 
 
 def joined(intervals: Sequence[tuple[int, int]]) -> Intervals:
-    """Ascending intervals, adjacent ones as one."""
+    """Return ascending intervals with adjacent ones merged."""
     merged: list[tuple[int, int]] = []
     for lo, hi in intervals:
         if merged and merged[-1][1] == lo:
@@ -269,7 +270,7 @@ def joined(intervals: Sequence[tuple[int, int]]) -> Intervals:
 
 
 def intersect(a: Intervals, b: Intervals) -> Intervals:
-    """The intersection of two ascending interval tuples."""
+    """Return the intersection of two ascending tuples of intervals."""
     result: list[tuple[int, int]] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -288,9 +289,12 @@ def length(intervals: Intervals) -> int:
 
 
 def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
-    """The fraction of a dim's indices that the rank at coordinate 0 of every axis holds, which
-    holds most. ``cuts``: the placement and the size of each axis that splits the dim."""
-    if len(cuts) == 1:  # most dims are split by one axis, evenly
+    """Return the largest fraction of a dim's indices that a rank holds. It is the rank at
+    coordinate 0 of every axis.
+
+    ``cuts``: (placement, axis size) of each axis that splits the dim.
+    """
+    if len(cuts) == 1:  # a short cut for the common case: one axis splits the dim evenly
         shard, num = cuts[0]
         if type(shard.blocks) is int and size % (shard.blocks * shard.unit * num) == 0:
             return 1 / num
@@ -301,7 +305,7 @@ def largest_part(cuts: Sequence[tuple[Shard, int]], size: int) -> float:
 
 
 def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
-    """Whether two placements hold the same indices on every coordinate of an axis of ``num``."""
+    """Return whether both placements give every rank of an axis of ``num`` the same indices."""
     if a == b or num == 1:
         return True
     if isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim:
@@ -311,17 +315,16 @@ def same(a: Placement, b: Placement, shape: tuple[int, ...], num: int) -> bool:
 
 
 def splits_rows(num_dims: int, placements: Sequence[Placement]) -> bool:
-    """Whether the last dim is split of what is pending under a reduction that needs it whole."""
+    """Return whether one of the placements is pending under a reduction that needs a whole last
+    dim, and another one splits that dim."""
     if not any(isinstance(p, Partial) and REDUCTIONS[p.op].unit > 1 for p in placements):
         return False
     return any(isinstance(p, Shard) and p.dim == num_dims - 1 for p in placements)
 
 
 def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:
-    """The sizes of the pieces that (placement, axis size) pairs cut a dim into, in order.
-
-    They are the blocks of a further, minor axis on the same dim.
-    """
+    """Return the sizes of the pieces that the (placement, axis size) pairs cut a dim into, in
+    order. They are the blocks of a minor axis that splits the same dim further."""
     cuts = {0, size}
     for shard, num in majors:
         start = 0
@@ -335,7 +338,7 @@ def pieces(majors: Sequence[tuple[Shard, int]], size: int) -> tuple[int, ...]:
 
 
 def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shard:
-    """``minor`` with its blocks replaced by the pieces that the majors cut the dim into."""
+    """Return ``minor`` with its blocks replaced by the pieces that the majors cut the dim into."""
     if not majors:
         return minor
     blocks = pieces(majors, size)
@@ -343,17 +346,16 @@ def refine(minor: Shard, majors: Sequence[tuple[Shard, int]], size: int) -> Shar
 
 
 def counted(shard: Shard, size: int) -> Shard:
-    """The normal form of ``blocks`` for a dim of ``size``: equal blocks as their number.
-
-    PlanningError where the blocks do not fill the dim.
-    """
+    """Return the shard with equal blocks stated as their number. Raises PlanningError if the blocks
+    do not fill a dim of ``size``."""
     sizes = block_sizes(shard.blocks, size)
     equal = len(set(sizes)) == 1
     return Shard(shard.dim, len(sizes) if equal else sizes, shard.unit)
 
 
 def simplest(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
-    """The plainest placement with the same index sets: no unit where boundaries agree without."""
+    """Return the simplest placement with the same index sets: its unit is dropped if the same
+    boundaries follow without it, and on one rank it is Replicate."""
     if num == 1:
         return REPLICATE
     if isinstance(placement, Shard):

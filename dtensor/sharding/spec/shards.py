@@ -1,17 +1,14 @@
-"""Shards: what a rank holds of a tensor, how it is cut out, and how pieces are put together.
+"""Shards: cut a rank's shard out of a global tensor, and assemble a global tensor from shards.
 
     shard_of(x, parse("f32[8@tp,16]", Mesh(tp=2)), {"tp": 1})    # x[4:8]
     assemble([x0, x1], spec)                                     # x again
     block(x, (((0, 2),), ((0, 4),)))                             # x[0:2, 0:4]
-    given(src, dst, {"tp": 0}, {"tp": 1})       # where in rank 0's shard rank 1's part stands
+    given(src, dst, {"tp": 0}, {"tp": 1})       # the block of rank 0's shard that rank 1 needs
 
-A block is named by one tuple of half-open intervals per dim: `Where`, of a local tensor's positions
-or of global indices. Pending values: a rank's shard of Partial("sum") is the value itself at
-coordinate 0 of the axis and zero elsewhere, of softmax (-inf, 0, 0) elsewhere; of max and min it is
-the value everywhere.
-
-These are functions on tensors of one process; nothing is communicated here. Generated code on
-actors calls `block`, `join` and `write`.
+A `Where` names a block: a tuple of half-open intervals for each dim, of global indices or of
+positions in a local tensor. The shard of a pending value is the value at coordinate 0 of the axis
+and the reduction's identity elsewhere (0 for a sum); for max and min it is the value everywhere.
+These functions do not communicate. Generated code on actors calls `block`, `join` and `write`.
 """
 
 from __future__ import annotations
@@ -35,7 +32,8 @@ Where = tuple[Intervals, ...]
 
 
 def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """The shard of global ``x`` that the rank at ``coordinates`` holds; contiguous, its own."""
+    """Return the shard of global ``x`` that the rank at ``coordinates`` holds. It is contiguous and
+    shares no memory with ``x``."""
     local = block(x, held(spec, coordinates))
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Partial) and coordinates[axis] > 0:
@@ -44,22 +42,24 @@ def shard_of(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) 
 
 
 def lent_shard(x: torch.Tensor, spec: TensorSpec, coordinates: Mapping[str, int]) -> torch.Tensor:
-    """As `shard_of`, for who copies it at once: in the memory of ``x`` where it can be."""
+    """Return the shard as `shard_of` does, but in the memory of ``x`` if possible. The caller must
+    copy it before ``x`` changes."""
     if any(isinstance(placement, Partial) for placement in spec.placements):
         return shard_of(x, spec, coordinates)
     return block(x, held(spec, coordinates)).contiguous()
 
 
 def assemble(shards: Sequence[torch.Tensor], spec: TensorSpec) -> torch.Tensor:
-    """The global tensor, from the shards of all ranks of ``spec.mesh`` in rank order.
+    """Return the global tensor, from the shards of all ranks of ``spec.mesh`` in rank order.
 
-    Pending values are reduced by a left fold in rank order, one axis at a time, in mesh order.
+    A pending value is reduced one axis at a time, in mesh order, by a left fold in rank order.
     """
     return assemble_at(dict(enumerate(shards)), spec)
 
 
 def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.Tensor:
-    """The same from the shards by rank, of the ranks that hold the value (``spec.on``)."""
+    """Return the global tensor as `assemble` does, from {rank: shard}. Only the ranks that hold the
+    value (``spec.on``) are needed."""
     if set(spec.placements) <= {REPLICATE}:
         return shards[max(shards)].clone(memory_format=torch.contiguous_format)
     mesh = spec.mesh
@@ -75,17 +75,16 @@ def assemble_at(shards: Mapping[int, torch.Tensor], spec: TensorSpec) -> torch.T
             current = current.with_placements(**{axis: REPLICATE})
     result = next(iter(shards.values())).new_empty(spec.shape)
     for rank in sorted(shards):
-        here = mesh.coordinates(rank)
         if pieces[rank].numel():
-            write(result, pieces[rank], held(current, here))
+            write(result, pieces[rank], held(current, mesh.coordinates(rank)))
     return result
 
 
-# -- where things stand ----------------------------------------------------------------------------
+# -- the indices of shards -------------------------------------------------------------------------
 
 
 def held(spec: TensorSpec, at: Mapping[str, int]) -> Where:
-    """The global indices that the rank at these coordinates holds."""
+    """Return the global indices that the rank at these coordinates holds."""
     return tuple(spec.intervals(dim, at) for dim in range(len(spec.shape)))
 
 
@@ -95,18 +94,20 @@ def overlap(
     sender: Mapping[str, int],
     receiver: Mapping[str, int],
 ) -> Where:
-    """Per dim, the global indices that ``sender`` holds under src and ``receiver`` under dst."""
+    """Return the global indices that ``sender`` holds under ``src`` and ``receiver`` holds under
+    ``dst``."""
     return tuple(map(intersect, held(src, sender), held(dst, receiver)))
 
 
 def positions(have: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
-    """Per dim, where the ``wanted`` global indices stand within a shard that holds ``have``."""
+    """Return the local positions of the ``wanted`` global indices in a shard that holds the global
+    indices ``have``."""
     result: list[Intervals] = []
-    for own, want in zip(have, wanted, strict=True):
+    for held_intervals, wanted_intervals in zip(have, wanted, strict=True):
         intervals: list[tuple[int, int]] = []
         offset = 0
-        for lo, hi in own:
-            both = intersect(((lo, hi),), want)
+        for lo, hi in held_intervals:
+            both = intersect(((lo, hi),), wanted_intervals)
             intervals += [(a - lo + offset, b - lo + offset) for a, b in both]
             offset += hi - lo
         result.append(joined(intervals))
@@ -116,19 +117,19 @@ def positions(have: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
 def given(
     src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
 ) -> Where:
-    """Where in the sender's shard the block stands that the receiver is to hold."""
+    """Return the positions in the sender's shard of the block that the receiver needs."""
     return positions(held(src, sender), overlap(src, dst, sender, receiver))
 
 
 def taken(
     src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
 ) -> Where:
-    """Where in the receiver's shard the block goes that the sender holds."""
+    """Return the positions in the receiver's shard of the block that the sender holds."""
     return positions(held(dst, receiver), overlap(src, dst, sender, receiver))
 
 
 def shape_of(where: Where) -> tuple[int, ...]:
-    """The shape of a block."""
+    """Return the shape of the block that ``where`` names."""
     return tuple(map(length, where))
 
 
@@ -136,7 +137,7 @@ def shape_of(where: Where) -> tuple[int, ...]:
 
 
 def block(x: torch.Tensor, where: Where) -> torch.Tensor:
-    """The block of ``x``; a view where each dim is one interval."""
+    """Return the block of ``x``; a view of ``x`` if each dim has one interval."""
     for dim, intervals in enumerate(where):
         if intervals == ((0, x.shape[dim]),):
             continue
@@ -151,7 +152,8 @@ def block(x: torch.Tensor, where: Where) -> torch.Tensor:
 
 
 def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -> torch.Tensor:
-    """A tensor of ``shape`` whose block ``wheres[i]`` is ``pieces[i]``; they fill it."""
+    """Return a tensor of ``shape`` whose block ``wheres[i]`` is ``pieces[i]``. The blocks must fill
+    it."""
     dim = _cat_dim(shape, wheres)
     if dim is not None:
         return torch.cat(list(pieces), dim)
@@ -163,7 +165,8 @@ def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -
 
 
 def _cat_dim(shape: Sequence[int], wheres: Sequence[Where]) -> int | None:
-    """The one dim along which the blocks follow each other, each whole on the other dims."""
+    """Return the dim along which `torch.cat` of the blocks gives the tensor; None if there is
+    none."""
     partial = [
         dim for dim, size in enumerate(shape) if any(where[dim] != ((0, size),) for where in wheres)
     ]
@@ -181,7 +184,7 @@ def _cat_dim(shape: Sequence[int], wheres: Sequence[Where]) -> int | None:
 
 
 def write(result: torch.Tensor, piece: torch.Tensor, where: Where) -> None:
-    """``result``'s block ``where`` becomes ``piece``."""
+    """Copy ``piece`` into the block ``where`` of ``result``."""
     if all(len(intervals) == 1 for intervals in where):
         for dim, intervals in enumerate(where):
             lo, hi = intervals[0]

@@ -1,25 +1,13 @@
-"""A TensorSpec: global shape, dtype and sharding of one tensor, with a text form.
+"""`TensorSpec`: the global shape, dtype and sharding of one tensor, with a text form.
 
     f32[8@tp,16]             dim 0 is split over axis tp
     f32[8,16]{sum@tp}        a pending sum over tp
-    f32[8,3]{softmax@tp}     pending over tp as the statistics of softmax are
-    f32[8@(tp,dp),16]        dim 0 split over tp, each piece split again over dp
-    f32[3*1024@tp,16]        3 blocks of 1024, each split over tp
-    f32[(64+32+32)@tp,16]    blocks of these sizes
-    f32[4@tp*16,16]          64 rows, cut at multiples of 16 only
-    f32[12@tp&3*4@dp]        two axes, each splitting the whole dim its own way
-    f32[8,16] on pp=1        held by the part of the mesh where pp is 1
+    f32[8@(tp,dp),16]        dim 0 is split over tp, and each piece is split again over dp
+    f32[(64+32+32)@tp,16]    dim 0 is three blocks of these sizes, each split over tp
+    f32[4@tp*16,16]          64 rows, cut only at multiples of 16
 
-`parse(str(spec), mesh) == spec`. The grammar, with `|` for choice and `?` for optional:
-
-    spec   := dtype "[" (dim ("," dim)*)? "]" ("{" op "@" axis ("," op "@" axis)* "}")? (" on " at)?
-    at     := axis "=" int ("," axis "=" int)*
-    dim    := int | split ("&" split)*
-    split  := ((int "*")? int | "(" int ("+" int)* ")") "@" axes ("*" int)?
-    axes   := axis | "(" axis ("," axis)+ ")"
-
-Invariants: one placement for each axis of the mesh; dims are not negative; an axis of size 1 is
-Replicate; blocks fill the dim. A spec knows no device and no values.
+Invariants: one placement for each axis of the mesh; dims are not negative; the placement on an
+axis of size 1 is Replicate; blocks fill the dim; ``parse(str(spec), mesh) == spec``.
 """
 
 from __future__ import annotations
@@ -55,11 +43,11 @@ from dtensor.showing import html_table
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Global ``shape`` and ``dtype``, and ``placements``, one for each axis of ``mesh``. `spec`
-    makes one of a text, as which it prints.
+    """The global ``shape`` and ``dtype`` of a tensor, and one of ``placements`` for each axis of
+    ``mesh``. `dt.spec` returns the spec for a text; ``str(spec)`` is that text.
 
-    ``on`` says which part of the mesh holds the value, as (axis, index) pairs.
-    ``requires_grad`` marks an input whose gradient is wanted; it is not compared.
+    ``on``: the part of the mesh that holds the value, as (axis, index) pairs; () is all of it.
+    ``requires_grad``: whether the gradient of this input is wanted; ``==`` ignores it.
     """
 
     shape: tuple[int, ...]
@@ -86,6 +74,8 @@ class TensorSpec:
             self._check_pending(REDUCTIONS[op])
 
     def _check_pending(self, reduction: Reduction) -> None:
+        """Raise PlanningError if a value of this shape, dtype and sharding cannot be pending under
+        the reduction."""
         if reduction.takes(self.shape, self.dtype) and reduction.unit == 1:
             return
         text = f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
@@ -106,15 +96,15 @@ class TensorSpec:
 
     @property
     def sharding(self) -> dict[str, Placement]:
-        """Axis name to placement."""
+        """The placement on each axis, by axis name."""
         return dict(zip(self.mesh.axes, self.placements, strict=True))
 
     def placement(self, axis: str) -> Placement:
-        """How it lies along one axis; PlanningError for one that the mesh lacks."""
+        """Return the placement on one axis. Raises PlanningError if the mesh has no such axis."""
         return self.placements[self.mesh.index(axis)]
 
     def with_placements(self, **placements: Placement) -> TensorSpec:
-        """The spec with the placements of the named axes replaced."""
+        """Return the spec with the placements on the named axes replaced."""
         merged = {**self.sharding, **placements}
         for axis in placements:
             self.mesh.axis_size(axis)
@@ -122,11 +112,11 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the global tensor."""
+        """The bytes of the global tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def intervals(self, dim: int, coordinates: Mapping[str, int]) -> Intervals:
-        """The global indices of ``dim`` that the rank at ``coordinates`` holds."""
+        """Return the global indices of ``dim`` that the rank at ``coordinates`` holds."""
         size = self.shape[dim]
         held: Intervals = ((0, size),) if size else ()
         for axis, placement in zip(self.mesh.axes, self.placements, strict=True):
@@ -136,7 +126,8 @@ class TensorSpec:
         return held
 
     def cuts(self, dim: int, *, but: str = "") -> list[tuple[Shard, int]]:
-        """How axes, all but one, split a dim: their placements there and their sizes."""
+        """Return (placement, axis size) of each axis that splits ``dim``, except the axis
+        ``but``."""
         return [
             (placement, self.mesh.axis_size(axis))
             for axis, placement in self.sharding.items()
@@ -144,7 +135,7 @@ class TensorSpec:
         ]
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the shard of the rank at ``coordinates``."""
+        """Return the shape of the shard of the rank at ``coordinates``."""
         sharded = {p.dim for p in self.placements if isinstance(p, Shard)}
         return tuple(
             length(self.intervals(dim, coordinates)) if dim in sharded else size
@@ -152,12 +143,12 @@ class TensorSpec:
         )
 
     def local_nbytes(self, coordinates: Mapping[str, int]) -> int:
-        """Bytes of the shard of the rank at ``coordinates``."""
+        """Return the bytes of the shard of the rank at ``coordinates``."""
         return math.prod(self.local_shape(coordinates)) * self.dtype.itemsize
 
     @property
     def max_local_nbytes(self) -> int:
-        """Bytes of the largest shard, which coordinate 0 of every axis holds."""
+        """The bytes of the largest shard, which the rank at coordinate 0 of every axis holds."""
         return self.local_nbytes(dict.fromkeys(self.mesh.axes, 0))
 
     def __str__(self) -> str:
@@ -187,7 +178,8 @@ class TensorSpec:
     def _chain(
         self, splits: list[tuple[str, Shard]], size: int, dim: int
     ) -> tuple[tuple[str, Shard], ...] | None:
-        """An order of the axes in which each one's blocks are the pieces of those before."""
+        """Return the (axis, placement) pairs in an order in which the blocks of each placement are
+        the pieces that the axes before it cut, as in ``8@(tp,dp)``; None if there is none."""
         for order in itertools.permutations(splits):
             majors: list[tuple[Shard, int]] = []
             for axis, shard in order:
@@ -215,7 +207,7 @@ class TensorSpec:
 
 
 def alike(a: TensorSpec, b: TensorSpec) -> bool:
-    """Whether two specs of one value hold the same indices on every rank."""
+    """Return whether every rank holds the same indices under both specs of a value."""
     return all(
         same(p, q, a.shape, a.mesh.axis_size(axis))
         for axis, p, q in zip(a.mesh.axes, a.placements, b.placements, strict=True)
@@ -236,7 +228,9 @@ def _split_text(shard: Shard, size: int, axes: Sequence[str]) -> str:
 
 
 def normalize(placement: Placement, shape: tuple[int, ...], num: int) -> Placement:
-    """The normal form of a placement of a tensor of ``shape`` on an axis of ``num`` ranks."""
+    """Return the normal form of a placement of a tensor of ``shape`` on an axis of ``num`` ranks:
+    dim not negative, equal blocks as their number, Replicate if there is one rank. Raises
+    PlanningError if the placement does not fit the shape."""
     match placement:
         case Shard(dim):
             if not -len(shape) <= dim < len(shape):
@@ -268,33 +262,39 @@ def make_spec(
     *,
     requires_grad: bool = False,
 ) -> TensorSpec:
-    """A spec from placements by axis name, in the order stated.
+    """Return a spec from placements by axis name.
 
-    Axes that are not named are Replicate. Where two axes split one dim the first named is major
-    and the second's blocks become the pieces of the first.
+    The placement on an axis that is not named is Replicate. If two axes split one dim, the axis
+    named first is major: the blocks of the second become the pieces that the first cuts.
     """
     shape = tuple(shape)
-    done: dict[str, Placement] = {}
+    refined: dict[str, Placement] = {}
     for axis, stated in (placements or {}).items():
         placement = normalize(stated, shape, max(2, mesh.axis_size(axis)))
         if isinstance(placement, Shard):
             majors = [
                 (p, mesh.axis_size(a))
-                for a, p in done.items()
+                for a, p in refined.items()
                 if isinstance(p, Shard) and p.dim == placement.dim and mesh.axis_size(a) > 1
             ]
             placement = refine(placement, majors, shape[placement.dim])
-        done[axis] = placement
+        refined[axis] = placement
     return TensorSpec(
         shape,
         dtype,
         mesh,
-        tuple(done.get(axis, REPLICATE) for axis in mesh.axes),
+        tuple(refined.get(axis, REPLICATE) for axis in mesh.axes),
         requires_grad=requires_grad,
     )
 
 
 # -- the parser of the text form -------------------------------------------------------------------
+#
+#     spec   := dtype "[" (dim ("," dim)*)? "]" ("{" op "@" axis ("," op "@" axis)* "}")? (on)?
+#     on     := " on " axis "=" int ("," axis "=" int)*
+#     dim    := int | split ("&" split)*
+#     split  := ((int "*")? int | "(" int ("+" int)* ")") "@" axes ("*" int)?
+#     axes   := axis | "(" axis ("," axis)+ ")"
 
 _SPEC = re.compile(r"\s*(\w+)\[([^\]]*)\]\s*(?:\{([^}]*)\})?\s*(?:on\s+(.+?))?\s*")
 _SPLIT = re.compile(
@@ -304,7 +304,15 @@ _SPLIT = re.compile(
 
 
 def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
-    """The spec that ``text`` denotes on ``mesh``; PlanningError with the offending part."""
+    """Return the spec that ``text`` denotes on ``mesh``. Examples beyond the module's:
+
+        f32[8,3]{softmax@tp}     the pending statistics of a softmax over tp
+        f32[3*1024@tp,16]        dim 0 is 3 blocks of 1024, each split over tp
+        f32[12@tp&3*4@dp]        two axes split dim 0 independently of each other
+        f32[8,16] on pp=1        held by the ranks where pp is 1
+
+    Raises PlanningError, which quotes the offending part, if the text is malformed.
+    """
     match = _SPEC.fullmatch(text)
     if match is None:
         raise PlanningError(f'{text!r} is not a spec; write for example "f32[8@tp,16]"')
@@ -319,7 +327,7 @@ def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
         shape.append(_parse_dim(dim_text.strip(), dim, placements, text, mesh))
     for item in (pending or "").split(",") if pending else ():
         op, _, axis = item.strip().partition("@")
-        _claim(axis, Partial(op), placements, text, mesh)
+        _add_placement(axis, Partial(op), placements, text, mesh)
     on: list[tuple[str, int]] = []
     for item in on_text.split(",") if on_text else ():
         axis, _, index = item.strip().partition("=")
@@ -339,6 +347,7 @@ def parse(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
 def _parse_dim(
     dim_text: str, dim: int, placements: dict[str, Placement], text: str, mesh: Mesh
 ) -> int:
+    """Return the size of dim number ``dim``, and add the placements that its text states."""
     total: int | None = None
     for split in dim_text.split("&"):
         match = _SPLIT.fullmatch(split)
@@ -361,16 +370,17 @@ def _parse_dim(
             if axis is None:
                 continue
             shard = refine(Shard(dim, blocks, unit), majors, size)
-            _claim(axis, shard, placements, text, mesh)
+            _add_placement(axis, shard, placements, text, mesh)
             if mesh.axis_size(axis) > 1:
                 majors.append((shard, mesh.axis_size(axis)))
     assert total is not None
     return total
 
 
-def _claim(
+def _add_placement(
     axis: str, placement: Placement, placements: dict[str, Placement], text: str, mesh: Mesh
 ) -> None:
+    """Raises PlanningError if the axis is not in the mesh or has a placement already."""
     mesh.axis_size(axis)
     if axis in placements:
         raise PlanningError(f"{text!r} places axis {axis!r} twice")
@@ -378,7 +388,7 @@ def _claim(
 
 
 def _split_outside_parentheses(text: str) -> list[str]:
-    """The comma-separated items of ``text``; commas inside parentheses do not separate."""
+    """Return the comma-separated items of ``text``; commas inside parentheses do not separate."""
     if not text.strip():
         return []
     return re.split(r",(?![^()]*\))", text)

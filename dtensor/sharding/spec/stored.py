@@ -1,16 +1,15 @@
-"""A StoredTensor: one named tensor, how it lies, and on which ranks.
+"""`StoredTensor`: the label, the sharding and the ranks of one tensor that is stored on ranks.
 
     spec = parse("f32[64@tp,16]", Mesh(pp=2, tp=2))
     w = StoredTensor.of("model 0: up.weight", spec, at=(2, 3), numbers=(4, 5, 6, 7))
-    w.at, w.ranks                 # (2, 3), (6, 7): of the mesh, and the same as the launch counts
-    w.covering()                  # (2, 3): the ranks to ask for the whole of it
+    w.at, w.ranks                 # (2, 3), (6, 7): ranks in the mesh, the same ranks in the launch
+    w.covering()                  # (2, 3): ranks whose shards together are the whole tensor
 
-The one form of this fact: parameters, buffers, an optimizer's state, gradients and the values of
-DTensors are such while ranks have them, and where they are to be is stated as one. A label is
-given to one value of a launch only; in the tables of the ranks it is the value's name.
+It describes parameters, buffers, optimizer state, gradients and the values of DTensors, and also
+the place to which one of them moves. api/store/store.py stores the values.
 
-Invariants: ``spec`` is as stored (ZeRO), never as used; ``at`` and ``ranks`` are in one order.
-Not here: the values, and who puts them there (api/store/store.py).
+Invariants: a label belongs to one value of a launch; ``spec`` is the sharding in storage (ZeRO),
+which may differ from the sharding in use; ``at`` and ``ranks`` have the same order.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from dtensor.sharding.spec.shards import Where, held
 from dtensor.sharding.spec.spec import TensorSpec
 
 Numbers = Sequence[int] | Mapping[int, int]
-"""By rank of a mesh, its number in the launch."""
+"""The launch's number of each rank of a mesh, by the rank in the mesh."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """``label``: of the value, in the launch; ``spec``: as stored; ``at``: the ranks of its mesh
-    that have it; ``ranks``: the same by the launch's numbers."""
+    """``label``: the name of the value in the launch and in the tables of the ranks; ``spec``: its
+    sharding in storage; ``at``: the ranks that hold it, as numbers in its mesh; ``ranks``: the same
+    ranks, as numbers in the launch."""
 
     label: str
     spec: TensorSpec
@@ -47,16 +47,16 @@ class StoredTensor:
 
     @staticmethod
     def of(label: str, spec: TensorSpec, at: Sequence[int], numbers: Numbers) -> StoredTensor:
-        """On these ranks of the spec's mesh."""
+        """Return the tensor stored on the ranks ``at`` of the spec's mesh."""
         return StoredTensor(label, spec, tuple(at), tuple(numbers[rank] for rank in at))
 
     def on(self, at: Iterable[int]) -> StoredTensor:
-        """The same on these of its ranks alone."""
+        """Return the tensor stored on fewer of its ranks: those in ``at``."""
         return StoredTensor.of(self.label, self.spec, tuple(at), self.numbers)
 
     @property
     def numbers(self) -> Mapping[int, int]:
-        """By rank of the mesh, its number in the launch."""
+        """The launch's number of each rank that holds the tensor, by the rank in the mesh."""
         return dict(zip(self.at, self.ranks, strict=True))
 
     @property
@@ -64,11 +64,11 @@ class StoredTensor:
         return any(isinstance(p, Partial) for p in self.spec.placements)
 
     def where(self, rank: int) -> Where:
-        """What that rank of the mesh has of the global tensor."""
+        """Return the global indices that this rank of the mesh holds."""
         return held(self.spec, self.spec.mesh.coordinates(rank))
 
     def covering(self) -> tuple[int, ...]:
-        """Of the ranks of the mesh, one for each different shard; all, where it is pending."""
+        """Return one rank of the mesh for each different shard; all ranks if it is pending."""
         if self.is_pending:
             return self.at
         first: dict[Where, int] = {}
