@@ -186,7 +186,7 @@ def test_each_layer_by_itself_has_the_same_plan(monkeypatch: pytest.MonkeyPatch)
         sizes.append(apart.num_variables - together.num_variables)
         return apart
 
-    monkeypatch.setattr(registry, "_built", registry._built.__wrapped__)
+    monkeypatch.setattr(registry, "_build", registry._build.__wrapped__)
     monkeypatch.setattr(split_through_op, "through", split_through_op.through.__wrapped__)
     monkeypatch.setattr(choose_axis, "solve", alone)
     assert _planned() == found

@@ -1,15 +1,13 @@
-"""Operands on which a GPU's kernel would assert raise before it sees them.
+"""Checks of operands that would make a GPU kernel assert.
 
-    CHECKS[aten.embedding.default](weight, ids)      # IndexError, or nothing; called as the op is
-    check_before(target, args)                        # of a call of a rank: its check
+    CHECKS[aten.embedding.default](weight, ids)      # raises IndexError, or returns None
+    check_before(target, args)                       # the check of a rank's call, or None
 
-On a CPU an op looks at its indices, lengths and probabilities itself. On a GPU it asserts in its
-kernel, and that ends the use of the GPU by the whole process, with all that it holds; a few kernels
-do not look, and read and write elsewhere. So local code for GPUs checks before each op in `CHECKS`
-(`runtime/lower/code.py`). A check waits for the GPU.
-
-Not here: indices that an op's own forward made, such as those of the largest elements, which the
-backward of a pooling takes; what torch asks on the host on every device.
+On a CPU an op checks its indices, lengths and probabilities itself. On a GPU its kernel asserts,
+after which the process can no longer use the GPU; a few kernels do not check and access memory out
+of bounds. So local code for GPUs checks the operands before each op in `CHECKS`
+(runtime/lower/code.py). A check waits for the GPU. Indices that an op of the program computed, such
+as those of a maximum, are not checked.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dtensor.sharding.local import local_forms
-from dtensor.sharding.local.in_range import check_range, is_known, remember
+from dtensor.sharding.local.in_range import check_range, record_check, was_checked
 
 aten: Any = torch.ops.aten
 
@@ -36,12 +34,12 @@ def _embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, *rest: object)
 
 
 def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: object, **more: object) -> None:
-    """Bag i has the ids from offset i to the next one: the first is 0, and none is smaller than
-    the one before it."""
+    """Check that the offsets start with 0 and do not decrease; bag i has the ids from offset i to
+    the next offset."""
     check_range(ids, weight.shape[0])
     num_ids = ids.numel()
-    asked = "offsets", num_ids
-    if offsets.is_meta or offsets.numel() == 0 or is_known(offsets, asked):
+    check = "offsets", num_ids
+    if offsets.is_meta or offsets.numel() == 0 or was_checked(offsets, check):
         return
     starts = torch.cat([offsets.new_zeros(1), offsets, offsets.new_full((1,), num_ids)])
     wrong = starts.diff() < 0
@@ -50,15 +48,16 @@ def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: object, **more: o
             f"offsets of bags begin with 0, do not decrease, and are at most the number of "
             f"indices, {num_ids}; got {_excerpt(offsets)}"
         )
-    remember(offsets, asked)
+    record_check(offsets, check)
 
 
 def _along_dim(x: Tensor, dim: int, index: Tensor, *rest: object, **more: object) -> None:
-    """gather, scatter and the like."""
+    """Check indices from 0 into one dim, as of gather and scatter."""
     check_range(index, x.shape[dim] if x.dim() else 1)
 
 
 def _from_either_end(x: Tensor, dim: int, index: Tensor, *rest: object) -> None:
+    """Check indices into one dim, which may be negative."""
     check_range(index, x.shape[dim], -x.shape[dim])
 
 
@@ -66,7 +65,7 @@ def _index(x: Tensor, indices: Sequence[Tensor | None], *rest: object) -> None:
     dim = 0
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            dim += index.dim()  # a mask has the shape of the dims that it takes
+            dim += index.dim()  # a mask indexes as many dims as it has
             continue
         if index is not None:
             check_range(index, x.shape[dim], -x.shape[dim])
@@ -78,7 +77,7 @@ def _nll(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignor
 
 
 def _flat(x: Tensor, index: Tensor, *rest: object) -> None:
-    """take and put: x counts as one dim."""
+    """Check indices into the flattened x, as of take and put."""
     check_range(index, x.numel(), -x.numel())
 
 
@@ -95,7 +94,7 @@ def _margin_backward(grad: Tensor, x: Tensor, target: Tensor, *rest: object) -> 
 
 
 def _labels(x: Tensor, target: Tensor, *rest: object) -> None:
-    """Classes, ended by -1."""
+    """Check classes, which end with -1."""
     check_range(target, x.shape[-1] if x.dim() else 1, -1)
 
 
@@ -119,7 +118,7 @@ def _lengths(
     unsafe: bool = False,
     **more: object,
 ) -> None:
-    """Torch itself asks for a negative length unless it is ``unsafe``; its kernels do always."""
+    """Check for negative lengths if ``unsafe`` skips torch's own check."""
     if not unsafe or lengths is None or lengths.is_meta or lengths.numel() == 0:
         return
     if bool((lengths < 0).any()):
@@ -127,11 +126,11 @@ def _lengths(
 
 
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> None:
-    """Each place where the mask is true takes the next element of the source."""
-    places: int = aten.broadcast_tensors([x, mask])[0].numel()
-    if mask.is_meta or places <= source.numel():  # enough for any mask
+    """Check that the source has an element for each True of the broadcast mask."""
+    num_places: int = aten.broadcast_tensors([x, mask])[0].numel()
+    if mask.is_meta or num_places <= source.numel():  # enough for any mask
         return
-    num_true = places // mask.numel() * int(mask.sum())
+    num_true = num_places // mask.numel() * int(mask.sum())
     if num_true > source.numel():
         raise RuntimeError(
             f"masked_scatter takes an element of the source for each place of the mask that is "
@@ -140,15 +139,15 @@ def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> None:
 
 
 def _probabilities(x: Tensor, target: Tensor, *rest: object) -> None:
-    """NaN is none."""
+    """Check that all elements are in [0, 1]; NaN is not."""
     if x.is_meta or x.numel() == 0:
         return
-    for name, given in (("input", x), ("target", target)):
-        wrong = ~((given >= 0) & (given <= 1))
+    for name, tensor in (("input", x), ("target", target)):
+        wrong = ~((tensor >= 0) & (tensor <= 1))
         if bool(wrong.any()):
             raise RuntimeError(
                 f"all elements of {name} should be between 0 and 1; {int(wrong.sum())} of "
-                f"{given.numel()} are not, the first is {given[wrong][0].item()}"
+                f"{tensor.numel()} are not, the first is {tensor[wrong][0].item()}"
             )
 
 
@@ -158,7 +157,7 @@ def _excerpt(numbers: Tensor) -> str:
 
 
 def _unpool(x: Tensor, index: Tensor, size: Sequence[int], *rest: object) -> None:
-    """In one plane of the result, whose sizes these are."""
+    """Check indices into one plane of the result; ``size``: the sizes of the plane."""
     check_range(index, math.prod(size))
 
 
@@ -208,12 +207,12 @@ _CALL_AN_OP: Mapping[object, int] = {
     local_forms.loss_backward_over: 2,
     local_forms.loss_over: 2,
 }
-"""Functions that call their first argument, and the place of its first operand."""
+"""Functions that call an op, their first argument; the position of the op's first operand."""
 
 
 def check_before(target: object, args: Sequence[object]) -> tuple[Callable[..., None], int] | None:
-    """The check of a rank's call, and how many of its arguments it leaves out; None of an op that
-    asserts nothing."""
+    """Return the check of a rank's call, and the number of leading arguments that the check does
+    not take; None if the op needs no check."""
     first = 0
     while (operands := _CALL_AN_OP.get(target)) is not None:
         target, first = args[first], first + operands

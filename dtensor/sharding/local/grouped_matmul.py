@@ -1,9 +1,9 @@
-"""Products of matrices by group, as mixtures of experts have them: what a rank runs of one.
+"""Matrix products by group, for mixtures of experts.
 
-    grouped_mm(rows[m k], experts[g k n], stops[G], [2, 3])   # [m n], of the experts 2 and 3 alone
+    grouped_mm(rows[m k], experts[g k n], stops[G], [2, 3])   # [m n], of experts 2 and 3 only
 
-The rows of group i are those from stop i - 1 to stop i. Not on the way of other programs: its rules
-(rules/tables/matmul.py) load it when they meet such an op.
+The rows of group i are ``stops[i-1]:stops[i]``. The rules of these ops (rules/tables/matmul.py)
+import this module lazily.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from torch import Tensor
 
 aten: Any = torch.ops.aten
 
-
-_OF_KERNEL = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] | None) -> Tensor:
-    """Group by group, ``offsets`` being the ends of all of them in the dim that holds them.
+    """Return the products of ``a`` and ``b`` group by group.
 
-    ``groups``: those that the rank holds of the operand or the result with a dim of groups; None:
-    all. Rows (or columns) of no group that is held are zero; torch leaves those past the last
-    offset uninitialised. Torch's kernel is used where it takes them: rows lie on 16 bytes, which
-    shards may not. IndexError for offsets that decrease, or are not among the rows: torch looks at
-    none of them, and a GPU's kernel would read and write elsewhere.
+    ``offsets``: the end of each group in the dim that joins the groups; None: `a @ b`. ``groups``:
+    the groups that the rank holds; None: all. Rows (or columns) of other groups, and those past the
+    last offset, are zero. Uses torch's kernel if the rows start on multiples of 16 bytes.
+    Raises IndexError if the offsets decrease or exceed the number of rows; torch does not check,
+    and a GPU kernel would access memory out of bounds.
     """
     if offsets is None:
         return a @ b
-    given: Any = offsets
-    stops: list[int] = given.tolist()  # a GPU is waited for once
+    untyped_offsets: Any = offsets
+    stops: list[int] = untyped_offsets.tolist()  # waits for the GPU once
     length = b.shape[1] if a.dim() == 3 else a.shape[0 if b.dim() == 3 else 1]
     if any(start > stop for start, stop in pairwise([0, *stops, length])):
         raise IndexError(
@@ -41,7 +40,7 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
         )
     spans = list(zip([0, *stops[:-1]], stops, strict=True))
     held = spans if groups is None else [spans[g] for g in groups]
-    fits = groups is None and a.dtype in _OF_KERNEL and all(x.numel() for x in (a, b))
+    fits = groups is None and a.dtype in _KERNEL_DTYPES and all(x.numel() for x in (a, b))
     if fits and stops[-1] > 0 and all(_aligned(x) for x in (a, b)):
         out = aten._grouped_mm(a, b, offsets)
         match a.dim(), b.dim():
@@ -71,12 +70,12 @@ def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None, groups: list[int] |
 def grouped_mm_backward(
     a: Tensor, b: Tensor, offsets: Tensor, grad: Tensor, groups: list[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of rows ``a`` and of one matrix a group ``b``."""
-    of_rows = grouped_mm(grad, b.transpose(1, 2), offsets, groups)
-    return of_rows, grouped_mm(a.t(), grad, offsets, groups)
+    """Return the gradients of the rows ``a`` and of ``b``, which has one matrix for each group."""
+    rows_grad = grouped_mm(grad, b.transpose(1, 2), offsets, groups)
+    return rows_grad, grouped_mm(a.t(), grad, offsets, groups)
 
 
 def _aligned(x: Tensor) -> bool:
-    """Whether rows (or columns, of a transposed matrix) start on multiples of 16 bytes."""
+    """Return whether rows (or columns of a transposed matrix) start on multiples of 16 bytes."""
     inner, outer = sorted(x.stride()[-2:])
     return inner == 1 and outer * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

@@ -1,13 +1,11 @@
-"""Indices that are out of range raise, in the same words on every device.
+"""`check_range`: raise IndexError for indices out of range, with one message on every device.
 
-    check_range(ids, 50257)                          # IndexError, or nothing
+    check_range(ids, 50257)                          # raises IndexError, or returns None
 
-What ranks run in place of an op checks so, for there an index that is on no rank would give zeros;
-`device_asserts.py` does before an op on a GPU. A check waits for the GPU; a tensor that nothing has
-written to since it was checked is not looked at again: layers share positions, a forward and its
-backward targets.
-
-Not here: targets of `dt::ce_loss`, which has its own words for them.
+Functions that read or write shards need this check, because an index that no rank holds would read
+zeros; device_asserts.py uses it before ops on a GPU. A check waits for the GPU. A tensor that has
+not been written to since its last check is not checked again: layers share positions, and a forward
+and its backward share targets.
 """
 
 from __future__ import annotations
@@ -17,16 +15,16 @@ from collections.abc import MutableMapping
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-_checked: MutableMapping[Tensor, tuple[int, tuple[object, ...]]] = WeakIdKeyDictionary()
-"""By tensor: its version when it was right, and for what it was."""
+_passed: MutableMapping[Tensor, tuple[int, tuple[object, ...]]] = WeakIdKeyDictionary()
+"""For each tensor its version at its last check, and the checks that it passed in this version."""
 
 
 def check_range(index: Tensor, size: int, low: int = 0, ignored: int | None = None) -> None:
-    """IndexError unless all are ``ignored`` or in [low, size). Nothing is known of meta tensors."""
+    """Raise IndexError unless all indices are ``ignored`` or in [low, size). Meta tensors pass."""
     if index.is_meta or index.numel() == 0:
         return
-    asked = size, low, ignored
-    if is_known(index, asked):
+    check = size, low, ignored
+    if was_checked(index, check):
         return
     wrong = (index < low) | (index >= size)
     if ignored is not None:
@@ -36,18 +34,19 @@ def check_range(index: Tensor, size: int, low: int = 0, ignored: int | None = No
             f"index {int(index[wrong][0])} is out of range for a dim of size {size}, among "
             f"{index.numel()} indices"
         )
-    remember(index, asked)
+    record_check(index, check)
 
 
-def is_known(x: Tensor, asked: object) -> bool:
-    """Whether x was found right for this, and nothing has written to it since."""
-    known = None if x.is_inference() else _checked.get(x)
-    return known is not None and known[0] == x._version and asked in known[1]
+def was_checked(x: Tensor, check: object) -> bool:
+    """Return whether x passed this check and has not been written to since."""
+    entry = None if x.is_inference() else _passed.get(x)
+    return entry is not None and entry[0] == x._version and check in entry[1]
 
 
-def remember(x: Tensor, asked: object) -> None:
-    if x.is_inference():  # has no count of writes
+def record_check(x: Tensor, check: object) -> None:
+    """Record that x passed this check in its present version."""
+    if x.is_inference():  # inference tensors have no version
         return
-    known = _checked.get(x)
-    others = () if known is None or known[0] != x._version else known[1]
-    _checked[x] = x._version, (*others, asked)
+    entry = _passed.get(x)
+    earlier = () if entry is None or entry[0] != x._version else entry[1]
+    _passed[x] = x._version, (*earlier, check)

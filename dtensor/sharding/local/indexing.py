@@ -1,12 +1,13 @@
-"""What ranks run to read and write at indices along a dim of which they hold a part.
+"""Read and write a shard at global indices along its split dim.
 
-    index_shard(x[4 of 8 rows], index, 0, ((4, 8),), 8)     # rows that are elsewhere give zeros
-    write_shard("index_add", x, 0, index, y, ((4, 8),), 8)   # rows that are elsewhere are left out
+    index_shard(x[4 of 8 rows], index, 0, ((4, 8),), 8)     # zeros for rows of other ranks
+    write_shard("index_add", x, 0, index, y, ((4, 8),), 8)   # ignores rows of other ranks
 
-Indices are global. One row more than the rank holds stands for all that is elsewhere: zeros are
-read from it, and what is written to it is dropped. So nothing here has a size that depends on data.
+``pieces`` are the intervals of the dim that the rank holds, ``size`` is the dim's global size. The
+shard is padded with one row that stands for all rows of other ranks: reading it gives zeros, and
+writes to it are dropped. So no size depends on data.
 
-Invariants: as in local_forms.py; an index out of the global range is an error, as it is for torch.
+Invariants: as in local_forms.py; an index out of the global range raises IndexError.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ Write = Literal[
 
 
 def index_shard(x: Tensor, index: Tensor, dim: int, pieces: Pieces, size: int) -> Tensor:
-    """x at indices of any shape along ``dim``; of all ranks, the results add up."""
-    local = _places(index, pieces, size)
+    """Return x at indices of any shape along ``dim``. The sum over the ranks is the result."""
+    local = _padded_positions(index, pieces, size)
     rows = torch.index_select(_padded(x, dim), dim, local.reshape(-1))
     return rows.reshape(*x.shape[:dim], *index.shape, *x.shape[dim + 1 :])
 
 
 def gather_shard(x: Tensor, dim: int, index: Tensor, pieces: Pieces, size: int) -> Tensor:
-    """gather along ``dim``; of all ranks, the results add up."""
-    return torch.gather(_padded(x, dim), dim, _places(index, pieces, size))
+    """Return torch.gather along ``dim``. The sum over the ranks is the result."""
+    return torch.gather(_padded(x, dim), dim, _padded_positions(index, pieces, size))
 
 
 def write_shard(
@@ -46,8 +47,8 @@ def write_shard(
     size: int,
     alpha: float = 1,
 ) -> Tensor:
-    """The rank's part of x after the op of that name."""
-    padded, local = _padded(x, dim), _places(index, pieces, size)
+    """Return the rank's shard of the result of the op ``kind``."""
+    padded, local = _padded(x, dim), _padded_positions(index, pieces, size)
     match kind:
         case "index_add":
             assert isinstance(source, Tensor)
@@ -80,22 +81,23 @@ def write_shard_in_place(
     size: int,
     alpha: float = 1,
 ) -> None:
-    """Writes to the rank's part of x alone, and there to nothing but the rows of it.
+    """Run the op ``kind`` in place on the rank's shard x, writing only the rows that the indices
+    name.
 
-    How many indices are of such rows depends on data, so on a GPU it waits for them. What adds is
-    computed beside it and copied: 16 bits are added up in another order where rows are left out.
+    On a GPU this waits for the number of indices that the rank holds. Ops that add are computed out
+    of place and copied: without the other ranks' rows, 16-bit sums would be added in another order.
     """
     if kind in ("index_add", "index_put_add", "scatter_add"):
         x.copy_(write_shard(kind, x, dim, index, source, pieces, size, alpha))
         return
     check_range(index, size, -size)
     index = torch.where(index < 0, index + size, index).long()
-    here, local = local_positions(index, pieces)
+    is_local, local = local_positions(index, pieces)
     if kind == "scatter":  # an index for each element
-        places_here = here.nonzero(as_tuple=True)
-        at: list[Tensor | None] = [*places_here]
-        at[dim] = local[places_here]
-        value = source[places_here] if isinstance(source, Tensor) and source.dim() else source
+        places = is_local.nonzero(as_tuple=True)
+        at: list[Tensor | None] = [*places]
+        at[dim] = local[places]
+        value = source[places] if isinstance(source, Tensor) and source.dim() else source
         x.index_put_(at, value if isinstance(value, Tensor) else x.new_tensor(value))
         return
     if kind == "index_put":
@@ -103,8 +105,8 @@ def write_shard_in_place(
         assert isinstance(source, Tensor)
         source = source.expand(*before, *index.shape, *after)
         source = source.reshape(*before, index.numel(), *after)
-        here, local = here.reshape(-1), local.reshape(-1)
-    rows = here.nonzero().flatten()
+        is_local, local = is_local.reshape(-1), local.reshape(-1)
+    rows = is_local.nonzero().flatten()
     if kind == "index_fill":
         x.index_fill_(dim, local[rows], source)
     else:
@@ -113,26 +115,27 @@ def write_shard_in_place(
 
 
 def _padded(x: Tensor, dim: int) -> Tensor:
+    """Return x with one more row of zeros along ``dim``."""
     shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-def _places(index: Tensor, pieces: Pieces, size: int) -> Tensor:
-    """Global indices as positions in the shard; one past its end for those that are elsewhere."""
+def _padded_positions(index: Tensor, pieces: Pieces, size: int) -> Tensor:
+    """Return the positions of global indices in the padded shard."""
     check_range(index, size, -size)
     index = torch.where(index < 0, index + size, index).long()
-    here, local = local_positions(index, pieces)
-    return torch.where(here, local, sum(hi - lo for lo, hi in pieces))
+    is_local, local = local_positions(index, pieces)
+    return torch.where(is_local, local, sum(hi - lo for lo, hi in pieces))
 
 
 def local_positions(index: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor]:
-    """(whether a global index is in one of the pieces, its position in them or 0)."""
-    here = torch.zeros_like(index, dtype=torch.bool)
+    """Return (whether each global index is in the pieces, its position in them or 0)."""
+    is_local = torch.zeros_like(index, dtype=torch.bool)
     local = torch.zeros_like(index)
     offset = 0
     for lo, hi in pieces:
         inside = (index >= lo) & (index < hi)
         local = torch.where(inside, index - lo + offset, local)
-        here |= inside
+        is_local |= inside
         offset += hi - lo
-    return here, local
+    return is_local, local

@@ -1,12 +1,11 @@
-"""Functions that ranks run in place of an op whose local form differs from its global one.
+"""Functions that ranks run in place of an op if its local call differs from the global call.
 
-    mean_over(x_shard, (0,), False, 8, None)              # a shard of 4 of 8 rows: its sum over 8
+    mean_over(x_shard, (0,), False, 8, None)              # the sum of 4 of 8 rows, divided by 8
     loss_over(aten.huber_loss.default, 8, x, y, 2, 1.0)   # a part of the mean over 8 elements
 
-Localizers name these functions; local graphs call them, so they are plain functions at module
-level. Invariants: tensors in, tensors out, no communication; right for shards of size 0; a mean's
-part is the local sum over the *global* count, forward and backward. Not here: their callers (the
-rules), or the project's own ops (ops/attention.py).
+Localizers of the rules name these functions, and local code imports them by name. Invariants: they
+take and return tensors and do not communicate; they are right for shards of size 0; the part of a
+mean is the local sum divided by the *global* count, forward and backward.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ Pieces = Sequence[tuple[int, int]]
 def mean_over(
     x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None
 ) -> Tensor:
-    """The local sum over the global count: the sum of the ranks' results is the mean.
-
-    For 16 bits it is summed and divided in float32, as in torch's kernels, then rounded once."""
+    """Return the local sum divided by the global count; the sum over the ranks is the mean. A
+    16-bit result is summed and divided in float32 and rounded once, as in torch's kernels."""
     result_dtype = x.dtype if dtype is None else dtype
     wide = torch.float32 if is_narrow(result_dtype) else dtype
     total = torch.sum(x, tuple(dims), keepdim=keepdim, dtype=wide) / count
@@ -38,7 +36,8 @@ def mean_over(
 
 
 def in_float32(op: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The op on float32 copies of its 16-bit operands: a part of a sum that is not rounded yet."""
+    """Return the op's result on float32 copies of its 16-bit operands, in float32: a part of a sum
+    that is not rounded yet."""
     return op(*map(_wide, args), **kwargs).float()
 
 
@@ -48,7 +47,7 @@ def _wide(value: Any) -> Any:
 
 
 def _narrow_dtype(args: Sequence[Any]) -> torch.dtype | None:
-    """The dtype of floats that are all of 16 bits; None if some are not."""
+    """Return the dtype of the float tensors if they all have the same 16-bit dtype, else None."""
     dtypes = {a.dtype for a in args if isinstance(a, Tensor) and a.is_floating_point()}
     return dtypes.pop() if len(dtypes) == 1 and all(map(is_narrow, dtypes)) else None
 
@@ -56,7 +55,8 @@ def _narrow_dtype(args: Sequence[Any]) -> torch.dtype | None:
 def filled(
     x: Tensor, shape: Sequence[int], value: float | bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A new tensor on x's device: a reduction's identity, for ranks without elements to reduce."""
+    """Return a new tensor filled with ``value`` on x's device: the result of a reduction on a rank
+    without elements."""
     return x.new_full(tuple(shape), value, dtype=dtype)
 
 
@@ -68,16 +68,16 @@ def arange_pieces(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The elements of arange at these global positions."""
+    """Return the elements of arange at these global positions."""
     parts = [torch.arange(lo, hi, dtype=torch.int64, device=device) for lo, hi in pieces]
     if not parts:
         return torch.empty(0, dtype=dtype, device=device)
-    where = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (where * step + start).to(dtype)
+    positions = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (positions * step + start).to(dtype)
 
 
 def triangle(x: Tensor, upper: bool, diagonal: int, rows: Pieces, columns: Pieces) -> Tensor:
-    """tril or triu of a shard that holds these rows and columns of the global matrices."""
+    """Return tril or triu of a shard that holds these rows and columns of the global matrices."""
     i = arange_pieces(rows, 0, 1, dtype=torch.int64, device=x.device)[:, None]
     j = arange_pieces(columns, 0, 1, dtype=torch.int64, device=x.device)[None, :]
     keep = j - i >= diagonal if upper else j - i <= diagonal
@@ -85,46 +85,46 @@ def triangle(x: Tensor, upper: bool, diagonal: int, rows: Pieces, columns: Piece
 
 
 def strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """as_strided of a contiguous tensor, for any strides of x here."""
+    """Return a copy of as_strided of x made contiguous, as the program's strides expect."""
     return x.contiguous().as_strided(size, stride, offset).clone()
 
 
 def strided_scatter(
     x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> Tensor:
-    """as_strided_scatter into a contiguous tensor."""
+    """Return as_strided_scatter into x made contiguous."""
     return torch.as_strided_scatter(x.contiguous(), source, size, stride, offset)
 
 
 def part_of_reshape(
     x: Tensor, whole: Sequence[int], shape: Sequence[int], dim: int, positions: Sequence[int]
 ) -> Tensor:
-    """These positions of a dim of x reshaped to ``whole``, as ``shape``."""
+    """Reshape x to ``whole``, select these positions of a dim, and reshape them to ``shape``."""
     return picked(x.reshape(tuple(whole)), dim, positions).reshape(tuple(shape))
 
 
 def filled_reshape(
     x: Tensor, whole: Sequence[int], shape: Sequence[int], dim: int, positions: Sequence[int]
 ) -> Tensor:
-    """x at these positions of a dim of zeros [whole], reshaped to ``shape``."""
-    return _placed(x, x.new_zeros(tuple(whole)), dim, positions).reshape(tuple(shape))
+    """Add x to zeros of shape ``whole`` at these positions of a dim, and reshape to ``shape``."""
+    return _add_at(x, x.new_zeros(tuple(whole)), dim, positions).reshape(tuple(shape))
 
 
 def heads_at(x: Tensor, positions: Sequence[int]) -> Tensor:
-    """The heads of x [b h s d] at these positions, without a copy where all are one head."""
+    """Return the heads of x [b h s d] at these positions; a view if all are the same head."""
     if len(positions) > 1 and len(set(positions)) == 1:
         return x.narrow(1, positions[0], 1).expand(-1, len(positions), -1, -1)
     return picked(x, 1, positions)
 
 
 def picked(x: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
-    """These positions of a dim, without a copy where they are neighbours."""
+    """Return x at these positions of a dim; a view if they are consecutive."""
     parts = [x.narrow(dim, start, num) for start, num in _runs(positions)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _placed(x: Tensor, total: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
-    """``total`` with x added at these positions of a dim, of which one may occur twice."""
+def _add_at(x: Tensor, total: Tensor, dim: int, positions: Sequence[int]) -> Tensor:
+    """Add x to ``total`` in place at these positions of a dim, which may repeat; return it."""
     at = 0
     for start, num in _runs(positions):
         total.narrow(dim, start, num).add_(x.narrow(dim, at, num))
@@ -133,8 +133,8 @@ def _placed(x: Tensor, total: Tensor, dim: int, positions: Sequence[int]) -> Ten
 
 
 def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
-    """The first position and the length of each run of neighbours; one empty run if there are
-    no positions."""
+    """Return the first position and the length of each run of consecutive positions; one empty run
+    if there are no positions."""
     runs = list[tuple[int, int]]()
     for position in positions:
         if runs and position == sum(runs[-1]):
@@ -148,14 +148,15 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def zeros(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The result of a rank without elements: its shard is empty, its part of a sum is 0."""
+    """Return the result of a rank without elements: an empty shard, or a part of a sum that is
+    0."""
     return x.new_zeros(tuple(shape), dtype=dtype)
 
 
 def many_zeros(
     x: Tensor, shapes: Sequence[Sequence[int] | None], dtypes: Sequence[torch.dtype]
 ) -> tuple[Tensor | None, ...]:
-    """The same for an op with several results; None for a result that it does not return."""
+    """Return `zeros` for each result of an op; None for a result that the op does not return."""
     return tuple(
         None if shape is None else zeros(x, shape, dtype)
         for shape, dtype in zip(shapes, dtypes, strict=True)
@@ -163,7 +164,8 @@ def many_zeros(
 
 
 def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
-    """The result without images, input or output channels: the bias alone."""
+    """Return the result of a convolution without images, input channels or output channels: the
+    bias, or zeros."""
     y = x.new_zeros(tuple(shape))
     return y if bias is None else y + bias.view(1, -1, *(1 for _ in shape[2:]))
 
@@ -171,8 +173,8 @@ def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> T
 def empty_convolution_backward(
     grad: Tensor, shapes: Sequence[Sequence[int] | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradients without images, input or output channels: the bias's gradient needs no
-    input."""
+    """Return the gradients of a convolution without images, input channels or output channels: all
+    are zeros but the gradient of the bias, which does not depend on the input."""
     x, weight, bias = shapes
     dims = [d for d in range(grad.dim()) if d != 1]
     return (
@@ -183,12 +185,13 @@ def empty_convolution_backward(
 
 
 def contiguously(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """For kernels that read storage in order despite the strides, and are silently wrong."""
+    """Call an op with contiguous tensors, for kernels that silently ignore strides."""
     return op(*[a.contiguous() if isinstance(a, Tensor) else a for a in args], **kwargs)
 
 
 def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
-    """The local part of a mean: ``args`` request the sum. For 16 bits it is rounded once."""
+    """Return the rank's part of the mean of a loss. ``args`` request the sum of the loss. A 16-bit
+    result is rounded once."""
     dtype = _narrow_dtype(args)
     if dtype is None:
         return loss(*args) / count
@@ -196,29 +199,30 @@ def loss_over(loss: Callable[..., Tensor], count: int, *args: Any) -> Tensor:
 
 
 def first_over(loss: Callable[..., Any], count: int, *args: Any) -> tuple[Tensor, ...]:
-    """The same for a loss that returns its value first, and other results."""
+    """Do what `loss_over` does for an op that returns its loss first, then other results."""
     dtype = _narrow_dtype(args)
     if dtype is None:
-        value, *rest = loss(*args)
-        return (value / count, *rest)
-    value, *rest = loss(*map(_wide, args))
+        value, *others = loss(*args)
+        return (value / count, *others)
+    value, *others = loss(*map(_wide, args))
     return (
         (value / count).to(dtype),
-        *(x.to(dtype) if x.dtype == value.dtype else x for x in rest),
+        *(x.to(dtype) if x.dtype == value.dtype else x for x in others),
     )
 
 
 def loss_backward_over(
     backward: Callable[..., Tensor], count: int, grad: Tensor, *args: Any
 ) -> Tensor:
-    """The gradient of a mean: ``args`` request that of the sum. For 16 bits it is rounded once."""
+    """Return the gradient of the mean of a loss. ``args`` request the gradient of the sum. A 16-bit
+    gradient is rounded once."""
     dtype = _narrow_dtype((grad, *args))
     if dtype is None:
         return backward(grad / count, *args)
     return backward(_wide(grad) / count, *map(_wide, args)).to(dtype)
 
 
-_flash_attention = flash_attention_for_cpu  # faster than its overload
+_flash_attention = flash_attention_for_cpu  # calling it is faster than calling the op's overload
 
 
 def flash_attention(
@@ -229,7 +233,7 @@ def flash_attention(
     attn_mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """The CPU's kernel, which is right for strides of 1 in the last dim only."""
+    """Call the CPU kernel of attention, which is right only if the last dim has stride 1."""
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
     return _flash_attention(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)
 
@@ -245,7 +249,7 @@ def flash_attention_backward(
     attn_mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its gradients, under the same condition."""
+    """Call the backward of the CPU kernel, which also needs a last dim of stride 1."""
     grad, q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, out))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=attn_mask, scale=scale
@@ -256,8 +260,8 @@ def flash_attention_backward(
 def attention_of_heads(
     op: Callable[..., Any], kv_heads: Sequence[int], q: Tensor, k: Tensor, v: Tensor, *args: Any
 ) -> Any:
-    """The attention op with these heads of k and v [b g s d]: one for each query head, or for as
-    many query heads each."""
+    """Call an attention op with these heads of k and v [b g s d]. Each of them serves the same
+    number of query heads."""
     return op(q, picked(k, 1, kv_heads), picked(v, 1, kv_heads), *args)
 
 
@@ -270,11 +274,11 @@ def attention_of_heads_backward(
     v: Tensor,
     *args: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `attention_of_heads`. Those of k and v are this rank's part of a sum, with 0
-    for the heads that it does not use."""
+    """Return the gradients of `attention_of_heads`. The gradients of k and v are the rank's parts
+    of sums, with 0 for the heads that it does not use."""
     dq, dk, dv = op(grad, q, picked(k, 1, kv_heads), picked(v, 1, kv_heads), *args)
     grads: list[Tensor] = []
     for x, dx in ((k, dk), (v, dv)):
         total = torch.zeros_like(x, dtype=accumulation_dtype(x.dtype))
-        grads.append(_placed(dx, total, 1, kv_heads).to(x.dtype))
+        grads.append(_add_at(dx, total, 1, kv_heads).to(x.dtype))
     return dq, grads[0], grads[1]

@@ -1,3 +1,3 @@
-"""Redistribution from one spec to another; `dt.topologies` is its file of that name."""
+"""Redistribution of a value from one spec to another, and its price."""
 
 from dtensor.sharding.redistribute import topologies as topologies

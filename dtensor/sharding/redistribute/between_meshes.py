@@ -1,7 +1,4 @@
-"""Transfer: which blocks go from which rank to which, between two specs on two meshes.
-
-    here = StoredTensor.of("x", parse("f32[8@tp,4]", Mesh(tp=2)), (0, 1), (0, 1))
-    plan_transfer(here, StoredTensor.of("y", parse("f32[8@x,4]", Mesh(x=4)), range(4), range(4)))
+"""`TransferPlan`: which blocks of one value go from which rank to which, between two meshes.
 
     transfer f32[8@tp,4] on mesh(tp=2) -> f32[8@x,4] on mesh(x=4)
       rank 0 keeps   [0:2,:]
@@ -10,16 +7,8 @@
     * rank 1 -> 3    [6:8,:]     32 bytes
       96 bytes sent, at most 64 by one rank
 
-The meshes may differ in size, names and shape. Each axis cuts a dim into disjoint index sets, so
-the source's distinct shards are disjoint boxes that fill the tensor; a target's shard is filled by
-its intersections with them. What a rank already holds, where both meshes live on one set of ranks,
-it keeps. Of several ranks that hold a piece, the one that sends the least so far gives it, and of
-equals the target's own number picks (target rank modulo the number of holders), so that replicas
-share the work; the same specs give the same pieces. sync_plan.py plans many values together.
-
-A pending source must be reduced first. A pending target takes the value at coordinate 0 and what
-adds nothing elsewhere (sum, softmax), or the value everywhere (max, min). Nothing runs here:
-runtime/transfer/between_meshes.py makes a program of it.
+A target's shard is filled from its intersections with the distinct shards of the source, which are
+disjoint boxes. sync_plan.py plans many values; runtime/transfer/between_meshes.py runs the plan.
 """
 
 from __future__ import annotations
@@ -41,10 +30,10 @@ from dtensor.sharding.spec.stored import StoredTensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of the global tensor that ``source_rank`` has and ``target_rank`` is to hold.
+    """A block of the global tensor that ``source_rank`` holds and ``target_rank`` needs.
 
-    Ranks are numbers in the cluster that hosts both meshes. Where they are equal the block stays
-    on its rank and no byte is sent; it is not so where the meshes' ranks are distinct.
+    Ranks are numbers in a cluster. If they are equal and both meshes are on one cluster, the block
+    stays on its rank and ``bytes_sent`` is 0.
     """
 
     source_rank: int
@@ -55,10 +44,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """The pieces, by target rank, then source rank.
+    """The pieces that move one value, sorted by target rank, then source rank.
 
-    ``here``: the value as it is stored, ``there``: as it is to be; ``distinct``: the two meshes
-    live on different clusters, so that equal numbers are different ranks.
+    ``here``: the present place of the value; ``there``: its new place. ``distinct``: the two meshes
+    are on different clusters, so that equal numbers are different ranks.
     """
 
     here: StoredTensor
@@ -76,12 +65,13 @@ class TransferPlan:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that go from one rank to another, all ranks together."""
+        """The bytes that all ranks together send to other ranks."""
         return sum(piece.bytes_sent for piece in self.pieces)
 
     @property
     def bytes_by_pair(self) -> dict[tuple[int, int], int]:
-        """(source rank, target rank) to bytes, of the pairs that communicate."""
+        """The bytes that each pair (source rank, target rank) sends, without pairs that send
+        nothing."""
         bytes_of: defaultdict[tuple[int, int], int] = defaultdict(int)
         for piece in self.pieces:
             if piece.bytes_sent:
@@ -89,11 +79,9 @@ class TransferPlan:
         return dict(sorted(bytes_of.items()))
 
     def seconds(self, topology: Topology) -> float:
-        """The price: the busiest rank's messages and bytes, in or out, one after the other.
-
-        A transfer runs along no axis of either mesh, so the slowest axis that a topology names is
-        what counts.
-        """
+        """Return the predicted seconds: those of the busiest rank, which sends or receives its
+        messages one after the other. Each message is priced by the slowest axis of the two meshes,
+        because a transfer does not run along one axis."""
         messages = ((*pair, sent) for pair, sent in self.bytes_by_pair.items())
         return busiest_seconds(messages, topology, (self.source.mesh, self.target.mesh))
 
@@ -122,7 +110,7 @@ class TransferPlan:
         )
 
     def stays(self, piece: Piece) -> bool:
-        """Whether its rank has it already."""
+        """Return whether the target rank of the piece has it already."""
         return not self.distinct and piece.source_rank == piece.target_rank
 
 
@@ -133,13 +121,19 @@ def plan_transfer(
     distinct: bool = False,
     sent: dict[int, int] | None = None,
 ) -> TransferPlan:
-    """The cheapest way of one value from where it is to where it is to be.
+    """Return the plan that moves a value from ``here`` to ``there``; equal arguments give equal
+    plans.
+
+    A rank keeps what it holds already. If several ranks hold a piece, the one that has sent the
+    fewest bytes sends it; ties are broken by the target's rank, so that replicas share the work.
+    A pending target gets the value at coordinate 0 and the identity elsewhere (sum, softmax), or
+    the value everywhere (max, min).
 
     Args:
-        distinct: the meshes live on different clusters; nothing is kept.
-        sent: by the cluster's rank, the bytes that it sends of other values; these are added.
+        distinct: the meshes are on different clusters, so that no rank keeps anything.
+        sent: the bytes that each rank of the cluster sends of other values; updated.
 
-    Raises PlanningError for specs of different tensors, and for a pending source.
+    Raises PlanningError if the specs differ in shape or dtype, and if the source is pending.
     """
     source, target = here.spec, there.spec
     if source.shape != target.shape or source.dtype != target.dtype:
@@ -161,8 +155,9 @@ def plan_transfer(
 def busiest_seconds(
     messages: Iterable[tuple[int, int, int]], topology: Topology, meshes: Sequence[Mesh]
 ) -> float:
-    """Messages (source rank, target rank, bytes), of one rank one after the other, in or out."""
-    latency, bandwidth = _slowest(topology, meshes)
+    """Return the seconds of the busiest rank, which sends or receives its messages one after the
+    other. ``messages``: (source rank, target rank, bytes)."""
+    latency, bandwidth = _slowest_axis(topology, meshes)
     out: defaultdict[int, float] = defaultdict(float)
     into: defaultdict[int, float] = defaultdict(float)
     for source, target, nbytes in messages:
@@ -172,7 +167,7 @@ def busiest_seconds(
 
 
 def holders_of(spec: TensorSpec) -> tuple[int, ...]:
-    """The ranks of the mesh that hold the value: those on its part (``spec.on``)."""
+    """Return the ranks of the mesh that hold the value: those in the part ``spec.on``."""
     mesh = spec.mesh
     if not spec.on:
         return tuple(range(mesh.size))
@@ -184,15 +179,16 @@ def holders_of(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def box_of(spec: TensorSpec, rank: int) -> Where:
-    """What the rank holds of the global tensor."""
+    """Return the global indices that the rank holds."""
     return held(spec, spec.mesh.coordinates(rank))
 
 
 def is_neutral(spec: TensorSpec, rank: int) -> bool:
-    """Whether the rank holds what adds nothing to a pending value: away from coordinate 0."""
-    here = spec.mesh.coordinates(rank)
+    """Return whether the rank's shard of a pending value is the identity of the reduction, as it is
+    away from coordinate 0."""
+    coordinates = spec.mesh.coordinates(rank)
     return any(
-        isinstance(p, Partial) and REDUCTIONS[p.op].identity is not None and here[axis] > 0
+        isinstance(p, Partial) and REDUCTIONS[p.op].identity is not None and coordinates[axis] > 0
         for axis, p in spec.sharding.items()
     )
 
@@ -206,8 +202,8 @@ def _pieces(
     holders: dict[Where, list[int]] = {}
     for rank, number in here.numbers.items():
         holders.setdefault(here.where(rank), []).append(number)
-    in_order: list[Piece] = []
-    for rank, own in there.numbers.items():
+    all_pieces: list[Piece] = []
+    for rank, target in there.numbers.items():
         if is_neutral(there.spec, rank):
             continue
         wanted = there.where(rank)
@@ -217,22 +213,24 @@ def _pieces(
             count = math.prod(shape_of(ranges))
             if count == 0:
                 continue
-            if not distinct and own in owners:
-                pieces.append(Piece(own, own, ranges, 0))
+            if not distinct and target in owners:
+                pieces.append(Piece(target, target, ranges, 0))
                 continue
-            turned = owners[rank % len(owners) :] + owners[: rank % len(owners)]
-            sender = min(turned, key=lambda owner: sent.get(owner, 0))
+            rotated = owners[rank % len(owners) :] + owners[: rank % len(owners)]
+            sender = min(rotated, key=lambda owner: sent.get(owner, 0))
             nbytes = count * here.spec.dtype.itemsize
             sent[sender] = sent.get(sender, 0) + nbytes
-            pieces.append(Piece(sender, own, ranges, nbytes))
-        in_order += sorted(pieces, key=lambda piece: (piece.source_rank, piece.ranges))
-    return in_order
+            pieces.append(Piece(sender, target, ranges, nbytes))
+        all_pieces += sorted(pieces, key=lambda piece: (piece.source_rank, piece.ranges))
+    return all_pieces
 
 
-def _slowest(topology: Topology, meshes: Sequence[Mesh]) -> tuple[float, float]:
+def _slowest_axis(topology: Topology, meshes: Sequence[Mesh]) -> tuple[float, float]:
+    """Return the largest latency and the smallest bandwidth that the topology states for an axis
+    of the meshes."""
     axes = sorted({axis for mesh in meshes for axis in mesh.axes})
-    latencies = [topology.latency_of(a) for a in axes if _known(topology.latency, a)]
-    bandwidths = [topology.bandwidth_of(a) for a in axes if _known(topology.bandwidth, a)]
+    latencies = [topology.latency_of(a) for a in axes if _is_stated(topology.latency, a)]
+    bandwidths = [topology.bandwidth_of(a) for a in axes if _is_stated(topology.bandwidth, a)]
     if axes and not (latencies and bandwidths):
         raise PlanningError(
             f"the topology states no latency or no bandwidth for any of the axes {axes}; "
@@ -241,11 +239,12 @@ def _slowest(topology: Topology, meshes: Sequence[Mesh]) -> tuple[float, float]:
     return max(latencies, default=0.0), min(bandwidths, default=math.inf)
 
 
-def _known(value: object, axis: str) -> bool:
+def _is_stated(value: object, axis: str) -> bool:
     return not isinstance(value, dict) or axis in value
 
 
 def box_text(box: Where, shape: tuple[int, ...]) -> str:
+    """Return the text of a block of a tensor of ``shape``: ``[2:4,:]``."""
     parts: list[str] = []
     for intervals, size in zip(box, shape, strict=True):
         if intervals == ((0, size),):

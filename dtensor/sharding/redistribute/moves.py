@@ -1,28 +1,14 @@
-"""Redistribution: from one spec to another as a cheapest path of one-axis moves.
+"""Redistribution on one mesh: the cheapest path of moves, each on one axis.
 
     moves("f32[8@tp,16]" -> "f32[8,16@tp]")   ==  all_to_all on tp
-    moves("f32[8,16]{sum@tp}" -> "f32[8,16]") ==  all_reduce on tp
-
-A move changes the placement on one axis. Because each placement maps to an index set on the global
-dim whatever the other axes do, any axis can be changed alone:
 
     Shard -> Replicate   all_gather         Partial -> Replicate   all_reduce
     Shard -> Shard'      all_to_all         Partial -> Shard       reduce_scatter
-    Replicate -> Shard   slice (free)       Replicate -> Partial   fill (rank 0 keeps; free)
+    Replicate -> Shard   slice (free)       Replicate -> Partial   fill (free)
 
-A pending value is filled with its reduction's identity; a reduction without one, such as a maximum,
-cannot be made from a whole value. The last dim of a value that is pending under a reduction with a
-unit is never split.
-
-`bytes_sent` counts the bytes of the rank that sends most: (n-1)/n of the value for all_gather and
-reduce_scatter, twice that for all_reduce, and the blocks that change ranks for all_to_all. The path
-is found by Dijkstra's algorithm over the shardings that mix both ends' placements. Where two axes
-or more change, or shards are very uneven, a path through further shardings may be cheaper: a value
-pending over a and b is scattered over a, reduced over b and gathered over a; `12@a,5@b` becomes
-`12@b,5@a` by way of `12@(b,a),5`. As it has more collectives, it must save `WORTH` of the price; as
-the shardings are many, the search ends after `MAX_EXPANDED`, which on three axes may miss one. Axes
-on which both ends agree do not change. tests/sharding/redistribution_search.py compares with a
-search over all shardings of many families. This file runs nothing.
+Any axis can change alone, because the index sets of a placement do not depend on the other axes.
+A fill keeps the value on rank 0 and puts the reduction's identity on the other ranks; a reduction
+without identity (max) has no fill. Axes on which both specs agree do not change.
 """
 
 from __future__ import annotations
@@ -57,17 +43,19 @@ from dtensor.sharding.spec.spec import TensorSpec
 MoveKind = str
 """A name in `MOVES`: of a collective, or of a move without messages."""
 WORTH = 0.01
-"""The part of the price that a path through further shardings must save."""
+"""The fraction of the price that a path through intermediate shardings must save, because it has
+more collectives."""
 MAX_EXPANDED = 100
-"""Most shardings that a search for such a path visits: on two axes this is nearly all."""
+"""The maximum number of shardings that a search through intermediate shardings visits. This covers
+nearly all shardings of two axes; on three axes the search may miss the best path."""
 _TIE = 1e-13
-"""Seconds a move: of paths that cost the same, the one with fewer moves."""
+"""Seconds added for each move, so that of paths with equal price the shorter one is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One move of a redistribution: ``src`` and ``dst`` differ on ``axis`` alone; a reduction may
-    have a result of a wider dtype (plan/precision.py)."""
+    """One move of a redistribution: ``src`` and ``dst`` differ only on ``axis``. The result of a
+    reduction may have a wider dtype (plan/precision.py)."""
 
     kind: MoveKind
     axis: str
@@ -81,18 +69,20 @@ class Move:
 
     @property
     def reduces(self) -> bool:
-        """Whether it is a collective that folds."""
+        """Whether the move is a collective that reduces."""
         return self.kind in COLLECTIVES and COLLECTIVES[self.kind].reduces
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that the rank which sends most sends."""
+        """The bytes that the rank which sends most sends: (n-1)/n of the value for all_gather and
+        reduce_scatter, twice that for all_reduce, the blocks that change ranks for all_to_all."""
         return _bytes_sent(self)
 
     def seconds(self, topology: Topology) -> float:
+        """Return the price of the move."""
         num = self.src.mesh.axis_size(self.axis)
         if self.kind in FREE_KINDS:
-            # not communication, but the copy has a cost, which decides ties
+            # nothing is sent, but the price of a local copy decides ties
             moved = self.dst.max_local_nbytes if MOVES[self.kind].copies else 0
             return topology.compute_seconds(flops=0, bytes_moved=moved)
         return topology.collective_seconds(
@@ -100,18 +90,18 @@ class Move:
         )
 
 
-@lru_cache(maxsize=1 << 13)  # searches between other ends come by the same shardings
+@lru_cache(maxsize=1 << 13)  # searches between different specs meet the same moves
 def _bytes_sent(move: Move) -> int:
     sends = MOVES[move.kind].sends
     if sends is None:
         return 0
-    if _alike_on_all_ranks(move):
+    if _all_ranks_send_equally(move):
         return sends(move, dict.fromkeys(move.src.mesh.axes, 0))
-    return max(sends(move, at) for at in _ranks_that_differ(move))
+    return max(sends(move, at) for at in _coordinates_to_compare(move))
 
 
 def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
-    """The kind of the one-axis move, or None if there is no such move."""
+    """Return the kind of a move between two placements on one axis; None if there is none."""
     if isinstance(dst, Partial) and REDUCTIONS[dst.op].identity is None:
         return None
     return _BETWEEN.get((type(src), type(dst)))
@@ -120,10 +110,16 @@ def move_kind(src: Placement, dst: Placement) -> MoveKind | None:
 def moves(
     src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool = False
 ) -> tuple[Move, ...]:
-    """The cheapest path of moves; () where nothing changes. PlanningError where there is none.
+    """Return the cheapest path of moves; () if the specs are equal.
 
-    ``whole``: through placements of both ends and Replicate alone, so that an all_reduce stays one
-    move, for example if several values share it in a bucket. It takes a hundredth of the time.
+    If several axes change, or shards are uneven, the search also tries intermediate shardings: a
+    value pending over a and b is scattered over a, reduced over b and gathered over a; `12@a,5@b`
+    becomes `12@b,5@a` by way of `12@(b,a),5`. tests/sharding/redistribution_search.py compares the
+    result with a search over all shardings.
+
+    ``whole``: use only the placements of both specs and Replicate, which is a hundred times faster.
+    An all_reduce then stays one move, which several values can share in a bucket.
+    Raises PlanningError if there is no path.
     """
     path = _path(src, dst, topology, whole)
     if path is None:
@@ -132,7 +128,7 @@ def moves(
 
 
 def seconds(src: TensorSpec, dst: TensorSpec, topology: Topology, *, whole: bool = False) -> float:
-    """The price of the cheapest path, as in `moves`; infinity where there is none."""
+    """Return the price of the cheapest path, as in `moves`; infinity if there is no path."""
     path = _path(src, dst, topology, whole)
     return math.inf if path is None else _price(path, topology)
 
@@ -143,22 +139,23 @@ def _path(
 ) -> tuple[Move, ...] | None:
     if src.shape != dst.shape or src.dtype != dst.dtype or src.mesh != dst.mesh:
         raise PlanningError(f"{src} and {dst} are not two shardings of one value")
-    plain = _search(src, dst, topology)
-    changing = sum(p != q for p, q in zip(src.placements, dst.placements, strict=True))
-    if plain is None or whole or (changing < 2 and _unevenness(src) < 1.5):
-        return plain
-    price = _price(plain, topology)
-    if price - _least_latency(src, dst, topology) < WORTH * price:
-        return plain
-    return _search(src, dst, topology, below=(1 - WORTH) * price) or plain
+    direct = _search(src, dst, topology)
+    num_changed = sum(p != q for p, q in zip(src.placements, dst.placements, strict=True))
+    if direct is None or whole or (num_changed < 2 and _unevenness(src) < 1.5):
+        return direct
+    price = _price(direct, topology)
+    if price - _min_latency(src, dst, topology) < WORTH * price:
+        return direct
+    return _search(src, dst, topology, below=(1 - WORTH) * price) or direct
 
 
 def _price(path: Sequence[Move], topology: Topology) -> float:
     return sum(move.seconds(topology) for move in path)
 
 
-def _least_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> float:
-    """A lower bound of each path's latency: of the collectives that each axis needs alone."""
+def _min_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> float:
+    """Return a lower bound of the latency of every path: the sum over the axes of the latency of
+    the collective that each axis needs at least."""
     total = 0.0
     for axis, before, after in zip(src.mesh.axes, src.placements, dst.placements, strict=True):
         num = src.mesh.axis_size(axis)
@@ -174,52 +171,53 @@ def _least_latency(src: TensorSpec, dst: TensorSpec, topology: Topology) -> floa
 def _search(
     src: TensorSpec, dst: TensorSpec, topology: Topology, *, below: float | None = None
 ) -> tuple[Move, ...] | None:
-    """Dijkstra's algorithm over the placements of both ends and Replicate.
+    """Return the cheapest path by Dijkstra's algorithm over the placements of both ends and
+    Replicate; None if there is none.
 
-    ``below``: over further shardings too, for a path that is cheaper than this.
+    ``below``: search intermediate shardings too, for a path with a lower price than this.
     """
     choices = [_choices(src.placement(axis), dst.placement(axis)) for axis in src.mesh.axes]
     tie = itertools.count()
     queue: list[tuple[float, int, TensorSpec, tuple[Move, ...]]] = [(0.0, next(tie), src, ())]
-    done: set[tuple[Placement, ...]] = set()
+    visited: set[tuple[Placement, ...]] = set()
     while queue:
-        cost, _, here, path = heapq.heappop(queue)
-        if here.placements == dst.placements:
+        cost, _, spec, path = heapq.heappop(queue)
+        if spec.placements == dst.placements:
             return path
-        if here.placements in done:
+        if spec.placements in visited:
             continue
-        if below is not None and len(done) == MAX_EXPANDED:
+        if below is not None and len(visited) == MAX_EXPANDED:
             return None
-        done.add(here.placements)
+        visited.add(spec.placements)
         for axis, options in zip(src.mesh.axes, choices, strict=True):
             if below is not None and len(options) > 1:
-                options = tuple(dict.fromkeys((*options, *_further(here, (src, dst), axis))))
+                options = tuple(dict.fromkeys((*options, *_intermediate(spec, (src, dst), axis))))
             for option in options:
-                move = _one_move(here, axis, option)
-                if move is not None and move.dst.placements not in done:
+                move = _move(spec, axis, option)
+                if move is not None and move.dst.placements not in visited:
                     price = cost + move.seconds(topology) + _TIE
-                    rest = 0.0 if below is None else _least_latency(move.dst, dst, topology)
-                    if below is None or price + rest < below:
+                    remaining = 0.0 if below is None else _min_latency(move.dst, dst, topology)
+                    if below is None or price + remaining < below:
                         heapq.heappush(queue, (price, next(tie), move.dst, (*path, move)))
     return None
 
 
-def _further(
-    here: TensorSpec, ends: tuple[TensorSpec, TensorSpec], axis: str
+def _intermediate(
+    current: TensorSpec, ends: tuple[TensorSpec, TensorSpec], axis: str
 ) -> tuple[Placement, ...]:
-    """Possible intermediate placements of an axis: each dim, within the pieces that other axes cut.
+    """Return possible intermediate placements on an axis: for each dim, a split of the pieces that
+    the other axes cut in ``current`` or in one of the ends.
 
-    Those pieces are of ``here`` or of one of the ends, so that a move on another axis leaves this
-    axis's pieces in place. The virtual axis of microbatches runs in time: nothing is scattered over
-    it.
+    With these pieces, a later move on another axis can leave the pieces of this axis in place. The
+    virtual axis of microbatches has none, because it runs in time.
     """
     if axis == MICROBATCH_AXIS or ends[0].mesh.axis_size(axis) == 1:
         return ()
     placements: dict[Placement, None] = {}
-    for dim, size in enumerate(here.shape):
+    for dim, size in enumerate(current.shape):
         if size == 0:
             continue
-        cuts = [spec.cuts(dim, but=axis) for spec in (here, *ends)]
+        cuts = [spec.cuts(dim, but=axis) for spec in (current, *ends)]
         for majors in (*cuts, cuts[1] + cuts[2]):
             placements[counted(Shard(dim, pieces(majors, size)), size)] = None
     return tuple(placements)
@@ -230,52 +228,52 @@ def _choices(src: Placement, dst: Placement) -> tuple[Placement, ...]:
 
 
 @lru_cache(maxsize=1 << 13)
-def _one_move(here: TensorSpec, axis: str, option: Placement) -> Move | None:
-    current = here.placement(axis)
+def _move(spec: TensorSpec, axis: str, option: Placement) -> Move | None:
+    """Return the move of ``spec`` to the placement ``option`` on an axis; None if there is none."""
+    current = spec.placement(axis)
     if option == current:
         return None
-    num = here.mesh.axis_size(axis)
+    num = spec.mesh.axis_size(axis)
     kind: MoveKind | None = move_kind(current, option)
-    if isinstance(current, Shard) and same(current, option, here.shape, num):
+    if isinstance(current, Shard) and same(current, option, spec.shape, num):
         kind = "relabel"
     if kind is None:
         return None
     if isinstance(option, Partial) and any(
-        isinstance(p, Partial) and p.op != option.op for p in here.placements
+        isinstance(p, Partial) and p.op != option.op for p in spec.placements
     ):
-        return None  # a value is not pending in two ways at once
-    if splits_rows(len(here.shape), (option, *here.placements)):
+        return None  # a value cannot be pending under two reductions
+    if splits_rows(len(spec.shape), (option, *spec.placements)):
         return None
-    return Move(kind, axis, here, here.with_placements(**{axis: option}))
+    return Move(kind, axis, spec, spec.with_placements(**{axis: option}))
 
 
-def _held(spec: TensorSpec, here: Mapping[str, int]) -> int:
-    """The elements of a rank's shard."""
-    return math.prod(length(spec.intervals(dim, here)) for dim in range(len(spec.shape)))
+def _num_local_elements(spec: TensorSpec, at: Mapping[str, int]) -> int:
+    return math.prod(length(spec.intervals(dim, at)) for dim in range(len(spec.shape)))
 
 
-def _sent_by_gather(move: Move, here: Mapping[str, int]) -> int:
-    nbytes = _held(move.src, here) * move.src.dtype.itemsize
+def _sent_by_gather(move: Move, at: Mapping[str, int]) -> int:
+    nbytes = _num_local_elements(move.src, at) * move.src.dtype.itemsize
     return sent_bytes("all_gather", nbytes, move.src.mesh.axis_size(move.axis))
 
 
-def _sent_by_reduction(move: Move, here: Mapping[str, int]) -> int:
-    """Bytes sent in a reduction; its result may be gathered in a wider dtype."""
-    each = move.src.dtype.itemsize + move.dst.dtype.itemsize
-    return sent_bytes(
-        "reduce_scatter", _held(move.src, here) * each, move.src.mesh.axis_size(move.axis)
-    )
+def _sent_by_reduction(move: Move, at: Mapping[str, int]) -> int:
+    """Return the bytes that a rank sends in an all_reduce: it scatters the source's dtype, then
+    gathers the result's, which may be wider."""
+    itemsizes = move.src.dtype.itemsize + move.dst.dtype.itemsize
+    nbytes = _num_local_elements(move.src, at) * itemsizes
+    return sent_bytes("reduce_scatter", nbytes, move.src.mesh.axis_size(move.axis))
 
 
-def _sent_by_exchange(move: Move, here: Mapping[str, int]) -> int:
-    """Bytes of the blocks that change ranks."""
-    cut = _dims(move)
+def _sent_by_exchange(move: Move, at: Mapping[str, int]) -> int:
+    """Return the bytes of the rank's elements that it does not keep."""
+    cut_dims = _cut_dims(move)
     held = kept = 1
     for dim in range(len(move.src.shape)):
-        intervals = move.src.intervals(dim, here)
+        intervals = move.src.intervals(dim, at)
         held *= length(intervals)
-        if dim in cut:
-            intervals = intersect(intervals, move.dst.intervals(dim, here))
+        if dim in cut_dims:
+            intervals = intersect(intervals, move.dst.intervals(dim, at))
         kept *= length(intervals)
     return (held - kept) * move.src.dtype.itemsize
 
@@ -284,10 +282,10 @@ def _sent_by_exchange(move: Move, here: Mapping[str, int]) -> int:
 class MoveType:
     """A kind of move.
 
-    ``between``: the placements on its axis before and after, None if these do not determine it.
-    ``suffix``: of the result's name. ``sends``: the bytes that the rank at some coordinates sends;
-    None: none sends any, as it is no collective. ``copies``: whether a rank makes its result, if it
-    sends nothing.
+    ``suffix``: of the result's name. ``between``: the classes of the placements before and after,
+    None if they do not determine the kind. ``sends``: returns the bytes that the rank at some
+    coordinates sends; None if the move is not a collective. ``copies``: whether a move that is not
+    a collective copies memory.
     """
 
     suffix: str
@@ -309,13 +307,16 @@ MOVES: dict[MoveKind, MoveType] = {
     "fill": MoveType(suffix="pending", between=(Replicate, Partial)),
     "relabel": MoveType(suffix="same", between=None, copies=False),
 }
-"""Kinds of moves by name; those with messages are in `COLLECTIVES`."""
-FREE_KINDS = tuple(kind for kind, what in MOVES.items() if what.sends is None)
-_BETWEEN = {what.between: kind for kind, what in MOVES.items() if what.between is not None}
+"""The kinds of moves by name. The kinds that send messages are also in `COLLECTIVES`."""
+FREE_KINDS = tuple(kind for kind, move_type in MOVES.items() if move_type.sends is None)
+_BETWEEN = {
+    move_type.between: kind for kind, move_type in MOVES.items() if move_type.between is not None
+}
 
 
-def _alike_on_all_ranks(move: Move) -> bool:
-    """Whether all ranks send equally much: even shards, and no exchange within one dim."""
+def _all_ranks_send_equally(move: Move) -> bool:
+    """Return whether all ranks surely send the same number of bytes: all shards have equal sizes,
+    and the move is not an exchange within one dim."""
     src, dst = move.src.placement(move.axis), move.dst.placement(move.axis)
     if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim == dst.dim:
         return False
@@ -324,7 +325,7 @@ def _alike_on_all_ranks(move: Move) -> bool:
 
 @lru_cache(maxsize=1 << 13)
 def _unevenness(spec: TensorSpec) -> float:
-    """The bytes of the largest shard over those of an even one; 1 if all are equal."""
+    """Return the bytes of the largest shard over the mean bytes of a shard; 1 if all are equal."""
     parts = math.prod(
         spec.mesh.axis_size(axis)
         for axis, placement in spec.sharding.items()
@@ -333,19 +334,20 @@ def _unevenness(spec: TensorSpec) -> float:
     return spec.max_local_nbytes * parts / spec.nbytes if spec.nbytes else 1.0
 
 
-def _dims(move: Move) -> set[int]:
-    """The dims that the move's axis cuts, before or after it."""
+def _cut_dims(move: Move) -> set[int]:
+    """Return the dims that the move's axis cuts, before or after the move."""
     ends = move.src.placement(move.axis), move.dst.placement(move.axis)
     return {p.dim for p in ends if isinstance(p, Shard)}
 
 
-def _ranks_that_differ(move: Move) -> Iterator[dict[str, int]]:
-    """Coordinates on the axes that cut a dim which the move's axis cuts, before or after it.
+def _coordinates_to_compare(move: Move) -> Iterator[dict[str, int]]:
+    """Yield the coordinates of the ranks one of which sends most.
 
-    Along the other axes coordinate 0 has the largest shard, and so sends the most.
+    They vary on the axes that cut a dim which the move's axis cuts. On the other axes coordinate 0
+    has the largest shard, and so sends most.
     """
     mesh = move.src.mesh
-    dims = _dims(move)
+    dims = _cut_dims(move)
     axes = [
         axis
         for axis, placement in move.src.sharding.items()

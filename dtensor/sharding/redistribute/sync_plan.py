@@ -1,30 +1,14 @@
-"""Many named values between two meshes: the pieces of each, in few large messages.
+"""`SyncPlan`: the transfers of many named values between two meshes, in few large messages.
 
     sync = plan_sync("Net", {"weight": (here, there), "bias": (...)})
 
-    sync of Net: 2 values, mesh(dp=2, name="train") -> mesh(tp=2, name="play")
+Each value has a `TransferPlan` (between_meshes.py). Pieces are cut into blocks of at most
+``BUCKET_BYTES``; blocks of all values and dtypes from one rank to another are joined into messages
+of at most that size. runtime/transfer/between_meshes.py lowers the plan to a program.
 
-      bias     f32[4]      -> f32[4@tp]      0 -> 2 [0:2]      8 bytes
-                                             1 -> 3 [2:4]      8 bytes
-      ...
-
-    pair                messages   values    bytes
-    * rank 0 -> 2              1        2       40
-    ...
-
-Each value is a `TransferPlan` (between_meshes.py): a target's rank gets the elements that it lacks,
-each once, and keeps those that it holds already. Among replicas that could send, the one with the
-fewest bytes so far sends, the largest values first, so that no rank is the bottleneck.
-
-The data from one rank to another is cut into blocks of at most ``BUCKET_BYTES``, and blocks of any
-values and dtypes are joined into messages of at most that size: large, so that their latency does
-not count, and several, so that a rank fills the next while its partner empties the last.
-
-Invariants: the messages hold each piece that crosses ranks exactly once; within a message blocks
-are sorted by falling size of their elements, so that each is aligned for its dtype; messages are in
-an order that all ranks can follow: the first of each pair, then the second of each. The same specs
-give the same plan. This file runs nothing: runtime/transfer/between_meshes.py makes a program of
-the plan.
+Invariants: the messages hold each piece that is sent exactly once; the blocks of a message are
+sorted by falling itemsize, so that each is aligned; the messages are in an order that all ranks
+can follow: the first message of each pair, then the second of each; equal specs give equal plans.
 """
 
 from __future__ import annotations
@@ -47,13 +31,14 @@ from dtensor.sharding.spec.shards import Where, shape_of
 from dtensor.sharding.spec.stored import StoredTensor
 
 BUCKET_BYTES = 1 << 20
-"""Most bytes of a message between processes of one host: it is copied into shared memory and out
-again, and stays in a core's cache meanwhile (67 MB on 2 cores took half as long as in 8 MB)."""
+"""The maximum bytes of a message. Several messages let a rank fill one while its partner empties
+the one before. A message of this size stays in a core's cache while two processes of one host copy
+it through shared memory: 67 MB on 2 cores took half as long as in messages of 8 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block of the value ``label``, by global indices."""
+    """A block of the value ``label``, as global indices."""
 
     label: str
     ranges: Where
@@ -71,11 +56,12 @@ class SyncMessage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """The result of `sync_plan` and ``run.switch_plan``: the transfers between ranks of all values
-    of a model. It prints each value's pieces, and the messages of each pair of ranks.
+    """The transfers of all values of a model between two meshes, as `sync_plan` and
+    ``run.switch_plan`` return them. Prints the pieces of each value, and the messages of each pair
+    of ranks.
 
-    ``transfers``: each value's, by label; ``messages``: in the order in which they are sent;
-    ``topology``: the hardware of the price; ``what``: its name in text, "sync" or "transfer".
+    ``transfers``: by label of the value; ``messages``: in the order in which they are sent;
+    ``topology``: the hardware that prices the plan; ``what``: "sync" or "transfer", in text.
     """
 
     name: str
@@ -86,17 +72,17 @@ class SyncPlan:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent from one rank to another, all ranks together."""
+        """The bytes that all ranks together send to other ranks."""
         return sum(message.bytes_sent for message in self.messages)
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes that are not sent, since their target rank has them already."""
+        """The bytes that are not sent, because their target rank holds them already."""
         return sum(self._kept().values())
 
     @property
     def bytes_by_pair(self) -> dict[tuple[int, int], int]:
-        """(source rank, target rank) to bytes, of the pairs that communicate."""
+        """The bytes that each pair (source rank, target rank) sends."""
         bytes_of: defaultdict[tuple[int, int], int] = defaultdict(int)
         for message in self.messages:
             bytes_of[message.source_rank, message.target_rank] += message.bytes_sent
@@ -104,7 +90,8 @@ class SyncPlan:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the busiest rank: its messages, in or out, one after the other."""
+        """The predicted seconds of the busiest rank, which sends or receives its messages one after
+        the other."""
         sent = ((m.source_rank, m.target_rank, m.bytes_sent) for m in self.messages)
         return busiest_seconds(sent, self.topology, self._meshes())
 
@@ -163,6 +150,7 @@ class SyncPlan:
             yield f"  rank {rank} keeps", "", f"{sum(1 for _ in kept):,}", f"{nbytes:,}"
 
     def _kept(self) -> dict[int, int]:
+        """Return the bytes that each rank keeps, by rank."""
         bytes_of: defaultdict[int, int] = defaultdict(int)
         for plan in self.transfers.values():
             for piece in plan.pieces:
@@ -186,7 +174,8 @@ def plan_sync(
     topology: Topology | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SyncPlan:
-    """The transfers of each value from its present home to its new one.
+    """Return the plan that moves each value from its first place to its second. The largest values
+    are planned first, so that the senders have similar loads.
 
     Raises PlanningError as `plan_transfer` does.
     """
@@ -203,7 +192,7 @@ def of_transfers(
     topology: Topology | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> SyncPlan:
-    """Transfers among the ranks of one cluster, together."""
+    """Return the plan that joins these transfers among the ranks of one cluster."""
     return SyncPlan(
         name=name,
         transfers=dict(transfers),
@@ -215,7 +204,8 @@ def of_transfers(
 # -- messages --------------------------------------------------------------------------------------
 
 
-def _messages(transfers: Mapping[str, TransferPlan], most: int) -> list[SyncMessage]:
+def _messages(transfers: Mapping[str, TransferPlan], max_bytes: int) -> list[SyncMessage]:
+    """Return the messages of at most ``max_bytes`` in the order in which they are sent."""
     blocks: defaultdict[tuple[int, int], list[tuple[Block, int]]] = defaultdict(list)
     by_width = sorted(transfers, key=lambda label: -transfers[label].source.dtype.itemsize)
     for label in by_width:
@@ -225,55 +215,59 @@ def _messages(transfers: Mapping[str, TransferPlan], most: int) -> list[SyncMess
             if plan.stays(piece):
                 continue
             blocks_of_pair = blocks[piece.source_rank, piece.target_rank]
-            for ranges in _cut(piece.ranges, max(1, most // width)):
+            for ranges in _cut(piece.ranges, max(1, max_bytes // width)):
                 blocks_of_pair.append((Block(label, ranges), math.prod(shape_of(ranges)) * width))
     size = 1 + max((rank for pair in blocks for rank in pair), default=0)
     messages: list[tuple[tuple[int, int, int], SyncMessage]] = []
     for pair, blocks_of_pair in sorted(blocks.items()):
-        for turn, (together, nbytes) in enumerate(_filled(blocks_of_pair, most)):
-            # not all to the same rank first
+        for turn, (message_blocks, nbytes) in enumerate(_join(blocks_of_pair, max_bytes)):
+            # sorted by distance of the ranks, so that not all ranks send to rank 0 first
             place = (turn, (pair[1] - pair[0]) % size, pair[0])
-            messages.append((place, SyncMessage(*pair, together, nbytes)))
+            messages.append((place, SyncMessage(*pair, message_blocks, nbytes)))
     return [message for _, message in sorted(messages, key=lambda item: item[0])]
 
 
-def _filled(blocks: list[tuple[Block, int]], most: int) -> Iterator[tuple[tuple[Block, ...], int]]:
-    together: list[Block] = []
+def _join(
+    blocks: list[tuple[Block, int]], max_bytes: int
+) -> Iterator[tuple[tuple[Block, ...], int]]:
+    """Yield the blocks of each message, and its bytes."""
+    message_blocks: list[Block] = []
     total = 0
     for block, nbytes in blocks:
-        if together and total + nbytes > most:
-            yield tuple(together), total
-            together, total = [], 0
-        together.append(block)
+        if message_blocks and total + nbytes > max_bytes:
+            yield tuple(message_blocks), total
+            message_blocks, total = [], 0
+        message_blocks.append(block)
         total += nbytes
-    if together:
-        yield tuple(together), total
+    if message_blocks:
+        yield tuple(message_blocks), total
 
 
-def _cut(ranges: Where, most: int) -> Iterator[Where]:
-    """Blocks of at most so many elements, cut along the first dim that has more than one."""
-    if math.prod(shape_of(ranges)) <= most:
+def _cut(ranges: Where, max_elements: int) -> Iterator[Where]:
+    """Yield blocks of at most ``max_elements``, cut along the first dim of more than one index."""
+    if math.prod(shape_of(ranges)) <= max_elements:
         yield ranges
         return
     dim = next(i for i, intervals in enumerate(ranges) if length(intervals) > 1)
-    each = math.prod(shape_of(ranges[dim + 1 :]))
-    for run in _runs(ranges[dim], max(1, most // each)):
-        yield from _cut((*ranges[:dim], run, *ranges[dim + 1 :]), most)
+    elements_per_index = math.prod(shape_of(ranges[dim + 1 :]))
+    for run in _cut_intervals(ranges[dim], max(1, max_elements // elements_per_index)):
+        yield from _cut((*ranges[:dim], run, *ranges[dim + 1 :]), max_elements)
 
 
-def _runs(intervals: Intervals, most: int) -> Iterator[Intervals]:
-    run: list[tuple[int, int]] = []
-    room = most
+def _cut_intervals(intervals: Intervals, max_length: int) -> Iterator[Intervals]:
+    """Yield consecutive parts of the intervals with at most ``max_length`` indices each."""
+    part: list[tuple[int, int]] = []
+    room = max_length
     for lo, hi in intervals:
         while lo < hi:
             num = min(room, hi - lo)
-            run.append((lo, lo + num))
+            part.append((lo, lo + num))
             lo, room = lo + num, room - num
             if not room:
-                yield tuple(run)
-                run, room = [], most
-    if run:
-        yield tuple(run)
+                yield tuple(part)
+                part, room = [], max_length
+    if part:
+        yield tuple(part)
 
 
 # -- text ------------------------------------------------------------------------------------------
@@ -283,8 +277,8 @@ def _keeps(plan: TransferPlan, rank: int) -> bool:
     return any(plan.stays(piece) and piece.target_rank == rank for piece in plan.pieces)
 
 
-def _count(num: int, what: str) -> str:
-    return f"{num:,} {what}{'s' * (num != 1)}"
+def _count(num: int, noun: str) -> str:
+    return f"{num:,} {noun}{'s' * (num != 1)}"
 
 
 def _aligned(rows: list[tuple[str, ...]], sides: str) -> list[str]:

@@ -1,18 +1,14 @@
-"""Hardware by name: what plans are priced with, from datasheets.
+"""Topologies of known hardware, which price plans: `h100`, `a100` and `laptop`.
 
-    dt.topologies.h100()                                          # ranks of one host
-    dt.topologies.h100(nvlink=("tp",), infiniband=("dp", "pp"))   # by axis
+    dt.topologies.h100()                                          # all ranks on one host
+    dt.topologies.h100(nvlink=("tp",), infiniband=("dp", "pp"))   # the network of each axis
     dt.train_step(..., topology=dt.topologies.a100())
 
-FLOP and bytes of memory per second are 40 to 60% of the peaks that a datasheet states, about what
-large models reach. Messages are priced by NCCL's own model (its src/graph/tuning.cc) for what
-daft's transport uses: sends and receives over four channels a communicator, with the protocol
-Simple. No collective between GPUs has been measured.
-
-A host launches an op in 30 us and needs 160 us a step. The 30 us were fitted to one of three
-training steps measured on an H100, and predict the other two within 1.1
-(benchmarks/results/predictions.md); the 160 us are those of an empty run on Ray
-(benchmarks/results/control.md). To compare with what is measured, use `dt.calibrate`.
+FLOP/s and memory bandwidth are 40 to 60% of the datasheet's peaks, as large models reach. Messages
+are priced by NCCL's model (its src/graph/tuning.cc) for daft's transport: sends and receives over
+four channels, protocol Simple. No collective between GPUs has been measured. The 30 us to launch an
+op fit one of three steps measured on an H100 and predict the others within a factor of 1.1
+(benchmarks/results/predictions.md); 160 us is an empty step on Ray (benchmarks/results/control.md).
 """
 
 from __future__ import annotations
@@ -23,34 +19,37 @@ from dtensor.errors import PlanningError, check_kind
 from dtensor.sharding.redistribute.topology import H100, Topology
 
 _NETWORK_LATENCY = 22e-6
-"""NCCL's model: 8.4 us of a kernel and 14 us of a hop over a network."""
+"""Seconds of an exchange in NCCL's model: 8.4 us for the kernel, 14 us for a network hop."""
 
 
 def h100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topology:
-    """H100 SXM5 80 GB, dense bf16. NVIDIA's H100 datasheet (2023) states 989 TFLOP/s, 3.35 TB/s of
-    HBM3, NVLink 450 GB/s each way; a DGX H100 has a port of 400 Gb/s (NDR, 50 GB/s) for each GPU.
+    """Return the topology of H100 SXM5 GPUs with 80 GB, computing in dense bf16.
 
-    An exchange takes 12 us over NVLink (8.4 us of a kernel, 3.4 us of a hop); four channels carry
-    36.7 GB/s each. ``nvlink``, ``infiniband``: the axes along which ranks have the one or the
-    other; with neither, all are within one host. Raises PlanningError if an axis is stated twice.
+    NVIDIA's H100 datasheet (2023) states 989 TFLOP/s, 3.35 TB/s of HBM3, NVLink 450 GB/s each way.
+    A DGX H100 has a port of 400 Gb/s (NDR, 50 GB/s) for each GPU. An exchange over NVLink takes
+    12 us (8.4 us for the kernel, 3.4 us for the hop); each of four channels carries 36.7 GB/s.
+
+    ``nvlink``, ``infiniband``: the axes whose ranks are connected by it. If both are empty, all
+    ranks are on one host. Raises PlanningError if an axis is stated twice.
     """
-    return _of_hosts(Topology(name=H100), "400G InfiniBand", 25e9, nvlink, infiniband)
+    return _with_networks(Topology(name=H100), "400G InfiniBand", 25e9, nvlink, infiniband)
 
 
 def a100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topology:
-    """A100 SXM4 80 GB, dense bf16. NVIDIA's A100 datasheet (2021) states 312 TFLOP/s, 2.04 TB/s of
-    HBM2e, NVLink 300 GB/s each way; a DGX A100 has a port of 200 Gb/s (HDR) for each GPU. Four
-    channels carry 20 GB/s each. The host's figures are the H100's.
+    """Return the topology of A100 SXM4 GPUs with 80 GB, computing in dense bf16.
 
-    ``nvlink``, ``infiniband`` and the error are as of `h100`.
+    NVIDIA's A100 datasheet (2021) states 312 TFLOP/s, 2.04 TB/s of HBM2e, NVLink 300 GB/s each way.
+    A DGX A100 has a port of 200 Gb/s (HDR) for each GPU. Each of four channels carries 20 GB/s. The
+    figures of the host, the arguments and the errors are those of `h100`.
     """
     name = "A100 SXM bf16, NVLink"
     host = Topology(bandwidth=80e9, flops=125e12, memory_bandwidth=1.2e12, name=name)
-    return _of_hosts(host, "200G InfiniBand", 12.5e9, nvlink, infiniband)
+    return _with_networks(host, "200G InfiniBand", 12.5e9, nvlink, infiniband)
 
 
 def laptop() -> Topology:
-    """Ray ranks on two shared cores of a CPU, float32: the medians of five `dt.calibrate`."""
+    """Return the topology of Ray ranks that share two CPU cores and compute in float32: the medians
+    of five runs of `dt.calibrate`."""
     return Topology(
         latency=9.2e-5,
         bandwidth=2.3e9,
@@ -66,13 +65,14 @@ def laptop() -> Topology:
     )
 
 
-def _of_hosts(
+def _with_networks(
     host: Topology, network: str, rate: float, nvlink: Sequence[str], infiniband: Sequence[str]
 ) -> Topology:
-    """``host`` where neither is stated, else its latency and bandwidth along ``nvlink`` alone."""
+    """Return ``host`` with its latency and bandwidth on the axes ``nvlink``, and those of the
+    network on the axes ``infiniband``; ``host`` itself if neither names an axis."""
     fix = 'dt.topologies.h100(nvlink=("tp",), infiniband=("dp",))'
-    for what, axes in (("nvlink", nvlink), ("infiniband", infiniband)):
-        check_kind(what, axes, tuple | list, "a tuple of axes", fix)
+    for argument, axes in (("nvlink", nvlink), ("infiniband", infiniband)):
+        check_kind(argument, axes, tuple | list, "a tuple of axes", fix)
     if both := set(nvlink) & set(infiniband):
         raise PlanningError(f"axis {min(both)!r} is stated twice; fix: {fix}")
     if not nvlink and not infiniband:

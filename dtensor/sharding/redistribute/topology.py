@@ -1,16 +1,14 @@
-"""Cost of communication and compute: the alpha-beta model and a roofline.
+"""`Topology`: the price of communication (alpha-beta model) and of compute (roofline).
 
     topology = Topology(latency=5e-6, bandwidth={"tp": 200e9, "dp": 50e9})
     topology.collective_seconds("all_reduce", "tp", num=4, bytes_sent=2**20)
-    sent_bytes("all_reduce", 2**20, 4)      # of the sum of four values of 1 MiB: 1.5 MiB
+    sent_bytes("all_reduce", 2**20, 4)      # to sum four values of 1 MiB, each rank sends 1.5 MiB
 
-Prices are those of daft's transports: in an exchange each rank sends to all others at once and
-receives from them. A collective that sends b bytes per rank takes exchanges * latency + b /
-bandwidth, with two exchanges for an all_reduce of more than two ranks and one for any other. A
-local op takes the larger of its FLOP over FLOP/s and its bytes over memory bandwidth (Williams,
-Waterman, Patterson 2009), and a fixed time beside. A GPU works while its host launches further
-ops: `launch_latency`; runtime/schedule/clock.py replays both. Contention is not modelled. A
-prediction is printed with the `title` of its hardware; topologies.py has some hardware by name.
+In an exchange each rank sends to all others at once. A collective that sends b bytes per rank takes
+exchanges * latency + b / bandwidth; an all_reduce of more than two ranks is two exchanges, any
+other collective one. A local op takes a fixed time and the larger of FLOP / (FLOP/s) and bytes /
+memory bandwidth (Williams, Waterman, Patterson 2009). runtime/schedule/clock.py replays a host
+that launches ops ahead of its GPU. Contention is not modelled.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ H100 = "H100 SXM bf16, NVLink"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """The hardware, in a few figures: the planner's prices. The defaults are
-    ``topologies.h100()``'s; `calibrate` measures the present hardware.
+    """A few figures of the hardware, with which the planner computes prices. The defaults are those
+    of ``topologies.h100()``; `calibrate` measures the present hardware.
 
     A collective takes the latency of its exchanges, and its bytes over the bandwidth of its axis.
-    An all_reduce of more than two ranks is two exchanges. Here 150 MB are sent over the slower
-    axis: two exchanges of 5 us, and 3 ms.
+    An all_reduce of more than two ranks is two exchanges. This one takes 10 us for two exchanges,
+    and 3 ms for 150 MB on the slower axis:
 
         >>> cluster = dt.Topology(latency=5e-6, bandwidth={"tp": 200e9, "dp": 50e9})
         >>> cluster.collective_seconds("all_reduce", "dp", num=4, bytes_sent=150e6)
@@ -42,9 +40,8 @@ class Topology:
         >>> cluster.collective_seconds("all_reduce", "tp", num=4, bytes_sent=150e6)
         0.00076
 
-    An op takes the longer of the times of its FLOP and its bytes: a large product the first, a sum
-    the second. The host's launches are counted beside them: a step takes the longer of the host
-    and the device, op by op.
+    An op takes the longer of the time for its FLOP, as for a large product, and the time for its
+    bytes, as for a sum. (The planner also counts the time in which the host launches the op.)
 
         >>> chip = dt.Topology(flops=400e12, memory_bandwidth=2e12)
         >>> chip.compute_seconds(flops=8e12, bytes_moved=1e9)
@@ -52,8 +49,8 @@ class Topology:
         >>> chip.compute_seconds(flops=1e9, bytes_moved=4e9)
         0.002
 
-    Hosts of eight GPUs: ``tp`` runs within a host, ``dp`` between them. If one figure is replaced,
-    the title of predictions says so.
+    In this cluster, ``tp`` runs within a host and ``dp`` between hosts. If a figure is replaced,
+    the title of predictions states it:
 
         >>> import dataclasses
         >>> hosts = dt.topologies.h100(nvlink=["tp"], infiniband=["dp"])
@@ -63,28 +60,27 @@ class Topology:
         'H100 SXM bf16, NVLink along tp, 400G InfiniBand along dp with memory_bytes as stated'
 
     Args:
-        latency: seconds per exchange. A number holds for every axis, a mapping names them; the
-            same for bandwidth.
+        latency: seconds per exchange: one number for all axes, or a mapping by axis; the same holds
+            for bandwidth.
         bandwidth: bytes per second that a rank sends along an axis.
         flops: FLOP per second of a rank.
         memory_bandwidth: bytes per second that a rank reads and writes.
-        memory_bytes: of a rank's device, which `compare` checks and the planner does not.
-        op_latency: seconds of any local op besides its work, on a CPU, which computes nothing while
-            it dispatches the op.
-        launch_latency: seconds in which the host of a GPU launches a local op (a view and an
-            update of a parameter too), while the GPU computes what was launched before. A
-            collective over n ranks counts as n ops, an all_reduce of more than two as 2n - 1.
-        step_latency: seconds of a step besides those of its ranks, such as the controller's call; a
-            prediction counts it.
-        attention_flops: FLOP per second of attention, whose kernels are slower than products; None:
-            the same.
-        update_bandwidth: bytes of parameters, gradients and optimizer state per second, each
-            counted when read and when written, however often the optimizer goes through them;
-            None: once, at memory_bandwidth.
-        name: of the hardware, which a plan prints with its predictions.
-        named: the figures to which the name belongs; it is set, not stated.
+        memory_bytes: memory of a rank's device; `compare` checks it, the planner does not.
+        op_latency: seconds that each local op takes besides its work, for a CPU, which computes
+            nothing while it dispatches the op.
+        launch_latency: seconds that the host of a GPU takes to launch a local op (also a view, or
+            an update of a parameter), while the GPU computes earlier ops. A collective over n ranks
+            counts as n ops, an all_reduce of more than two ranks as 2n - 1.
+        step_latency: seconds of a step that are not the ranks', such as the controller's call.
+        attention_flops: FLOP per second of attention, whose kernels are slower than products. None:
+            the same as ``flops``.
+        update_bandwidth: bytes of parameters, gradients and optimizer state that an optimizer step
+            processes per second, each counted once when read and once when written. None: the same
+            as ``memory_bandwidth``.
+        name: the name of the hardware, which a plan prints with its predictions.
+        named: the figures to which the name belongs; set automatically.
 
-    Raises PlanningError for a figure that is no number or out of range; when it is used, for an
+    Raises PlanningError if a figure is not a number or out of range, and when it is used for an
     axis that a mapping lacks.
     """
 
@@ -120,50 +116,51 @@ class Topology:
 
     @property
     def title(self) -> str:
-        """The hardware in words: its name, and the stated figures that replace its own."""
-        stood_for = self.named or tuple(figure.default for figure in _figures())
-        figures = {f.name: (getattr(self, f.name), of) for f, of in zip(_figures(), stood_for)}
-        changed = [name for name, (now, of) in figures.items() if now != of]
+        """The name of the hardware, followed by the names of the figures that were replaced."""
+        named = self.named or tuple(figure.default for figure in _figures())
+        figures = {f.name: (getattr(self, f.name), old) for f, old in zip(_figures(), named)}
+        changed = [name for name, (value, old) in figures.items() if value != old]
         if self.name is None and set(changed) >= _MAIN:
             return "hardware as stated"
         return (self.name or H100) + (f" with {', '.join(changed)} as stated" if changed else "")
 
     def latency_of(self, axis: str) -> float:
-        """Seconds per exchange along an axis."""
+        """Return the seconds of an exchange along an axis."""
         return _lookup(self.latency, axis, "latency")
 
     def bandwidth_of(self, axis: str) -> float:
-        """Bytes per second that a rank sends along an axis."""
+        """Return the bytes per second that a rank sends along an axis."""
         return _lookup(self.bandwidth, axis, "bandwidth")
 
     def collective_seconds(self, kind: str, axis: str, *, num: int, bytes_sent: float) -> float:
-        """Seconds of one collective over ``num`` ranks of ``axis``, each sending ``bytes_sent`` in
-        all, as `sent_bytes` counts them.
+        """Return the seconds of one collective over ``num`` ranks of ``axis``. Each rank sends
+        ``bytes_sent`` in all, as `sent_bytes` counts them.
 
         Args:
             kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all", or "transfer".
         """
         exchanges = 1 if kind == "transfer" else COLLECTIVES[kind].exchanges(num)
         if exchanges == 2 and bytes_sent * num <= 2 * (num - 1) * SMALL_ALL_REDUCE:
-            exchanges, bytes_sent = 1, bytes_sent * num / 2  # the whole value to each other rank
+            exchanges, bytes_sent = 1, bytes_sent * num / 2  # each sends its value to all others
         return exchanges * self.latency_of(axis) + bytes_sent / self.bandwidth_of(axis)
 
     def launch_seconds(self, kind: str, num: int = 1) -> float:
-        """Seconds in which the host launches a local "op", or a collective over ``num`` ranks."""
+        """Return the seconds in which the host launches a local "op", or a collective over ``num``
+        ranks."""
         launches = 1 if kind in ("op", "transfer") else COLLECTIVES[kind].launches(num)
         return launches * self.launch_latency
 
     def compute_seconds(
         self, *, flops: float, bytes_moved: float, attention: bool = False
     ) -> float:
-        """Seconds of one local op, also of a view, which does no work: its ``flops`` and the
-        ``bytes_moved`` in and out of memory; ``attention``: at ``attention_flops``."""
+        """Return the seconds of one local op with these ``flops`` and ``bytes_moved`` in and out of
+        memory, both 0 for a view. ``attention``: use the rate ``attention_flops``."""
         rate = (self.attention_flops if attention else None) or self.flops
         return max(flops / rate, bytes_moved / self.memory_bandwidth) + self.op_latency
 
     def update_seconds(self, *, bytes_moved: float) -> float:
-        """Seconds of the optimizer's step on one parameter: ``bytes_moved`` as defined for
-        `update_bandwidth`."""
+        """Return the seconds of the optimizer's step on one parameter, whose ``bytes_moved`` are
+        counted as for `update_bandwidth`."""
         return bytes_moved / (self.update_bandwidth or self.memory_bandwidth) + self.op_latency
 
 
@@ -172,19 +169,19 @@ def _figures() -> Sequence[Field[object]]:
 
 
 def check_topology(value: object) -> None:
-    """PlanningError unless it is a topology or None."""
+    """Raise PlanningError if ``value`` is neither a topology nor None."""
     fix = "dt.Topology(bandwidth=50e9), or leave it out"
     check_kind("topology", value, Topology | None, "a Topology", fix)
 
 
 def sent_bytes(kind: str, nbytes: int, num: int) -> int:
-    """Bytes that each of ``num`` ranks sends in a collective over values of ``nbytes``. An
-    all_reduce counts its two exchanges of pieces, at any size."""
+    """Return the bytes that each of ``num`` ranks sends in a collective over values of ``nbytes``.
+    An all_reduce is counted as two exchanges of pieces, whatever its size."""
     return COLLECTIVES[kind].bytes_sent(nbytes, num)
 
 
 class _Frozen(dict[str, float]):
-    """A mapping by axis that can be hashed, so that a Topology can."""
+    """A hashable mapping by axis, so that a `Topology` is hashable."""
 
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(tuple(sorted(self.items())))

@@ -77,7 +77,7 @@ class _RuleKey:
 
 @lru_cache(maxsize=1 << 11)
 def _build(request: _RuleKey) -> Rule:
-    """Return the rule of the call. Raises NoRule, with the cause, if its builder raises anything."""
+    """Return the rule of the call. Raises NoRule, with the cause, if its builder fails."""
     try:
         rule = request.builder(request.call)
     except NoRule:

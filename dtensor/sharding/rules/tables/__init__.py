@@ -1,4 +1,4 @@
-"""The tables of rules, one module per family, each with its RULES. Importing it registers them."""
+"""The tables of rules, one module per family. Importing this package registers every `RULES`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from dtensor.sharding.rules.tables import (
 from dtensor.sharding.rules.tables.dtypes import DTYPES, parts_of
 from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
-# One module per family, each with its RULES.
 TABLES = (
     conv,
     create,
@@ -54,6 +53,6 @@ for _table in TABLES:
 
 
 def reasons() -> dict[str, str]:
-    """The reason of each op that is whole on every rank on purpose, by its name."""
+    """Return why each op that deliberately stays whole on every rank is so, by the op's name."""
     rows = ((name, builder) for table in TABLES for name, builder in table.RULES.items())
     return {name: row.reason for name, row in rows if isinstance(row, Unsplittable)}

@@ -1,11 +1,12 @@
-"""Rules of convolutions: images n, groups g, input channels i and output channels o of a group.
+"""Rules of convolutions.
 
     convolution    "n (g i) x0! x1!, (g o) i k0! k1!, (g o) -> n (g o) y0! y1!"
     transposed     "n (g i) x0! x1!, (g i) o k0! k1!, (g o) -> n (g o) y0! y1!"
 
-i is contracted; the bias is an addend, pending where i is split. The planes are whole, except in a
-dim where the kernel is one point wide. Invariants: `groups` is the rank's own number; the gradient
-of the bias does not depend on i ("~i").
+n: images; g: groups; i, o: input and output channels of a group. i is contracted, and the bias is
+an addend: it is pending if i is split. A dim of the planes is whole unless the kernel is one point
+wide there. The localizer passes the rank's number of groups. The gradient of the bias is the same
+for every part of i (``~i``).
 """
 
 from __future__ import annotations
@@ -24,18 +25,19 @@ from dtensor.sharding.rules.tables.localizers import positional
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """The tensors' dims as text."""
+    """The terms of the tensors of a convolution."""
 
     x: str
     weight: str
     y: str
-    channels: str  # of the result: the bias
+    channels: str  # of y, and the term of the bias
 
 
 def _terms(
     call: OpCall, x: tuple[int, ...], weight: tuple[int, ...], arguments: list[Any]
 ) -> _Terms:
-    """``arguments``: stride, padding, dilation, transposed, output_padding, groups."""
+    """Return the terms for these shapes of x and the weight. ``arguments``: stride, padding,
+    dilation, transposed, output_padding, groups."""
     stride, padding, _, transposed, output_padding, groups = arguments
     if len(x) != len(weight):
         raise no_rule(call, "it has no batch dim")
@@ -59,9 +61,9 @@ def _terms(
     )
 
 
-def _at(local_forms: Any, dim: int) -> int:
-    """Of a setting for each dim, or for all."""
-    return local_forms[dim] if len(local_forms) > 1 else local_forms[0]
+def _at(setting: Any, dim: int) -> int:
+    """Return the value for ``dim`` of a setting that lists one value for each dim or for all."""
+    return setting[dim] if len(setting) > 1 else setting[0]
 
 
 def _flops(
@@ -97,7 +99,7 @@ def _local_groups(call: OpCall, local: Local) -> OpCall:
 
 
 def _groups(x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], swapped: bool) -> int:
-    """How many groups a rank has, from its shards: channels over those of a group."""
+    """Return how many groups a rank has: its channels divided by the channels of a group."""
     return (y if swapped else x)[1] // weight[1]
 
 

@@ -1,15 +1,13 @@
-"""Rules of ops that make tensors from sizes, random ones too: every rank makes its own part.
+"""Rules of ops that create tensors, random tensors too: every rank creates its shard.
 
-    arange(8)          "-> d0"            localised: the positions that the rank holds
-    full([8,16], 0)    "-> d0 d1"         localised: the shard's sizes
-    tril               "... m n -> ... m n"   localised: where the rank's rows and columns are
-    random_uniform     "-> d0 d1"         localised: which global elements the rank holds
-    dropout            "... -> ..., ..."  likewise; its backward is linear in {grad}
-    dropout_add        "..., ... -> ..., ..."  of a sum's first term
+    arange(8)          "-> d0"              the localizer passes the rank's global positions
+    full([8,16], 0)    "-> d0 d1"           the shard's sizes
+    tril               "... m n -> ... m n" the rank's global rows and columns
+    random_uniform     "-> d0 d1"           the global shape, and the rank's part of it
+    dropout            "... -> ..., ..."    the same; its backward is linear in {grad}
 
-Invariants: no operand is needed to split a result. Random ops are the project's: a localizer passes
-the global shape and the global intervals of each dim, so a number does not depend on the placement.
-A pending sum is reduced before dropout: the mask is a result too, and is no sum.
+Random ops are those of ops/random.py, whose numbers do not depend on the placement. Dropout is not
+linear: a pending sum is reduced first, because the mask, its second result, is not a sum.
 """
 
 from __future__ import annotations
@@ -32,14 +30,15 @@ aten: Any = torch.ops.aten
 
 
 def _sized(localize: Localizer) -> Builder:
-    """No tensor in: of the result every dim splits."""
+    """Return a builder for an op without operands, whose result splits in every dim."""
     return lambda call: make(
         call, f"-> {' '.join(names(len(call.result.shape)))}", localize=localize
     )
 
 
 def _like(localize: Localizer) -> Builder:
-    """new_zeros(x, sizes): x gives dtype and device; it may be split where the shapes agree."""
+    """Return a builder for ``new_zeros(x, sizes)``: x determines dtype and device. It may be split
+    if the result has its shape."""
 
     def build(call: OpCall) -> Rule:
         before, after = call.operands[0].shape, call.result.shape
@@ -51,8 +50,9 @@ def _like(localize: Localizer) -> Builder:
     return build
 
 
-def _made_by(target: Callable[..., Any], num_tensors: int = 0) -> Localizer:
-    """The op that ranks call in place of one whose strides, or lack of memory, are not theirs."""
+def _created_by(target: Callable[..., Any], num_tensors: int = 0) -> Localizer:
+    """Return a localizer that calls ``target`` with the shard's sizes instead, for ops that state
+    strides or create tensors without memory. ``num_tensors``: how many tensors come first."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         kwargs = {k: v for k, v in call.kwargs if k in ("dtype", "device")}
@@ -77,8 +77,8 @@ def _arange(call: OpCall) -> Rule:
         pieces = local.result_intervals(0, 0)
         if length(pieces) == call.result.shape[0]:
             return call
-        how = dict(dtype=call.result.dtype, device=dict(call.kwargs).get("device"))
-        return retarget(call, local_forms.arange_pieces, pieces, start, step, **how)
+        options = dict(dtype=call.result.dtype, device=dict(call.kwargs).get("device"))
+        return retarget(call, local_forms.arange_pieces, pieces, start, step, **options)
 
     return make(call, "-> n", localize=localize)
 
@@ -104,21 +104,22 @@ def _local_triangle(call: OpCall, local: Local) -> OpCall:
 
 
 def _local_random(call: OpCall, local: Local) -> OpCall:
-    return _placed(call.with_arg(0, list(local.result_shape())), local)
+    return _with_global_pieces(call.with_arg(0, list(local.result_shape())), local)
 
 
-def _placed(call: OpCall, local: Local) -> OpCall:
-    """Tells the op the global shape and what the rank holds of it, unless that is all."""
+def _with_global_pieces(call: OpCall, local: Local) -> OpCall:
+    """Pass the global shape, and the global intervals that the rank holds, to a random op. If the
+    rank holds everything, the call stays as it is."""
     shape = call.result.shape
     if local.result_shape() == shape:
         return call
     pieces = [local.result_intervals(0, dim) for dim in range(len(shape))]
-    where = (("shape", list(shape)), ("pieces", encode_pieces(pieces)))
-    return replace(call, kwargs=(*call.kwargs, *where))
+    extra = (("shape", list(shape)), ("pieces", encode_pieces(pieces)))
+    return replace(call, kwargs=(*call.kwargs, *extra))
 
 
 _FULL, _NEW = _sized(sized(0)), _like(sized(1))
-_EMPTY = _sized(_made_by(aten.empty.memory_format))  # undefined values: strides are the rank's own
+_EMPTY = _sized(_created_by(aten.empty.memory_format))
 _RANDOM = _sized(_local_random)
 
 RULES: dict[str, Builder] = {
@@ -128,9 +129,9 @@ RULES: dict[str, Builder] = {
     "aten.empty.memory_format": _FULL,
     "aten.empty_strided.default": _EMPTY,
     "aten.empty_permuted.default": _EMPTY,
-    # zeros without memory, as autograd makes them: ranks make them of memory
-    "aten._efficientzerotensor.default": _sized(_made_by(aten.zeros.default)),
-    "aten.new_empty_strided.default": _like(_made_by(aten.new_empty.default, 1)),
+    # autograd's zeros without memory, for which ranks create plain zeros
+    "aten._efficientzerotensor.default": _sized(_created_by(aten.zeros.default)),
+    "aten.new_empty_strided.default": _like(_created_by(aten.new_empty.default, 1)),
     "aten.new_zeros.default": _NEW,
     "aten.new_ones.default": _NEW,
     "aten.new_full.default": _NEW,
@@ -141,8 +142,8 @@ RULES: dict[str, Builder] = {
     "aten.arange.start_step": _arange,
     "aten.tril.default": _triangle,
     "aten.triu.default": _triangle,
-    "dt.dropout.default": pattern("... -> ..., ...", localize=_placed),
-    "dt.dropout_add.default": pattern("..., ... -> ..., ...", localize=_placed),
+    "dt.dropout.default": pattern("... -> ..., ...", localize=_with_global_pieces),
+    "dt.dropout_add.default": pattern("..., ... -> ..., ...", localize=_with_global_pieces),
     "dt.dropout_backward.default": pattern("..., ... -> ...", linear=((0,),)),
     "dt.random_integers.default": _RANDOM,
     "dt.random_normal.default": _RANDOM,

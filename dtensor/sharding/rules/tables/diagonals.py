@@ -1,12 +1,12 @@
-"""Rules of ops that walk through dims in another way: diagonals, windows, rolls, strides.
+"""Rules of diagonals, sliding windows, rolls and as_strided.
 
     diagonal(0, 1)     "d0! d1! d2 -> d2 k!"
     unfold(1, 3, 1)    "d0 w! d2 -> d0 v! d2 u!"
     roll(2, 0)         "d0! d1 -> d0! d1"
 
-The dims that they walk through are whole, the others free. All are linear. Invariants: strides are
-those of a contiguous tensor, which ranks make before they use them; what the program read through
-other strides is refused when it is captured.
+The dims that these ops rearrange are whole; the other dims split freely. All are linear.
+Invariant: as_strided refers to a contiguous tensor, which ranks make first. Capture refuses a
+program that uses as_strided on a tensor with other strides.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _LINEAR: Groups = ((0,),)
 def _diagonal_texts(
     call: OpCall, rank: int, at: int, default: tuple[int, int] = (0, 1)
 ) -> tuple[str, str]:
-    """A tensor of this rank, and its diagonal; ``at``: where the op takes offset, dim1, dim2."""
-    one: int = call.arg(at + 1, "dim1", default[0]) % rank
-    two: int = call.arg(at + 2, "dim2", default[1]) % rank
-    dims = names(rank, (one, two))
-    kept = [f for d, f in enumerate(dims) if d not in (one, two)]
-    return " ".join(dims), " ".join([*kept, "k!"])
+    """Return the terms of a tensor of this rank and of its diagonal.
+    ``at``: the position of the argument ``offset``, which dim1 and dim2 follow."""
+    dim1: int = call.arg(at + 1, "dim1", default[0]) % rank
+    dim2: int = call.arg(at + 2, "dim2", default[1]) % rank
+    dims = names(rank, (dim1, dim2))
+    other_dims = [f for d, f in enumerate(dims) if d not in (dim1, dim2)]
+    return " ".join(dims), " ".join([*other_dims, "k!"])
 
 
 def _diagonal(call: OpCall) -> Rule:
@@ -70,11 +71,12 @@ def _diag_embed(call: OpCall) -> Rule:
 
 
 def _window_texts(rank: int, dim: int) -> tuple[str, str]:
+    """Return the terms of a tensor of this rank and of its windows along ``dim``."""
     if rank == 0:
         return "", "u!"
     dims = names(rank, (dim % rank,))
-    seen = [f.replace("!", "") if d != dim % rank else "v!" for d, f in enumerate(dims)]
-    return " ".join(dims), " ".join([*seen, "u!"])
+    windows = [f.replace("!", "") if d != dim % rank else "v!" for d, f in enumerate(dims)]
+    return " ".join(dims), " ".join([*windows, "u!"])
 
 
 def _unfold(call: OpCall) -> Rule:
@@ -89,8 +91,8 @@ def _unfold_backward(call: OpCall) -> Rule:
 
 def _roll(call: OpCall) -> Rule:
     rank = len(call.operands[0].shape)
-    given: int | Sequence[int] = call.arg(2, "dims", ())
-    dims = " ".join(names(rank, resolve_dims(given, rank)))
+    rolled: int | Sequence[int] = call.arg(2, "dims", ())
+    dims = " ".join(names(rank, resolve_dims(rolled, rank)))
     return make(call, f"{dims} -> {dims}", linear=_LINEAR)
 
 
@@ -120,7 +122,8 @@ def _local_strided_scatter(call: OpCall, local: Local) -> OpCall:
 
 
 def _resize(call: OpCall) -> Rule:
-    """The first elements in memory; more than there are would have no value."""
+    """Return the rule of resize, which takes the first elements in memory. Raises NoRule if the
+    result has more elements than the tensor."""
     shape = call.result.shape
     if math.prod(shape) > math.prod(call.operands[0].shape):
         raise no_rule(call, "the elements beyond the tensor's own have no value")
@@ -134,7 +137,8 @@ def _resize(call: OpCall) -> Rule:
 
 
 def _check_strides(call: OpCall, at: int) -> None:
-    """Refuses memory that is not the tensor's own: on a rank it is not there."""
+    """Raise NoRule if the strides reach memory beyond the tensor, which ranks do not have. ``at``:
+    the position of the argument ``size``."""
     size, stride = call.args[at], call.args[at + 1]
     offset: int = call.arg(at + 2, "storage_offset") or 0
     last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))

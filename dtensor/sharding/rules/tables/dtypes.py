@@ -1,20 +1,13 @@
-"""The ops that do not take operands of any dtypes together; and those that give float32 parts.
-
-What multiplies matrices, convolves, attends, interpolates or scatters takes one dtype. Ops whose
-meta kernels name a result's dtype wrongly are left out (the backwards of norms, of which statistics
-are float32 where torch's meta kernels say bfloat16), and so is the backward of the CPU's attention,
-whose operands have the dtypes that the forward took. All others promote.
+"""Two tables: ops that do not take every mix of dtypes, and ops that return float32 parts of sums.
 
     sum, over split rows     bf16[8@tp,4] -> f32[4]{sum@tp}    torch.sum(x, 0, dtype=float32)
-    mul by a number          f32[4]{sum@tp} -> f32[4]{sum@tp}  as it is, of such a part
+    mul by a number          f32[4]{sum@tp} -> f32[4]{sum@tp}  a float32 part stays float32
 
-A kernel adds 16 bits in float32 and rounds its sum once. Where ranks have parts of a sum, each
-would round its own, and the whole again; so reductions, and what is linear after them, give
-float32, which the reduction over ranks rounds. Products of matrices do not, but for those of one
-row by one column, which are sums: their parts are as large as activations, and kernels that leave
-them in float32 exist on GPUs alone (docs/precision.md). Nor do sums by index (embeddings'
-gradients, index_add), which torch's kernels round as they go, and the gradients of weights that a
-norm's backward gives beside that of x.
+A kernel adds 16-bit numbers in float32 and rounds the sum once. If ranks have parts of a sum, each
+would round its part and the reduction would round again. So reductions and linear ops after them
+return their parts in float32, and only the reduction over ranks rounds. Matrix products do not:
+their parts are as large as activations, and only GPUs have kernels for it (docs/precision.md). Sums
+by index (index_add, gradients of embeddings) and weight gradients of norms do not either.
 """
 
 from __future__ import annotations
@@ -29,7 +22,8 @@ from dtensor.sharding.rules.build import full_names, retarget
 from dtensor.sharding.rules.dtypes import Dtypes, Half, beside_indices
 from dtensor.sharding.rules.rule import Parts
 
-_STATED: dict[Dtypes, str] = {
+# Backwards of norms are missing: torch's meta kernels state bfloat16 for their float32 statistics.
+_OPS_BY_DTYPES: dict[Dtypes, str] = {
     "same": """
         mm bmm mv dot addmm baddbmm addbmm addmv linear convolution convolution_backward
         dt.attention dt.add_layer_norm dt.bias_gelu_backward dt.dropout_add dt.gated_backward
@@ -62,14 +56,17 @@ _STATED: dict[Dtypes, str] = {
     Half((0, 1, 2), free=(3,)): "dt.attention_masked",
     Half((0, 1, 2, 3, 5), free=(4,)): "dt.attention_masked_backward",
 }
-DTYPES: dict[str, Dtypes] = {op: kind for kind, ops in _STATED.items() for op in full_names(ops)}
+DTYPES: dict[str, Dtypes] = {
+    op: dtypes for dtypes, ops in _OPS_BY_DTYPES.items() for op in full_names(ops)
+}
+"""The mixes of dtypes that each op takes; an op that is missing promotes."""
 
 
 # -- parts of sums ---------------------------------------------------------------------------------
 
 
-def _told(call: OpCall) -> OpCall:
-    """Of an op that has an argument for the dtype of its sum."""
+def _with_dtype(call: OpCall) -> OpCall:
+    """Return the call with ``dtype=torch.float32``, for an op that has this argument."""
     kwargs = {**dict(call.kwargs), "dtype": torch.float32}
     return replace(call, kwargs=tuple(kwargs.items()))
 
@@ -77,30 +74,29 @@ def _told(call: OpCall) -> OpCall:
 def _mean(call: OpCall) -> OpCall:
     if call.target is local_forms.mean_over:
         return call.with_arg(4, torch.float32)
-    return _told(call)
+    return _with_dtype(call)
 
 
-def _of_copies(call: OpCall) -> OpCall:
-    """On float32 copies of the operands."""
+def _on_float32_copies(call: OpCall) -> OpCall:
     return retarget(call, local_forms.in_float32, call.target, *call.args, **dict(call.kwargs))
 
 
-_GIVEN: dict[Parts, str] = {
-    _told: """
+_OPS_BY_PARTS: dict[Parts, str] = {
+    _with_dtype: """
         sum sum.dim_IntList nansum linalg_vector_norm _to_copy""",
     _mean: "mean mean.dim",
-    _of_copies: """
+    _on_float32_copies: """
         dot vdot mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
         multi_margin_loss""",
     "carried": """
         add.Tensor sub.Tensor mul.Tensor div.Tensor neg clone reshape permute expand cat
         constant_pad_nd where.self""",
 }
-_PARTS: dict[str, Parts] = {op: parts for parts, ops in _GIVEN.items() for op in full_names(ops)}
+_PARTS = {op: parts for parts, ops in _OPS_BY_PARTS.items() for op in full_names(ops)}
 
 
 def parts_of(call: OpCall) -> Parts:
-    """How an op gives its part of a sum in float32, None where it cannot."""
-    if call.name in ("aten.mm.default", "aten.bmm.default"):
-        return _of_copies if call.result.shape[-2:] == (1, 1) else None
+    """Return how the op returns its part of a sum in float32; None if it cannot."""
+    if call.name in ("aten.mm.default", "aten.bmm.default"):  # a row by a column is a sum
+        return _on_float32_copies if call.result.shape[-2:] == (1, 1) else None
     return _PARTS.get(call.name)

@@ -1,11 +1,10 @@
-"""Rules of activations with what is multiplied or added beside them, and of rotary positions.
+"""Rules of fused activations (gated, bias and GELU) and of rotary positions.
 
-    gated       "..., ... -> ..."                           linear in {b}, what is let through
+    gated       "..., ... -> ..."                           linear in {b}
     bias_gelu   "... k, k -> ... k"                         its backward leaves dbias pending
     rope        "... d!, ... d!, ... d! -> ... d!"          linear in {x} and in {cos, sin}
 
-Invariants: the halves of a row that rope turns against each other are on one rank. Not here: the
-parts of these by themselves (pointwise.py, slice_and_cat.py).
+Invariant: both halves of a row that rope rotates are on one rank.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""Rules of reading and writing at indices: index, index_add, take, gather, scatter and their kin.
+"""Rules of reading and writing at indices: index, index_add, take, gather, scatter and similar ops.
 
-    index         x[:, i]              "d0 w, i0 i1 -> d0 i0 i1"      w split: the results add up
-    index_add     x at i, plus y       "d0 w, i, d0 i -> d0 w"        i split: x must be pending
-    index         x[i, j]              "d0! d1!, i0, i0 -> i0"
-    take          flat                 "w0! w1!, ... -> ..."
-    gather        (x, 1, i)            "d0 w, d0 i -> d0 i"           w split: the results add up
-    scatter_add   (x, 1, i, y)         "d0 w, d0 i, d0 i -> d0 w"     i split: x must be pending
+    index         x[:, i]          "d0 w, i0 i1 -> d0 i0 i1"   w split: the results are summed
+    index_add     (x, 1, i, y)     "d0 w, i, d0 i -> d0 w"     i split: x must be pending
+    gather        (x, 1, i)        "d0 w, d0 i -> d0 i"        w split: the results are summed
 
-One dim that is indexed may be split: localised, a rank reads zeros for the rows that are elsewhere,
-and drops what is written to them. Several such dims are whole. Places that are read split freely;
-places that are *added to* split with the tensor that they are added to as a pending sum
-(`addends`); places that are overwritten are whole, for which of two values stands is a matter of
-order. Of gather and scatter, which have an index for each element, dims in which all tensors agree
-split together, others are whole.
+A single indexed dim may be split: a rank reads zeros for rows of other ranks, and ignores writes to
+them. Several indexed dims are whole. The index splits freely in a read. In an op that adds, it
+splits if x is a pending sum (`addends`). In an op that overwrites, it is whole, because the last of
+several writes to one row must win. gather and scatter split a dim only if all tensors have the same
+size there.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ _LINEAR: Groups = ((0,),)
 
 
 def _cut(at: int, kind: Write | Literal["index", "gather"]) -> Localizer:
-    """Makes the op local where x, operand 0, is split along ``at``, which operand 1 indexes."""
+    """Return a localizer for an op whose operand 1 is an index into dim ``at`` of operand 0, x."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         size = call.operands[0].shape[at]
@@ -67,13 +63,14 @@ def _cut(at: int, kind: Write | Literal["index", "gather"]) -> Localizer:
 
 
 def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[str]]:
-    """The dims of x, of each index tensor, and of x at these indices; places are i0, i1, ...
+    """Return the term of x, the terms of the index tensors, and the dims of x at these indices. The
+    dims of the index tensors are i0, i1, ...
 
-    ``position``: which argument lists the indices.
+    ``position``: of the argument that lists the indices.
     """
     shape = call.operands[0].shape
-    given: Sequence[object] = call.args[position]
-    indexed = {d: item.index for d, item in enumerate(given) if isinstance(item, Operand)}
+    indices: Sequence[object] = call.args[position]
+    indexed = {d: item.index for d, item in enumerate(indices) if isinstance(item, Operand)}
     at = list(indexed)
     metas = [call.operands[index] for index in indexed.values()]
     for meta in metas:
@@ -83,10 +80,10 @@ def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[
     places = [f"i{d}" for d in range(len(wide))]
     terms = [broadcast(places, meta.shape, wide) for meta in metas]
     dims = names(len(shape))
-    kept = [f for d, f in enumerate(dims) if d not in at]
-    together = at == list(range(at[0], at[0] + len(at)))
-    front = at[0] if together else 0
-    result = [*kept[:front], *places, *kept[front:]]
+    other_dims = [f for d, f in enumerate(dims) if d not in at]
+    are_adjacent = at == list(range(at[0], at[0] + len(at)))
+    front = at[0] if are_adjacent else 0
+    result = [*other_dims[:front], *places, *other_dims[front:]]
     x = " ".join(f"{f}!" if d in at else f for d, f in enumerate(dims))
     return x, terms, result
 
@@ -98,13 +95,13 @@ def _index(call: OpCall) -> Rule:
     x, terms, result = _index_terms(call)
     localize: Localizer | None = None
     if len(terms) == 1 and call.operands[0].dtype != torch.bool:
-        x, localize = x.replace("!", ""), _cut(_only(call), "index")
+        x, localize = x.replace("!", ""), _cut(_indexed_dim(call), "index")
     text = f"{', '.join([x, *terms])} -> {' '.join(result)}"
     return make(call, text, linear=_LINEAR, localize=localize)
 
 
-def _only(call: OpCall) -> int:
-    """The one dim that is indexed."""
+def _indexed_dim(call: OpCall) -> int:
+    """Return the first dim that is indexed."""
     return next(d for d, item in enumerate(call.args[1]) if isinstance(item, Operand))
 
 
@@ -116,17 +113,18 @@ def _index_put(call: OpCall) -> Rule:
     adds = bool(call.arg(3, "accumulate", False)) and call.operands[0].dtype != torch.bool
     values = _broadcast(result, call, last)
     if not adds:
-        terms, values = [_kept(t) for t in terms], _kept(values)
+        terms, values = [_with_whole_places(t) for t in terms], _with_whole_places(values)
     localize: Localizer | None = None
     if len(terms) == 1:
         kind: Write = "index_put_add" if call.arg(3, "accumulate", False) else "index_put"
-        x, localize = x.replace("!", ""), _cut(_only(call), kind)
+        x, localize = x.replace("!", ""), _cut(_indexed_dim(call), kind)
     text = f"{', '.join([x, *terms, values])} -> {x}"
     return make(call, text, linear=((0, last),), addends=(0,), localize=localize)
 
 
 def _masked_index(call: OpCall) -> Rule:
-    """x at the indices where the mask is true, elsewhere a number."""
+    """Return the rule of _unsafe_masked_index: x at the indices where the mask is true, and a
+    number elsewhere."""
     x, terms, result = _index_terms(call, 2)
     mask = _broadcast(result, call, 1)
     linear = _LINEAR if call.args[3] == 0 else ()
@@ -134,7 +132,7 @@ def _masked_index(call: OpCall) -> Rule:
 
 
 def _masked_index_put(call: OpCall) -> Rule:
-    """Adds values at the indices where the mask is true."""
+    """Return the rule of an op that adds values at the indices where the mask is true."""
     x, terms, result = _index_terms(call, 2)
     last = len(call.operands) - 1
     mask, values = _broadcast(result, call, 1), _broadcast(result, call, last)
@@ -143,18 +141,18 @@ def _masked_index_put(call: OpCall) -> Rule:
 
 
 def _broadcast(dims: list[str], call: OpCall, operand: int) -> str:
-    """``dims`` as the operand has them: 1 where it has size 1, right-aligned."""
+    """Return the term of an operand that is broadcast to ``dims``: 1 for a dim of size 1."""
     shape = call.operands[operand].shape
     if len(shape) > len(dims):
         raise no_rule(call, "its values have more dims than the places")
     sizes = [1] * (len(dims) - len(shape)) + list(shape)
-    # Only a size that is known to be broadcast is 1; a factor of size 1 is never split anyway.
-    kept = ["1" if size == 1 else f for f, size in zip(dims, sizes, strict=True)]
-    return " ".join(kept[len(dims) - len(shape) :])
+    # 1 is also right for a dim that is not broadcast: a factor of size 1 is never split.
+    term = ["1" if size == 1 else f for f, size in zip(dims, sizes, strict=True)]
+    return " ".join(term[len(dims) - len(shape) :])
 
 
-def _kept(text: str) -> str:
-    """``i0 i1 d2`` with the places whole."""
+def _with_whole_places(text: str) -> str:
+    """Return a term with the dims of the index whole: ``i0 i1 d2`` -> ``i0! i1! d2``."""
     return " ".join(f"{f}!" if f.startswith("i") else f for f in text.split())
 
 
@@ -162,7 +160,8 @@ def _kept(text: str) -> str:
 
 
 def _along(call: OpCall, index: str, *, source: bool, row: str = "w") -> str:
-    """``x, i[, y]`` with x's dim named ``row`` and y's places named as the index's."""
+    """Return the terms ``x, i`` or ``x, i, y`` of an op that indexes one dim of x. The dim is named
+    ``row`` in x, and named as the index in the ``source`` y."""
     shapes = [meta.shape for meta in call.operands]
     rank = len(shapes[0])
     if rank == 0:
@@ -222,7 +221,7 @@ def _index_fill(call: OpCall) -> Rule:
     return make(call, text, linear=groups, localize=_cut_along(call, "index_fill"))
 
 
-# -- flat places -----------------------------------------------------------------------------
+# -- indices into the flattened tensor -------------------------------------------------------
 
 
 def _take(call: OpCall) -> Rule:
@@ -234,18 +233,19 @@ def _take(call: OpCall) -> Rule:
 def _put(call: OpCall) -> Rule:
     x, index, source = (meta.shape for meta in call.operands)
     adds = bool(call.arg(3, "accumulate", False)) and call.operands[0].dtype != torch.bool
-    kept = whole_dims("wd", len(x))
+    term = whole_dims("wd", len(x))
     if index != source or not adds:
-        text = f"{kept}, {whole_dims('id', len(index))}, {whole_dims('sd', len(source))} -> {kept}"
+        text = f"{term}, {whole_dims('id', len(index))}, {whole_dims('sd', len(source))} -> {term}"
         return make(call, text, linear=((0, 2),))
-    return make(call, f"{kept}, ..., ... -> {kept}", linear=((0, 2),), addends=(0,))
+    return make(call, f"{term}, ..., ... -> {term}", linear=((0, 2),), addends=(0,))
 
 
 # -- an index for each element -------------------------------------------------------------------
 
 
 def _gather(call: OpCall) -> Rule:
-    """The index splits freely along the dim, and elsewhere with x."""
+    """Return the rule of gather. The index splits freely along the dim of the op, and together with
+    x along the other dims."""
     x, index = call.operands[0].shape, call.operands[1].shape
     if not x or len(x) != len(index):
         left = ", ".join(whole_dims(f"t{n}d", len(shape)) for n, shape in enumerate((x, index)))
@@ -270,8 +270,12 @@ def _scatter(
     addends: tuple[int, ...] = (),
     kind: Write | None = None,
 ) -> Rule:
-    """Dims in which x, index and source agree split together, and x's rows where ``kind`` says
-    how they are written where they are split."""
+    """Return the rule of a scatter. Dims in which x, index and source have equal sizes split
+    together.
+
+    ``places``: the factor of the index along the dim of the op. ``kind``: how `_cut` writes to a
+    split dim of x; None: that dim is whole.
+    """
     shapes = [meta.shape for meta in call.operands]
     if not all(len(s) == len(shapes[0]) for s in shapes) or not shapes[0]:
         left = ", ".join(whole_dims(f"t{n}d", len(shape)) for n, shape in enumerate(shapes))

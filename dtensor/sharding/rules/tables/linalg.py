@@ -1,15 +1,13 @@
-"""Rules of linear algebra and of Fourier transforms: what they mix is whole, the rest is free.
+"""Rules of linear algebra and of Fourier transforms.
 
     cores("2 -> 2 1 2")        "... m! n! -> ... a! b!, ... c!, ... d! e!"     svd
     solve_triangular           "... n! n!, ... n! k -> ... n! k"               linear in {b}
     linalg_checked             "... d0 d1, ... -> ... d0 d1"                   linear in {x}
     _fft_r2c(x, [1])           "d0 d1! -> d0 n1!"                              linear in {a}
 
-A factorization mixes all of its matrix. The table says how many trailing dims of each operand and
-result are the matrix's; columns of a right-hand side are solved for one by one, so they split.
-
-Invariants: results that an op leaves out (empty tensors) are whole. Not here: ops whose result
-has a size that depends on values (lstsq's residuals).
+The matrices of a factorization are whole; their batch dims split freely. `cores` states how many
+trailing dims of each operand and result are whole. Columns of a right-hand side are solved
+independently, so they split. An op whose result size depends on values has no rule.
 """
 
 from __future__ import annotations
@@ -36,39 +34,42 @@ from dtensor.sharding.rules.tables.localizers import contiguous
 
 
 def cores(text: str, *, linear: Groups = ()) -> Builder:
-    """``"2 1 -> 2 0"``: how many trailing dims of each operand and each result are whole.
-
-    Operands that a call leaves out are left out at the end of the list.
+    """Return a builder for ops on batches. ``text`` states how many trailing dims of each operand
+    and each result are whole: ``"2 1 -> 2 0"``. A call may leave out the last operands.
     """
     left, right = ([int(n) for n in side.split()] for side in text.split("->"))
 
     def build(call: OpCall) -> Rule:
         operands = zip(call.operands, left, strict=False)
-        inputs = [_core(f"a{i}", meta, count) for i, (meta, count) in enumerate(operands)]
+        inputs = [_core_term(f"a{i}", meta, count) for i, (meta, count) in enumerate(operands)]
         batch = max(
             (len(meta.shape) - n for meta, n in zip(call.operands, left, strict=False)), default=0
         )
         results = zip(call.results, right, strict=True)
-        outputs = [_core(f"r{i}", meta, count, batch) for i, (meta, count) in enumerate(results)]
+        outputs = [
+            _core_term(f"r{i}", meta, count, batch) for i, (meta, count) in enumerate(results)
+        ]
         text = f"{', '.join(inputs)} -> {', '.join(outputs)}"
-        # A factorisation in place of its transpose has other factors; some kernels refuse strides.
+        # Kernels factorize the transpose if the strides are transposed, or refuse other strides.
         return make(call, text, linear=linear, localize=contiguous())
 
     return build
 
 
-def _core(prefix: str, meta: Meta | None, count: int, batch: int | None = None) -> str:
+def _core_term(prefix: str, meta: Meta | None, count: int, batch: int | None = None) -> str:
+    """Return the term of a tensor whose last ``count`` dims are whole. ``batch``: the number of
+    batch dims of a result; a result that the call did not request has another number of dims."""
     if meta is None:
         return ""
     rank = len(meta.shape)
-    if batch is not None and rank != batch + count:  # not asked for: an empty tensor
+    if batch is not None and rank != batch + count:  # not requested: an empty tensor
         assert math.prod(meta.shape) == 0 or rank == 0, "a result of another rank"
         return whole_dims(f"{prefix}d", rank)
     return f"... {whole_dims(f'{prefix}d', count)}"
 
 
 def _left(call: OpCall) -> bool:
-    """A X = B, of which the columns are solved for one by one; else X A = B, and its rows."""
+    """Return whether the call solves A X = B, column by column, and not X A = B, row by row."""
     return bool(dict(call.kwargs).get("left", True))
 
 
@@ -83,17 +84,18 @@ def _lu_solve(call: OpCall) -> Rule:
 
 
 def _solve(call: OpCall) -> Rule:
-    """X, LU, pivots, info: the columns are whole, for LU is the same for all of them."""
+    """Return the rule of _linalg_solve_ex, whose results are X, LU, pivots and info. The columns
+    are whole, because all of them share one LU."""
     a, b = (meta.shape for meta in call.operands)
     vector = len(b) == 1 or (len(a) - 1 == len(b) and b == a[:-1])
     rhs = "... b0!" if vector else "... b0! b1!"
     out = "... x0!" if vector else "... x0! x1!"
     text = f"... n! n!, {rhs} -> {out}, ... n! n!, ... n!, ..."
-    return make(call, text, localize=contiguous())  # else LU is of a, not of its transpose
+    return make(call, text, localize=contiguous())  # with other strides, LU is of the transpose
 
 
 def _multiply_q(call: OpCall) -> Rule:
-    """ormqr(a, tau, c): Q c, column by column; or c Q, row by row."""
+    """Return the rule of ormqr(a, tau, c): Q c, column by column, or c Q, row by row."""
     c = "... x! k" if call.arg(3, "left", True) else "... k x!"
     return make(call, f"... a! b!, ... t!, {c} -> {c}", linear=((2,),))
 
@@ -104,7 +106,8 @@ def _pinv(call: OpCall) -> Rule:
 
 
 def _cross(call: OpCall) -> Rule:
-    """The dim of the three components is whole; the others broadcast."""
+    """Return the rule of a cross product. The dim of the three components is whole; the other dims
+    are broadcast."""
     wide = call.result.shape
     rank = len(wide)
     if any(len(meta.shape) != rank for meta in call.operands):
@@ -127,11 +130,11 @@ def _transform(call: OpCall) -> Rule:
     before = names(rank, whole)
     after = [f"n{d}!" if d in whole else f for d, f in enumerate(before)]
     text = f"{' '.join(before)} -> {' '.join(after)}"
-    return make(call, text, linear=((0,),), localize=_nothing)
+    return make(call, text, linear=((0,),), localize=_zeros_if_empty)
 
 
-def _nothing(call: OpCall, local: Local) -> OpCall:
-    """The libraries refuse to transform no rows at all."""
+def _zeros_if_empty(call: OpCall, local: Local) -> OpCall:
+    """Return zeros on a rank without elements: FFT libraries refuse empty tensors."""
     if math.prod(local.operand_shape(0)) or math.prod(call.result.shape) == 0:
         return call
     sizes, dtype = list(local.result_shape()), call.result.dtype

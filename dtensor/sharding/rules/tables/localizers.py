@@ -1,9 +1,7 @@
-"""Localizers that several tables share: for ranks that hold no element, and strided pieces.
+"""Localizers that several tables share.
 
-    localize=unless_empty(local_sizes)      kernels reject a batch of 0: zeros take their place
-    localize=contiguous()                   kernels read storage in order, and shards have strides
-
-Names no op.
+localize=unless_empty(local_sizes)      return zeros on a rank that holds no elements
+localize=contiguous()                   copy shards for kernels that ignore strides
 """
 
 from __future__ import annotations
@@ -17,10 +15,9 @@ from dtensor.sharding.rules.build import retarget
 
 
 def unless_empty(localize: Localizer | None = None) -> Localizer:
-    """``localize``, but zeros on a rank that holds nothing of a dim that is not empty as a whole.
-
-    Its results are empty, or its parts of sums over the split factor.
-    """
+    """Return a localizer that returns zeros on a rank whose shard is empty while the global tensor
+    is not, and otherwise does what ``localize`` does. Kernels reject such shards. The zeros are
+    right, as the results are empty too or are parts of a sum over the split factor."""
 
     def guarded(call: OpCall, local: Local) -> OpCall:
         for i, meta in enumerate(call.operands):
@@ -33,14 +30,15 @@ def unless_empty(localize: Localizer | None = None) -> Localizer:
 
 
 def contiguous(localize: Localizer | None = None) -> Localizer:
-    """``localize``, then the op on contiguous tensors: shards may be strided pieces."""
+    """Return a localizer that does what ``localize`` does, then makes the operands contiguous: a
+    shard may be a strided view."""
 
     def localized(call: OpCall, local: Local) -> OpCall:
-        here = call if localize is None else localize(call, local)
-        if here.target is not call.target:
-            return here
-        named = dict(here.kwargs)
-        return retarget(here, local_forms.contiguously, call.target, *here.args, **named)
+        local_call = call if localize is None else localize(call, local)
+        if local_call.target is not call.target:
+            return local_call
+        args, named = local_call.args, dict(local_call.kwargs)
+        return retarget(local_call, local_forms.contiguously, call.target, *args, **named)
 
     return localized
 
@@ -57,7 +55,8 @@ def _zeros(call: OpCall, local: Local) -> OpCall:
 
 
 def positional(call: OpCall) -> list[Any]:
-    """All positional arguments by the op's schema, defaults and named ones filled in."""
+    """Return all positional arguments of the op's schema. Arguments that the call passes by name or
+    leaves out are filled in."""
     schema = cast(OpOverload, call.target)._schema  # pyright: ignore[reportPrivateUsage]
     named = dict(call.kwargs)
     return [
@@ -68,5 +67,5 @@ def positional(call: OpCall) -> list[Any]:
 
 
 def is_split(call: OpCall, local: Local) -> bool:
-    """Whether a rank's operands are smaller than the global ones."""
+    """Return whether an operand of the rank is smaller than the global operand."""
     return any(local.operand_shape(i) != m.shape for i, m in enumerate(call.operands))

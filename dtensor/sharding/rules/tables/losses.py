@@ -1,12 +1,11 @@
-"""Rules of losses that are one op: what is reduced splits; a mean divides by the global count.
+"""Rules of losses that are one op.
 
-    huber_loss(x, y, mean)              "..., ... -> "            localised: the sum over the count
+    huber_loss(x, y, mean)              "..., ... -> "            local sum / global count
     huber_loss_backward(g, x, y, mean)  ", ..., ... -> ..."       the same count
     nll_loss_forward(x, t, w, sum)      "n c!, n, c! -> , "
 
-Invariants: no local count divides, forward or backward. Not here: nll_loss's mean, which divides by
-a sum over the targets that are not ignored: it has no rule and is decomposed; nor losses that
-torch itself writes with other ops (l1, kl_div, triplet and others).
+Invariant: a mean divides by the global count, forward and backward. The mean of nll_loss has no
+rule: it divides by a sum over the targets that are not ignored, and torch decomposes it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ _BACKWARD: Groups = ((0,),)
 
 
 def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Localizer:
-    """The op asked for the sum, over ``count``; as it is where nothing is split."""
+    """Return a localizer of a mean: ``function`` calls the op for the sum and divides by ``count``.
+    If nothing is split, the call stays as it is. ``reduction_at``: of the argument."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         if not is_split(call, local):
@@ -39,14 +39,15 @@ def _divided(reduction_at: int, count: int, function: Callable[..., Any]) -> Loc
 
 
 def _elementwise(reduction_at: int, *, backward: bool = False) -> Builder:
-    """Of tensors that broadcast against each other; of a backward the gradient comes first."""
+    """Return a builder for a loss of tensors that broadcast against each other, or for its
+    backward, whose first operand is the gradient."""
     over = local_forms.loss_backward_over if backward else local_forms.loss_over
 
     def build(call: OpCall) -> Rule:
         reduction = positional(call)[reduction_at]
         loss = "..." if reduction == _NONE else ""
-        rest = ", ".join("..." for _ in call.operands[int(backward) :])
-        text = f"{loss}, {rest} -> ..." if backward else f"{rest} -> {loss}"
+        inputs = ", ".join("..." for _ in call.operands[int(backward) :])
+        text = f"{loss}, {inputs} -> ..." if backward else f"{inputs} -> {loss}"
         localize = _divided(reduction_at, num_pairs(call, int(backward)), over)
         linear = _BACKWARD if backward else ()
         return make(call, text, linear=linear, localize=localize if reduction == _MEAN else None)
@@ -55,19 +56,21 @@ def _elementwise(reduction_at: int, *, backward: bool = False) -> Builder:
 
 
 def _rows(shape: tuple[int, ...]) -> str:
-    """Rows n of classes c, or one row."""
+    """Return the term of rows n of classes c, or of a single row."""
     return "n c!" if len(shape) > 1 else "c!"
 
 
 def _target(shape: tuple[int, ...], target: tuple[int, ...]) -> str:
-    """A class for each row, or a number for each class; of one row also a class as ``[1]``."""
+    """Return the term of the target: a class for each row, or a number for each class. The class of
+    a single row may have the shape [] or [1]."""
     if len(target) == len(shape):
         return "1" if target == (1,) else _rows(shape)
     return "n" if target else ""
 
 
 def _row_loss(reduction_at: int, more: str = "") -> Builder:
-    """(x[n c], target[n] or [n c], weight[c]?) -> loss, and ``more`` results' dims."""
+    """Return a builder for (x[n c], target[n] or [n c], weight[c]?) -> loss. ``more``: not empty if
+    the op has a second result, of the shape of x."""
 
     def build(call: OpCall) -> Rule:
         x = _rows(call.operands[0].shape)
@@ -88,7 +91,7 @@ def _row_loss(reduction_at: int, more: str = "") -> Builder:
 
 
 def _row_loss_backward(reduction_at: int) -> Builder:
-    """(grad, x[n c], target, weight[c]? or is_target[n c]) -> [n c]."""
+    """Return a builder for (grad, x[n c], target, weight[c]? or is_target[n c]) -> [n c]."""
 
     def build(call: OpCall) -> Rule:
         x = _rows(call.operands[1].shape)
@@ -107,11 +110,11 @@ def _row_loss_backward(reduction_at: int) -> Builder:
 
 
 def _points(shape: tuple[int, ...]) -> tuple[str, str]:
-    """Dims of the logits, and of the targets: without the classes."""
+    """Return the term of the logits, and of the targets, which lack the dim of the classes."""
     if len(shape) == 1:
         return "c!", ""
-    rest = [f"d{i}" for i in range(len(shape) - 2)]
-    return " ".join(["n", "c!", *rest]), " ".join(["n", *rest])
+    points = [f"d{i}" for i in range(len(shape) - 2)]
+    return " ".join(["n", "c!", *points]), " ".join(["n", *points])
 
 
 def _nll(call: OpCall) -> Rule:
@@ -121,7 +124,7 @@ def _nll(call: OpCall) -> Rule:
         raise no_rule(call, "its mean divides by a sum over the targets; torch decomposes it")
     weight = ["c!"] if len(call.operands) > 2 else []
     left = ", ".join([x, target, *weight])
-    if reduction == _NONE:  # then the total weight is 0
+    if reduction == _NONE:  # then the second result, the total weight, is 0
         text = f"{left} -> {target}, {' '.join(f'~{f}' for f in target.split())}"
     else:
         text = f"{left} -> , "

@@ -1,20 +1,14 @@
 """Rules of products and distances: matrix multiplication, attention, bilinear forms, cdist.
 
     mm          "m k, k n -> m n"           linear in {a}, {b}; k split: the results are summed
-    addmm       "n, m k, k n -> m n"        k split: x must be pending too, to be added once
-    attention   "b (g r) t e, b g s e, b g s f -> b (g r) t f, b (g r) t"
-    attention_masked   "b (g r) t e, b g s e, b g s e, b 1 t s -> b (g r) t e, b (g r) t"
-    pick_heads  "b c! s d -> b h s d"    c is split where it has a copy for each rank
-    flash attention (CPU)   "b h t e!, b h s! e!, b h s! e!, 1 h t s! -> b h t e!, b h t"
-    _trilinear              "a o1 i, o i j, a o1 j -> a o"       linear in {a}, {b}, {c}
-    _cdist_forward          "... p m!, ... r m! -> ... p r"
-    _grouped_mm             "m! k, g k n, o! -> m! n"    g, the experts, split: the rows are summed
+    addmm       "n, m k, k n -> m n"        k split: the addend must be pending, to be added once
+    attention   "b (g r) t! e!, b g s! e!, b g s! f! -> b (g r) t! f!, b (g r) t!"
+    pick_heads  "b c! s d -> b h s d"       c is split if it has copies for each rank
+    _grouped_mm "m! k, g k n, o! -> m! n"   g, the experts, split: the rows are summed
 
-Causal attention has its queries whole, as their position counts; under a mask they split freely,
-and the mask with them where it has such a dim.
-
-Invariants: `flops` is 2 for each multiply and add of the global call; causal attention counts as
-full. A contraction is the one thing here that makes a pending sum.
+The queries (t) of `dt.attention` are whole, because a causal mask depends on their positions. Under
+an explicit mask they split freely, together with the mask. ``flops`` counts 2 for each multiply-add
+of the global call, and causal attention as full attention.
 """
 
 from __future__ import annotations
@@ -48,7 +42,8 @@ _PRODUCT: Groups = ((0,), (1,))
 
 
 def _added(product: str, result: str, flops: str) -> Builder:
-    """``beta * x + alpha * a b``: x, broadcast to the result, is pending where k is split."""
+    """Return a builder for ``beta * x + alpha * a b``: x, which is broadcast to the result, must be
+    pending if k is split."""
 
     def build(call: OpCall) -> Rule:
         shape = call.operands[0].shape
@@ -73,18 +68,18 @@ def _linear(call: OpCall) -> Rule:
 
 
 def _by_heads(build: Callable[[OpCall, str, str], Rule], q: int) -> Builder:
-    """The rule of an attention op, from the terms of its query heads and of its key heads.
+    """Return a builder for an attention op. ``build(call, h, g)`` returns its rule for the terms of
+    query heads and key heads; ``q``: the operand of the queries, which keys and values follow.
 
-    Groups of heads are split, with their keys and values. A split of query heads that cuts a group
-    leaves keys and values whole: each rank takes the heads that its queries use. ``q`` is the index
-    of the queries; keys and values follow them.
+    Groups of query heads split with their keys and values. If a split cuts a group, keys and values
+    stay whole (``fallback``), and each rank uses the key heads that its query heads need.
     """
 
     def by_heads(call: OpCall) -> Rule:
         if call.operands[q].shape[1] == call.operands[q + 1].shape[1]:
             return build(call, "g", "g")
         grouped, cut = build(call, "(g r)", "g"), build(call, "h", "g!")
-        return replace(grouped, fallback=cut, localize=_of_used_heads(q))
+        return replace(grouped, fallback=cut, localize=_with_used_heads(q))
 
     return of_kind("attention", by_heads)
 
@@ -112,7 +107,8 @@ def _attention_masked(call: OpCall, h: str, g: str) -> Rule:
 
 
 def _attention_masked_backward(call: OpCall, h: str, g: str) -> Rule:
-    """Each rank's queries give a part of the gradients of keys and values."""
+    """Return the rule of the backward of masked attention. If the queries are split, the gradients
+    of keys and values are pending sums."""
     q, kv, stats = f"b {h} t e!", f"b {g} s! e!", f"b {h} t"
     text = f"{q}, {q}, {kv}, {kv}, {_mask_term(call, 4, h)}, {q}, {stats} -> {q}, {kv}, {kv}"
     rule = make(call, text, sizes=_groups(call, 1, 2), linear=((0,),))
@@ -120,7 +116,7 @@ def _attention_masked_backward(call: OpCall, h: str, g: str) -> Rule:
 
 
 def _mask_term(call: OpCall, mask: int, heads: str) -> str:
-    """Its dims, from the right: those of the scores, or 1."""
+    """Return the term of a mask: its dims, aligned from the right, are those of the scores or 1."""
     shape = call.operands[mask].shape
     named = ["b", heads, "t", "s!"][4 - len(shape) :]
     return " ".join("1" if n == 1 else f for f, n in zip(named, shape, strict=True))
@@ -131,8 +127,9 @@ def _groups(call: OpCall, q: int, k: int) -> dict[str, int]:
     return {"h": heads, "g": groups, "r": heads // max(1, groups)}
 
 
-def _of_used_heads(q: int) -> Localizer:
-    """Call the op with the key and value heads that the query heads of the rank use."""
+def _with_used_heads(q: int) -> Localizer:
+    """Return a localizer that passes only the key and value heads that the rank's query heads
+    use."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         group = call.operands[q].shape[1] // max(1, call.operands[q + 1].shape[1])
@@ -141,7 +138,7 @@ def _of_used_heads(q: int) -> Localizer:
         used = [held.index(head // group) for head in heads]
         distinct = sorted(set(used))
         if used == [i for i in distinct for _ in range(len(used) // len(distinct))]:
-            used = distinct  # the op repeats each for as many query heads
+            used = distinct  # the op repeats each key head for an equal number of query heads
         if used == list(range(len(held))):
             return call
         run = local_forms.attention_of_heads if q == 0 else local_forms.attention_of_heads_backward
@@ -157,14 +154,15 @@ def _attention_flops(rule: Rule) -> int:
 
 
 def _pick_heads(call: OpCall) -> Rule:
-    """A split of the result leaves the operand whole, unless it has the copies for that split."""
+    """Return the rule of pick_heads. If the result is split by heads, the operand is whole, unless
+    it has the copies of heads that this split needs: then it is split too."""
     have, heads = list(call.args[1]), list(call.args[2])
 
     def narrow(strategy: Strategy, num: int) -> Strategy:
-        (placed,) = strategy.results
-        if not isinstance(placed, Shard) or placed.dim != 1:
+        (placement,) = strategy.results
+        if not isinstance(placement, Shard) or placement.dim != 1:
             return strategy
-        spans = index_sets(placed, len(heads), num)
+        spans = index_sets(placement, len(heads), num)
         used = [sorted({heads[i] for lo, hi in span for i in range(lo, hi)}) for span in spans]
         copies, blocks = copies_for(used)
         if copies != have:
@@ -174,23 +172,24 @@ def _pick_heads(call: OpCall) -> Rule:
 
     def localize(call: OpCall, local: Local) -> OpCall:
         held = [have[i] for lo, hi in local.operand_intervals(0, 1) for i in range(lo, hi)]
-        asked = [heads[i] for lo, hi in local.result_intervals(0, 1) for i in range(lo, hi)]
-        if not set(asked) <= set(held):
+        needed = [heads[i] for lo, hi in local.result_intervals(0, 1) for i in range(lo, hi)]
+        if not set(needed) <= set(held):
             raise PlanningError(
                 "two axes split the heads of keys that a cache copies for one of them.\n"
                 "fix: split the query heads over one axis"
             )
-        return retarget(call, local_forms.heads_at, call.args[0], positions_of(held, asked))
+        return retarget(call, local_forms.heads_at, call.args[0], positions_of(held, needed))
 
     rule = make(call, "b c! s d -> b h s d", linear=((0,),), localize=localize)
     return replace(rule, narrow=narrow)
 
 
-# -- the CPU's kernel, which takes a mask ----------------------------------------------------------
+# -- torch's attention kernel for CPUs, which takes a mask -----------------------------------------
 
 
 def _masked_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str, str]:
-    """Dims of the queries, of keys and values, of the statistics, and of the mask."""
+    """Return the terms of the queries, of keys and values, of the log-sum-exp, and of the mask
+    (with its comma; empty if there is none). Raises NoRule for dropout and for grouped heads."""
     args = positional(call)
     if args[dropout_at]:
         raise no_rule(call, "it draws random numbers: dropout_p is not 0")
@@ -198,9 +197,9 @@ def _masked_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str,
     if call.operands[q + 1].shape[1] != call.operands[q].shape[1]:
         raise no_rule(call, "its keys have another number of heads than its queries")
     mask = ""
-    where = operand_index(call, len(call.args), "attn_mask")
-    if where is not None:
-        shape = call.operands[where].shape
+    mask_index = operand_index(call, len(call.args), "attn_mask")
+    if mask_index is not None:
+        shape = call.operands[mask_index].shape
         named = ["b", "h", t, "s!"][4 - len(shape) :]
         mask = ", " + " ".join("1" if n == 1 else f for f, n in zip(named, shape, strict=True))
     return f"b h {t} e!", "b h s! e!", f"b h {t}", mask
@@ -222,12 +221,13 @@ def _masked_backward(call: OpCall) -> Rule:
 
 
 def _run_masked(function: Callable[..., Any], dropout_at: int) -> Localizer:
-    """The tensors stand before dropout_p, is_causal after it."""
+    """Return a localizer that calls ``function`` without dropout_p, the argument ``dropout_at``
+    between the tensors and is_causal."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         args, named = positional(call), dict(call.kwargs)
-        rest = (args[dropout_at + 1], named.get("attn_mask"), named.get("scale"))
-        return retarget(call, function, *args[:dropout_at], *rest)
+        options = (args[dropout_at + 1], named.get("attn_mask"), named.get("scale"))
+        return retarget(call, function, *args[:dropout_at], *options)
 
     return localize
 
@@ -236,7 +236,8 @@ def _run_masked(function: Callable[..., Any], dropout_at: int) -> Localizer:
 
 
 def _trilinear(call: OpCall) -> Rule:
-    """The product of three tensors, each without the dims of its expand list, summed over some."""
+    """Return the rule of _trilinear: a product of three tensors, summed over some dims. Each tensor
+    lacks the dims in its ``expand`` argument."""
     expands = [set(dims) for dims in call.args[3:6]]
     rank = len(call.operands[0].shape) + len(expands[0])
     summed = set(call.args[6])
@@ -256,7 +257,8 @@ def _trilinear(call: OpCall) -> Rule:
 
 
 def _cdist(call: OpCall) -> Rule:
-    """A sum over the columns where no root is taken of it, the greatest difference for inf."""
+    """Return the rule of cdist. Its columns (m) may be split for p of 0 and 1, which are plain
+    sums, and for infinity, a maximum; other p take a root of the sum."""
     p: float = call.args[2]
     m = "m" if p in (0, 1, math.inf) else "m!"
     text = f"... p {m}, ... r {m} -> ... p r"
@@ -264,7 +266,8 @@ def _cdist(call: OpCall) -> Rule:
 
 
 def _grouped_mm(call: OpCall) -> Rule:
-    """Split groups are summed where each gives some rows (or columns): the others are zero."""
+    """Return the rule of a grouped product. If groups are split, each rank returns zeros for the
+    rows (or columns) of other ranks' groups, and the results are summed."""
     a, b = (len(meta.shape) for meta in call.operands[:2])
     if len(call.operands) > 3:
         raise no_rule(call, "it has a bias")
@@ -282,14 +285,15 @@ def _grouped_mm(call: OpCall) -> Rule:
     def localize(call: OpCall, local: Local) -> OpCall:
         from dtensor.sharding.local.grouped_matmul import grouped_mm
 
-        given = [*positional(call)[:3], None][:3]
-        return retarget(call, grouped_mm, *given, _held_groups(call, local, groups))
+        args = [*positional(call)[:3], None][:3]  # offsets may be missing
+        return retarget(call, grouped_mm, *args, _held_groups(call, local, groups))
 
     return make(call, text, linear=((0,), (1,)), flops="m k n", localize=localize)
 
 
 def _held_groups(call: OpCall, local: Local, operand: int | None) -> list[int] | None:
-    """The groups in dim 0 of this operand, None: of the result; None where they are all."""
+    """Return the groups that the rank holds in dim 0 of this operand (None: of the result); None if
+    it holds all groups."""
     if operand is None:
         total, held = call.result.shape[0], local.result_intervals(0, 0)
     else:
@@ -330,7 +334,7 @@ RULES: dict[str, Builder] = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _masked_backward,
     "aten._trilinear.default": _trilinear,
     "aten._grouped_mm.default": _grouped_mm,
-    # of transformers, there once it is imported: the product of its mixtures of experts
+    # ops of mixtures of experts in transformers, which exist once it is imported
     "transformers.grouped_mm_fallback.default": _grouped_mm,
     "transformers.grouped_mm_fallback_backward.default": _experts_backward,
     "aten._cdist_forward.default": _cdist,

@@ -1,17 +1,14 @@
-"""Rules of normalisation: what statistics are taken over is whole, the other dims split freely.
+"""Rules of normalisation: dims that statistics are taken over are whole, other dims split freely.
 
     layer_norm                "... k0!, k0!, k0! -> ... k0!, ... 1, ... 1"
     layer_norm backward       split rows leave the gradients of weight and bias pending
-    dt.rms_norm               "... k!, k! -> ... k!, ... 1"   its backward likewise
     batch norm, training      "n! c x0!, c, c, c, c -> n! c x0!, c, c, c, c"
     batch norm, evaluating    "n c x0, c, c, c, c -> n c x0, 0, 0"
-    bn_squares                "n c x0, c -> c"                summed over the batch
-    bn_sums                   "n c x0, n c x0, c -> s! c"     likewise
+    bn_squares, bn_sums       "n c x0, c -> c"                summed over the batch
     group norm                "n (g k!) x0!, (g k!), (g k!) -> n (g k!) x0!, n g, n g"
 
-Invariants: the batch is whole where statistics are taken over it: never are a rank's own rows
-normalised by their own mean in silence. Group norm's sizes and groups are the rank's.
-Not here: a norm over a split dim; written with pow, mean and rsqrt it has one by itself.
+Invariant: no rank silently normalises its rows by the mean of its part of a batch. A norm over a
+split dim can be written with pow, mean and rsqrt.
 """
 
 from __future__ import annotations
@@ -30,20 +27,21 @@ from dtensor.sharding.rules.tables.localizers import contiguous, positional, unl
 
 
 def _factors(call: OpCall, position: int) -> tuple[str, str, str]:
-    """Rows, normalised dims, and the statistics' dims of size 1, as text."""
+    """Return the terms of the rows, of the normalised dims, and of the statistics' dims of size 1.
+    ``position``: of the argument ``normalized_shape``."""
     count = len(call.arg(position, "normalized_shape"))
     rank = len(call.operands[0].shape)
     rows = " ".join(f"d{i}" for i in range(rank - count))
     return rows, whole_dims("k", count), " ".join("1" for _ in range(count))
 
 
-def _optional(call: OpCall, *arguments: tuple[int, str]) -> int:
+def _num_present(call: OpCall, *arguments: tuple[int, str]) -> int:
     return sum(operand_index(call, position, name) is not None for position, name in arguments)
 
 
 def _layer_norm(call: OpCall) -> Rule:
     rows, dims, ones = _factors(call, 1)
-    terms = [f"{rows} {dims}"] + [dims] * _optional(call, (2, "weight"), (3, "bias"))
+    terms = [f"{rows} {dims}"] + [dims] * _num_present(call, (2, "weight"), (3, "bias"))
     return make(call, f"{', '.join(terms)} -> {rows} {dims}, {rows} {ones}, {rows} {ones}")
 
 
@@ -51,22 +49,22 @@ def _layer_norm_backward(call: OpCall) -> Rule:
     rows, dims, ones = _factors(call, 2)
     x = f"{rows} {dims}"
     terms = [x, x, f"{rows} {ones}", f"{rows} {ones}"]
-    terms += [dims] * _optional(call, (5, "weight"), (6, "bias"))
+    terms += [dims] * _num_present(call, (5, "weight"), (6, "bias"))
     text = f"{', '.join(terms)} -> {x}, {dims}, {dims}"
-    # The CPU's kernel reads storage in order, whatever the strides of a shard are.
+    # The CPU kernel ignores the strides of a shard.
     return make(call, text, linear=((0,),), localize=contiguous())
 
 
 def _rms_norm(call: OpCall) -> Rule:
     rows, dims, ones = _factors(call, 1)
-    terms = [f"{rows} {dims}"] + [dims] * _optional(call, (2, "weight"))
+    terms = [f"{rows} {dims}"] + [dims] * _num_present(call, (2, "weight"))
     return make(call, f"{', '.join(terms)} -> {rows} {dims}, {rows} {ones}")
 
 
 def _rms_norm_backward(call: OpCall) -> Rule:
     rows, dims, ones = _factors(call, 2)
     x = f"{rows} {dims}"
-    terms = [x, x, f"{rows} {ones}"] + [dims] * _optional(call, (4, "weight"))
+    terms = [x, x, f"{rows} {ones}"] + [dims] * _num_present(call, (4, "weight"))
     return make(call, f"{', '.join(terms)} -> {x}, {dims}", linear=((0,),))
 
 
@@ -74,30 +72,31 @@ def _rms_norm_backward(call: OpCall) -> Rule:
 
 
 def _image(rank: int, training: bool) -> str:
-    """``n c x0``; what statistics are taken over is whole."""
+    """Return the term of images, ``n c x0``. In training all dims but the channels are whole."""
     mark = "!" if training else ""
     points = [f"x{d}{mark}" for d in range(rank - 2)]
     return " ".join([f"n{mark}", *(["c"] if rank > 1 else []), *points])
 
 
 def _per_channel(shape: tuple[int, ...], name: str) -> str:
-    """A vector over channels, or one of size 0 where nothing is saved."""
+    """Return the term of a vector over channels, which is empty if an op saves no statistics."""
     return "c" if math.prod(shape) else f"{name}!"
 
 
 def _batch_norm(training_at: int | None, training: bool = True) -> Builder:
-    """``training_at``: which argument says so."""
+    """``training_at``: the position of the op's argument ``training``; if it is None, the op has no
+    such argument, and ``training`` is its mode."""
 
     def build(call: OpCall) -> Rule:
         trains = training if training_at is None else bool(call.args[training_at])
         x = _image(len(call.operands[0].shape), trains)
         left = [x, *("c" for _ in call.operands[1:])]
         right = [x]
-        # Evaluating, what it returns of running statistics is what it was given.
-        kept = "" if trains else " ".join(f"~{f}" for f in x.split() if f != "c")
+        # In evaluation the op returns its running statistics unchanged.
+        same = "" if trains else " ".join(f"~{f}" for f in x.split() if f != "c")
         for i, meta in enumerate(call.results[1:]):
             saved = "" if meta is None else _per_channel(meta.shape, f"z{i}")
-            right.append(f"{saved} {kept}")
+            right.append(f"{saved} {same}")
         text = f"{', '.join(left)} -> {', '.join(right)}"
         return make(call, text, localize=unless_empty() if trains else None)
 
@@ -117,7 +116,8 @@ def _batch_norm_backward(training_at: int) -> Builder:
 
 
 def _in_parts(result: str | None, linear: tuple[tuple[int, ...], ...] = ()) -> Builder:
-    """An op of the written-out form: images, then vectors over channels; see ops/batch_norm.py."""
+    """Return a builder for an op of ops/batch_norm.py, which takes images, then vectors over
+    channels. ``result``: the term of its result; None: the result is an image."""
 
     def build(call: OpCall) -> Rule:
         x = _image(len(call.operands[0].shape), training=False)
@@ -164,7 +164,7 @@ def _local_group_norm_backward(call: OpCall, local: Local) -> OpCall:
     return retarget(call, call.target, *args)
 
 
-_NORMED = "... k!, ... 1"  # what is normed, and a statistic
+_NORMED = "... k!, ... 1"  # the normalised tensor and a statistic of each row
 
 RULES: dict[str, Builder] = {
     "aten.native_layer_norm.default": _layer_norm,

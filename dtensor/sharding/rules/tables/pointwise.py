@@ -1,11 +1,10 @@
-"""Rules of ops that work element by element, with broadcasting: "..., ... -> ...".
+"""Rules of elementwise ops, with broadcasting: "..., ... -> ...".
 
     relu     "... -> ..."              add      "..., ... -> ..."     linear in {a, b}
     mul      "..., ... -> ..."         linear in {a}, {b}
 
-They differ only in the operands in which they are linear. Invariants: none has a localizer; an
-op that draws random numbers is not here (dropout has no rule: its numbers must not depend on the
-placement).
+The rules differ only in the operands in which the ops are linear. None has a localizer. ATen's
+random ops have no rule, because their numbers would depend on the placement (see create.py).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Linearity = Callable[[OpCall], Groups]
 
 
 def pointwise(linearity: Linearity) -> Builder:
-    """A builder: all tensors broadcast against each other, linear as the function says."""
+    """Return a builder for an elementwise op. ``linearity`` returns its linear groups."""
 
     def build(call: OpCall) -> Rule:
         left = ", ".join("..." for _ in call.operands)
@@ -33,20 +32,21 @@ def pointwise(linearity: Linearity) -> Builder:
 
 
 def nowhere(call: OpCall) -> Groups:
+    """The op is not linear in any operand."""
     return ()
 
 
 def each(call: OpCall) -> Groups:
-    """In every tensor operand on its own: products."""
+    """The op is linear in every tensor operand separately, as a product is."""
     return tuple((i,) for i in range(len(call.operands)))
 
 
 def jointly(*arguments: tuple[int, str]) -> Linearity:
-    """In these arguments together; a non-zero literal makes it affine, which is not it."""
+    """The op is linear in these arguments together, unless one is a literal other than 0."""
     return lambda call: joint(call, *arguments)
 
 
-first = jointly((0, "self"))  # copies, quotients, backwards (of which it is the gradient)
+first = jointly((0, "self"))  # copies, quotients, and backwards, whose operand 0 is the gradient
 first_two: Linearity = jointly((0, "self"), (1, "other"))
 branches: Linearity = jointly((1, "self"), (2, "other"))
 filled: Linearity = jointly((0, "self"), (2, "value"))
@@ -55,12 +55,12 @@ addend_and_quotient = jointly((0, "self"), (1, "tensor1"))  # addcdiv: self + va
 
 
 def addend_and_either(call: OpCall) -> Groups:
-    """addcmul: self + value * a * b."""
+    """The linear groups of addcmul: self + value * a * b."""
     return ((0, 1), (0, 2))
 
 
 def _cast(call: OpCall) -> Rule:
-    """A copy on another device, in other strides or in another dtype."""
+    """Return the rule of _to_copy; its kind is "cast" if it changes the dtype."""
     (result,) = call.results
     same = result is None or result.dtype == call.operands[0].dtype
     return replace(pointwise(first)(call), kind="compute" if same else "cast")

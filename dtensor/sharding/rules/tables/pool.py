@@ -3,10 +3,10 @@
     max_pool2d_with_indices       "... x0! x1! -> ... y0! y1!, ... y0! y1!"
     grid_sampler_2d               "n c x0! x1!, n u v 2 -> n c u v"
     pixel_shuffle                 "... (c r! s!) h w -> ... c (h r!) (w s!)"
-    planes(2, "x -> y, y")        the first of these: how most rows are written
+    planes(2, "x -> y, y")        a short form of the first pattern, which most entries use
 
-Batch and channels split freely; the planes are whole, as a window reaches over any cut. Indices
-of a maximum count within its plane, so that they are the same on every rank.
+Batch and channels split freely. The planes are whole, because windows cross any cut of a plane. The
+index of a maximum is a position in its plane, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _LINEAR: Groups = ((0,),)
 def planes(
     rank: int, form: str, *, linear: Groups = (), localize: Localizer | None = None
 ) -> Builder:
-    """``form`` names the tensors by their planes: those of one letter have planes of one size."""
+    """Return a builder for ops on planes of ``rank`` dims. ``form`` is a pattern in which x and y
+    stand for whole tensors; tensors with the same letter have planes of the same size."""
     text = re.sub("[xy]", lambda plane: f"... {whole_dims(plane[0], rank)}", form)
     return pattern(text, linear=linear, localize=unless_empty(localize))
 
@@ -42,7 +43,8 @@ def _sampler(rank: int, backward: bool = False) -> Builder:
 
 
 def _pixels(text: str) -> Builder:
-    """``r`` and ``s``: by which factor a plane grows or shrinks."""
+    """Return a builder for a pixel shuffle, in whose pattern ``r`` and ``s`` are the factors by
+    which a plane grows or shrinks."""
 
     def build(call: OpCall) -> Rule:
         sizes = {"r": call.args[1], "s": call.args[1]}
@@ -52,15 +54,15 @@ def _pixels(text: str) -> Builder:
 
 
 def _local_input_size(call: OpCall, local: Local) -> OpCall:
-    """Of a backward that is told the whole input's sizes, third."""
+    """Replace the input's sizes, the third argument of a backward op, by those of the shard."""
     args = positional(call)
     args[2] = list(local.result_shape())
     return retarget(call, call.target, *args)
 
 
 def _channel_shuffle(call: OpCall) -> Rule:
-    rest = " ".join(f"d{i}" for i in range(len(call.operands[0].shape) - 2))
-    text = f"n (g! k) {rest} -> n (k g!) {rest}"
+    plane = " ".join(f"d{i}" for i in range(len(call.operands[0].shape) - 2))
+    text = f"n (g! k) {plane} -> n (k g!) {plane}"
     sizes = {"g": call.args[1]}
     return make(call, text, linear=_LINEAR, localize=unless_empty(), sizes=sizes)
 
@@ -77,7 +79,7 @@ RULES: dict[str, Builder] = {
     "aten.channel_shuffle.default": _channel_shuffle,
 }
 
-# Ops by the number of their planes' dims.
+# Each table maps the number of dims of a plane to names of ops.
 _LINEAR_OPS = {
     1: """avg_pool1d adaptive_avg_pool1d upsample_nearest1d _upsample_nearest_exact1d
         upsample_linear1d reflection_pad1d replication_pad1d""",

@@ -1,11 +1,11 @@
 """Rules of reductions, and of ops that need a dim whole.
 
-    sum(1)       "d0 d1 -> d0"             linear; d1 split: the results are summed
-    amax(1)      "d0 d1 -> d0"             d1 split: their maximum is taken
-    softmax(1)   "d0 d1! -> d0 d1!"        d1 whole
-    mean(1)      "d0 d1 -> d0"             localised: the local sum over the global count
+    sum(1)       "d0 d1 -> d0"             linear; d1 split: the ranks' results are summed
+    amax(1)      "d0 d1 -> d0"             d1 split: the result is the ranks' maximum
+    softmax(1)   "d0 d1! -> d0 d1!"        d1 is whole
+    mean(1)      "d0 d1 -> d0"             each rank divides its sum by the global count
 
-Invariants: a rank that holds nothing of a reduced dim gives the reduction's identity.
+Invariant: a rank that holds nothing of a reduced dim returns the reduction's identity.
 """
 
 from __future__ import annotations
@@ -20,19 +20,22 @@ from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import Groups, make, names, num_pairs, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
+from dtensor.sharding.rules.tables.localizers import is_split
 from dtensor.sharding.rules.tables.pointwise import nowhere
 
 _SUM: Groups = ((0,),)
+_REDUCE_BY_SUM = 2  # torch's Reduction.SUM
 ByElement = Literal["sum", "max", "min"]
 
 
 def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> str:
-    """``d0 d1 -> d0``: ``dims`` reduced, and whole where the reduction cannot be split."""
+    """Return the pattern of a reduction over ``dims``, ``d0 d1 -> d0``. ``whole``: the reduced dims
+    may not be split."""
     factors = names(len(call.operands[0].shape), dims if whole else ())
-    kept = [f for i, f in enumerate(factors) if i not in dims]
+    output = [f for i, f in enumerate(factors) if i not in dims]
     if keepdim:
-        kept = ["1" if i in dims else f for i, f in enumerate(factors)]
-    outputs = ", ".join(" ".join(kept) for _ in call.results)
+        output = ["1" if i in dims else f for i, f in enumerate(factors)]
+    outputs = ", ".join(" ".join(output) for _ in call.results)
     return f"{' '.join(factors)} -> {outputs}"
 
 
@@ -44,10 +47,11 @@ def reduction(
     default: int | None = None,
     linear: Groups = _SUM,
 ) -> Builder:
-    """``op(x, dim?, keepdim?)``; ``reduce=None``: the reduced dims must be whole.
+    """Return a builder for ``op(x, dim?, keepdim?)``.
 
-    ``keepdim_at=0``: the op takes no dims and reduces all. ``default``: the dim where none is
-    given, None for all. ``linear`` is of sums.
+    ``reduce``: combines the parts of the reduced dims; None: they must be whole. ``dim_at`` and
+    ``keepdim_at``: positions of the arguments; ``keepdim_at=0``: the op always reduces all dims.
+    ``default``: the dim if the call states none, None for all. ``linear``: used only for sums.
     """
 
     def build(call: OpCall) -> Rule:
@@ -59,27 +63,29 @@ def reduction(
             case "sum":
                 return make(call, text, linear=linear)
             case "max" | "min":
-                return make(call, text, reduce=reduce, localize=_identity(reduce))
+                return make(call, text, reduce=reduce, localize=_identity_if_empty(reduce))
             case None:
                 return make(call, text)
 
     return build
 
 
-def _identity(reduce: ByElement) -> Localizer:
+def _identity_if_empty(reduce: ByElement) -> Localizer:
+    """Return a localizer that fills in the identity on a rank that holds nothing to reduce."""
+
     def localize(call: OpCall, local: Local) -> OpCall:
         shapes = zip(local.operand_shape(0), call.operands[0].shape, strict=True)
-        if not any(here == 0 < size for here, size in shapes):
+        if not any(local_size == 0 < size for local_size, size in shapes):
             return call
         dtype = call.result.dtype
-        args = (call.args[0], local.result_shape(), _identity_of(reduce, dtype), dtype)
+        args = (call.args[0], local.result_shape(), _identity(reduce, dtype), dtype)
         return retarget(call, local_forms.filled, *args)
 
     return localize
 
 
-def _identity_of(reduce: ByElement, dtype: torch.dtype) -> float | bool:
-    """What changes no maximum, or no minimum."""
+def _identity(reduce: ByElement, dtype: torch.dtype) -> float | bool:
+    """Return the identity of a maximum or minimum: the smallest or largest value of the dtype."""
     if dtype == torch.bool:
         return reduce == "min"
     if dtype.is_floating_point:
@@ -88,11 +94,11 @@ def _identity_of(reduce: ByElement, dtype: torch.dtype) -> float | bool:
 
 
 def _vector_norm(call: OpCall) -> Rule:
-    """Of order 0 and 1 a sum over the elements, infinite a maximum; others need their dims whole
-    (or are written with pow and sum)."""
+    """Return the rule of linalg_vector_norm. Orders 0 and 1 are sums, infinite orders maxima or
+    minima. Other orders need whole dims; a user can write them with pow and sum."""
     order: float = call.arg(1, "ord", 2)
-    parts: dict[float, ByElement] = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
-    return reduction(parts.get(order), dim_at=2, keepdim_at=3, linear=())(call)
+    reductions: dict[float, ByElement] = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
+    return reduction(reductions.get(order), dim_at=2, keepdim_at=3, linear=())(call)
 
 
 def _mean(call: OpCall) -> Rule:
@@ -111,9 +117,10 @@ def _mean(call: OpCall) -> Rule:
 
 
 def along(position: int, *, linear: Groups = (), default: int | None = None) -> Builder:
-    """Ops on tensors of one rank that need the dim at ``position`` whole in each of them.
+    """Return a builder for ops whose tensors have the same number of dims and need one dim whole.
 
-    Other dims are shared where all tensors have one size there, and whole where not.
+    ``position``: of the argument that is this dim. Another dim is one factor if all tensors have
+    the same size there; otherwise it is whole.
     """
 
     def build(call: OpCall) -> Rule:
@@ -128,8 +135,8 @@ def along(position: int, *, linear: Groups = (), default: int | None = None) -> 
             dims: list[str] = []
             for d, size in enumerate(meta.shape):
                 alike = all(m.shape[d] == size for m in metas)
-                own = f"t{number}d{d}!" if not alike else f"d{d}!"
-                dims.append(f"d{d}" if alike and d not in whole else own)
+                whole_factor = f"t{number}d{d}!" if not alike else f"d{d}!"
+                dims.append(f"d{d}" if alike and d not in whole else whole_factor)
             terms.append(" ".join(dims))
         inputs, outputs = terms[: len(call.operands)], terms[len(call.operands) :]
         return make(call, f"{', '.join(inputs)} -> {', '.join(outputs)}", linear=linear)
@@ -138,16 +145,17 @@ def along(position: int, *, linear: Groups = (), default: int | None = None) -> 
 
 
 def _segments(call: OpCall) -> Rule:
-    """x, then the lengths of the segments of one dim, for each of what comes before it."""
+    """Return the rule of segment_reduce. Its lengths divide one dim of x into segments, for each
+    index of the dims before that dim."""
     _refuse_offsets(call)
     x, lengths = (meta.shape for meta in call.operands)
-    before, rows, after = _around(len(lengths) - 1, len(x))
+    before, rows, after = _terms_around(len(lengths) - 1, len(x))
     text = f"{before} {rows} {after}, {before} s! -> {before} o! {after}"
-    return make(call, text, linear=_SUM if _sums(call, 1) else (), localize=_unsafe)
+    return make(call, text, linear=_SUM if _sums(call, 1) else (), localize=_unsafe_if_empty)
 
 
-def _unsafe(call: OpCall, local: Local) -> OpCall:
-    """torch's check of the lengths fails where there are none."""
+def _unsafe_if_empty(call: OpCall, local: Local) -> OpCall:
+    """Skip torch's check of the lengths on a rank without lengths, where the check fails."""
     if math.prod(local.operand_shape(1)):
         return call
     return retarget(call, call.target, *call.args, **{**dict(call.kwargs), "unsafe": True})
@@ -156,9 +164,9 @@ def _unsafe(call: OpCall, local: Local) -> OpCall:
 def _segments_backward(call: OpCall) -> Rule:
     _refuse_offsets(call)
     x, lengths = call.operands[2].shape, call.operands[3].shape
-    before, rows, after = _around(len(lengths) - 1, len(x))
-    out, whole = f"{before} o! {after}", f"{before} {rows} {after}"
-    return make(call, f"{out}, {out}, {whole}, {before} s! -> {whole}", linear=_SUM)
+    before, rows, after = _terms_around(len(lengths) - 1, len(x))
+    out, source = f"{before} o! {after}", f"{before} {rows} {after}"
+    return make(call, f"{out}, {out}, {source}, {before} s! -> {source}", linear=_SUM)
 
 
 def _refuse_offsets(call: OpCall) -> None:
@@ -166,9 +174,10 @@ def _refuse_offsets(call: OpCall) -> None:
         raise no_rule(call, "torch reads outside the tensor where offsets do; give lengths")
 
 
-def _around(at: int, rank: int) -> tuple[str, str, str]:
-    dims = names(rank, (at,))
-    return " ".join(dims[:at]), dims[at], " ".join(dims[at + 1 :])
+def _terms_around(dim: int, rank: int) -> tuple[str, str, str]:
+    """Return the terms of the dims before ``dim``, of ``dim`` (whole), and of the dims after."""
+    dims = names(rank, (dim,))
+    return " ".join(dims[:dim]), dims[dim], " ".join(dims[dim + 1 :])
 
 
 def _sums(call: OpCall, position: int) -> bool:
@@ -183,10 +192,11 @@ def _mse_loss(call: OpCall) -> Rule:
 
 
 def _mse_localizer(call: OpCall, local: Local) -> OpCall:
-    if _is_whole(call, local):
+    if not is_split(call, local):
         return call
-    count, add = num_pairs(call, 0), 2
-    return retarget(call, local_forms.loss_over, call.target, count, *call.args[:2], add)
+    count = num_pairs(call, 0)
+    args = (*call.args[:2], _REDUCE_BY_SUM)
+    return retarget(call, local_forms.loss_over, call.target, count, *args)
 
 
 def _mse_loss_backward(call: OpCall) -> Rule:
@@ -198,14 +208,11 @@ def _mse_loss_backward(call: OpCall) -> Rule:
 
 
 def _mse_backward_localizer(call: OpCall, local: Local) -> OpCall:
-    if _is_whole(call, local):
+    if not is_split(call, local):
         return call
-    count, add = num_pairs(call, 1), 2
-    return retarget(call, local_forms.loss_backward_over, call.target, count, *call.args[:3], add)
-
-
-def _is_whole(call: OpCall, local: Local) -> bool:
-    return all(local.operand_shape(i) == m.shape for i, m in enumerate(call.operands))
+    count = num_pairs(call, 1)
+    args = (*call.args[:3], _REDUCE_BY_SUM)
+    return retarget(call, local_forms.loss_backward_over, call.target, count, *args)
 
 
 _BACKWARD: Groups = ((0,),)

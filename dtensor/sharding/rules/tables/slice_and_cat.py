@@ -1,12 +1,12 @@
-"""Rules of ops that cut dims apart and put them together: slices, splits, cat, padding.
+"""Rules of ops that slice, split, concatenate and pad tensors.
 
     split     [8,30] -> 10, 20     "d0 (s0 + s1) -> d0 s0, d0 s1"
     slice     [8,30][:, 10:]       "d0 (a + s) -> d0 s"
     cat       [8,10], [8,20]       "d0 s0, d0 s1 -> d0 (s0 + s1)"
 
-A dim that is a sum of factors splits only all parts together: each rank gets its part of each.
-Invariants: linear (pieces of a sum are sums of pieces); offsets are made local from the intervals
-that the rank holds. A step other than 1 and an index keep their dim whole.
+The parts of a dim that is a sum of factors are split together: each rank holds a piece of each
+part. All ops are linear. Localizers compute local offsets from the intervals that the rank holds.
+Selecting an index, or slicing with a step other than 1, keeps the dim whole.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _LINEAR: Groups = ((0,),)
 
 
 def _sum_text(parts: Sequence[tuple[str, int]]) -> str:
-    """``(a + s + c)`` of the parts that are not empty."""
-    kept = [name for name, size in parts if size]
-    return f"({' + '.join(kept)})" if len(kept) > 1 else (kept or ["z!"])[0]
+    """Return the sum of the parts that are not empty: ``(a + s + c)``."""
+    present = [name for name, size in parts if size]
+    return f"({' + '.join(present)})" if len(present) > 1 else (present or ["z!"])[0]
 
 
 # -- slices ------------------------------------------------------------------------------------
 
 
 def _bounds(size: int, start: int | None, stop: int | None) -> tuple[int, int]:
-    """``start:stop`` of a dim, resolved as Python resolves it."""
+    """Return ``start:stop`` of a dim of ``size``, resolved as Python resolves a slice."""
     lo, hi, _ = slice(start, stop).indices(size)
     return lo, max(lo, hi)
 
 
 def _slice_arguments(call: OpCall, offset: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """(dim, start, stop, step) of slice (offset 0) and slice_backward (offset 1)."""
+    """Return (dim, start, stop, step) of slice (offset 0) or slice_backward (offset 1)."""
     dim: int = call.arg(1 + offset, "dim", 0) % len(shape)
     lo, hi = _bounds(shape[dim], call.arg(2 + offset, "start"), call.arg(3 + offset, "end"))
     return dim, lo, hi, call.arg(4 + offset, "step", 1)
@@ -52,7 +52,8 @@ def _slice_arguments(call: OpCall, offset: int, shape: tuple[int, ...]) -> tuple
 def _slice_texts(
     shape: tuple[int, ...], dim: int, lo: int, hi: int, step: int
 ) -> tuple[str, str, dict[str, int]]:
-    """The whole tensor's dims, the slice's, and the sizes of the parts before, in and after it."""
+    """Return the terms of the whole tensor and of the slice ``lo:hi`` of ``dim``, and the sizes of
+    the parts before, in and after the slice."""
     dims = names(len(shape))
     sizes = {"a": lo, "s": hi - lo, "c": shape[dim] - hi}
     if step != 1:
@@ -62,7 +63,8 @@ def _slice_texts(
 
 
 def _local_bounds(held: Intervals, lo: int, hi: int, step: int) -> tuple[int, int]:
-    """``lo:hi`` counted within what the rank holds of the dim; with a step it holds all of it."""
+    """Return the local slice for the global slice ``lo:hi`` on a rank that holds ``held`` of the
+    dim. With a step other than 1 the rank holds the whole dim."""
     if step != 1:
         return lo, hi
     start = share(held, 0, lo)
@@ -97,7 +99,7 @@ def _slice_backward(call: OpCall) -> Rule:
 
 
 def _narrow(call: OpCall) -> Rule:
-    """narrow_copy(x, dim, start, length): a slice that says its length."""
+    """Return the rule of narrow_copy(x, dim, start, length), as that of a slice."""
     x: object = call.args[0]
     dim: int = call.args[1]
     start: int = call.args[2]
@@ -122,8 +124,8 @@ def _slice_scatter(call: OpCall) -> Rule:
 def _select_scatter(call: OpCall) -> Rule:
     dims = names(len(call.operands[0].shape))
     dim: int = call.args[2] % len(dims)
-    kept = replaced(dims, dim, "w!")
-    return make(call, f"{kept}, {replaced(dims, dim)} -> {kept}", linear=((0, 1),))
+    x = replaced(dims, dim, "w!")
+    return make(call, f"{x}, {replaced(dims, dim)} -> {x}", linear=((0, 1),))
 
 
 def _select(call: OpCall) -> Rule:
@@ -139,7 +141,7 @@ def _select_backward(call: OpCall) -> Rule:
     return make(call, text, linear=_LINEAR, localize=sized(1))
 
 
-# -- apart and together -------------------------------------------------------------------------
+# -- split, cat, pad -----------------------------------------------------------------------------
 
 
 def _split(call: OpCall) -> Rule:
@@ -167,16 +169,16 @@ def _cat(call: OpCall) -> Rule:
     rank = len(call.result.shape)
     dims = names(rank)
     dim: int = call.arg(1, "dim", 0) % rank
-    # torch lets a one-dimensional empty tensor stand among tensors of any number of dims.
-    stray = [len(meta.shape) != rank for meta in call.operands]
+    # torch.cat ignores one-dimensional empty tensors among tensors of any number of dims.
+    ignored = [len(meta.shape) != rank for meta in call.operands]
     shapes = [meta.shape for meta in call.operands]
-    parts = [(f"s{i}", 0 if stray[i] else shape[dim]) for i, shape in enumerate(shapes)]
+    parts = [(f"s{i}", 0 if ignored[i] else shape[dim]) for i, shape in enumerate(shapes)]
     sources = ", ".join(
-        "y!" if odd else replaced(dims, dim, name if size else "y!")
-        for odd, (name, size) in zip(stray, parts, strict=True)
+        "y!" if is_ignored else replaced(dims, dim, name if size else "y!")
+        for is_ignored, (name, size) in zip(ignored, parts, strict=True)
     )
     text = f"{sources} -> {replaced(dims, dim, _sum_text(parts))}"
-    return make(call, text, linear=_all(call), sizes=dict(parts))
+    return make(call, text, linear=_all_operands(call), sizes=dict(parts))
 
 
 def _stack(call: OpCall) -> Rule:
@@ -184,10 +186,10 @@ def _stack(call: OpCall) -> Rule:
     at = call.arg(1, "dim", 0) % (len(dims) + 1)
     sources = ", ".join(" ".join(dims) for _ in call.operands)
     text = f"{sources} -> {' '.join([*dims[:at], 'w!', *dims[at:]])}"
-    return make(call, text, linear=_all(call))
+    return make(call, text, linear=_all_operands(call))
 
 
-def _all(call: OpCall) -> Groups:
+def _all_operands(call: OpCall) -> Groups:
     return (tuple(range(len(call.operands))),)
 
 
@@ -198,8 +200,9 @@ def _pad(call: OpCall) -> Rule:
     sizes: dict[str, int] = {}
     source, result = names(len(shape)), names(len(shape))
     edges: dict[int, tuple[int, int]] = {}
-    for i, (before, after) in _pairs(pad):
-        dim = len(shape) - 1 - i
+    for i in range(0, len(pad), 2):
+        before, after = pad[i], pad[i + 1]
+        dim = len(shape) - 1 - i // 2
         if min(before, after) < 0:
             source[dim], result[dim] = f"d{dim}!", f"n{dim}!"
             continue
@@ -221,10 +224,6 @@ def _pad(call: OpCall) -> Rule:
     text = f"{' '.join(source)} -> {' '.join(result)}"
     linear = _LINEAR if value == 0 else ()
     return make(call, text, linear=linear, localize=localize, sizes=sizes)
-
-
-def _pairs(pad: list[int]) -> list[tuple[int, tuple[int, int]]]:
-    return [(i // 2, (pad[i], pad[i + 1])) for i in range(0, len(pad), 2)]
 
 
 RULES: dict[str, Builder] = {

@@ -1,12 +1,12 @@
-"""Rules of order: sort, topk, medians, running extrema, searches and histograms.
+"""Rules of sorting and searching: sort, topk, medians, running extrema, searches, histograms.
 
     sort(1)              "d0 d1! -> d0 d1!, d0 d1!"
     kthvalue(k, 1)       "d0 d1! -> d0, d0"
-    searchsorted         "... s, ... v -> ... v"     s split: how many are smaller adds up
-    histc(min, max)      "n -> b!"                   n split: the counts add up
+    searchsorted         "... s, ... v -> ... v"     s split: the ranks' counts are summed
+    histc(min, max)      "n -> b!"                   n split: the ranks' counts are summed
 
-An order mixes all of its dim, which is whole; but how many of a sorted sequence are smaller than a
-value is a sum over the pieces of the sequence, for a piece of a sorted sequence is sorted.
+A sorted dim is whole. The sequence of searchsorted may be split: each piece of it is sorted, and
+the number of smaller elements is the sum of the numbers in the pieces.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Rules of the long tail of elementwise ops: activations, special functions, complex numbers.
+"""Rules of rarer elementwise ops: activations, special functions, complex numbers.
 
     lgamma            "... -> ..."            hypot        "..., ... -> ..."
     lerp(a, b, w)     "..., ..., ... -> ..."  linear in {a, b}
-    view_as_real      "... -> ... c!"         linear in {a}: the parts of a complex sum are sums
-    isin(x, y)        "..., y! -> ..."        every element against all of y
-    glu               "a (q! h) b -> a h b"   its halves split together
+    view_as_real      "... -> ... c!"         linear in {a}
+    isin(x, y)        "..., y! -> ..."        each element is compared with all of y
+    glu               "a (q! h) b -> a h b"   the two halves split together
 
-The table differs from that of pointwise.py only in how often its ops are met. Invariants: as there.
-Complex conjugates are made, not noted lazily: what ranks send one another has no conjugate bit.
+pointwise.py has the common elementwise ops. Ranks compute complex conjugates and negatives at once,
+where torch only sets a bit of the tensor, because messages carry no such bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dtensor.sharding.rules.tables.pointwise import (
 aten: Any = torch.ops.aten
 _LINEAR: Groups = ((0,),)
 
-# fill(x, value): the value of x does not matter
+# fill(x, value) is linear in both: the result does not depend on x
 second: Linearity = jointly((0, "self"), (1, "value"))
 
 _LINEARITY: dict[Linearity, str] = {
@@ -82,8 +82,9 @@ _POLYNOMIALS = """
     laguerre_polynomial_l legendre_polynomial_p"""
 
 
-def _made_by(target: Callable[..., Any]) -> Builder:
-    """For what torch only notes: the op that makes it."""
+def _computed_by(target: Callable[..., Any]) -> Builder:
+    """Return a builder for a lazy view of torch (a conjugate or negative), which ranks replace by
+    the op ``target`` that computes it."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         return retarget(call, target, call.args[0])
@@ -92,7 +93,7 @@ def _made_by(target: Callable[..., Any]) -> Builder:
 
 
 def _halves(shape: tuple[int, ...], dim: int) -> tuple[str, str]:
-    """The dims of what is gated, and of one half."""
+    """Return the terms of glu's operand, whose ``dim`` is two halves, and of one half."""
     whole, half = names(len(shape)), names(len(shape))
     at = dim % len(shape)
     whole[at], half[at] = "(q! h)", "h"
@@ -119,10 +120,10 @@ def _isin_scalar(call: OpCall) -> Rule:
     return make(call, f"{tests} -> ", localize=contiguous())
 
 
-# the view needs its last dim to lie together
+# view_as_complex needs a last dim of stride 1
 _COMPLEX = pattern("... c! -> ...", linear=_LINEAR, localize=contiguous())
 _REAL = pattern("... -> ... c!", linear=_LINEAR)
-_CONJ, _NEGATIVE = _made_by(aten._conj_physical.default), _made_by(aten.neg.default)
+_CONJ, _NEGATIVE = _computed_by(aten._conj_physical.default), _computed_by(aten.neg.default)
 
 RULES: dict[str, Builder] = {
     **{

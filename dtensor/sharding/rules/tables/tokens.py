@@ -1,14 +1,14 @@
-"""Rules of tokens: embedding, bags, cross entropy, and the next one; what splits a vocabulary.
+"""Rules of ops on a vocabulary: embedding, embedding bags, cross entropy, choice of a token.
 
-    embedding     "v d, ... -> ... d"            v split: rows that are elsewhere give zeros, summed
-    embedding_bag "v! d, i!, o! -> b! d, ..."    columns split alone
-    ce_stats      "n v, n -> n k!"               contracted with softmax
-    ce_loss       "n k!, n -> n"                 its rows
-    ce_backward   "n, n v, n k!, n -> n v"       nothing contracted
-    next_tokens   "n v!, n, n r!, n p! -> n, n"  its rows, each of the whole vocabulary
+    embedding     "v d, ... -> ... d"            v split: ids of other ranks give 0; then a sum
+    embedding_bag "v! d, i!, o! -> b! d, ..."    only columns are split
+    ce_stats      "n v, n -> n k!"               v split: reduced with "softmax"
+    ce_loss       "n k!, n -> n"
+    ce_backward   "n, n v, n k!, n -> n v"       v split: nothing is reduced
+    next_tokens   "n v!, n, n r!, n p! -> n, n"  each row needs the whole vocabulary
 
-Invariants: where the vocabulary is split, localizers tell the op which global rows or columns the
-rank holds. The ops themselves: ops/attention.py, ops/cross_entropy.py, ops/sampling.py.
+If the vocabulary is split, localizers pass the rank's global rows or columns to the op. The ops are
+in ops/attention.py, ops/cross_entropy.py and ops/sampling.py.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ def _embedding_backward(call: OpCall) -> Rule:
 
 def _embedding_backward_localizer(call: OpCall, local: Local) -> OpCall:
     grad, ids, num_rows, padding = call.args[:4]
-    held = local.result_shape()[0]
-    if held == num_rows:
+    num_local_rows = local.result_shape()[0]
+    if num_local_rows == num_rows:
         return call
     rows = flat(local.result_intervals(0, 0))
     target = torch.ops.dt.embedding_shard_backward.default
-    return retarget(call, target, grad, ids, held, rows, padding)
+    return retarget(call, target, grad, ids, num_local_rows, rows, padding)
 
 
 def _bag(call: OpCall) -> Rule:
-    """Columns split; counts and offsets are of the indices alone."""
+    """Only columns split. The results besides the bags depend on the indices alone."""
     if call.args[5] if len(call.args) > 5 else False:
         raise no_rule(call, "sparse gradients")
     weights = ", i!" if len(call.operands) > 3 else ""
@@ -78,7 +78,8 @@ def _bag_backward(call: OpCall) -> Rule:
 
 
 def _vocab(operand: int, position: int) -> Localizer:
-    """Passes the columns that the rank holds of the logits at ``operand``."""
+    """Return a localizer that passes the global columns of the rank's logits, ``operand``, as the
+    argument at ``position``."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         if local.operand_shape(operand)[1] == call.operands[operand].shape[1]:
@@ -90,7 +91,7 @@ def _vocab(operand: int, position: int) -> Localizer:
 
 
 def _stats(call: OpCall) -> Rule:
-    """What a split vocabulary leaves pending is a part of the loss."""
+    """Return the rule of ce_stats. Its pending statistics are parts of the loss."""
     rule = make(call, "n v, n -> n k!", reduce="softmax", localize=_vocab(0, 3))
     return replace(rule, of_loss=True)
 

@@ -1,10 +1,9 @@
-"""Ops that every rank runs on whole tensors on purpose, each with its reason in one line.
+"""`Unsplittable`: the rule of an op that every rank deliberately runs on whole tensors.
 
     "aten.nonzero_static.default": Unsplittable("which places are not zero depends on all values")
     reasons()["aten.nonzero_static.default"]      # "which places are ..."
 
-Invariants: such a rule offers no split; where the op is linear it may still be told so, and a
-pending sum passes. Ops that need only *some* dims whole are not here: their rules say `k!`.
+The rule offers no split. If the op is linear, pending sums pass through it.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from dtensor.sharding.rules.rule import Rule
 
 @dataclass(frozen=True, slots=True)
 class Unsplittable:
-    """A builder for ops of which nothing can be split: every dim of every tensor is whole.
+    """A builder of rules in which every dim of every tensor is whole.
 
-    ``reason`` says why, without a full stop.
+    ``reason``: why nothing can be split, without a full stop.
     """
 
     reason: str

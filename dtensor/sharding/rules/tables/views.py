@@ -1,13 +1,11 @@
-"""Rules of ops that only rearrange dims: view, permute, expand, squeeze and their kin.
+"""Rules of ops that only rearrange dims: view, permute, expand, squeeze and similar ops.
 
     view      [8,64] -> [8,4,16]     "p0 (p1 p2) -> p0 p1 p2"
     expand    [8,1] -> [8,5]         "d0 1 -> d0 d1"
 
-A view maps factors: both shapes are read from the left, and each pair of dims gives its greatest
-common divisor as the next factor; where that is 1 but the dims go on, they have no common
-boundary and are whole up to the next one.
-
-Invariants: linear in the one operand; sizes in arguments are made local from the result's shard.
+The factors of a view are found by reading both shapes from the left: the greatest common divisor of
+the current dims is the next factor. If it is 1, the dims are whole up to the next boundary that
+both shapes have. All ops are linear. Localizers replace sizes in arguments by the local sizes.
 """
 
 from __future__ import annotations
@@ -37,13 +35,13 @@ aten: Any = torch.ops.aten
 
 
 def factorize(before: tuple[int, ...], after: tuple[int, ...]) -> _Matching:
-    """The common factors of two shapes with the same number of elements."""
+    """Return the common factors of two shapes with the same number of elements."""
     matching = _Matching([[] for _ in before], [[] for _ in after])
     if math.prod(before) == 0:
         matching.separate(before, after)
         return matching
     i = j = 0
-    left, right = 1, 1  # what is left of the current dims; 1 asks for the next
+    left, right = 1, 1  # the parts of the current dims without a factor yet; 1: take the next dim
     while True:
         while left == 1 and i < len(before):
             left, i = before[i], i + 1
@@ -58,13 +56,13 @@ def factorize(before: tuple[int, ...], after: tuple[int, ...]) -> _Matching:
         elif left == right == 1:
             return matching
         else:
-            i, j = matching.skip(i, j, left, right, before, after)
+            i, j = matching.add_whole(i, j, left, right, before, after)
             left = right = 1
 
 
 @dataclass(slots=True)
 class _Matching:
-    """Factor names of each dim on both sides, being built."""
+    """The factor names of each dim of both shapes, while `factorize` adds to them."""
 
     left: list[list[str]]
     right: list[list[str]]
@@ -78,7 +76,7 @@ class _Matching:
             self.whole.add(name)
         return name
 
-    def skip(
+    def add_whole(
         self,
         i: int,
         j: int,
@@ -87,7 +85,8 @@ class _Matching:
         before: tuple[int, ...],
         after: tuple[int, ...],
     ) -> tuple[int, int]:
-        """Whole factors up to the next boundary that both sides have; the dims after it."""
+        """Add whole factors up to the next boundary that both shapes have. Return the indices of
+        the dims after it."""
         self.left[i - 1].append(self.new(left, whole=True))
         self.right[j - 1].append(self.new(right, whole=True))
         while left != right:
@@ -100,7 +99,7 @@ class _Matching:
         return i, j
 
     def separate(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
-        """No factor in common: tensors without elements."""
+        """Give each dim a whole factor of its own, for tensors without elements."""
         for factors, size in (*zip(self.left, before), *zip(self.right, after)):
             factors.append(self.new(size, whole=True))
 
@@ -118,21 +117,22 @@ def _view(call: OpCall) -> Rule:
 
 
 def _reshape(call: OpCall, local: Local) -> OpCall:
-    # reshape, not view: a shard may be a strided piece of what was contiguous as a whole.
+    # reshape, not view: a shard of a contiguous tensor may be strided.
     return retarget(call, aten.reshape.default, call.args[0], list(local.result_shape()))
 
 
 def of_repeat(rule: Rule, dim: int, *, splits: bool) -> Rule:
-    """The rule of a view that joins ``dim``, a dim of repeats, to the dim before it.
+    """Return the rule of a view that joins ``dim``, a dim of repeats, to the dim before it, with a
+    fallback for shards that cut a group of repeats:
 
         b g r s d -> b (g r) s d      with fallback      b g! r! s d -> b h s d
 
-    A shard of (g r) that cuts a group takes its part of the whole. ``splits``: the view goes the
-    other way, as in the gradient, whose sum over r is taken next: each rank fills its part into
-    zeros, and the result is a pending sum.
+    In the fallback the operand is whole, and each rank takes its part of the result. ``splits``:
+    the view goes the other way, as in the gradient: each rank writes its part into zeros, and the
+    result is a pending sum.
     """
-    apart, joined = (rule.results, rule.operands) if splits else (rule.operands, rule.results)
-    pair = (*apart[0][dim - 1][0][-1:], *apart[0][dim][0])
+    separate, joined = (rule.results, rule.operands) if splits else (rule.operands, rule.results)
+    pair = (*separate[0][dim - 1][0][-1:], *separate[0][dim][0])
     at = next((i for i, (product,) in enumerate(joined[0]) if set(pair) <= set(product)), None)
     if len(pair) != 2 or at is None:
         return rule
@@ -142,18 +142,18 @@ def of_repeat(rule: Rule, dim: int, *, splits: bool) -> Rule:
     cut = (tuple((heads,) if i == at else d for i, d in enumerate(joined[0])),)
     fallback = replace(
         rule,
-        operands=cut if splits else apart,
-        results=apart if splits else cut,
+        operands=cut if splits else separate,
+        results=separate if splits else cut,
         sizes=(*rule.sizes, ("h", rule.size[pair[0]] * rule.size[pair[1]])),
         whole=rule.whole | set(pair),
         localize=None,
     )
-    parts = [i for i, (factors,) in enumerate(apart[0]) if set(factors) & set(product)]
-    return replace(rule, fallback=fallback, localize=_part_of_repeat(at, parts, splits))
+    joined_dims = [i for i, (factors,) in enumerate(separate[0]) if set(factors) & set(product)]
+    return replace(rule, fallback=fallback, localize=_part_of_repeat(at, joined_dims, splits))
 
 
-def _part_of_repeat(at: int, parts: list[int], splits: bool) -> Localizer:
-    """``parts``: the dims that the view joins to dim ``at``."""
+def _part_of_repeat(at: int, joined_dims: list[int], splits: bool) -> Localizer:
+    """Return the localizer of `of_repeat`, whose view joins ``joined_dims`` to dim ``at``."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         operand, result = local.operand_shape(0), local.result_shape()
@@ -161,16 +161,17 @@ def _part_of_repeat(at: int, parts: list[int], splits: bool) -> Localizer:
             return _reshape(call, local)
         intervals = local.result_intervals if splits else local.operand_intervals
         sizes = (call.result if splits else call.operands[0]).shape
-        whole = [0]
-        for dim in parts:
+        indices = [0]  # the global indices in dim ``at`` of the rank's elements of joined_dims
+        for dim in joined_dims:
             spans = intervals(0, dim)
-            whole = [i * sizes[dim] + j for i in whole for lo, hi in spans for j in range(lo, hi)]
+            columns = [j for lo, hi in spans for j in range(lo, hi)]
+            indices = [i * sizes[dim] + j for i in indices for j in columns]
         held = (local.operand_intervals if splits else local.result_intervals)(0, at)
-        places = {index: i for i, index in enumerate(whole)}
-        positions = [places[i] for lo, hi in held for i in range(lo, hi)]
+        position_of = {index: i for i, index in enumerate(indices)}
+        positions = [position_of[i] for lo, hi in held for i in range(lo, hi)]
         run = local_forms.filled_reshape if splits else local_forms.part_of_reshape
         joined = list(operand if splits else result)
-        joined[at] = len(whole)
+        joined[at] = len(indices)
         return retarget(call, run, call.args[0], joined, list(result), at, positions)
 
     return localize
@@ -179,8 +180,8 @@ def _part_of_repeat(at: int, parts: list[int], splits: bool) -> Localizer:
 def _expand(call: OpCall) -> Rule:
     after = call.result.shape
     factors = names(len(after))
-    kept = broadcast(factors, call.operands[0].shape, after)
-    return make(call, f"{kept} -> {' '.join(factors)}", linear=((0,),), localize=sized(1))
+    source = broadcast(factors, call.operands[0].shape, after)
+    return make(call, f"{source} -> {' '.join(factors)}", linear=((0,),), localize=sized(1))
 
 
 def _repeat(call: OpCall) -> Rule:
@@ -198,6 +199,7 @@ def _repeat(call: OpCall) -> Rule:
 
 
 def _local_repeats(call: OpCall, local: Local) -> OpCall:
+    """Replace the global repeats by those of the rank: local result sizes over operand sizes."""
     repeats = list(call.args[1])
     after, before = local.result_shape(), local.operand_shape(0)
     new = len(after) - len(before)
@@ -242,12 +244,11 @@ def _unsqueeze(call: OpCall) -> Rule:
 def _squeeze(call: OpCall) -> Rule:
     shape = call.operands[0].shape
     dim: Any = call.arg(1, "dim")
-    gone = [d for d in resolve_dims(dim, len(shape)) if shape[d] == 1]
-    source = ["1" if i in gone else f"d{i}" for i in range(len(shape))]
-    kept = [f for i, f in enumerate(source) if i not in gone]
-
-    # A dim that is 1 on this rank alone must stay: the sizes are stated.
-    return make(call, f"{' '.join(source)} -> {' '.join(kept)}", linear=((0,),), localize=_reshape)
+    dropped = [d for d in resolve_dims(dim, len(shape)) if shape[d] == 1]
+    source = ["1" if i in dropped else f"d{i}" for i in range(len(shape))]
+    result = " ".join(f for i, f in enumerate(source) if i not in dropped)
+    # a reshape to stated sizes, because squeeze would drop a dim that is 1 only on this rank
+    return make(call, f"{' '.join(source)} -> {result}", linear=((0,),), localize=_reshape)
 
 
 RULES: dict[str, Builder] = {
