@@ -1,23 +1,14 @@
-"""The project's own operators: ops whose rule fits on one line where ATen's would not.
-
-They are plain `torch.library` ops (namespace `dt`), so that each is one node in a captured graph.
-Importing this module registers them; the frontend rewrites the user's program into them and the
-rules name them. Shapes below are global while planning and local when a rank executes.
+"""Ops of the namespace ``dt``: attention, embedding of row shards, marks and checks.
 
     attention(q[b h t d], k[b g s d], v[b g s d]) -> out[b h t d], lse[b h t]        h = g * r
-    embedding_shard(weight[r d], ids[...]) -> out[... d]  contracted with sum over the row shards
+    embedding_shard(weight[r d], ids[...]) -> out[... d]  the sum over row shards is the embedding
     annotate(x[...], text) -> x[...]                      states placements, does nothing
-    linalg_checked(x[... m n], info[...]) -> x[... m n]   raises torch's error where info is not 0
-    checked(x[... m n], ok[...]) -> x[... m n]            ValueError where one of ok is not True
-    ask(ok[...])                                          marks a check until it is `checked`
+    linalg_checked(x[... m n], info[...]) -> x[... m n]   raises torch's error if an info is not 0
+    checked(x[... m n], ok[...]) -> x[... m n]            raises ValueError if an ok is False
+    ask(ok[...])                                          a check that capture turns into `checked`
 
-Ops that need to know *which* columns or rows are local take them as `vocab` or `rows`: a flat list
-`[start, stop, start, stop, ...]` of global index intervals, in local order; the empty list means
-"all, from 0". The other ops are in files of their own: cross_entropy.py, random.py, batch_norm.py.
-
-Invariants: no op aliases or mutates its inputs; every op is right when any dim has size 0 (a
-reduction then returns its identity); row statistics and losses are float32 for half dtypes.
-Not here: placements, rules, and the rewriting that introduces these ops.
+Invariants of all dt ops: they do not alias or mutate inputs; they are right if a dim has size 0
+(a reduction returns its identity); row statistics and losses are float32 for 16-bit dtypes.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -46,13 +37,14 @@ from dtensor.sharding.ops.library import LIBRARY, define, laid_as, local_index
 
 
 def spread(x: Tensor, num_heads: int) -> Tensor:
-    """k or v (b g s d) with each group repeated for its query heads: (b h s d)."""
+    """Return k or v [b g s d] with each group repeated for its query heads, [b h s d]."""
     groups = x.shape[1]
     return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=1)
 
 
 def gather_groups(grad: Tensor, num_groups: int) -> Tensor:
-    """The adjoint of `spread`: (b h s d) -> (b g s d), summing each group's query heads."""
+    """Return the gradient of `spread`: [b h s d] -> [b g s d], summed over each group's query
+    heads."""
     b, h, s, d = grad.shape
     if h == num_groups:
         return grad
@@ -68,26 +60,29 @@ def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
 
 
 def efficient_on_cuda(q: Tensor) -> bool:
-    """Whether CUDA's memory-efficient kernel takes this head dim (16-byte rows)."""
+    """Return whether CUDA's memory-efficient kernel takes this head dim: rows of 16 bytes."""
     return q.dtype != torch.float64 and (q.shape[-1] * q.element_size()) % 16 == 0
 
 
 def aligned(x: Tensor) -> Tensor:
-    """As the CUDA kernel reads it: elements of a row adjacent, rows on 16-byte boundaries."""
+    """Return x, or a contiguous copy if its rows do not start on multiples of 16 bytes or have a
+    stride other than 1, which CUDA's kernel does not take."""
     starts = (x.data_ptr(), *(step * x.element_size() for step in x.stride()[:-1]))
-    is_read = x.stride(-1) == 1 and all(start % 16 == 0 for start in starts)
-    return x if is_read else x.clone(memory_format=torch.contiguous_format)
+    is_aligned = x.stride(-1) == 1 and all(start % 16 == 0 for start in starts)
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def rows_first(out: Tensor) -> Tensor:
-    """out[b h t d] as (b t h d) in memory: the backward's kernel takes no stride for its rows."""
+    """Return out[b h t d] with the memory of a contiguous [b t h d], as CUDA's backward kernel
+    assumes."""
     return aligned(out.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 def _attention_math(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """For what CUDA's kernel does not take; k and v have one group for each head."""
+    """Return attention and its log-sum-exp for operands that CUDA's kernel does not take. k and v
+    have as many heads as q."""
     scores = _scores(q, k, is_causal, scale)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse
@@ -120,7 +115,7 @@ def _attention(
     if _attention_empty(q, k):
         lse = torch.full(q.shape[:3], float("-inf"), dtype=lse_dtype, device=q.device)
         return torch.zeros_like(q), lse
-    if q.device.type == "cpu":  # which takes groups as they are
+    if q.device.type == "cpu":  # its kernel takes grouped heads
         out, lse = flash_attention(q, k, v, is_causal, None, scale)
     elif efficient_on_cuda(q):
         k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
@@ -131,13 +126,13 @@ def _attention(
     else:
         k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
         out, lse = _attention_math(q, k, v, is_causal, scale)
-    # the kernels' results fill their memory: strides that a query shares are those of empty_like
+    # the kernels return dense results: strides equal to q's are those of empty_like(q)
     out = out if out.stride() == q.stride() else laid_as(q, out)
     return out, lse.to(lse_dtype).contiguous()
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError where these are not q[b h t d], k[b g s d], v[b g s d] with h = g * r."""
+    """Raise ValueError unless these are q[b h t d], k[b g s d], v[b g s d] with h = g * r."""
     b, h, _, d = q.shape
     if k.dim() != 4 or k.shape != v.shape or k.shape[0] != b or k.shape[3] != d:
         raise ValueError(
@@ -171,17 +166,17 @@ def _attention_backward(
     num = groups if q.device.type == "cpu" else q.shape[1]
     ks, vs = spread(k, num), spread(v, num)
     if q.device.type == "cpu":
-        # The kernel indexes lse as (b, t, h): the layout that its own forward returns.
-        laid = lse.transpose(1, 2).contiguous().transpose(1, 2)
-        dq, dk, dv = flash_attention_backward(grad, q, ks, vs, out, laid, is_causal, None, scale)
+        # the kernel assumes that lse has the memory of a contiguous [b t h], as its forward returns
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        dq, dk, dv = flash_attention_backward(grad, q, ks, vs, out, lse, is_causal, None, scale)
     elif efficient_on_cuda(q):
-        padded = -(-q.shape[2] // 32) * 32
-        full = lse.new_full((*lse.shape[:2], padded), float("inf"))
-        full[..., : lse.shape[2]] = lse
-        none = torch.empty((), dtype=torch.int64, device=q.device)
-        laid = rows_first(out)
+        padded_rows = -(-q.shape[2] // 32) * 32
+        padded_lse = lse.new_full((*lse.shape[:2], padded_rows), float("inf"))
+        padded_lse[..., : lse.shape[2]] = lse
+        no_seed = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            aligned(grad), aligned(q), aligned(ks), aligned(vs), None, laid, full, none, none,
+            aligned(grad), aligned(q), aligned(ks), aligned(vs), None, rows_first(out),
+            padded_lse, no_seed, no_seed,
             0.0, (True, True, True, False), is_causal, scale=scale,
         )  # fmt: skip
     else:
@@ -230,23 +225,23 @@ torch.library.register_autograd(
 
 
 def _embedding_shard(weight: Tensor, ids: Tensor, rows: Sequence[int], num_ids: int) -> Tensor:
-    check_range(ids, num_ids)  # one that no rank has would be zeros
-    here, local = local_index(ids, rows, weight.shape[0])
+    check_range(ids, num_ids)  # an id that no rank holds would silently give zeros
+    is_local, local = local_index(ids, rows, weight.shape[0])
     if weight.shape[0] == 0:
         return weight.new_zeros((*ids.shape, weight.shape[1]))
-    return torch.where(here[..., None], weight[local], 0)
+    return torch.where(is_local[..., None], weight[local], 0)
 
 
 def _embedding_shard_backward(
     grad: Tensor, ids: Tensor, num_rows: int, rows: Sequence[int], padding_idx: int
 ) -> Tensor:
-    here, local = local_index(ids, rows, num_rows)
-    here &= ids != padding_idx
+    is_local, local = local_index(ids, rows, num_rows)
+    is_local &= ids != padding_idx
     if num_rows == 0:
         return grad.new_zeros((0, grad.shape[-1]))
-    kept = torch.where(here[..., None], grad, 0)
+    local_grad = torch.where(is_local[..., None], grad, 0)
     return torch.ops.aten.embedding_dense_backward(
-        kept, torch.where(here, local, 0), num_rows, -1, False
+        local_grad, torch.where(is_local, local, 0), num_rows, -1, False
     )
 
 
@@ -263,7 +258,7 @@ define(
 )
 
 
-# -- what passes a value on -----------------------------------------------------------------------
+# -- marks and checks, which return their operand -------------------------------------------------
 
 define("annotate(Tensor x, str text) -> Tensor", lambda x, text: x.clone(),
         lambda x, text: torch.empty_like(x))  # fmt: skip
@@ -285,10 +280,11 @@ torch.library.register_autograd(
 
 
 def _linalg_checked(x: Tensor, info: Tensor, api_name: str, is_matrix: bool) -> Tensor:
-    """The error of torch.linalg for a singular matrix: info[i] is not 0 where matrix i is.
+    """Return a copy of x. Raises the error of torch.linalg if an ``info`` is not 0, which means
+    that the matrix is singular. Each rank checks its matrices.
 
-    Torch checks by an op without a result, which a graph of values would lose, and with it the
-    error. Here the value passes through the check. Each rank checks its matrices.
+    Torch's own check is an op without a result, which a graph of values drops. Here the value
+    passes through the check.
     """
     check: Any = torch.ops.aten._linalg_check_errors.default
     check(info.contiguous(), api_name, is_matrix=is_matrix)
@@ -303,10 +299,9 @@ define(
 
 
 def _checked(x: Tensor, ok: Tensor, message: str) -> Tensor:
-    """What torch checks in Python (``if not valid.all(): raise``): each rank looks at its part.
-
-    x need not be what was checked: it is what is read after it, and has its shape.
-    """
+    """Return a copy of x. Raises ValueError if an element of ``ok`` on this rank is False, for
+    checks that torch makes in Python (``if not valid.all(): raise``). x is a value of the same
+    shape that the program reads after the check."""
     if not ok.is_meta and not bool(ok.all()):
         raise ValueError(f"{message}: {int((~ok).sum())} of {ok.numel()} on this rank are not")
     return x.clone()

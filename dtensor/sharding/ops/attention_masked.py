@@ -1,17 +1,14 @@
-"""Attention with a mask: which keys a query sees, or what is added to its scores.
+"""Attention with an explicit mask, without dropout.
 
     attention_masked(q[b h t d], k[b g s d], v[b g s d], mask[b h t s], scale)
         -> out[b h t d], lse[b h t]                                                 h = g * r
 
-Each dim of the mask may be 1, and leading ones may be missing. A bool is True where a key is seen;
-a float is added to the scores. In a decode step t is 1 and the mask is bool[b 1 1 s], from lengths.
+Each dim of the mask may be 1, and leading dims may be missing. A bool mask is True for keys that
+the query sees; a float mask is added to the scores. The gradient of a mask holds all scores.
 
-On a CPU, torch's kernel takes keys and values that query heads share as they are.
-
-Invariants: as in attention.py. A query that sees nothing gets zeros, as in torch, and an lse of 0.
-A row of the batch has the same bits whatever the other rows are, NaN too. A finite key or value
-that a query does not see changes no bit of it; NaN or inf there makes it NaN, as in torch. A mask's
-own gradient is plain ops, which hold all scores. Not here: dropout.
+Invariants: as in attention.py. The result of a query that sees no key is 0, and its lse is 0. A row
+of the batch has the same bits whatever the other rows are. Finite values of masked keys do not
+change the result; a NaN or inf there makes it NaN, as in torch.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -43,21 +40,21 @@ from dtensor.sharding.ops.library import LIBRARY, define, laid_as
 aten: Any = torch.ops.aten
 
 
-# -- written out -----------------------------------------------------------------------------------
+# -- as plain ops ----------------------------------------------------------------------------------
 
 
 def written_out(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The same by plain ops, of which each may split the keys."""
+    """Return what attention_masked returns, as plain ops, whose rules can split the keys."""
     k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
     scores = _scores(q, k, mask, scale)
-    most = scores.amax(-1, keepdim=True)
-    most = torch.where(most == -math.inf, 0, most)
-    weights = (scores - most).exp()
+    maximum = scores.amax(-1, keepdim=True)
+    maximum = torch.where(maximum == -math.inf, 0, maximum)
+    weights = (scores - maximum).exp()
     total = weights.sum(-1, keepdim=True)
     total = torch.where(total == 0, 1, total)
-    return (weights / total).to(v.dtype) @ v, (most + total.log()).squeeze(-1)
+    return (weights / total).to(v.dtype) @ v, (maximum + total.log()).squeeze(-1)
 
 
 def written_out_backward(
@@ -88,7 +85,8 @@ def _weights_and_grad(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The softmax (b h t s), and the gradient of what it is taken of; each head has its keys."""
+    """Return the softmax [b h t s] and the gradient of its argument, the scores. k and v have as
+    many heads as q."""
     p = (_scores(q, k, mask, scale) - lse[..., None]).exp()
     inner = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
     return p, p * ((grad @ v.mT).to(p.dtype) - inner)
@@ -105,8 +103,8 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 
 def _bias(mask: Tensor, q: Tensor) -> Tensor:
-    """Of 4 dims, in a dtype that the kernel takes: that of the queries, on a CPU also float32
-    beside 16 bits."""
+    """Return the mask as a float bias with 4 dims, in a dtype that the kernel takes: the dtype of
+    q, and on a CPU also float32 for 16-bit queries."""
     if mask.dim() < 4:
         mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
     if mask.dtype == torch.bool:
@@ -118,7 +116,8 @@ def _bias(mask: Tensor, q: Tensor) -> Tensor:
 
 @cache
 def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Kept: to make them anew takes as long as a tenth of a decode step's attention."""
+    """Return the biases 0 and -inf as tensors. They are cached because creating them would take a
+    tenth of the time of attention in a decode step."""
     return (
         torch.tensor(0.0, dtype=dtype, device=device),
         torch.tensor(-math.inf, dtype=dtype, device=device),
@@ -142,11 +141,12 @@ def _attention_masked(
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
             aligned(q), aligned(k), aligned(v), _padded(bias, q, k), True, 0.0, False, scale=scale
         )
-        lse, blind = lse[..., : q.shape[2]], _blind(bias)  # the kernel pads the row dim
-        out, lse = torch.where(blind[..., None], 0, out), torch.where(blind, 0, lse)
+        lse, sees_nothing = lse[..., : q.shape[2]], _sees_nothing(bias)  # the kernel pads the rows
+        out = torch.where(sees_nothing[..., None], 0, out)
+        lse = torch.where(sees_nothing, 0, lse)
     else:
         out, lse = written_out(q, k, v, mask, scale)
-    # the kernels' results fill their memory: strides that a query shares are those of empty_like
+    # the kernels return dense results: strides equal to q's are those of empty_like(q)
     out = out if out.stride() == q.stride() else laid_as(q, out)
     return out, lse.to(lse_dtype).contiguous()
 
@@ -164,10 +164,10 @@ def _attention_masked_backward(
     if _is_empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.device.type == "cpu":
-        # The kernel indexes lse as (b, t, h): the layout that its own forward returns.
-        laid = lse.transpose(1, 2).contiguous().transpose(1, 2)
+        # the kernel assumes that lse has the memory of a contiguous [b t h], as its forward returns
+        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         bias = _bias(mask, q)
-        grads = flash_attention_backward(grad, q, k, v, out, laid, False, bias, scale)
+        grads = flash_attention_backward(grad, q, k, v, out, lse, False, bias, scale)
     elif efficient_on_cuda(q):
         grads = _efficient_backward(grad, q, k, v, _bias(mask, q), out, lse, scale)
     else:
@@ -188,24 +188,26 @@ def _efficient_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
     k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
-    padded = -(-q.shape[2] // 32) * 32
-    full = lse.new_full((*lse.shape[:2], padded), math.inf)  # of which the weights are 0
-    full[..., : lse.shape[2]] = torch.where(_blind(bias), math.inf, lse)
-    none = torch.empty((), dtype=torch.int64, device=q.device)
+    padded_rows = -(-q.shape[2] // 32) * 32
+    padded_lse = lse.new_full((*lse.shape[:2], padded_rows), math.inf)  # inf: their weights are 0
+    padded_lse[..., : lse.shape[2]] = torch.where(_sees_nothing(bias), math.inf, lse)
+    no_seed = torch.empty((), dtype=torch.int64, device=q.device)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         aligned(grad), aligned(q), aligned(k), aligned(v), _padded(bias, q, k), rows_first(out),
-        full, none, none, 0.0, (True, True, True, False), False, scale=scale,
+        padded_lse, no_seed, no_seed, 0.0, (True, True, True, False), False, scale=scale,
     )  # fmt: skip
     return dq, gather_groups(dk, groups), gather_groups(dv, groups)
 
 
-def _blind(bias: Tensor) -> Tensor:
-    """Queries that see nothing (b|1 h|1 t|1), of which CUDA's kernel promises nothing."""
+def _sees_nothing(bias: Tensor) -> Tensor:
+    """Return a mask [b|1 h|1 t|1] of the queries that see no key. CUDA's kernel does not define
+    their results."""
     return (bias == -math.inf).all(-1)
 
 
 def _padded(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """For each head and query, with rows that CUDA's kernel can read: 16 elements apart."""
+    """Return the bias expanded to all heads and queries, padded in memory if its rows do not start
+    on multiples of 16 elements, as CUDA's kernel needs."""
     s = k.shape[2]
     bias = bias.expand(*bias.shape[:3], s)
     starts = (bias.data_ptr(), *bias.stride()[:-1])
@@ -261,8 +263,8 @@ def _grad(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Any, ...]:
         return (*grads, None, None)
     q, k, v, mask, out, lse = saved
     k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
-    _, added = _weights_and_grad(grad, q, k, v, mask, out, lse, ctx.scale)
-    return (*grads, added.sum_to_size(mask.shape).to(mask.dtype), None)
+    _, scores_grad = _weights_and_grad(grad, q, k, v, mask, out, lse, ctx.scale)
+    return (*grads, scores_grad.sum_to_size(mask.shape).to(mask.dtype), None)
 
 
 torch.library.register_autograd("dt::attention_masked", _grad, setup_context=_setup, lib=LIBRARY)

@@ -1,19 +1,14 @@
-"""Batch norm in training as a short chain of ops, each with a rule of one line.
+"""Batch norm of a split batch in training, as ops with short rules.
 
-    mean = sum(x[n c ..]) / count                    [c]       the sum is aten's
-    q    = bn_squares(x, mean)                       [c]       contracted: sum of (x - mean)^2
-    y    = bn_apply(x, mean, scale, shift)           [n c ..]  elementwise: (x - mean) scale + shift
-    s    = bn_sums(grad, x, mean)                    [2 c]     contracted: sums of grad, and of
-                                                               grad (x - mean)
-    d    = bn_backward(grad, x, mean, a, b, e)       [n c ..]  elementwise:
-                                                               a grad - b (x - mean) - e
+    mean = sum(x[n c ..]) / count                [c]
+    q    = bn_squares(x, mean)                   [c]       sum of (x - mean)^2, not of x^2 - mean^2
+    y    = bn_apply(x, mean, scale, shift)       [n c ..]  (x - mean) scale + shift
+    s    = bn_sums(grad, x, mean)                [2 c]     sums of grad, and of grad (x - mean)
+    d    = bn_backward(grad, x, mean, a, b, e)   [n c ..]  a grad - b (x - mean) - e
 
-A batch that is split so costs two reductions of c numbers forward and one of 2c backward, as
-SyncBatchNorm's does. The squares are of deviations from the whole batch's mean, not differences of
-sums, which cancel.
-
-Invariants: statistics are float32 for half dtypes; results have the dtype of x. The fused op of
-torch stays where the batch is whole (plan/choose/choose_composites.py).
+The ranks reduce c numbers twice in the forward and 2c numbers in the backward, as SyncBatchNorm
+does. Statistics are float32 for 16-bit dtypes. If the batch is whole, the planner uses torch's
+fused op (plan/choose/choose_composites.py).
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -29,12 +24,13 @@ from dtensor.numerics import accumulation_dtype
 from dtensor.sharding.ops.library import define
 
 
-def _over(x: Tensor) -> list[int]:
-    """All dims but that of the channels."""
+def _reduced_dims(x: Tensor) -> list[int]:
+    """Return all dims but the channels."""
     return [d for d in range(x.dim()) if d != 1]
 
 
 def _per_channel(x: Tensor, vector: Tensor) -> Tensor:
+    """Return a vector over the channels as a view that broadcasts against x."""
     return vector.view(1, -1, *(1 for _ in range(x.dim() - 2)))
 
 
@@ -43,7 +39,7 @@ def _statistic(x: Tensor, *shape: int) -> Tensor:
 
 
 def _bn_squares(x: Tensor, mean: Tensor) -> Tensor:
-    return (x - _per_channel(x, mean)).square_().sum(_over(x))
+    return (x - _per_channel(x, mean)).square_().sum(_reduced_dims(x))
 
 
 def _bn_apply(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -54,7 +50,8 @@ def _bn_apply(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def _bn_sums(grad: Tensor, x: Tensor, mean: Tensor) -> Tensor:
     deviation = x - _per_channel(x, mean)
     wide = grad.to(deviation.dtype)
-    return torch.stack([wide.sum(_over(x)), deviation.mul_(wide).sum(_over(x))])
+    dims = _reduced_dims(x)
+    return torch.stack([wide.sum(dims), deviation.mul_(wide).sum(dims)])
 
 
 def _bn_backward(grad: Tensor, x: Tensor, mean: Tensor, a: Tensor, b: Tensor, e: Tensor) -> Tensor:

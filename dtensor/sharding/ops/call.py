@@ -1,15 +1,11 @@
-"""An OpCall: one call of an operator, with its tensors taken out, and the rank-local view of it.
+"""`OpCall`: one call of an op without its tensors, in captured graphs, local code and eager ops.
 
     x.t() @ w   ->  OpCall(aten.mm.default, args=(Operand(0), Operand(1)),
                            operands=(Meta((8, 4), f32), Meta((8, 2), f32)),
                            results=(Meta((4, 2), f32),))
 
-The same value serves the captured graph, local code and eager ops. `Local` is what a localizer
-sees: the specs of operands and results, and one rank's coordinates.
-
-Invariants: `operands` are in the order in which tensors appear in args, then kwargs (each
-occurrence is its own operand); `results` has one entry per returned tensor, None where an op
-returns None. It holds no tensor.
+Invariants: ``operands`` are in the order of the tensors in args, then kwargs, and a tensor that
+occurs twice is two operands; ``results`` has an entry for each result, None if the op returns None.
 """
 
 from __future__ import annotations
@@ -39,15 +35,15 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Stands in ``args`` for the tensor operand of that index."""
+    """A placeholder in ``args`` for the tensor operand ``index``."""
 
     index: int
 
 
 class RunNumber(float):
-    """A number in ``args`` that is given anew at each run: rules see a representative of it.
+    """A number in ``args`` that each run of the program receives under ``name``.
 
-    Only its being zero may matter to a plan; the program reads the number under ``name``.
+    Rules see this representative of it, and may only distinguish zero from other numbers.
     """
 
     name: str
@@ -60,59 +56,60 @@ class RunNumber(float):
 
 
 SEED, STEP = "dt_seed", "dt_step"
-"""The names under which a program is fed the seed and the step."""
+"""The names under which a program receives the seed and the step."""
 
 
 def is_random(call: OpCall) -> bool:
-    """Whether it is one of the project's random ops: they alone are told a seed."""
+    """Return whether the op is one of ops/random.py, which alone have an argument for the seed."""
     return call.name.startswith("dt.") and any(key == "at_seed" for key, _ in call.kwargs)
 
 
 def with_run_numbers(call: OpCall) -> OpCall:
-    """The call with its seed and step read from what the program is fed; others as they are."""
+    """Return a random op's call with RunNumbers as its seed and step; other calls as they are."""
     if not is_random(call):
         return call
-    given = {"at_seed": RunNumber.of(0.0, SEED), "at_step": RunNumber.of(0.0, STEP)}
-    return replace(call, kwargs=tuple((k, given.get(k, v)) for k, v in call.kwargs))
+    numbers = {"at_seed": RunNumber.of(0.0, SEED), "at_step": RunNumber.of(0.0, STEP)}
+    return replace(call, kwargs=tuple((k, numbers.get(k, v)) for k, v in call.kwargs))
 
 
 def slots_of(call: OpCall) -> tuple[str, ...]:
-    """The names of the numbers that a call is given at each run, in the order of its arguments."""
+    """Return the names of the call's RunNumbers, in the order of its arguments."""
     values = (*call.args, *(value for _, value in call.kwargs))
     return tuple(dict.fromkeys(value.name for value in values if isinstance(value, RunNumber)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """One operator call. ``target`` is an OpOverload, or in local code any function."""
+    """One call of an op. ``target`` is an OpOverload; in local code it may be any function.
+    ``multiple``: the op returns a tuple, even if it has only one element."""
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...] = ()
     operands: tuple[Meta, ...]
     results: tuple[Meta | None, ...]
-    multiple: bool = False  # the op returns a tuple, also when it has one element
+    multiple: bool = False
 
     @property
     def name(self) -> str:
-        """``aten.mm.default``, ``dt.attention.default``."""
+        """The full name of the op: ``aten.mm.default``, ``dt.attention.default``."""
         return target_name(self.target)
 
     @property
     def result(self) -> Meta:
-        """Of an op that returns a tensor, or several: the first."""
+        """The first result of the op. It must not be None."""
         meta = self.results[0]
         assert meta is not None, "the op returns nothing"
         return meta
 
     def arg(self, position: int, name: str, default: Any = None) -> Any:
-        """The argument at ``position`` or of that keyword, else the default."""
+        """Return the argument at ``position`` or with the keyword ``name``, else the default."""
         if position < len(self.args):
             return self.args[position]
         return dict(self.kwargs).get(name, default)
 
     def with_arg(self, position: int, value: Any) -> OpCall:
-        """The call with its positional argument replaced."""
+        """Return the call with the argument at ``position`` replaced."""
         args = list(self.args)
         args[position] = value
         return replace(self, args=tuple(args))
@@ -126,7 +123,8 @@ def target_name(target: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """One rank's view of a call: global specs and the rank's mesh coordinates."""
+    """One rank's view of a call, which a localizer gets: the specs of operands and results, and the
+    rank's coordinates in the mesh."""
 
     operands: tuple[TensorSpec, ...]
     results: tuple[TensorSpec | None, ...]
@@ -139,7 +137,7 @@ class Local:
         return self._result(index).local_shape(self.coordinates)
 
     def operand_intervals(self, index: int, dim: int) -> Intervals:
-        """The global indices of an operand's dim that this rank holds."""
+        """Return the global indices of an operand's dim that this rank holds."""
         return self.operands[index].intervals(dim, self.coordinates)
 
     def result_intervals(self, index: int, dim: int) -> Intervals:
@@ -152,3 +150,4 @@ class Local:
 
 
 Localizer = Callable[[OpCall, Local], OpCall]
+"""Returns the call that a rank runs, from the global call."""

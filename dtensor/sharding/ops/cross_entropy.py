@@ -1,22 +1,14 @@
-"""Cross entropy as a short chain of ops, each with a rule of one line.
+"""Cross entropy as ops with short rules, for class targets without weights or label smoothing.
 
-    stats = ce_stats(logits[n v], target[n])                     [n 3]    contracted with softmax
-    loss = ce_loss(stats, target)                                [n]      0 where ignored
-    count = ce_count(target)                                     []       the divisor of a mean
-    d = ce_backward(grad[n], logits, stats, target)              [n v]    nothing contracted
+    stats = ce_stats(logits[n v], target[n])           [n 3]    v split: reduced with "softmax"
+    loss = ce_loss(stats, target)                      [n]      0 for an ignored target
+    count = ce_count(target)                           []       the divisor of a mean
+    d = ce_backward(grad[n], logits, stats, target)    [n v]    nothing is reduced
 
-A row's statistics are the maximum m, the sum s of exp(logit - m) and the target's logit t; its loss
-is log(s) + m - t. Those of parts of a vocabulary fold to those of the whole (`numerics.fold`), so a
-split vocabulary costs one reduction of three numbers per row forward and none backward, and each
-direction reads the logits once (the maximum trick of Milakov and Gimelshein 2018,
-arXiv:1805.02867). `cross_entropy_rows` is the whole chain as one autograd unit; capture takes it
-apart.
-
-Invariants: statistics and loss are float32 for half dtypes, and no float32 copy of the logits is
-kept; an ignored target has zero loss and zero gradient; a target outside `[0, num_classes)` raises,
-for which a GPU is waited for. On a CPU rows go through a few at a time, so that what is made of
-them stays in the cache: each has the bits that it has alone.
-Not here: class weights, label smoothing, targets that are probabilities.
+The statistics of a row are the maximum m, the sum s of exp(logit - m) and the target's logit t; its
+loss is log(s) + m - t. The statistics of parts of a vocabulary reduce to those of the whole one
+(Milakov and Gimelshein 2018, arXiv:1805.02867). `cross_entropy_rows` is the forward as one autograd
+op, which capture decomposes. A target out of range raises IndexError; this check waits for a GPU.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -35,10 +27,12 @@ from torch import Tensor
 from dtensor.numerics import accumulation_dtype, rest_of
 from dtensor.sharding.ops.library import LIBRARY, define, local_index
 
-PIECE_ELEMENTS = 1 << 17  # of the logits: half a megabyte in float32
+PIECE_ELEMENTS = 1 << 17
+"""The number of logits that a CPU processes at a time, so that temporaries stay in the cache."""
 
 
 def _row_pieces(logits: Tensor) -> list[slice]:
+    """Return the slices of rows to process one after another; on a GPU, one slice."""
     n, v = logits.shape
     rows = max(1, PIECE_ELEMENTS // max(1, v)) if logits.device.type == "cpu" else max(1, n)
     return [slice(i, min(i + rows, n)) for i in range(0, n, rows)]
@@ -52,22 +46,22 @@ def _empty_rows(logits: Tensor, *more: int) -> Tensor:
 def _ce_stats(
     logits: Tensor, target: Tensor, ignore_index: int, vocab: Sequence[int] = ()
 ) -> Tensor:
-    here, local = local_index(target, vocab, logits.shape[1])
-    here &= target != ignore_index
+    is_local, local = local_index(target, vocab, logits.shape[1])
+    is_local &= target != ignore_index
     stats = _empty_rows(logits, 3)
     if logits.shape[1] == 0:
         return rest_of(stats, "softmax")
-    room = stats.new_empty(0)
+    buffer = stats.new_empty(0)
     for rows in _row_pieces(logits):
         piece = logits[rows]
         maximum = piece.amax(1, keepdim=True).to(stats.dtype)
-        room = torch.sub(piece, maximum, out=room.resize_(piece.shape))
-        total = room.exp_().sum(1, keepdim=True)
-        # a piece of a vocabulary may be masked as a whole, and -inf - -inf is no number
+        buffer = torch.sub(piece, maximum, out=buffer.resize_(piece.shape))
+        total = buffer.exp_().sum(1, keepdim=True)
+        # all logits of this part of the vocabulary may be -inf, and -inf - -inf is NaN
         total.masked_fill_(maximum == -math.inf, 0)
-        picked = piece.gather(1, torch.where(here[rows], local[rows], 0)[:, None])
-        picked = torch.where(here[rows, None], picked, 0).to(stats.dtype)
-        torch.cat((maximum, total, picked), 1, out=stats[rows])
+        target_logit = piece.gather(1, torch.where(is_local[rows], local[rows], 0)[:, None])
+        target_logit = torch.where(is_local[rows, None], target_logit, 0).to(stats.dtype)
+        torch.cat((maximum, total, target_logit), 1, out=stats[rows])
     return stats
 
 
@@ -99,19 +93,19 @@ def _ce_backward(
     vocab: Sequence[int] = (),
 ) -> Tensor:
     unused = (target == ignore_index)[:, None]
-    here, local = local_index(target, vocab, logits.shape[1])
+    is_local, local = local_index(target, vocab, logits.shape[1])
     wide = torch.promote_types(logits.dtype, stats.dtype)
-    hot = torch.where(here, -1.0, 0.0).to(wide)[:, None]
-    local = torch.where(here, local, 0)[:, None]
+    minus_one_hot = torch.where(is_local, -1.0, 0.0).to(wide)[:, None]
+    local = torch.where(is_local, local, 0)[:, None]
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     maximum, total, _ = stats.unbind(1)
-    room = stats.new_empty(0, dtype=wide)
+    buffer = stats.new_empty(0, dtype=wide)
     for rows in _row_pieces(logits) if logits.shape[1] else ():
-        gradient = out[rows] if out.dtype == wide else room.resize_(out[rows].shape)
+        gradient = out[rows] if out.dtype == wide else buffer.resize_(out[rows].shape)
         torch.sub(logits[rows], maximum[rows, None], out=gradient)
-        gradient.exp_().div_(total[rows, None]).scatter_add_(1, local[rows], hot[rows])
-        # filled in, not multiplied with 0: an ignored row has zero gradient even where grad is
-        # infinite (a mean over no rows)
+        gradient.exp_().div_(total[rows, None]).scatter_add_(1, local[rows], minus_one_hot[rows])
+        # masked_fill_, not a product with 0: an ignored row has zero gradient even if grad is
+        # infinite, as in a mean over no rows
         gradient.mul_(grad[rows, None]).masked_fill_(unused[rows], 0)
         if out.dtype != wide:
             out[rows] = gradient
@@ -150,7 +144,7 @@ def _cross_entropy_rows(logits: Tensor, target: Tensor, ignore_index: int) -> tu
     return _ce_loss(stats, target, ignore_index, logits.shape[1]), stats
 
 
-# The whole of the chain as one autograd unit; capture takes it apart again in the joint graph.
+# The forward as one autograd op, which capture decomposes in the joint graph.
 define(
     "cross_entropy_rows(Tensor logits, Tensor target, int ignore_index) -> (Tensor, Tensor)",
     _cross_entropy_rows,

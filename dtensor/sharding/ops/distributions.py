@@ -1,15 +1,13 @@
-"""What random words become: masks, uniform and normal numbers, integers; bitwise on every device.
+"""Random masks, uniform and normal numbers, and integers, with the same bits on every device.
 
-    keep(Place.whole((4, 8)), Key(0, 0, 0), 0.1, device)      # bool[4,8], true with probability 0.9
+    keep(Place.whole((4, 8)), Key(0, 0, 0), 0.1, device)      # bool[4,8], True with probability 0.9
     normal(place, key, torch.float32, device)
 
-Only operations that IEEE 754 rounds exactly are used (add, multiply, divide, square root, one at a
-time): library functions such as log give other last bits in a vector's tail, or on another device.
-So normals come from the inverse of their distribution, by Wichura's rational approximations
-(Algorithm AS 241, Applied Statistics 37, 1988), with a logarithm of our own in the tails.
-
-Invariants: a function of (place, key) alone. Uniforms lie in [0, 1), with as many bits as the dtype
-has, never rounded up to 1. Normals of dtypes below float64 have 32 random bits: |z| < 6.4.
+All are functions of (place, key) alone and use only operations that IEEE 754 rounds exactly; log
+and similar functions give different last bits on other devices. So normal numbers are computed by
+Wichura's rational approximations of the inverse distribution (Algorithm AS 241, Applied Statistics
+37, 1988), with `_log` in the tails. Uniform numbers are in [0, 1) and have as many bits as the
+dtype. Normal numbers of dtypes below float64 have 32 random bits, so |z| < 6.4.
 """
 
 from __future__ import annotations
@@ -26,13 +24,13 @@ _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16
 
 
 def keep(place: Place, key: Key, p: float, device: torch.device) -> Tensor:
-    """True with probability 1 - p, to a resolution of 2**-32."""
+    """Return a mask that is True with probability 1 - p, to a resolution of 2**-32."""
     drop = round(p * 2**32)
     return _fill(place, key, torch.bool, device, 1, lambda word: word[0] >= drop)
 
 
 def uniform(place: Place, key: Key, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In [0, 1)."""
+    """Return uniform random numbers in [0, 1)."""
     bits = _bits(dtype)
     scale = 2.0**-bits
     if bits <= 32:
@@ -43,7 +41,7 @@ def uniform(place: Place, key: Key, dtype: torch.dtype, device: torch.device) ->
 
 
 def normal(place: Place, key: Key, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Mean 0, standard deviation 1."""
+    """Return normal random numbers with mean 0 and standard deviation 1."""
     _bits(dtype)
     if dtype != torch.float64:
         return _fill(
@@ -62,7 +60,7 @@ def normal(place: Place, key: Key, dtype: torch.dtype, device: torch.device) -> 
 def truncated(
     place: Place, key: Key, low: float, high: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Normal numbers between the quantiles ``low`` and ``high`` of their distribution."""
+    """Return normal random numbers between the quantiles ``low`` and ``high``."""
     width = (high - low) * 2.0**-32
     return _fill(
         place, key, dtype, device, 1, lambda word: normal_of((word[0] + 0.5) * width + low, _SINGLE)
@@ -72,7 +70,7 @@ def truncated(
 def integers(
     place: Place, key: Key, low: int, high: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """In low:high; the bias is at most (high - low) / 2**62."""
+    """Return random integers in low:high, with a bias of at most (high - low) / 2**62."""
     if high <= low:
         raise ValueError(f"random integers in {low}:{high}: the range is empty")
     return _fill(place, key, dtype, device, 2, lambda word: _wide(word, 62) % (high - low) + low)
@@ -87,6 +85,7 @@ def _bits(dtype: torch.dtype) -> int:
 
 
 def _wide(word: Sequence[Tensor], bits: int) -> Tensor:
+    """Return the leading ``bits`` of two 32-bit words."""
     return ((word[0] << 32) | word[1]) >> (64 - bits) & ((1 << bits) - 1)
 
 
@@ -98,6 +97,7 @@ def _fill(
     per_element: int,
     value: Callable[[list[Tensor]], Tensor],
 ) -> Tensor:
+    """Return a local tensor of ``value(words)``, with ``per_element`` words for each element."""
     result = torch.empty(place.local_shape, dtype=dtype, device=device)
     if result.numel() == 0:
         return result
@@ -124,7 +124,7 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split()))
 
 
-# (numerator, denominator) of the middle, the tail, the far tail; constants first.
+# (numerator, denominator) for the middle, the tail and the far tail; constant terms first
 _SINGLE: _Table = (
     (
         (3.3871327179e00, 5.0434271938e01, 1.5929113202e02, 5.9109374720e01),
@@ -180,7 +180,7 @@ _DOUBLE: _Table = (
 
 
 def normal_of(u: Tensor, table: _Table = _DOUBLE) -> Tensor:
-    """The z below which a standard normal number lies with probability u; u in (0, 1), float64."""
+    """Return the inverse of the standard normal distribution at u: float64 in (0, 1)."""
     q = u - 0.5
     result = q * _ratio(0.180625 - q * q, table[0])
     outside = (q.abs() > 0.425).nonzero(as_tuple=True)
@@ -197,7 +197,8 @@ def _ratio(x: Tensor, terms: tuple[tuple[float, ...], tuple[float, ...]]) -> Ten
 
 
 def _polynomial(x: Tensor, terms: Sequence[float]) -> Tensor:
-    """Horner's way; multiply and add are two kernels, which nothing fuses into one rounding."""
+    """Evaluate a polynomial by Horner's method. Multiply and add are separate kernels, because a
+    fused one would round only once."""
     total = torch.full_like(x, terms[-1])
     for term in reversed(terms[:-1]):
         total.mul_(x).add_(term)
@@ -205,7 +206,8 @@ def _polynomial(x: Tensor, terms: Sequence[float]) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """The natural logarithm of positive float64 numbers, to about 1e-15 of its value."""
+    """Return the natural logarithm of positive float64 numbers, with a relative error of about
+    1e-15."""
     mantissa, exponent = torch.frexp(x)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, mantissa * 2.0, mantissa)

@@ -1,16 +1,14 @@
-"""Activations with what is multiplied or added beside them, each one op with a backward of one op.
+"""Fused activations: each forward and each backward is one op.
 
     gated(a[..], b[..], kind) -> act(a) * b
     gated_backward(grad[..], a[..], b[..], kind) -> da[..], db[..]
     bias_gelu(x[.. k], bias[k], kind) -> act(x + bias)
     bias_gelu_backward(grad[.. k], x[.. k], bias[k], kind) -> dx[.. k], dbias[k]
 
-``kind``: "silu"; "gelu", by the error function; "gelu_tanh", torch's approximation of it;
-"gelu_new", the same as transformers writes it out, op by op.
-
-Invariants: as in attention.py; forward the bits of the ops that a program writes, in their order:
-of 16 bits each result is rounded. Backward is computed wide and rounded once. Not here: which
-programs write them (frontend).
+``kind``: "silu", "gelu" (by the error function), "gelu_tanh" (torch's approximation) or "gelu_new"
+(that approximation as transformers computes it). Invariants: as in attention.py; the forward has
+the same bits as the separate ops, rounded after each; the backward computes in float32 and rounds
+once.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -33,11 +31,11 @@ aten: Any = torch.ops.aten
 
 KINDS = ("silu", "gelu", "gelu_tanh", "gelu_new")
 SLOPE, CUBIC = math.sqrt(2.0 / math.pi), 0.044715
-"""Of gelu's approximation: tanh(SLOPE * (x + CUBIC * x**3))."""
+"""The constants of gelu's approximation, tanh(SLOPE * (x + CUBIC * x**3))."""
 
 
 def activation(x: Tensor, kind: str) -> Tensor:
-    """Forward: in the ops, and so in the bits, of who writes it."""
+    """Return the activation, by the same ops as the programs that gated and bias_gelu replace."""
     match kind:
         case "silu":
             return F.silu(x)

@@ -1,13 +1,10 @@
-"""Heads of keys and values by their numbers: copies of them for ranks, and repeats for queries.
+"""The op `pick_heads`, which selects key and value heads by number from a cache with copies.
 
-    pick_heads(x[b c s d], have, heads) -> [b len(heads) s d]     head i of x is number have[i]
+    pick_heads(x[b c s d], have, heads) -> [b len(heads) s d]     x[:, i] is head number have[i]
     copies_for([[0], [0, 1], [1]])      -> [0, 0, 1, 0, 1], (3, 2)   for 3 ranks
 
-A cache that lies on more ranks than it has heads keeps copies: each rank has the heads that its
-query heads use. `copies_for` numbers the heads of such a dim and gives the blocks of its cut.
-
-Invariants: where a number occurs several times in ``have``, the copies are equal, so a rank may
-read any of them. Not here: the rule (rules/tables/matmul.py), the cache (api/generation).
+If a KV cache is split over more ranks than it has heads, it holds copies, so that each rank has the
+heads that its query heads use. The copies of a head are equal, so a rank may read any of them.
 """
 
 from __future__ import annotations
@@ -20,9 +17,13 @@ from dtensor.sharding.ops.library import define
 
 
 def copies_for(used: Sequence[Sequence[int]]) -> tuple[list[int], tuple[int, ...]]:
-    """The head number at each index of a dim in which every rank finds the heads that it uses, and
-    the sizes of the blocks by which the dim is cut. A rank may get a head twice, since no rank has
-    fewer heads than a later one."""
+    """Return the head number at each index of a cache's dim, and the sizes of the blocks by which
+    the dim is split over the ranks.
+
+    ``used``: the head numbers that each rank uses. Block i has the i-th head of each rank. A rank
+    that uses fewer heads than a later rank gets its first head again, as no rank has fewer heads
+    than a later one.
+    """
     counts = [max(map(len, used[rank:])) for rank in range(len(used))]
     blocks = tuple(sum(count > i for count in counts) for i in range(counts[0]))
     copies = [
@@ -34,9 +35,9 @@ def copies_for(used: Sequence[Sequence[int]]) -> tuple[list[int], tuple[int, ...
 
 
 def positions_of(have: Sequence[int], heads: Sequence[int]) -> list[int]:
-    """Where the heads of these numbers stand."""
-    places = {number: i for i, number in reversed(list(enumerate(have)))}
-    return [places[number] for number in heads]
+    """Return the first index in ``have`` of each head number in ``heads``."""
+    index_of = {number: i for i, number in reversed(list(enumerate(have)))}
+    return [index_of[number] for number in heads]
 
 
 def _pick_heads(x: Tensor, have: Sequence[int], heads: Sequence[int]) -> Tensor:

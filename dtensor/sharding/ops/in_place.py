@@ -1,15 +1,13 @@
-"""Ops that give an operand with some of its elements changed, and the same as a write in place.
+"""Ops that return a changed copy of an operand, and the same ops as writes in place.
 
-    index_copy(k, 2, i, x)                    k with the rows i of dim 2 replaced by x
+    index_copy(k, 2, i, x)                    k with rows i of dim 2 replaced by x
     writes_of(call)                           OpWrites(base=(0,), positions=(1,), overwrites=True)
     in_place(call, 0)                         index_copy_(k, 2, i, x)
 
-`in_place` takes the call that a rank runs: the op itself, or what stands for it where the written
-dim is split (local/indexing.py), which leaves out the rows of other ranks.
+`in_place` takes the call of a rank: the op itself, or its local form if the written dim is split
+(local/indexing.py). plan/passes/in_place.py decides when a write in place is safe.
 
-Invariants: an in-place call changes operand ``base`` alone, elements that the op would change, to
-the bits that it would give. Not here: whether somebody still reads what was there before
-(plan/passes/in_place.py).
+Invariant: an in-place call changes only operand ``base``, and its result has the bits of the op's.
 """
 
 from __future__ import annotations
@@ -32,11 +30,13 @@ aten: Any = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class OpWrites:
-    """What an op changes of an operand.
+    """How an op changes an operand.
 
-    base: the operands that may be what is changed; positions: those that say where; overwrites:
-    whether what it writes depends on nothing that was there, so that twice is as once; partial:
-    whether it touches but the elements that it changes.
+    base: the operands that the op may change in place.
+    positions: the operands that state which elements change.
+    overwrites: whether the written values do not depend on the old ones, so that the op is
+        idempotent.
+    partial: whether the op accesses only the elements that it changes.
     """
 
     base: tuple[int, ...]
@@ -45,11 +45,11 @@ class OpWrites:
     partial: bool = True
 
 
-_ADDING: Mapping[Any, Any] = {
+_IN_PLACE_ADDS: Mapping[Any, Any] = {
     aten.index_add.default: aten.index_add_.default,
     aten.scatter_add.default: aten.scatter_add_.default,
 }
-_WRITING: Mapping[Any, Any] = {
+_IN_PLACE_WRITES: Mapping[Any, Any] = {
     aten.copy.default: aten.copy_.default,
     aten.fill.Scalar: aten.fill_.Scalar,
     aten.fill.Tensor: aten.fill_.Tensor,
@@ -65,46 +65,47 @@ _WRITING: Mapping[Any, Any] = {
 
 
 def writes_of(call: OpCall) -> OpWrites | None:
-    """What the op changes; None of one that is not known to be such."""
+    """Return how the op changes an operand; None if it is not a known op of this kind."""
     target: Any = call.target
     match target:
         case aten.copy.default | aten.slice_scatter.default | aten.select_scatter.default:
             return OpWrites((0,))
         case aten.index_put.default:
-            where = tuple(i.index for i in call.args[1] if isinstance(i, Operand))
-            return OpWrites((0,), where, overwrites=not call.arg(3, "accumulate", False))
+            indices = tuple(i.index for i in call.args[1] if isinstance(i, Operand))
+            return OpWrites((0,), indices, overwrites=not call.arg(3, "accumulate", False))
         case aten.where.self:
             return OpWrites((1, 2), (0,), partial=False)
         case aten.masked_fill.Scalar | aten.masked_fill.Tensor:
             return OpWrites((0,), (1,), partial=False)
         case aten.fill.Scalar | aten.fill.Tensor | aten.zero.default:
             return OpWrites((0,), partial=False)
-        case _ if target in _WRITING:
+        case _ if target in _IN_PLACE_WRITES:
             return OpWrites((0,), (1,))
-        case _ if target in _ADDING:
+        case _ if target in _IN_PLACE_ADDS:
             return OpWrites((0,), (1,), overwrites=False)
-        case _ if call.args and call.args[0] == Operand(0) and _elementwise(target) is not None:
+        case _ if call.args and call.args[0] == Operand(0) and _in_place_form(target) is not None:
             return OpWrites((0,), overwrites=False, partial=False)
         case _:
             return None
 
 
 def in_place(call: OpCall, base: int) -> OpCall:
-    """The call of a rank as one that changes its operand ``base``; it returns nothing of use."""
+    """Return a call that changes operand ``base`` in place. Its result must not be used."""
     target: Any = call.target
-    known = _WRITING.get(target) or _ADDING.get(target)
-    if known is None:
-        known = _elementwise(target)
-    if known is not None:
-        return replace(call, target=known)
+    form = _IN_PLACE_WRITES.get(target) or _IN_PLACE_ADDS.get(target)
+    if form is None:
+        form = _in_place_form(target)
+    if form is not None:
+        return replace(call, target=form)
     return replace(call, target=_FUNCTIONS[target, base])
 
 
 @cache
-def _elementwise(target: Any) -> Any:
-    """``aten.add_.Tensor`` of ``aten.add.Tensor``; None of what torch has no such form of."""
-    known: object = target
-    if not isinstance(known, OpOverload) or torch.Tag.pointwise not in target.tags:
+def _in_place_form(target: Any) -> Any:
+    """Return the in-place overload of an elementwise op, ``aten.add_.Tensor`` for
+    ``aten.add.Tensor``; None if the op is not elementwise or has no such overload."""
+    untyped_target: object = target
+    if not isinstance(untyped_target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     schema_of_op, jit = target._schema, jit_get_schemas_for_operator
     space, name = schema_of_op.name.split("::")
@@ -118,7 +119,8 @@ def _elementwise(target: Any) -> Any:
 
 
 def check_of(call: OpCall) -> Callable[..., None] | None:
-    """What raises where the call would, for indices that are out of range; called as it is."""
+    """Return the function that raises for indices that are out of range, to be called with the
+    call's arguments; None if the call needs none."""
     from dtensor.sharding.local.device_asserts import CHECKS
 
     return _check_shard if call.target is indexing.write_shard else CHECKS.get(call.target)
@@ -133,12 +135,12 @@ def into_select(x: Tensor, source: Tensor, dim: int, index: int) -> None:
 
 
 def where_else(mask: Tensor, source: Tensor, x: Tensor) -> None:
-    """``source`` where the mask is true."""
+    """Write ``source`` into x where the mask is True."""
     torch.where(mask, source, x, out=x)
 
 
 def where_not(mask: Tensor, x: Tensor, source: Tensor) -> None:
-    """``source`` where the mask is false."""
+    """Write ``source`` into x where the mask is False."""
     torch.where(mask, x, source, out=x)
 
 

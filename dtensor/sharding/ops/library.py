@@ -1,9 +1,9 @@
-"""What files of the project's own operators share: the library, `define`, strides, intervals.
+"""Helpers that the files of dt ops share: the library, `define`, strides, intervals.
 
     define("ce_count(Tensor target) -> Tensor", run, fake)     # torch.ops.dt.ce_count
 
-Invariants: one `torch.library.Library("dt")` in the process; an op has one implementation for CPU
-and CUDA and one for shapes. Not here: any op.
+Each dt op is a plain `torch.library` op, so that it is one node in a captured graph. An op has one
+implementation for CPU and CUDA, and one for shapes.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from dtensor.sharding.local.indexing import local_positions
 
-LIBRARY = torch.library.Library("dt", "DEF")  # kept alive for the process
+LIBRARY = torch.library.Library("dt", "DEF")  # torch unregisters the ops if it is collected
 
 PLAIN: dict[object, Callable[..., Any]] = {}
-"""Overload to its implementation, for callers without autograd: it takes the same arguments."""
+"""The implementation of each overload, which takes the same arguments and bypasses autograd."""
 
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """Registers one op: `run` for every real device, `fake` for shapes."""
+    """Register one op, implemented by ``run`` on every device and by ``fake`` for shapes."""
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     LIBRARY.impl(name, run, "CPU")
@@ -37,35 +37,36 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
 
 
 def note_plain(name: str, run: Callable[..., Any]) -> None:
-    """Let local code call an op's implementation, where actors can import it by its name."""
+    """Record the op's implementation in `PLAIN` if actors can import it by its name."""
     if "<" not in run.__qualname__:
         PLAIN[getattr(torch.ops.dt, name).default] = run
 
 
-def laid_as(like: Tensor, made: Tensor) -> Tensor:
-    """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
-    if made.is_contiguous() and made.stride() == like.stride():
-        return made  # those of an operand that fills its memory are kept
+def laid_as(like: Tensor, result: Tensor) -> Tensor:
+    """Return ``result`` with the strides of ``empty_like(like)``, copied only if necessary."""
+    if result.is_contiguous() and result.stride() == like.stride():
+        return result  # empty_like keeps the strides of a dense tensor
     strides = torch.empty_like(like, device="meta").stride()  # allocates nothing
-    if made.stride() == strides:
-        return made
-    wanted = torch.empty_strided(like.shape, strides, dtype=made.dtype, device=made.device)
-    return wanted.copy_(made)
+    if result.stride() == strides:
+        return result
+    copy = torch.empty_strided(like.shape, strides, dtype=result.dtype, device=result.device)
+    return copy.copy_(result)
 
 
 def sum_rows(x: Tensor) -> Tensor:
-    """Over all dims but the last."""
+    """Return the sum over all dims but the last."""
     return x.sum(list(range(x.dim() - 1))) if x.dim() > 1 else x
 
 
 def local_index(index: Tensor, intervals: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-    """Global indices -> (whether here, position here or 0), for a dim of local `length`.
+    """Return (whether each global index is local, its local position or 0), for a dim of which
+    ``length`` indices are local.
 
-    ``intervals``: of the indices that are here, flat; empty: all of them, from 0.
+    ``intervals``: the local indices as a flat list [start, stop, start, ...]; [] means 0:length.
     """
     if not intervals:
-        here = (index >= 0) & (index < length)
-        return here, torch.where(here, index, 0)
+        is_local = (index >= 0) & (index < length)
+        return is_local, torch.where(is_local, index, 0)
     pieces = list(zip(intervals[::2], intervals[1::2], strict=True))
     held = sum(stop - start for start, stop in pieces)
     if held != length:

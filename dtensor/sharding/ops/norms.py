@@ -1,4 +1,4 @@
-"""RMS norms as one op, with a backward that is one op, and residuals that are added before a norm.
+"""RMS norms as one op, and norms fused with the addition of a residual.
 
     rms_norm(x[.. k], weight[k], eps, offset, inner, out) -> y[.. k], rstd[.. 1]
     rms_norm_backward(grad[.. k], x[.. k], rstd[.. 1], weight[k], offset) -> dx[.. k], dweight[k]
@@ -8,12 +8,8 @@
     wide = x.float(); rstd = rsqrt(mean(wide ** 2, -1) + eps)
     y = ((wide * rstd).to(inner) * (weight + offset)).to(out)
 
-``inner`` is where models differ: Llama's rounds to 16 bits before the weight, Gemma's after it, and
-has 1 + weight (``offset``). Computed in float32, or in float64 for float64.
-
-Invariants: as in attention.py; forward the bits of the ops that are written above, in their order.
-Backward rounds once. Not here: norms that torch has as one op (aten.native_layer_norm,
-aten._fused_rms_norm).
+Llama rounds to 16 bits before the weight (``inner``); Gemma rounds after it and has 1 + weight
+(``offset``). The forward has the bits of the ops above in this order; the backward rounds once.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -38,7 +34,7 @@ _OPTIONS = "float eps, float offset, ScalarType inner, ScalarType out"
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float, inner: torch.dtype, out: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """In the ops, and so in the bits, of a program that writes it out."""
+    """Return y and rstd, by the same ops as the programs that rms_norm replaces."""
     wide = x.to(accumulation_dtype(x.dtype))
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     scale = weight.to(wide.dtype) + offset if offset else weight
@@ -89,13 +85,12 @@ def _run_add_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tenso
     return laid_as(x, total), y, mean, rstd
 
 
-def _row(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The statistics of the last dim."""
+def _empty_statistics(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], 1), dtype=dtype)
 
 
 def _fake_rms(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, dtype=rest[-1]), _row(x, accumulation_dtype(x.dtype))
+    return torch.empty_like(x, dtype=rest[-1]), _empty_statistics(x, accumulation_dtype(x.dtype))
 
 
 def _fake_add_layer(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -130,7 +125,7 @@ define(
 
 def _rms_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _, ctx.offset, *_ = inputs
-    _keep(ctx, x, weight, output[-1])
+    _save(ctx, x, weight, output[-1])
 
 
 def _rms_grad(ctx: Any, grad: Tensor | None, _rstd: None) -> tuple[Any, ...]:
@@ -144,17 +139,17 @@ def _rms_grad(ctx: Any, grad: Tensor | None, _rstd: None) -> tuple[Any, ...]:
 def _add_rms_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, _, weight, _, ctx.offset, *_ = inputs
     total, _, rstd = output
-    _keep(ctx, total, weight, rstd)
+    _save(ctx, total, weight, rstd)
 
 
 def _add_rms_grad(
-    ctx: Any, of_total: Tensor | None, grad: Tensor | None, _rstd: None
+    ctx: Any, total_grad: Tensor | None, grad: Tensor | None, _rstd: None
 ) -> tuple[Any, ...]:
-    dx, dweight = of_total, None
+    dx, dweight = total_grad, None
     if grad is not None:
         total, weight, rstd = ctx.saved_tensors
         dx, dweight = torch.ops.dt.rms_norm_backward(grad, total, rstd, weight, ctx.offset)
-        dx = dx if of_total is None else of_total + dx
+        dx = dx if total_grad is None else total_grad + dx
     return (dx, dx, dweight, None, None, None, None)
 
 
@@ -162,24 +157,24 @@ def _add_layer_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
     _, _, weight, bias, _ = inputs
     total, _, mean, rstd = output
     ctx.mark_non_differentiable(mean)
-    _keep(ctx, total, weight, bias, mean, rstd)
+    _save(ctx, total, weight, bias, mean, rstd)
 
 
 def _add_layer_grad(
-    ctx: Any, of_total: Tensor | None, grad: Tensor | None, _mean: None, _rstd: None
+    ctx: Any, total_grad: Tensor | None, grad: Tensor | None, _mean: None, _rstd: None
 ) -> tuple[Any, ...]:
-    dx, dweight, dbias = of_total, None, None
+    dx, dweight, dbias = total_grad, None, None
     if grad is not None:
         total, weight, bias, mean, rstd = ctx.saved_tensors
         dx, dweight, dbias = aten.native_layer_norm_backward(
             grad, total, [total.shape[-1]], mean, rstd, weight, bias, [True, True, True]
         )
-        dx = dx if of_total is None else of_total + dx
+        dx = dx if total_grad is None else total_grad + dx
     return (dx, dx, dweight, dbias, None)
 
 
-def _keep(ctx: Any, *tensors: Tensor) -> None:
-    """For backward; the last are a norm's statistics, which have no gradient."""
+def _save(ctx: Any, *tensors: Tensor) -> None:
+    """Save tensors for the backward. The last one is rstd, which has no gradient."""
     ctx.mark_non_differentiable(tensors[-1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)

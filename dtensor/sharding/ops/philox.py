@@ -1,16 +1,13 @@
-"""Counter-based random numbers: each is a function of a key and of where its element lies globally.
+"""Counter-based random words: each is a function of a key and of the element's global index.
 
-    place = Place((8, 512, 1024), pieces)         # the global shape; which part of each dim is here
-    words(place, Key(seed, step, op), device, 1)  # chunks of 32-bit words, as (where, words)
+    place = Place((8, 512, 1024), pieces)         # the global shape, and the rank's part of it
+    words(place, Key(seed, step, op), device, 1)  # yields (chunk, words of the chunk)
 
-Philox-4x32-10 of Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3",
-SC 2011. The key is the 64-bit seed. The counter is (c0, c1, c2, c3) = (column // n, row, step, op),
-where column is the index in the last dim, row the index of all other dims as one, and a block of
-four 32-bit words serves n = 4 elements of one word or n = 2 elements of two.
-
-Invariants: a number does not depend on what else the rank holds, nor on how it is chunked; integer
-ops of torch alone, so every device gives the same bits. A tensor has at most 2**32 rows and 2**33
-columns. Not here: what words become (distributions.py), ops (random.py).
+Philox-4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+The key is the 64-bit seed. The counter is (column // n, row, step, op): column is the index in the
+last dim, row the index in the other dims flattened. Its four 32-bit words serve n = 4 elements of
+one word, or n = 2 elements of two words. A number depends neither on the rank's other elements nor
+on the chunks. Only integer ops are used, so every device gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,15 +24,15 @@ Pieces = tuple[tuple[tuple[int, int], ...], ...]
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57  # multipliers
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85  # Weyl increments of the key
 _MASK = 0xFFFFFFFF
-_CPU_CHUNK = 1 << 15  # counters: what a chunk needs stays in a core's cache
-_DEVICE_CHUNK = 1 << 20  # a chunk needs some 13 tensors of as many int64: 0.1 GiB
+_CPU_CHUNK = 1 << 15  # counters in a chunk: its tensors stay in a core's cache
+_DEVICE_CHUNK = 1 << 20  # counters in a chunk: its 13 int64 tensors take 0.1 GiB
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a number depends on besides its element. ``step`` and ``op`` have 32 bits.
+    """The key of random numbers. ``step`` and ``op`` have 32 bits.
 
-    Where each row has a seed and a step of its own, they are columns, int64[rows, 1].
+    ``seed`` and ``step`` may be columns, int64[rows, 1], with one value for each row.
     """
 
     seed: int | Tensor
@@ -45,7 +42,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A part of a tensor of global ``shape``: per dim the (start, stop) that it covers."""
+    """A part of a tensor of global ``shape``: the intervals (start, stop) of each dim."""
 
     shape: tuple[int, ...]
     pieces: Pieces
@@ -61,9 +58,9 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows and columns of the local tensor, seen as a matrix, that a set of words is for.
+    """The rows and columns of the local tensor, viewed as a matrix, for which words are computed.
 
-    The words of the columns from ``skip`` on are those wanted; a block may begin before them.
+    The first block may begin before the first column: the words of ``skip`` elements are not used.
     """
 
     rows: slice
@@ -74,9 +71,10 @@ class Chunk:
 def words(
     place: Place, key: Key, device: torch.device, per_element: int
 ) -> Iterator[tuple[Chunk, list[list[Tensor]]]]:
-    """For each chunk, per element of a block the 32-bit words (int64 tensors [rows, blocks]).
+    """Yield each chunk and, for each element of a block, its 32-bit words (int64[rows, blocks]).
 
-    Element e of block b is column ``b * n + e`` of the chunk, counted before ``skip`` is taken off.
+    Element e of block b is column ``b * n + e - skip`` of the chunk. Raises ValueError if the
+    tensor has more than 2**32 rows.
     """
     num = 4 // per_element
     rows = _rows(place, device)
@@ -95,19 +93,19 @@ def words(
             low, high = max(start, block * num), min(stop, end * num)
             if low >= high:
                 continue
-            here = slice(offset + low - start, offset + high - start)
+            chunk_columns = slice(offset + low - start, offset + high - start)
             blocks = torch.arange(block, end, dtype=torch.int64, device=device)[None, :]
             for row in range(0, num_rows, tall):
                 numbers = philox(blocks, rows[row : row + tall, None], key)
                 grouped = [
                     list(numbers[e * per_element : (e + 1) * per_element]) for e in range(num)
                 ]
-                yield Chunk(slice(row, row + tall), here, low - block * num), grouped
+                yield Chunk(slice(row, row + tall), chunk_columns, low - block * num), grouped
         offset += stop - start
 
 
 def _rows(place: Place, device: torch.device) -> Tensor:
-    """The global row of each local row."""
+    """Return the global row of each local row."""
     leading = place.shape[:-1]
     if math.prod(leading) > 1 << 32:
         raise ValueError(f"a tensor of shape {place.shape} has more than 2**32 rows")
@@ -120,21 +118,21 @@ def _rows(place: Place, device: torch.device) -> Tensor:
 
 
 def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
-    """The four words of the counters (c0, c1, step, op): int64 tensors [rows, blocks].
+    """Return the four words of the counters (c0, c1, step, op), each int64[rows, blocks].
 
-    c0 is a row [1, blocks] and c1 a column [rows, 1]: the first rounds, which see one alone, are
+    c0 is a row [1, blocks] and c1 a column [rows, 1]: the first rounds compute on these and are
     cheap.
     """
     k0, k1 = key.seed & _MASK, key.seed >> 32 & _MASK
     low = _M1 * (key.step & _MASK)
     product = c0 * _M0
-    # round 1: c0 meets no other tensor yet
+    # round 1: rows and columns are not combined yet
     a = c1 ^ (low >> 32 & _MASK) ^ k0
     b = low & _MASK
     c = (product >> 32 & _MASK) ^ (key.op & _MASK) ^ k1
     d = product
-    # rounds 2 and 3: out of place, shapes still grow
-    # of a number as_tensor would copy it from the host, which waits
+    # rounds 2 and 3: out of place, because shapes grow to [rows, blocks]
+    # torch.full, not as_tensor, which would copy a number from the host and wait
     word = b if isinstance(b, Tensor) else torch.full((), b, dtype=c0.dtype, device=c0.device)
     x0, x1, x2, x3 = a, word, c, d
     for number in (1, 2):
@@ -143,7 +141,7 @@ def philox(c0: Tensor, c1: Tensor, key: Key) -> list[Tensor]:
         x0 = ((p1 >> 32) ^ x1 ^ n0) & _MASK
         x2 = ((p0 >> 32) ^ x3 ^ n1) & _MASK
         x1, x3 = p1, p0
-    # the others in place; of products the high bits are masked off when they are used
+    # rounds 4 to 10: in place; the high bits of products are masked off when they are used
     shape = (c1.shape[0], c0.shape[1])
     x0, x2 = x0.expand(shape).contiguous(), x2.expand(shape).contiguous()
     x1, x3 = x1.expand(shape), x3.expand(shape)

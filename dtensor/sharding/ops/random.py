@@ -1,20 +1,14 @@
-"""The random operators of the project: numbers by counter, the same under every placement.
+"""Random ops of the namespace ``dt``, whose numbers are the same under every placement.
 
-    random_uniform(shape, dtype)          -> f[shape]         in [0, 1)
-    random_normal(shape, dtype)           -> f[shape]
+    random_uniform(shape, dtype)          -> f[shape]         in [0, 1); also random_normal
     random_integers(shape, low, high, dtype) -> i[shape]      in low:high
     dropout(x[...], p)                    -> y[...], kept: bool[...]
     dropout_add(x[...], residual[...], p) -> dropout(x) + residual, kept: bool[...]
     dropout_backward(grad[...], kept[...], p) -> dx[...]      linear in grad
 
-Each number is a function of (at_seed, at_step, op, global index): philox.py and distributions.py.
-``at_seed`` and ``at_step`` are given to a program anew at each run (call.py's `with_run_numbers`
-makes them Slots); ``op`` counts the random ops of the captured forward program. ``shape`` is the
-global shape; ``pieces`` the part of it that the rank holds: for each dim the number of intervals,
-then their starts and stops (none: all of it). The mask of a dropout is kept for backward, a byte an
-element.
-
-Invariants: as in attention.py. Not here: which ops of a user's program become these (frontend).
+A number is a function of (at_seed, at_step, op, global index). Each run receives ``at_seed`` and
+``at_step``; ``op`` counts the random ops of the captured forward. ``shape`` is the global shape.
+``pieces`` is the rank's part: for each dim the number of intervals, then their starts and stops.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -35,11 +29,11 @@ from dtensor.sharding.ops.philox import Key, Place
 from dtensor.sharding.spec.placements import Intervals
 
 _KEY = "*, int at_seed, int at_step, int op"
-_WHERE = "SymInt[]? shape=None, int[]? pieces=None"
+_PLACE = "SymInt[]? shape=None, int[]? pieces=None"
 
 
 def encode_pieces(pieces: Sequence[Intervals]) -> list[int]:
-    """Intervals per dim as the flat list that the ops take."""
+    """Return the intervals of each dim as the flat list ``pieces`` that the ops take."""
     flat: list[int] = []
     for dim in pieces:
         flat.append(len(dim))
@@ -57,7 +51,8 @@ def _place_and_key(
     shape: Sequence[int] | None = None,
     pieces: Sequence[int] | None = None,
 ) -> tuple[Place, Key]:
-    """Where a rank's numbers lie; without ``pieces`` the local shape is all there is."""
+    """Return the place and key of a rank's numbers. Without ``pieces`` the local tensor is the
+    whole tensor. Raises ValueError if the pieces do not fit the local shape."""
     key = Key(at_seed, at_step, op)
     if shape is None or pieces is None:
         return Place.whole(local), key
@@ -97,25 +92,28 @@ def _integers(
     device: torch.device | None = None,
     **at: Any,
 ) -> Tensor:
-    where = _place_and_key(size, **at)
-    return integers(*where, low, high, dtype, device or torch.device("cpu"))
+    place, key = _place_and_key(size, **at)
+    return integers(place, key, low, high, dtype, device or torch.device("cpu"))
 
 
-def _sized(size: Sequence[int], *rest: Any, device: torch.device | None = None, **_: Any) -> Tensor:
-    dtype = next(value for value in rest if isinstance(value, torch.dtype))
-    given = next((value for value in rest if isinstance(value, torch.device)), device)
-    return torch.empty(list(size), dtype=dtype, device=given)
+def _fake_factory(
+    size: Sequence[int], *args: Any, device: torch.device | None = None, **_: Any
+) -> Tensor:
+    dtype = next(value for value in args if isinstance(value, torch.dtype))
+    device = next((value for value in args if isinstance(value, torch.device)), device)
+    return torch.empty(list(size), dtype=dtype, device=device)
 
 
 def _define_factory(name: str, arguments: str, run: Any) -> None:
-    """An op without tensor operands has no device to choose its implementation by."""
+    """Register an op without tensor operands. torch cannot choose its implementation by a device,
+    so there is one for all devices."""
     schema = (
         f"{name}(SymInt[] size, {arguments}ScalarType dtype, Device? device=None, "
-        f"{_KEY}, {_WHERE}) -> Tensor"
+        f"{_KEY}, {_PLACE}) -> Tensor"
     )
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"dt::{name}", _sized, lib=LIBRARY)
+    torch.library.register_fake(f"dt::{name}", _fake_factory, lib=LIBRARY)
     note_plain(name, run)
 
 
@@ -140,7 +138,8 @@ def _dropout_add(x: Tensor, residual: Tensor, p: float, **at: Any) -> tuple[Tens
 
 
 def _masked(grad: Tensor, kept: Tensor, p: float) -> Tensor:
-    """A dropped infinity is 0, not NaN, as torch's fused kernels have it."""
+    """Return ``grad / (1 - p)`` where ``kept`` is True, else 0. A dropped infinity is 0, not NaN,
+    as in torch's fused kernels."""
     scaled = grad * (1 / (1 - p) if p < 1 else 0.0)
     return torch.where(kept, scaled, torch.zeros((), dtype=grad.dtype, device=grad.device))
 
@@ -150,9 +149,9 @@ def _fake_dropout(x: Tensor, p: float, **_: Any) -> tuple[Tensor, Tensor]:
     return like, torch.empty(x.shape, dtype=torch.bool, device=x.device)
 
 
-define(f"dropout(Tensor x, float p, {_KEY}, {_WHERE}) -> (Tensor, Tensor)", _dropout, _fake_dropout)
+define(f"dropout(Tensor x, float p, {_KEY}, {_PLACE}) -> (Tensor, Tensor)", _dropout, _fake_dropout)
 define(
-    f"dropout_add(Tensor x, Tensor residual, float p, {_KEY}, {_WHERE}) -> (Tensor, Tensor)",
+    f"dropout_add(Tensor x, Tensor residual, float p, {_KEY}, {_PLACE}) -> (Tensor, Tensor)",
     _dropout_add,
     lambda x, _, p, **at: _fake_dropout(x, p, **at),
 )

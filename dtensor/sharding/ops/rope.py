@@ -1,12 +1,11 @@
-"""Rotary positions as one op: the halves of each row are turned against each other.
+"""Rotary position embedding as one op, which rotates the two halves of each row.
 
     rope(x[.. d], cos[.. d], sin[.. d]) -> x * cos + cat(-x[.. d/2:], x[.. :d/2]) * sin
     rope_backward(grad[.. d], cos[.. d], sin[.. d], dtype) -> dx[.. d]
 
-cos and sin are broadcast against x: [t d] or [b 1 t d] for x[b h t d].
-
-Invariants: as in attention.py; forward the bits of the ops that are written above, in their order:
-of 16 bits each product is rounded. Backward rounds once. Not here: the angles.
+cos and sin are broadcast against x: [t d] or [b 1 t d] for x[b h t d]. Invariants: as in
+attention.py; the forward has the bits of the ops above, rounded after each; the backward rounds
+once.
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -25,19 +24,19 @@ from dtensor.sharding.ops.library import LIBRARY, define, laid_as
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x * cos + _turned(x) * sin
+    return x * cos + _rotate_half(x) * sin
 
 
-def _turned(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
 def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     grad = grad.to(accumulation_dtype(grad.dtype))
-    across, half = grad * sin, grad.shape[-1] // 2
-    back = torch.cat((across[..., half:], -across[..., :half]), dim=-1)
-    return (grad * cos + back).to(dtype)
+    product, half = grad * sin, grad.shape[-1] // 2
+    rotated = torch.cat((product[..., half:], -product[..., :half]), dim=-1)
+    return (grad * cos + rotated).to(dtype)
 
 
 def _fake(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,20 +62,20 @@ define(
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, cos, sin = inputs
     ctx.dtype = x.dtype
-    learned = any(ctx.needs_input_grad[1:])
-    ctx.save_for_backward(cos, sin, *([x] if learned else []))
+    needs_x = any(ctx.needs_input_grad[1:])
+    ctx.save_for_backward(cos, sin, *([x] if needs_x else []))
 
 
 def _grad(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    cos, sin, *rest = ctx.saved_tensors
+    cos, sin, *saved_x = ctx.saved_tensors
     dx = torch.ops.dt.rope_backward(grad, cos, sin, ctx.dtype)
-    if not rest:
+    if not saved_x:
         return dx, None, None
-    (x,) = rest
+    (x,) = saved_x
     return (
         dx,
         (grad * x).sum_to_size(cos.shape).to(cos.dtype),
-        (grad * _turned(x)).sum_to_size(sin.shape).to(sin.dtype),
+        (grad * _rotate_half(x)).sum_to_size(sin.shape).to(sin.dtype),
     )
 
 

@@ -1,17 +1,14 @@
-"""The next token of each row, drawn or the likeliest, as one op of the project's own.
+"""The op `next_tokens`, which chooses the next token of each row, greedily or at random.
 
     token, logprob = next_tokens(logits[n v], at[n], request[n 2], knobs[n 2])
 
-``request``: each row's seed and top_k (0: all), int64; ``knobs``: its temperature (0: greedy) and
-top_p (1: all), float32; ``at``: the position of the token that is drawn. Filters are those of
-transformers and in its order: temperature, top_k (with what ties with the k-th), top_p of what is
-left. ``logprob`` is that of softmax(logits / temperature), before filters; of a greedy row
-temperature is 1.
+``at``: the position of the token; ``request``: seed and top_k (0: all), int64; ``knobs``:
+temperature (0: greedy) and top_p (1: all), float32. Filters are applied as in transformers:
+temperature, then top_k (ties with the k-th stay), then top_p. ``logprob`` is the logarithm of
+softmax(logits / temperature) before filters, with temperature 1 for a greedy row.
 
-Invariants: a row's result is a function of its own logits, position, request and knobs, to the bit:
-what only some rows need (a draw) is computed a row at a time. The random number is one of 53 bits
-by the row's seed and position (philox.py), and picks by the inverse of the cumulative distribution.
-Not here: where seeds come from, who stops.
+Invariant: the bits of a row's result depend on the row's inputs alone, so random rows are computed
+one at a time. The random number depends on the seed and the position (philox.py).
 """
 
 # Torch leaves the types of its registration functions and of `torch.ops` open.
@@ -29,7 +26,8 @@ from dtensor.sharding.ops.philox import Key, philox
 
 
 def uniform_of(seed: Tensor, at: Tensor) -> Tensor:
-    """float64[n] in [0, 1): one number for each (seed, position), both int64[n]."""
+    """Return a random number in [0, 1) for each (seed, position), both int64[n], as float64[n] with
+    53 random bits."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=seed.device)
     column = zero.expand(seed.shape[0], 1)
     high, low, _, _ = philox(zero, column, Key(seed[:, None], at[:, None], 0))
@@ -50,12 +48,13 @@ def _next_tokens(
         number = uniform_of(seed, at)
         for row in rows:
             limits = int(top_k[row]), float(top_p[row])
-            token[row] = _picked(scaled[row], number[row], *limits)
+            token[row] = _sample(scaled[row], number[row], *limits)
     return token, scaled.log_softmax(1).gather(1, token[:, None])[:, 0]
 
 
-def _picked(scaled: Tensor, number: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The index in [v] that the number picks."""
+def _sample(scaled: Tensor, number: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Return the token that the random number selects by the inverse of the cumulative
+    distribution; ``scaled``: logits over temperature."""
     weights = (scaled.double() - scaled.max().double()).exp_()
     if 0 < top_k < len(scaled):
         weights.masked_fill_(scaled < scaled.topk(top_k).values[-1], 0)
@@ -65,15 +64,15 @@ def _picked(scaled: Tensor, number: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered.masked_fill_(before >= top_p * weights.sum(), 0)
         weights = torch.empty_like(weights).scatter_(0, order, ordered)
     total = weights.cumsum(0)
-    # a number below 1 times the total is below the total, so what is found has weight
+    # number * total[-1] < total[-1], because number < 1: so the token found has a weight above 0
     index = torch.searchsorted(total, number * total[-1], right=True)
-    return index.clamp_(max=len(scaled) - 1)  # of logits that are no numbers: some token
+    return index.clamp_(max=len(scaled) - 1)  # for NaN logits the result is an arbitrary token
 
 
 def _fake(logits: Tensor, at: Tensor, request: Tensor, knobs: Tensor) -> tuple[Tensor, Tensor]:
     n = logits.shape[:1]
-    kept = accumulation_dtype(logits.dtype)
-    return logits.new_empty(n, dtype=torch.int64), logits.new_empty(n, dtype=kept)
+    logprob_dtype = accumulation_dtype(logits.dtype)
+    return logits.new_empty(n, dtype=torch.int64), logits.new_empty(n, dtype=logprob_dtype)
 
 
 define(
