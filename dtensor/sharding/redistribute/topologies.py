@@ -40,7 +40,7 @@ def a100(*, nvlink: Sequence[str] = (), infiniband: Sequence[str] = ()) -> Topol
 
     NVIDIA's A100 datasheet (2021) states 312 TFLOP/s, 2.04 TB/s of HBM2e, NVLink 300 GB/s each way.
     A DGX A100 has a port of 200 Gb/s (HDR) for each GPU. Each of four channels carries 20 GB/s. The
-    figures of the host, the arguments and the errors are those of `h100`.
+    host has the figures of the H100's. ``nvlink``, ``infiniband`` and errors: as of `h100`.
     """
     name = "A100 SXM bf16, NVLink"
     host = Topology(bandwidth=80e9, flops=125e12, memory_bandwidth=1.2e12, name=name)
