@@ -14,10 +14,16 @@ import sys
 
 import lazy_loader
 
+from dtensor.provider import provide
 from dtensor.torch_bound import warn_of_torch
 
 warn_of_torch()
-del warn_of_torch
+provide(
+    profile_step="dtensor.api.launch.profiling:profiled",
+    program_device="dtensor.api.store.session:program_device",
+    save_plan="dtensor.api.launch.plan_page:save_plan",
+)
+del provide, warn_of_torch
 
 __version__ = "0.1.0"
 _import, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -13,7 +13,6 @@ Ray (daft/ray/bootstrap/private_ray.py).
 
 from __future__ import annotations
 
-import importlib
 import logging
 import sys
 from collections.abc import Generator
@@ -100,15 +99,6 @@ def keys_of(device_type: str) -> Any:
     """The dispatch keys by which `OpOverload.redispatch` calls the kernel for a type of device,
     wherever the arguments are."""
     return _C.DispatchKeySet(getattr(_C.DispatchKey, _C._dispatch_key_for_device(device_type)))
-
-
-def op_packet(name: str) -> OpOverloadPacket:
-    """``aten::add`` -> torch.ops.aten.add. The first name of an op of dtensor's own, ``dt::rope``,
-    registers them all. Raises AttributeError where torch has no such op."""
-    namespace, _, op = name.partition("::")
-    if namespace == "dt":
-        importlib.import_module("dtensor.sharding.ops.registered")
-    return getattr(getattr(torch.ops, namespace), op)
 
 
 # -- kernels ---------------------------------------------------------------------------------------

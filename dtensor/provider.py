@@ -1,9 +1,9 @@
-"""What a level offers and one above it does: `plan.save` is planning's, the page the explorer's.
+"""`Provider`: a function of a higher level, for a module that must not import that level.
 
-    PAGES = Provider[Writer]("dtensor.api.launch.plan_page:save_plan")
-    PAGES.get()(plan, "plan.html")                  # imported now
+    SAVE_PLAN = Provider[Writer]("save_plan")       # sharding/plan/plan.py, a low level
+    SAVE_PLAN.get()(plan, "plan.html")              # imports the explorer now
 
-Invariant: no level imports what is above it before that does something for it.
+`dtensor/__init__.py` states where each function is, so that no module names a higher level.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
+_FUNCTIONS: dict[str, str] = {}
+
+
+def provide(**functions: str) -> None:
+    """Record the place, ``"module:function"``, of the functions of providers by their names."""
+    _FUNCTIONS.update(functions)
+
 
 class Provider(Generic[T]):
     def __init__(self, name: str) -> None:
-        """``name``: ``"module:function"``, what does it."""
         self._name = name
 
     def get(self) -> T:
-        return cast(T, pkgutil.resolve_name(self._name))
+        """Return the function, importing its module. Raises KeyError if no place is recorded."""
+        return cast(T, pkgutil.resolve_name(_FUNCTIONS[self._name]))

@@ -23,7 +23,8 @@ import torch
 
 from dtensor.errors import PlanningError, check_callable, check_kind, check_word
 from dtensor.kernels.registry import Kernel, Registered, current, kernel_of, use
-from dtensor.private_torch import OpOverload, dispatch_get_all_op_names, op_packet
+from dtensor.op_names import op_packet
+from dtensor.private_torch import OpOverload, dispatch_get_all_op_names
 
 Function = TypeVar("Function", bound=Callable[..., Any] | None)
 

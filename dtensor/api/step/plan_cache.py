@@ -232,6 +232,6 @@ def _changed_number(before: Any, now: Any, call: BoundCall) -> str | None:
 Profiler = Callable[
     [int, MeshSession, Callable[[], object], Callable[[object], None], PlanCache], Profile
 ]
-PROFILER = Provider[Profiler]("dtensor.api.launch.profiling:profiled")
+PROFILER = Provider[Profiler]("profile_step")
 """`profiled` (which imports this file). Its arguments: n, session, take_step, wait_for_result,
 plans."""

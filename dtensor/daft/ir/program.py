@@ -45,7 +45,8 @@ from dtensor.daft.ir.code import Body, CodeLine
 from dtensor.daft.ir.instructions import Instruction
 from dtensor.daft.ir.text import columns, format_instruction
 from dtensor.daft.remote_exceptions import traceback_of
-from dtensor.private_torch import OpOverload, OpOverloadPacket, op_packet
+from dtensor.op_names import op_packet
+from dtensor.private_torch import OpOverload, OpOverloadPacket
 
 Built: TypeAlias = Callable[..., tuple[object, ...]]
 

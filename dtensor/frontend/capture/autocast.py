@@ -28,7 +28,7 @@ from dtensor.provider import Provider
 
 CAPTURED_ON = "cpu"
 _LISTS = ("cpu", "cuda")
-DEVICE = Provider[Callable[[], str]]("dtensor.api.store.session:program_device")
+DEVICE = Provider[Callable[[], str]]("program_device")
 """Gives the device type that programs of this thread are for, one of the lists'."""
 _provided = cache(DEVICE.get)  # each call of a step asks
 

@@ -1,7 +1,7 @@
-"""Imported for what it does: torch knows all ops of `torch.ops.dt` afterwards.
+"""Importing this module registers all ops of `torch.ops.dt`.
 
-A process that only names an op, an actor or `dt.kernel("dt::rope", "cuda")`, imports this through
-`dtensor.private_torch.op_packet`; others import the files of the ops that they use.
+A process that only names an op (an actor, or `dt.kernel("dt::rope", "cuda")`) imports it through
+`dtensor.op_names.op_packet`. Other modules import the files of the ops that they use.
 """
 
 from dtensor.sharding.ops import attention as attention

@@ -37,10 +37,8 @@ from dtensor.sharding.plan.text.words import size_text, table
 from dtensor.sharding.plan.verify import verify
 from dtensor.showing import html_folded
 
-PAGES = Provider[Callable[["Plan", str | os.PathLike[str]], Path]](
-    "dtensor.api.launch.plan_page:save_plan"
-)
-"""A function of a plan and the path to write; it returns the written path."""
+SAVE_PLAN = Provider[Callable[["Plan", str | os.PathLike[str]], Path]]("save_plan")
+"""A function that writes a plan to a path and returns the written path."""
 
 
 class Collectives(tuple[PlannedCollective, ...]):
@@ -176,7 +174,7 @@ class Plan(PlanRecord):
         Returns the written path. PlanningError for a path that does not end in .html, or is in a
         folder that does not exist.
         """
-        return PAGES.get()(self, path)
+        return SAVE_PLAN.get()(self, path)
 
     def __str__(self) -> str:
         return self.text()

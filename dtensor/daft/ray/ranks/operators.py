@@ -57,6 +57,7 @@ from dtensor.daft.remote_exceptions import interrupts, reason_of
 from dtensor.daft.tasks.values import ByValuePickler, pickled
 from dtensor.gc_pause import collector_paused
 from dtensor.numerics import BUILT_IN, REDUCTIONS
+from dtensor.op_names import op_packet
 from dtensor.private_torch import (
     OPDEFS,
     CustomOpDef,
@@ -67,7 +68,6 @@ from dtensor.private_torch import (
     dispatch_dump,
     get_operation_overload,
     keys_of,
-    op_packet,
 )
 from dtensor.signals import held_back
 
