@@ -42,6 +42,7 @@ from dtensor.api.store.store import Source as TensorSource
 from dtensor.api.store.store import TensorStore
 from dtensor.api.values.randomness import Counter
 from dtensor.daft import Cluster, DaftError, Future, Handle, Mode, launch_cluster
+from dtensor.daft.cluster.cluster import RunRequest
 from dtensor.daft.cluster.subcluster import SubCluster
 from dtensor.daft.run.worker import Counted
 from dtensor.errors import PlanningError, check_word
@@ -213,14 +214,8 @@ class MeshSession:
             self.cluster.get([()] * self.mesh.size).get()  # earlier calls have ended
         called = time.monotonic()
         try:
-            future = self.cluster.run(
-                handle,
-                inputs,
-                mode=self.mode,
-                keep=keep,
-                counted=counted,
-                returned=returned,
-                drop=self._garbage(),
+            future = self.cluster.submit(
+                RunRequest(handle, inputs, self.mode, keep, counted, returned, self._garbage())
             )
         except DaftError as error:
             raise self.told(error) from error.__cause__

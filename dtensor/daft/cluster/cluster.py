@@ -33,7 +33,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -120,6 +120,18 @@ class Handle:
     told: bool = field(repr=False)
 
 
+class RunRequest(NamedTuple):
+    """The arguments of `Cluster.run`."""
+
+    handle: Handle
+    inputs: Sequence[Mapping[str, object]]
+    mode: Mode = "compiled"
+    keep: Mapping[str, str] = NOTHING_KEPT
+    counted: Counted | None = None
+    returned: Collection[str] = ()
+    drop: Names = NOTHING_DROPPED
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """A run of a recording, in the mode "timed": `begin`, when it was called, by the monotonic
@@ -202,7 +214,6 @@ class Cluster(ABC):
     def unload(self, handle: Handle) -> None:
         """Forget the program of ``handle``; its state stays."""
 
-    @abstractmethod
     def run(
         self,
         handle: Handle,
@@ -221,6 +232,11 @@ class Cluster(ABC):
         back; ranks that do not have the output keep nothing. `returned`: those of `keep` that come
         back too. `counted`: what the run counts as. `drop`: as of `put`.
         """
+        return self.submit(RunRequest(handle, inputs, mode, keep, counted, returned, drop))
+
+    @abstractmethod
+    def submit(self, request: RunRequest) -> Future:
+        """Run a program once, as `run` does."""
 
     @abstractmethod
     def check_undone(self) -> None:
@@ -267,9 +283,8 @@ def check_inputs(handle: Handle, inputs: Sequence[Mapping[str, object]], size: i
     """Raises `ValueError` unless every rank is fed exactly the inputs that it declares; a rank that
     joined after the program was loaded has no part in it."""
     program = handle.program
-    joined = [()] * (size - program.size)
     check_size(size, inputs, f"A run of {program.name!r}")
-    takes = [*(declared.inputs for declared in program.ranks), *joined]
+    takes = [declared.inputs for declared in program.ranks] + [()] * (size - program.size)
     for rank, (given, declared) in enumerate(zip(inputs, takes, strict=True)):
         if set(given) != set(declared):
             raise ValueError(
@@ -481,17 +496,8 @@ class HostedCluster(Cluster):
             self._submit(Worker.unload, handle.places, parts, read=False)
             del self._handles[handle.id]
 
-    def run(
-        self,
-        handle: Handle,
-        inputs: Sequence[Mapping[str, object]],
-        *,
-        mode: Mode = "compiled",
-        keep: Mapping[str, str] = NOTHING_KEPT,
-        counted: Counted | None = None,
-        returned: Collection[str] = (),
-        drop: Names = NOTHING_DROPPED,
-    ) -> Future:
+    def submit(self, request: RunRequest) -> Future:
+        handle, inputs, mode, keep, counted, returned, drop = request
         self._check()
         if mode == "interpreted" and self.changes is not None and not self.immediate:
             raise ValueError(

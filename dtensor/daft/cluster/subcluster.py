@@ -16,7 +16,7 @@ Invariants: a part starts nothing and closing it stops nothing; a failure of the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,12 @@ from dtensor.daft.cluster.cluster import (
     Cluster,
     Future,
     Handle,
-    Mode,
+    RunRequest,
     check_size,
 )
 from dtensor.daft.errors import ClusterClosed, DaftError
 from dtensor.daft.ir.program import Program, RankProgram
-from dtensor.daft.run.worker import NOTHING_DROPPED, NOTHING_KEPT, Counted, Names, Stored
+from dtensor.daft.run.worker import NOTHING_DROPPED, Names, Stored
 from dtensor.daft.status import Status
 
 if TYPE_CHECKING:
@@ -112,38 +112,23 @@ class SubCluster(Cluster):
     def unload(self, handle: Handle) -> None:
         self.whole.unload(handle)
 
-    def run(
-        self,
-        handle: Handle,
-        inputs: Sequence[Mapping[str, object]],
-        *,
-        mode: Mode = "compiled",
-        keep: Mapping[str, str] = NOTHING_KEPT,
-        counted: Counted | None = None,
-        returned: Collection[str] = (),
-        drop: Names = NOTHING_DROPPED,
-    ) -> Future:
-        self._check(inputs, f"A run of {handle.program.name!r}")
+    def submit(self, request: RunRequest) -> Future:
+        self._check(request.inputs, f"A run of {request.handle.program.name!r}")
         fed = [
             {
                 name: Stored(self.inner(value.name)) if isinstance(value, Stored) else value
-                for name, value in own.items()
+                for name, value in inputs_of_rank.items()
             }
-            for own in inputs
+            for inputs_of_rank in request.inputs
         ]
-        kept = {output: self.inner(name) for output, name in keep.items()}
-        counted = counted and replace(counted, key=self.inner(counted.key))
-        fed = self._spread(fed, {})
-        future = self.whole.run(
-            handle,
-            fed,
-            mode=mode,
-            keep=kept,
-            counted=counted,
-            returned=returned,
-            drop=self._dropped(drop),
+        counted = request.counted
+        inner_request = request._replace(
+            inputs=self._spread(fed, {}),
+            keep={output: self.inner(name) for output, name in request.keep.items()},
+            counted=counted and replace(counted, key=self.inner(counted.key)),
+            drop=self._dropped(request.drop),
         )
-        return _SubClusterFuture(future, self.ranks)
+        return _SubClusterFuture(self.whole.submit(inner_request), self.ranks)
 
     def _dropped(self, drop: Names) -> Names:
         return {self.ranks[rank]: [self.inner(n) for n in own] for rank, own in drop.items()}
