@@ -19,13 +19,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Any, assert_never, get_args
+from typing import Any
 
 import torch
 
 from dtensor.daft.cluster.cluster import Backend, Cluster
 from dtensor.daft.cluster.inprocess import InProcessCluster
 from dtensor.daft.diagnosis.one_process import status_here
+from dtensor.daft.launch_options import LaunchOptions
 from dtensor.daft.tasks.actors import (
     ActorHandle,
     Session,
@@ -50,76 +51,53 @@ def launch(
 ) -> Session:
     """A place for actors, until its `with` block or `close()` ends them.
 
-    `address` joins a Ray that runs already, as one in this process is joined too. `deadline_s`: how
-    long an actor's process may be silent before it counts as lost, or take to start;
-    `call_deadline_s`: how long a method may take before its process is ended (both Ray only).
-    `seed` picks one of the legal orders in which compiled functions run in-process. `warm`: a Ray
-    that is started here stays for a minute for the next launch of this process; False ends it with
-    the launch, and one that has stayed before.
-    ValueError for another backend, and for seconds that are none; RuntimeError within another
-    launch that is open.
+    The arguments are those of `LaunchOptions`. Raises ValueError for an invalid one, and
+    RuntimeError while another launch is open.
     """
-    _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
+    options = LaunchOptions(
+        backend=backend,
+        address=address,
+        deadline_s=deadline_s,
+        call_deadline_s=call_deadline_s,
+        seed=seed,
+        warm=warm,
+    )
     check_alone()
-    made = _session(backend, address, deadline_s, call_deadline_s, seed, warm)
-    return enter(made, user_line())
+    return enter(_new_session(options), user_line())
 
 
 class DeferredLaunch:
-    """As `launch`, but nothing is started before an actor is spawned; until `end`."""
+    """A launch of actors that starts when the first actor is spawned."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        address: str | None,
-        deadline_s: float,
-        call_deadline_s: float,
-        warm: bool = True,
-    ) -> None:
-        self._stated = backend, address, deadline_s, call_deadline_s, 0, warm
+    def __init__(self, options: LaunchOptions) -> None:
+        self._options = options
         self._lock = threading.Lock()
-        self._made: Session | None = None
+        self._session: Session | None = None
         sessions.append(self)
 
     def __call__(self) -> Session:
         with self._lock:
-            if self._made is None:
-                self._made = _session(*self._stated)
-                sessions[sessions.index(self)] = self._made
-            return self._made
+            if self._session is None:
+                self._session = _new_session(self._options)
+                sessions[sessions.index(self)] = self._session
+            return self._session
 
     def end(self, *, quiet: bool = False) -> None:
-        """As `Session.close`, if there is one. Twice is fine."""
-        if self._made is not None:
-            self._made.close(quiet=quiet)
+        """Close the session, as `Session.close`, if it was started. Twice is fine."""
+        if self._session is not None:
+            self._session.close(quiet=quiet)
         elif self in sessions:
             sessions.remove(self)
 
 
-def _session(
-    backend: Backend,
-    address: str | None,
-    deadline_s: float,
-    call_deadline_s: float,
-    seed: int,
-    warm: bool,
-) -> Session:
-    match backend:
-        case "inprocess":
-            return LocalSession(seed)
-        case "ray":
-            _check_ray()
-            _begin_ray(address, warm)
-            from dtensor.daft.ray.actors.session import RaySession
+def _new_session(options: LaunchOptions) -> Session:
+    if options.backend == "inprocess":
+        return LocalSession(options.seed)
+    _check_ray()
+    _begin_ray(options)
+    from dtensor.daft.ray.actors.session import RaySession
 
-            return RaySession(
-                address=address,
-                deadline_s=deadline_s,
-                call_deadline_s=call_deadline_s,
-                warm=warm,
-            )
-        case _:
-            assert_never(backend)
+    return RaySession(options)
 
 
 def spawn(
@@ -148,98 +126,49 @@ CLUSTERS: dict[tuple[str, str], Callable[..., Cluster]] = {}
 """By backend and type of device: what makes clusters instead, as where GPUs are simulated."""
 
 
-def launch_cluster(
-    size: int,
-    *,
-    backend: Backend = "inprocess",
-    device: str = "cpu",
-    address: str | None = None,
-    deadline_s: float = 60.0,
-    call_deadline_s: float = 3600.0,
-    ranks_per_actor: int | None = None,
-    seed: int = 0,
-    snapshot_every: int | None = None,
-    spares: int = 0,
-    max_restarts: int = 100,
-    together: Sequence[Sequence[int]] = (),
-    warm: bool = True,
-) -> Cluster:
-    """Start `size` ranks, on a `device` of type "cpu" or "cuda".
+def launch_cluster(size: int, *, together: Sequence[Sequence[int]] = (), **options: Any) -> Cluster:
+    """Start `size` ranks.
 
-    `address` joins a Ray cluster that runs already. Ray only, as nothing waits in-process:
-    `deadline_s` is how long the ranks may make no progress before one counts as lost; a `Call` that
-    uses the CPU goes on, after a warning, for up to `call_deadline_s`. `ranks_per_actor`:
-    consecutive ranks that share an actor, and so on Ray a process and, on "cuda", a GPU; by default
-    1. Fewer free GPUs than actors are refused. `seed` picks one of the legal orders in which the
-    ranks of a host run. `snapshot_every`: copies of what runs write are kept, so that it can be
-    undone that they did: in-process before each run, so that one is undone wherever a call of it
-    raises. On Ray after each, where a lost rank's successor finds them: it is replaced, and runs
-    since are done again (`ray/recovery/recovery.py`). `spares`: processes that wait for that; with
-    some, every run is kept. `max_restarts`: how many processes may be replaced before the loss of
-    one is an error. `together`: ranks that exchange most with each other, which come to one machine
-    if they can (`ray/bootstrap/actor_placement.py`). `warm`: as of `launch`. ValueError for another
-    backend, for seconds that are none, and for numbers out of range; ImportError where Ray is not
-    installed.
+    `options`: the fields of `LaunchOptions`. `together`: groups of ranks that exchange most with
+    each other; Ray puts the ranks of a group on one machine if it can
+    (`ray/bootstrap/actor_placement.py`). Raises ValueError for an invalid option, and ImportError
+    if Ray is not installed.
     """
-    _check(backend, deadline_s=deadline_s, call_deadline_s=call_deadline_s)
-    if snapshot_every is not None and (type(snapshot_every) is not int or snapshot_every < 1):
-        raise ValueError(
-            f"snapshot_every={snapshot_every!r} is no number of runs.\n  Fix: snapshot_every=1"
-        )
-    if ranks_per_actor is not None and (type(ranks_per_actor) is not int or ranks_per_actor < 1):
-        raise ValueError(
-            f"ranks_per_actor={ranks_per_actor!r} is no number of ranks.\n  Fix: ranks_per_actor=1"
-        )
-    for name, number in (("spares", spares), ("max_restarts", max_restarts)):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{name}={number!r} is no number of processes.\n  Fix: {name}=1")
-    if spares and snapshot_every is None:
-        snapshot_every = 1
-    if backend == "ray" and device.startswith("cuda") and snapshot_every is not None:
+    return start_cluster(size, LaunchOptions(**options), together)
+
+
+def start_cluster(
+    size: int, options: LaunchOptions, together: Sequence[Sequence[int]] = ()
+) -> Cluster:
+    """Like `launch_cluster`, for options that are checked already."""
+    device = torch.device(options.device)
+    if options.backend == "ray" and device.type == "cuda" and options.snapshot_every is not None:
         raise ValueError(
             "spares and snapshot_every on GPUs: lost ranks can be replaced on CPUs alone. NCCL's "
             "kernels wait for a lost peer, and a GPU's values are kept nowhere else.\n"
             "  Fix: leave both out, and resume from a checkpoint"
         )
-    if (make := CLUSTERS.get((backend, torch.device(device).type))) is not None:
-        return make(size, ranks_per_actor=ranks_per_actor or 1, seed=seed)
-    match backend:
-        case "inprocess":
-            if device.startswith("cuda") and not torch.cuda.is_available():
-                raise ValueError(
-                    f"device={device!r}, and this process sees no GPU.\n  Fix: device='cpu'"
-                )
-            per_actor = 1 if ranks_per_actor is None else ranks_per_actor
-            return InProcessCluster(
-                size,
-                torch.device(device),
-                ranks_per_actor=per_actor,
-                seed=seed,
-                snapshot_every=snapshot_every,
-                diagnose=status_here,
+    if (make := CLUSTERS.get((options.backend, device.type))) is not None:
+        return make(size, ranks_per_actor=options.ranks_per_actor or 1, seed=options.seed)
+    if options.backend == "inprocess":
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"device={options.device!r}, and this process sees no GPU.\n  Fix: device='cpu'"
             )
-        case "ray":
-            _check_ray()
-            if device == "cpu":
-                _begin_ray(address, warm)
-            from dtensor.daft.ray.cluster import RayCluster
+        return InProcessCluster(
+            size,
+            device,
+            ranks_per_actor=options.ranks_per_actor or 1,
+            seed=options.seed,
+            snapshot_every=options.snapshot_every,
+            diagnose=status_here,
+        )
+    _check_ray()
+    if options.device == "cpu":
+        _begin_ray(options)
+    from dtensor.daft.ray.cluster import RayCluster
 
-            return RayCluster(
-                size,
-                torch.device(device),
-                address=address,
-                deadline_s=deadline_s,
-                call_deadline_s=call_deadline_s,
-                ranks_per_actor=ranks_per_actor,
-                seed=seed,
-                snapshot_every=snapshot_every,
-                spares=spares,
-                max_restarts=max_restarts,
-                together=together,
-                warm=warm,
-            )
-        case _:
-            assert_never(backend)
+    return RayCluster(size, options, together)
 
 
 def _check_ray() -> None:
@@ -256,16 +185,8 @@ def _check_ray() -> None:
         )
 
 
-def _begin_ray(address: str | None, warm: bool) -> None:
-    """It starts while this process imports what uses it: half a second each."""
+def _begin_ray(options: LaunchOptions) -> None:
+    """Start Ray while this process imports what uses Ray: each takes half a second."""
     from dtensor.daft.ray.channel.local_ray import begin
 
-    begin(address, warm)
-
-
-def _check(backend: object, **seconds: object) -> None:
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend={backend!r}.\n  Fix: 'inprocess' or 'ray'.")
-    for name, value in seconds.items():
-        if not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"{name}={value!r} is no number of seconds.\n  Fix: {name}=60.0")
+    begin(options.address, options.warm)

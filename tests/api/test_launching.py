@@ -286,7 +286,7 @@ def test_a_start_that_fails(trained: Trained, monkeypatch: pytest.MonkeyPatch) -
     """`start` may be called again, and until then steps are refused; a block is over."""
     run = dt.launch(MESH)
     with monkeypatch.context() as patch:
-        patch.setattr(launching, "launch_cluster", too_few)
+        patch.setattr(launching, "start_cluster", too_few)
         with pytest.raises(ValueError, match="too few"):
             run.start()
         with pytest.raises(dt.PlanningError, match="never started"):
@@ -296,7 +296,7 @@ def test_a_start_that_fails(trained: Trained, monkeypatch: pytest.MonkeyPatch) -
     run.close()
     block, given_up = dt.launch(MESH), dt.launch(MESH)
     with monkeypatch.context() as patch:
-        patch.setattr(launching, "launch_cluster", too_few)
+        patch.setattr(launching, "start_cluster", too_few)
         with pytest.raises(ValueError, match="too few"), block:
             pass
         with pytest.raises(ValueError, match="too few"):

@@ -293,5 +293,6 @@ def test_a_run_of_one_host_is_undone_behind_runs_that_were_not_taken(shm: Path) 
 
 def test_there_is_no_snapshot_every_0() -> None:
     for wrong in (0, -1, True, 1.0, "1"):
-        with pytest.raises(ValueError, match="is no number of runs.\n  Fix: snapshot_every=1"):
+        fault = "is not a whole number of at least 1.\nfix: snapshot_every=1"
+        with pytest.raises(ValueError, match=fault):
             launch_cluster(1, snapshot_every=wrong)  # type: ignore[arg-type]

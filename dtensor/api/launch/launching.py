@@ -45,10 +45,11 @@ from dtensor.api.store.session import (
     launches,
     remember,
 )
-from dtensor.daft import Backend, DaftError, Mode, launch_cluster
+from dtensor.daft import Backend, DaftError, Mode
 from dtensor.daft.diagnosis.diagnosis import ranks_text
-from dtensor.daft.launching import DeferredLaunch
-from dtensor.errors import PlanningError, check_kind, check_number, check_word
+from dtensor.daft.launch_options import LaunchOptions
+from dtensor.daft.launching import DeferredLaunch, start_cluster
+from dtensor.errors import PlanningError, check_kind, check_word
 from dtensor.frontend.call_lock import CALL_LOCK
 from dtensor.frontend.source import lines_text, source_here
 from dtensor.private_torch import cpp_compiler
@@ -382,16 +383,25 @@ def launch(
         size = 1 + max(map(max, stated_ranks.values()))
         alone = ranks is None and len(stated) == 1
         places = dict.fromkeys(stated) if alone else stated_ranks
-    check_word("backend", backend, get_args(Backend))
+    try:
+        options = LaunchOptions(
+            backend=backend,
+            device=device,
+            address=address,
+            deadline_s=deadline_s,
+            call_deadline_s=call_deadline_s,
+            ranks_per_actor=ranks_per_actor,
+            spares=spares,
+            snapshot_every=snapshot_every,
+            max_restarts=max_restarts,
+            warm=warm,
+        )
+    except ValueError as error:
+        raise PlanningError(str(error)) from None
     check_word("mode", mode, ("compiled", "interpreted"))
     # "meta" computes nothing: it shows a step's results, and their places
     if not isinstance(device, str) or not re.fullmatch(r"cpu|meta|cuda(:\d+)?", device):
         raise PlanningError(f'device={device!r}: it is "cpu" or "cuda"')
-    check_number("deadline_s", deadline_s, above=0, fix="deadline_s=60.0")
-    check_number("call_deadline_s", call_deadline_s, above=0, fix="call_deadline_s=3600.0")
-    if ranks_per_actor is not None:
-        fix = "ranks_per_actor=1"
-        check_number("ranks_per_actor", ranks_per_actor, least=1, whole=True, fix=fix)
     fix = 'address="127.0.0.1:6379", or leave it out'
     check_kind("address", address, str | None, "that of a Ray cluster", fix)
     if backend == "inprocess" and address is not None:
@@ -407,12 +417,8 @@ def launch(
     if local == "inductor":
         _check_inductor(device)
     check_kind("bring_home", bring_home, bool, "True or False", "bring_home=False")
-    check_number("spares", spares, least=0, whole=True, fix="spares=1")
-    if snapshot_every is not None:
-        check_number("snapshot_every", snapshot_every, least=1, whole=True, fix="snapshot_every=1")
-    check_number("max_restarts", max_restarts, least=0, whole=True, fix="max_restarts=100")
     check_kind("warm", warm, bool, "True or False", "warm=False")
-    recovers = backend == "ray" and (spares > 0 or snapshot_every is not None)
+    recovers = backend == "ray" and options.snapshot_every is not None
     if recovers and (mode != "compiled" or device != "cpu"):
         what = f"mode={mode!r}" if mode != "compiled" else f"device={device!r}"
         raise PlanningError(
@@ -423,25 +429,12 @@ def launch(
         _check_none_runs()
 
     def start_ranks() -> Launch:
-        cluster = launch_cluster(
-            size,
-            backend=backend,
-            device=device,
-            address=address,
-            deadline_s=deadline_s,
-            call_deadline_s=call_deadline_s,
-            ranks_per_actor=ranks_per_actor,
-            spares=spares,
-            snapshot_every=snapshot_every,
-            max_restarts=max_restarts,
-            together=() if backend == "inprocess" else together(places),
-            warm=warm,
-        )
+        groups = () if backend == "inprocess" else together(places)
+        cluster = start_cluster(size, options, groups)
         atexit.register(_end_last, os.getpid())  # after Ray's: so it runs before
         return Launch(cluster, mode, local)
 
-    actors = partial(DeferredLaunch, backend, address, deadline_s, call_deadline_s, warm)
-    return LaunchSession(places, start_ranks, actors, bring_home)
+    return LaunchSession(places, start_ranks, partial(DeferredLaunch, options), bring_home)
 
 
 def _check_none_runs() -> None:

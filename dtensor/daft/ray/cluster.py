@@ -1,17 +1,14 @@
-"""Ranks in Ray actors: one message per host and run; data goes from host to host.
+"""A cluster whose ranks are in Ray actors, called hosts: a run is one message to each host.
 
-Example: `RayCluster(4, torch.device("cpu"))` starts Ray on this machine, four hosts and their
-connections, about 6 s; `close()` ends all of it. With `ranks_per_actor` a host has several ranks,
-whose transfers stay inside. On device "cuda" a host has one GPU to itself, and by default one rank:
-others are over NCCL (written, and never run: see `nccl.py`). Where one host has all ranks,
-collectives are plain device operations. Fewer GPUs than hosts are a `ValueError`.
+    cluster = RayCluster(4, LaunchOptions(backend="ray"))     # starts Ray and four hosts: about 6 s
+    cluster.run(cluster.load(program), inputs).get()
+    cluster.close()
 
-Invariants: Ray places hosts and notices their death. Calls go over connections of our own
-(`run_channel.py`), all of them, so that they keep their order. The controller may run ahead, calls
-queue up at the hosts in order; only results are waited for. The first failure, whoever notices it,
-is diagnosed once (`failure_detector.py`), kills all hosts, and is raised by everything after. A run
-has failed if for `deadline_s` no host moves that has to do something yet before it can end; others
-may.
+Invariants: Ray places hosts and notices their death. All calls go over our own connections
+(`run_channel.py`), in order. The controller runs ahead and waits only for results. The first
+failure is diagnosed once (`failure_detector.py`), ends all hosts, and is raised by all later calls.
+A run has failed if for `deadline_s` none of the hosts that it still waits for makes progress.
+On "cuda" a host has a GPU to itself, and GPUs exchange data over NCCL (`nccl.py`).
 """
 
 from __future__ import annotations
@@ -44,6 +41,7 @@ from dtensor.daft.errors import (
 )
 from dtensor.daft.ir.instructions import Call
 from dtensor.daft.ir.program import Program
+from dtensor.daft.launch_options import LaunchOptions
 from dtensor.daft.ray.bootstrap.actor_placement import MachineCapacity, place
 from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
 from dtensor.daft.ray.bootstrap.machines import START_S, ranks_per_gpu
@@ -70,23 +68,11 @@ _CHANGES = (Worker.put, Worker.delete, Worker.run)
 
 class RayCluster(HostedCluster):
     def __init__(
-        self,
-        size: int,
-        device: torch.device,
-        *,
-        address: str | None = None,
-        deadline_s: float = 60.0,
-        call_deadline_s: float = 3600.0,
-        ranks_per_actor: int | None = None,
-        seed: int = 0,
-        spares: int = 0,
-        snapshot_every: int | None = None,
-        max_restarts: int = 100,
-        together: Sequence[Sequence[int]] = (),
-        warm: bool = True,
+        self, size: int, options: LaunchOptions, together: Sequence[Sequence[int]] = ()
     ) -> None:
-        hosts = hosts_of(size, 1 if ranks_per_actor is None else ranks_per_actor)
-        super().__init__(size, device, hosts, seed, snapshot_every)
+        device, snapshot_every = torch.device(options.device), options.snapshot_every
+        hosts = hosts_of(size, options.ranks_per_actor or 1)
+        super().__init__(size, device, hosts, options.seed, snapshot_every)
         if device not in (torch.device("cpu"), torch.device("cuda")):
             raise ValueError(
                 f"The device of Ray actors is 'cpu' or 'cuda', got {str(device)!r}: Ray chooses "
@@ -99,22 +85,23 @@ class RayCluster(HostedCluster):
         self._epoch = 0  # how often hosts met, without a recovery
         self._spans = False  # several machines
         self._starting: list[AwaitedCall] = []  # calls that end when the hosts have met
-        self._home = LaunchProcesses(address, deadline_s, warm=warm, beside=device.type == "cpu")
+        self._home = LaunchProcesses(
+            options.address, options.deadline_s, warm=options.warm, beside=device.type == "cpu"
+        )
         try:
             if device.type == "cuda":
-                self.hosts = hosts_of(size, ranks_per_gpu(size, ranks_per_actor))
+                self.hosts = hosts_of(size, ranks_per_gpu(size, options.ranks_per_actor))
                 self.number_changes(snapshot_every)
             self.channel = self._home.connect()
             self.watch: FailureDetector = FailureDetector(
                 self,
                 self._home,
                 self.channel,
-                deadline_s=deadline_s,
-                call_deadline_s=call_deadline_s,
+                deadline_s=options.deadline_s,
+                call_deadline_s=options.call_deadline_s,
                 due=self._due,
                 stopped_s=None if snapshot_every is None else STOPPED_S,
             )
-            options = {"num_gpus": 1} if device.type == "cuda" else {}
             machines = self._machines_of(together)
             self._spans = bool(machines)
             self.membership: Membership = Membership(
@@ -122,9 +109,9 @@ class RayCluster(HostedCluster):
                 self.channel,
                 self.hosts,
                 str(device),
-                spares=spares,
+                spares=options.spares,
                 memory=None if self.changes is None else self._home.snapshots,
-                options=options,
+                options={"num_gpus": 1} if device.type == "cuda" else {},
                 machines=machines,
                 controllers=self._home.own_machine if machines else "",
             )
@@ -133,7 +120,7 @@ class RayCluster(HostedCluster):
                 self.copies *= 2  # another machine's hosts keep as much here
             join = self.membership.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
             self._starting = [self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))]
-            self._max_restarts = max_restarts
+            self._max_restarts = options.max_restarts
             if self._home.local is None:
                 self._started()
         except BaseException:

@@ -15,7 +15,6 @@ it names it, with its current task; the others continue. Leaving ends all proces
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ir.host_program import host_programs
 from dtensor.daft.ir.instructions import Call, Instruction
 from dtensor.daft.ir.text import excerpt
+from dtensor.daft.launch_options import LaunchOptions
 from dtensor.daft.ray.actors.in_flight import InFlight, RemoteValue, ValueReference
 from dtensor.daft.ray.actors.object_store import (
     CONTROLLER,
@@ -88,17 +88,10 @@ class _ProcessPart:
 
 
 class RaySession(Session):
-    def __init__(
-        self,
-        *,
-        address: str | None = None,
-        deadline_s: float = 60.0,
-        call_deadline_s: float = math.inf,
-        warm: bool = True,
-    ) -> None:
+    def __init__(self, options: LaunchOptions) -> None:
         super().__init__()
         self.failure: DaftError | None = None  # no failure affects all actors
-        self._home = LaunchProcesses(address, deadline_s, warm=warm)
+        self._home = LaunchProcesses(options.address, options.deadline_s, warm=options.warm)
         self._channel = self._home.connect()
         several = self._home.address != LOOPBACK
         self._meeting = StoreMeeting(
@@ -113,8 +106,8 @@ class RaySession(Session):
             self,
             self._home,
             self._channel,
-            deadline_s=deadline_s,
-            call_deadline_s=call_deadline_s,
+            deadline_s=options.deadline_s,
+            call_deadline_s=options.call_deadline_s,
             due=None,
         )
         self._loaded: list[tuple[LoweredTasks, list[_ProcessPart]]] = []

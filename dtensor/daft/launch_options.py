@@ -1,0 +1,79 @@
+"""The options of a launch, which every backend reads: `LaunchOptions`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import cast, get_args
+
+from dtensor.daft.cluster.cluster import Backend
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """The options of a launch. Raises ValueError for an invalid one.
+
+    The deadlines and `warm` concern Ray alone: in-process nothing waits.
+
+    Args:
+        backend: "inprocess": all ranks and actors are in this process; "ray": in other processes.
+        device: the device of the ranks, "cpu" or "cuda".
+        address: of a Ray cluster to join. A Ray that this process has joined is used without it;
+            else one is started on this machine.
+        deadline_s: how many seconds a rank may make no progress, and an actor's process may be
+            silent or take to start, before it counts as lost. A rank that computes goes on, after
+            a warning.
+        call_deadline_s: how many seconds one computation of a rank, or one method of an actor, may
+            take before its process is ended.
+        ranks_per_actor: how many consecutive ranks share an actor, and so on Ray a process and, on
+            "cuda", a GPU; None: one. Too few free GPUs are refused.
+        seed: picks one of the legal orders in which the ranks of a process run.
+        spares: processes that wait to replace a lost rank; with some, `snapshot_every` is 1 by
+            default.
+        snapshot_every: runs after which copies of the values that they write are kept. In-process a
+            run is then undone wherever a call of it raises. On Ray a lost rank is replaced, and the
+            runs since the last copy are repeated.
+        max_restarts: how many processes may be replaced before the loss of one is an error.
+        warm: a Ray that is started here stays for a minute for the next launch of this process.
+            False: it ends with the launch, as does one that has stayed.
+    """
+
+    backend: Backend = "inprocess"
+    device: str = "cpu"
+    address: str | None = None
+    deadline_s: float = 60.0
+    call_deadline_s: float = 3600.0
+    ranks_per_actor: int | None = None
+    seed: int = 0
+    spares: int = 0
+    snapshot_every: int | None = None
+    max_restarts: int = 100
+    warm: bool = True
+
+    def __post_init__(self) -> None:
+        if self.backend not in get_args(Backend):
+            raise ValueError(f'backend={self.backend!r}: it is "inprocess" or "ray"')
+        _check_seconds("deadline_s", self.deadline_s, 60.0)
+        _check_seconds("call_deadline_s", self.call_deadline_s, 3600.0)
+        if self.ranks_per_actor is not None:
+            _check_count("ranks_per_actor", self.ranks_per_actor, 1, fix=1)
+        _check_count("spares", self.spares, 0, fix=1)
+        if self.snapshot_every is not None:
+            _check_count("snapshot_every", self.snapshot_every, 1, fix=1)
+        elif self.spares:
+            object.__setattr__(self, "snapshot_every", 1)
+        _check_count("max_restarts", self.max_restarts, 0, fix=100)
+
+
+def _check_seconds(name: str, value: object, fix: float) -> None:
+    is_number = not isinstance(value, bool) and isinstance(value, Real)
+    if not (is_number and cast(float, value) > 0):
+        raise ValueError(f"{name}={value!r} is not a number above 0.\nfix: {name}={fix}")
+
+
+def _check_count(name: str, value: object, least: int, *, fix: int) -> None:
+    is_whole = not isinstance(value, bool) and isinstance(value, Integral)
+    if not (is_whole and cast(int, value) >= least):
+        raise ValueError(
+            f"{name}={value!r} is not a whole number of at least {least}.\nfix: {name}={fix}"
+        )
