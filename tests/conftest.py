@@ -234,7 +234,7 @@ def hosts_may_stand_still() -> Iterator[None]:
     meeting = Recovery._wait.__kwdefaults__
     assert meeting is not None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failure_detector, "STALE_S", math.inf)
+        patch.setattr(failure_detector, "SILENT_S", math.inf)
         patch.setitem(meeting, "patience_s", 600.0)
         yield
 

@@ -249,7 +249,7 @@ def test_a_slow_actor_stops_no_rank(
 ) -> None:
     """It waits for nobody and nobody for it, but whoever reads its result."""
     monkeypatch.setattr(
-        "dtensor.daft.ray.diagnosis.failure_detector.STALE_S", math.inf
+        "dtensor.daft.ray.diagnosis.failure_detector.SILENT_S", math.inf
     )  # all are alive
     with dt.launch(TRAIN, PLAY, backend="ray"):
         reward = daft.spawn(Reward)

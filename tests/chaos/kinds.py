@@ -290,7 +290,7 @@ def _deadline(watch: Any, how: signal.Signals) -> Iterator[None]:
     before = watch.deadline_s
     with pytest.MonkeyPatch.context() as patch:
         if how == signal.SIGSTOP:
-            patch.setattr("dtensor.daft.ray.diagnosis.failure_detector.STALE_S", math.inf)
+            patch.setattr("dtensor.daft.ray.diagnosis.failure_detector.SILENT_S", math.inf)
             watch.deadline_s = 1.0
         try:
             yield

@@ -160,10 +160,10 @@ def silent(seconds: float) -> Progress:
 
 def test_one_without_a_heartbeat_has_stopped(made: Any) -> None:
     """Though no signal did that: a debugger, or a machine that is gone."""
-    cluster = made(at(WAIT), at(WAIT), silent(failure_detector.STALE_S))
+    cluster = made(at(WAIT), at(WAIT), silent(failure_detector.SILENT_S))
     cluster.watch.deadline_s = 1.0
     assert cluster.pass_by(4.0) == {}  # it may be late
-    cluster.processes[2].at = silent(failure_detector.STALE_S + 1)
+    cluster.processes[2].at = silent(failure_detector.SILENT_S + 1)
     ((host, why),) = cluster.pass_by(1.0).items()
     assert host == 2 and "the process has stopped: no heartbeat for 6.0 s" in why
 

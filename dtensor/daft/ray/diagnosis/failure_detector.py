@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from dtensor.daft.diagnosis.diagnosis import FOR_NOBODY, Waits, ends_of
+from dtensor.daft.diagnosis.diagnosis import COMPUTES, FOR_NOBODY, SILENT_S, Waits, ends_of
 from dtensor.daft.errors import ActorLost, DaftError, Failure, TaskError
 from dtensor.daft.ray.bootstrap.machines import START_S
 from dtensor.daft.ray.bootstrap.progress import Progress
@@ -47,15 +47,9 @@ ENDING_S = 1.0  # how long Ray may take to report how a process ended
 CUT_OFF_S = 0.5
 """How long it waits for the end of a process that cannot be called any more, and for any other root
 where failures are recovered from: the recovery checks again which hosts are alive."""
-STALE_S = 5.0
-"""A heartbeat comes every 0.25 s, later on a loaded machine; a heartbeat this old means that its
-process has stopped without a signal: by a debugger, a frozen container, a lost machine."""
-COMPUTES = 0.05
-"""Share of a core. A process that used so much of it over `deadline_s` computes, though slowly on a
-loaded machine. Ray's threads in an idle process use an eighth of that."""
 RUNNABLE = 0.9
-"""Share of the time. A process whose thread was on a core, or waited for one, for so long computes
-too."""
+"""The share of `deadline_s` for which the thread of a process must be on a core or wait for one,
+for the process to count as computing though it uses less than `COMPUTES` of a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +247,7 @@ class FailureDetector:
             fact = f"a signal has stopped the process: no heartbeat for {at.beat_s:.1f} s."
             self.end(host, fact, grace_s=0.0)
         elif at.beat_s > self.deadline_s and (
-            host.stopped or (at.beat_s > STALE_S and not seen.computes)
+            host.stopped or (at.beat_s > SILENT_S and not seen.computes)
         ):
             self.end(host, f"the process has stopped: no heartbeat for {at.beat_s:.1f} s.")
         elif at_work and at.position >= 0:
