@@ -883,7 +883,7 @@ def test_a_lost_host_is_named_and_all_ends(
         elif how == "stopped":
             os.kill(pids[1], signal.SIGSTOP)
         elif how == "its connection breaks":
-            cluster.channel._break(cluster.channel._lines[1])
+            cluster.channel._break(cluster.channel._connections[1])
         future = run(cluster, handle, tmp_path / "never")
         if how == "hangs":
             await_places(cluster, {0: 2, 1: 0})
@@ -1054,7 +1054,7 @@ def test_a_host_that_fails_since_another_is_lost_is_not_what_is_raised(
 
         def then(self: FailureDetector, *given: Any) -> Exception:
             found = root(self, *given)
-            while not channel._lines[0].unread:
+            while not channel._connections[0].unread:
                 channel.listen(0.01)
             return found
 
@@ -1118,14 +1118,15 @@ def test_an_interrupt_between_the_calls_of_a_run(
         handle = cluster.load(pipeline(2))
         fed: list[dict[str, object]] = [{"x": torch.zeros(4)}, {}]
         before = cluster.run(handle, fed)
-        call, calls = type(cluster)._call, cluster.calls
+        send, sent = type(cluster.channel).send, list[object]()
 
-        def interrupted(self: Any, *args: object) -> object:
-            if self.calls == calls + 1:
+        def interrupted(self: Any, *args: Any, **options: Any) -> object:
+            if sent:
                 raise KeyboardInterrupt
-            return call(self, *args)
+            sent.append(args)
+            return send(self, *args, **options)
 
-        monkeypatch.setattr(type(cluster), "_call", interrupted)
+        monkeypatch.setattr(type(cluster.channel), "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             cluster.run(handle, fed)
         assert before.get()[1]["y"].tolist() == [2.0] * 4
