@@ -39,7 +39,7 @@ from dtensor.daft.ray.channel.messages import (
     incoming,
     send,
 )
-from dtensor.daft.ray.channel.run_channel import MOST_UNREAD, CallLost, NotYet, Reply, RunChannel
+from dtensor.daft.ray.channel.run_channel import MAX_UNREAD, CallLost, NotYet, Reply, RunChannel
 
 LARGE = 1 << 24
 """Bytes, many times what sockets hold."""
@@ -131,7 +131,7 @@ def test_calls_keep_their_order(tmp_path: Path, address: str | None) -> None:
         first, second = [ask(channel, Echo.all, host=host) for host in (0, 1)]
         assert channel.get([second], PATIENCE_S) == [list(range(1, 100, 2))]
         assert channel.get([first, second], PATIENCE_S) == [list(range(h, 100, 2)) for h in (0, 1)]
-        assert channel.came([first, second])
+        assert channel.all_over([first, second])
 
 
 SOME = [
@@ -186,10 +186,10 @@ def test_who_calls_on_reads_what_has_come(tmp_path: Path) -> None:
         for _ in range(100):  # many times what sockets hold
             channel.send(0, REQUEST, (Echo.make,), (1 << 16,))
         end = time.monotonic() + PATIENCE_S
-        while len(channel._lines[0].expected) >= MOST_UNREAD and time.monotonic() < end:
+        while len(channel._connections[0].expected) >= MAX_UNREAD and time.monotonic() < end:
             channel.send(0, ONE_WAY, (Echo.keep,), (1,))
             time.sleep(0.02)  # the socket must not fill
-        assert len(channel._lines[0].expected) < MOST_UNREAD
+        assert len(channel._connections[0].expected) < MAX_UNREAD
         assert channel._writer is None  # which would have read, too
 
 
@@ -200,14 +200,14 @@ def test_what_is_lent_is_not_copied(tmp_path: Path) -> None:
         lent, own = torch.zeros(LARGE // 4), torch.zeros(LARGE // 4)
         channel.send(0, ONE_WAY, (Echo.keep,), (lent,), lent=True)
         channel.send(0, ONE_WAY, (Echo.keep,), (own,))
-        channel.own()
+        channel.copy_lent()
         lent[-1] = own[-1] = 1.0
         reply = channel.send(0, REQUEST, (Echo.keep,), (lent,), lent=True)
         lent[-1] = 2.0
         echo.go.set()
         channel.get([reply], PATIENCE_S)
         assert [kept[-1].item() for kept in echo.kept] == [0.0, 0.0, 2.0]
-        assert not any(line.lent or line.unwritten for line in channel._lines)
+        assert not any(line.lent or line.unwritten for line in channel._connections)
 
 
 def test_a_value_for_several_hosts(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_an_interrupt_while_a_message_is_read(tmp_path: Path) -> None:
     """Nothing that comes later is taken for what was lost."""
     with channel_of(tmp_path) as (channel, _):
         joined(channel)
-        line = channel._lines[0]
+        line = channel._connections[0]
         real = line.messages
 
         def half() -> Iterator[None]:
@@ -410,7 +410,7 @@ def test_an_interrupt_anywhere_in_a_wait(
     tmp_path: Path, presses: None, others: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No lock stays, nobody else waits for a thread that has given up, and no answer is lost."""
-    monkeypatch.setattr(run_channel, "ACTS_S", 0.01)
+    monkeypatch.setattr(run_channel, "SIGNAL_POLL_S", 0.01)
     with channel_of(tmp_path) as (channel, _), ThreadPoolExecutor(1) as another:
         joined(channel)
         with others() if others is nullcontext else others(channel):

@@ -217,7 +217,7 @@ class RayCluster(HostedCluster):
         end = time.monotonic() + max(START_S, self.watch.deadline_s)
         came = False
         while not came:
-            came = self.channel.came(replies, 0.25)
+            came = self.channel.all_over(replies, 0.25)
             gone = [p for p in processes if p.gone or p.ended() is not None]
             if gone or any(reply.failed for reply in replies) or time.monotonic() > end:
                 reason = "a process that was to join did not start; all is as it was before."
@@ -323,7 +323,7 @@ class RayCluster(HostedCluster):
             self.log.drop()
 
     def _own(self, asked: Sequence[AwaitedCall]) -> None:
-        self.channel.own()
+        self.channel.copy_lent()
         if self._recovery is not None:
             self._recovery.own([each.call for each in asked])
 
@@ -507,7 +507,7 @@ class RayCluster(HostedCluster):
                 self.channel.send(process.index, REQUEST, (Ranks.remove_memory,), ())
                 for process in first.values()
             ]
-            self.channel.came(replies, END_S)
+            self.channel.all_over(replies, END_S)
         self._home.close()
 
     def _due(self, asked: Sequence[AwaitedCall]) -> dict[int, int]:
@@ -519,8 +519,8 @@ class RayCluster(HostedCluster):
 
     def _came_back(self, call: SentCall) -> bool:
         if call.asked is not None:
-            return call.asked.ref.came
-        return self.channel.came_back(self.membership.host(call.host).index, call.number)
+            return call.asked.ref.over
+        return self.channel.is_over(self.membership.host(call.host).index, call.number)
 
     def _places_of(self, run: int) -> Places:
         hosts = self.log.hosts_of(run)

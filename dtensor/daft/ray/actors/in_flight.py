@@ -199,7 +199,7 @@ class InFlight:
         while not self._may(titles):
             before = sum(map(len, self._calls.values()))
             first = [calls[0].reply for calls in self._calls.values() if calls]
-            self._channel.came_some(first, 1, SLICE_S)
+            self._channel.some_over(first, 1, SLICE_S)
             self.look_back()
             now = time.monotonic()
             if sum(map(len, self._calls.values())) < before:
@@ -242,7 +242,7 @@ class InFlight:
 
     def _look_back(self) -> None:
         for calls in self._calls.values():
-            while calls and calls[0].reply.came:
+            while calls and calls[0].reply.over:
                 self._came(calls.popleft())
         while self.unheld:
             value = self.unheld.popleft()()

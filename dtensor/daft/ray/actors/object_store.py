@@ -44,7 +44,7 @@ from dtensor.daft.ray.bootstrap.machines import LOOPBACK, START_S, node_at, reac
 from dtensor.daft.ray.bootstrap.rendezvous import SignedStore
 from dtensor.daft.ray.channel.handshake import MAX_PATH_BYTES, Credentials, Handshakes, join
 from dtensor.daft.ray.channel.messages import (
-    MOST_PIECES,
+    MAX_PIECES,
     ONE_WAY,
     Data,
     Payload,
@@ -422,7 +422,7 @@ class ObjectStore:
                 if not wire.pieces:
                     wire.pieces = self._frame(wire, wire.unsent.popleft())
                 while wire.pieces:
-                    sent = wire.sock.sendmsg(islice(wire.pieces, MOST_PIECES))
+                    sent = wire.sock.sendmsg(islice(wire.pieces, MAX_PIECES))
                     wire.pieces = list(unsent(wire.pieces, sent))
         except BlockingIOError:
             self._poll.modify(wire.sock, select.EPOLLRDHUP | select.EPOLLOUT)

@@ -256,7 +256,7 @@ class RaySession(Session):
         self.check_open()
         value: RemoteValue = future.value.value
         assert value.reply is not None
-        return self._channel.came([value.reply]) or value.holder in self.watch.lost
+        return self._channel.all_over([value.reply]) or value.holder in self.watch.lost
 
     # -- compiled functions -----------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class RaySession(Session):
             left = SLICE_S if end is None else min(SLICE_S, end - time.monotonic())
             if needed <= 0 or left <= 0.0:
                 return
-            self._channel.came_some([f.value.value.reply for f in waiting], needed, left)
+            self._channel.some_over([f.value.value.reply for f in waiting], needed, left)
             self._look()
 
     def end(self, actor: ActorInfo, failure: Failure) -> None:

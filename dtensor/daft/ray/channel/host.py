@@ -1,17 +1,11 @@
-"""The Ray actor: a process that hosts ranks or spawned objects, and the calls that it serves.
-
-Example (the controller does this, `processes.py`):
+"""A host: the object in an actor's process that executes the calls of the controller.
 
     actor = ray.remote(num_cpus=0)(Host).remote("/tmp/.../host0", Objects)
-    actor.serve.remote(invitation)                       # calls come over a connection
+    actor.serve.remote(credentials)              # executes calls until the connection ends
 
-The thread that carries out Ray's calls reads ours from the connection (`run_channel.py`), and
-blocks while there are none.
-
-Invariants: calls are carried out one at a time, in the order of their submission. The exception of
-a one-way call, whose result is not read, is raised by the next request, whatever its own result. No
-exception ends the process, except one of a signal's handler; the controller gets one of daft's own
-errors. A host does not know its contents (`ranks.py`, `objects.py`).
+Invariants: calls are executed one at a time, in the order in which they were sent. The exception of
+a one-way call is raised by the next request, whatever the request's own result. Only the exception
+of a signal handler ends the process; other exceptions reach the controller as errors of daft.
 """
 
 from __future__ import annotations
@@ -41,16 +35,16 @@ from dtensor.daft.ray.channel.messages import (
 )
 from dtensor.daft.remote_exceptions import interrupts, reason_of, trace_of
 
-LARGEST_KEPT = 1 << 25
-"""Bytes of a block of freed memory that stays with the process: the limit of glibc's own
-threshold."""
+MAX_KEPT_BYTES = 1 << 25
+"""The largest block of freed memory that stays with the process: the most that glibc allows."""
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
 class Host:
-    """`kind` makes the hosted object from the host's program counter and `arguments`."""
+    """A host of the object that `kind(program_counter, *arguments)` returns. `counter`: the path of
+    the program counter's file."""
 
     def __init__(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
         torch.set_num_threads(1)
@@ -59,7 +53,7 @@ class Host:
         self.host(counter, kind, *arguments)
 
     def host(self, counter: str, kind: Callable[..., object], *arguments: object) -> None:
-        """Host another object from now on; the previous one is dropped."""
+        """Host another object, in place of the present one."""
         if self._counter is not None:
             self._counter.stop()
         self._counter = ProgramCounter(Path(counter))
@@ -68,9 +62,11 @@ class Host:
         self._hosted = kind(self._counter, *arguments)
 
     def call(self, method: Callable[..., Any], *given: object) -> Any:
+        """Return the result of a method of the hosted object. Raises an exception of daft: of an
+        earlier one-way call, or of this call."""
         unread, self._unread = self._unread, None
         try:
-            result = method(self._hosted, *given)  # in any case: others may wait for it
+            result = method(self._hosted, *given)  # even if unread: other hosts may wait for it
         except BaseException as error:
             if interrupts(error):
                 raise
@@ -83,6 +79,7 @@ class Host:
         return result
 
     def tell(self, method: Callable[..., Any], *given: object) -> None:
+        """Call a method of the hosted object, and keep its exception for the next request."""
         try:
             method(self._hosted, *given)
         except BaseException as error:
@@ -91,26 +88,26 @@ class Host:
             self._unread = self._unread or _as_sent(error)
 
     def serve(self, credentials: Credentials) -> None:
-        """Carry out calls that come over a connection, until the controller ends it."""
-        with join(credentials, START_S) as sock, torch.no_grad():  # once, not for each run
+        """Execute the calls that come over a connection, until the connection ends."""
+        with join(credentials, START_S) as sock, torch.no_grad():  # no_grad once, not for each run
             try:
                 for message in incoming(sock):
                     if message is not None and (answer := self._answer(message)):
                         send(sock, answer)
-            except (EOFError, OSError):  # it ended, or its machine cannot be reached
+            except (EOFError, OSError):  # the controller has ended, or cannot be reached
                 return
 
     def _answer(self, message: Message) -> Sequence[Data]:
-        """The answer; empty for a one-way call."""
+        """Execute a call. Return the pieces of its answer, () for a one-way call."""
         if message.kind != REQUEST:
             try:
-                what = (*message.functions, *message.value())
-            except BaseException as error:  # it does not unpickle here
+                method, *arguments = (*message.functions, *message.value())
+            except BaseException as error:  # the arguments cannot be unpickled here
                 if interrupts(error):
                     raise
                 self._unread = self._unread or _as_sent(error)
             else:
-                self.tell(*what)
+                self.tell(method, *arguments)
             return ()
         raised = RAISED if self._unread is None else UNREAD
         try:
@@ -123,24 +120,22 @@ class Host:
 
 
 def _as_sent(error: BaseException) -> Exception:
-    """An error of daft's own, which pickles."""
+    """Return an error of daft for this error, which can be pickled."""
     return error if isinstance(error, HostFailed) else as_sent(error)
 
 
 def keep_freed_memory() -> bool:
-    """Let freed memory stay with the process, for the next step; returns whether that could be set.
+    """Let glibc keep freed memory for the next step. Return whether that could be set.
 
-    A step frees the memory that it allocates, and the next one allocates the same again. By default
-    glibc returns a block of megabytes to the system when it is freed, so each page of each tensor
-    is faulted in again: 7,700 faults and 9% of a training step of four transformer blocks of width
-    256. Blocks above `LARGEST_KEPT` still come from the system, so a process keeps no gigabyte that
-    it used once. Other allocators (an LD_PRELOAD of jemalloc, macOS) are unchanged, and so is
-    memory of GPUs, which torch caches itself.
+    Each step allocates the same memory again. By default glibc returns a freed block of megabytes
+    to the system, so each page of each tensor is faulted in again: 7,700 faults and 9% of a
+    training step of four transformer blocks of width 256. Blocks of more than `MAX_KEPT_BYTES` are
+    still returned. Other allocators (jemalloc by LD_PRELOAD, macOS) are unchanged.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library
         return False
     return bool(
-        mallopt(_M_MMAP_THRESHOLD, LARGEST_KEPT) and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        mallopt(_M_MMAP_THRESHOLD, MAX_KEPT_BYTES) and mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
     )

@@ -1,7 +1,7 @@
-"""The class of the actors that Ray starts for us: a host, which is imported in its own process.
+"""The class of the actors that Ray starts: it imports `Host` in the actor's process.
 
-Invariants: what a host is given is bytes to whoever starts it (ray_actor.py, local_ray.py). So that
-process imports neither the host nor torch.
+Invariant: the arguments of a host are pickled, so the process that starts the actor imports neither
+`Host` nor torch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import pickle
 
 
-def packed(*what: object) -> bytes:
-    return pickle.dumps(what, pickle.HIGHEST_PROTOCOL)
+def packed(*arguments: object) -> bytes:
+    return pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)
 
 
 class HostActor:
-    """What runs in the actor's process: a `Host`, which is imported there."""
+    """A `Host` in an actor's process. `given`: the packed arguments of its methods."""
 
     def __init__(self, counter: str, given: bytes) -> None:
         from dtensor.daft.ray.channel.host import Host
@@ -23,7 +23,7 @@ class HostActor:
         self._host = Host(counter, kind, *arguments)
 
     def host(self, counter: str, given: bytes) -> None:
-        """From now on this."""
+        """Host another object, in place of the present one."""
         kind, arguments = pickle.loads(given)
         self._host.host(counter, kind, *arguments)
 

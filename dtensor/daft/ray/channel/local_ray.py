@@ -1,18 +1,15 @@
-"""Ray on this machine, in a process of its own, which stays for a while for the next launch.
+"""Ray on this machine in a separate process, which stays for a while for the next launch.
 
-    ray = use(warm=True)                    # starts it, or takes the one that stayed; no wait
-    host = ray.start({}, counter, given)    # nor here
-    host.ended(1.0)                         # None, or what is known of its end
-    release(ray)                            # it rests for IDLE_S, and then ends
+    ray = use(warm=True)                    # starts Ray, or reuses one that stayed; does not wait
+    host = ray.start({}, counter, given)    # does not wait either
+    host.ended(1.0)                         # None, or the reason for its end
+    release(ray)                            # Ray ends after IDLE_S without another launch
 
-So this process neither imports nor joins Ray, and can work while Ray starts. Hosts are forks of a
-process that has imported torch (fork_server.py), each new: none has run anything for another
-launch. What a launch finds of a Ray that stayed, and what it would have found of a new one, is the
-same: environment, folder, `sys.path`, limits of resources and affinity have to be what they were
-when it started, or it is replaced; and so is one that is stopped, and does not answer.
-
-Invariants: Ray ends with this process, however that ends, and at the latest `IDLE_S` after the last
-launch. A fork of this process neither uses it nor ends it.
+The controller can work while Ray starts, as it neither imports nor joins Ray. Hosts are new forks
+of a process that has imported torch (`fork_server.py`). Invariants: Ray ends with this process,
+however that ends. A fork of this process neither uses nor ends it. A Ray that stayed is replaced if
+this process's environment, folder, `sys.path`, limits or affinity have changed, or if it does not
+answer.
 """
 
 from __future__ import annotations
@@ -40,13 +37,13 @@ from dtensor.daft.ray.channel.local_ray_process import END_S, MESSAGE
 from dtensor.signals import Lock, held_back
 
 IDLE_S = 60.0
-"""For how long a Ray stays that no launch uses."""
+"""How long Ray stays while no launch uses it."""
 ANSWER_S = 1.0
-_OF_TESTS = "PYTEST_CURRENT_TEST"  # is another for each test, and no host's affair
+_TEST_VARIABLE = "PYTEST_CURRENT_TEST"  # differs for each test; hosts do not inherit it
 
 
 class LocalHost:
-    """A host that it was asked to start."""
+    """A host that a `LocalRay` was asked to start."""
 
     def __init__(self, ray: LocalRay, number: int) -> None:
         self._ray = ray
@@ -54,7 +51,7 @@ class LocalHost:
 
     @property
     def id(self) -> str:
-        """What Ray's errors call it; "no actor" until that is known."""
+        """The actor's id in Ray's errors; "no actor" until the actor has started."""
         return self._ray.ids.get(self._number, "no actor")
 
     def serve(self, given: bytes) -> None:
@@ -68,12 +65,13 @@ class LocalHost:
 
 
 class LocalRay:
-    """`idle_s`: for how long it stays without a launch."""
+    """The controller's end of the process that has Ray. `idle_s`: how long that stays without a
+    launch."""
 
     def __init__(self, idle_s: float) -> None:
         self.users: int = 0
-        self.stays: bool = idle_s > 0  # until a host has ended by itself
-        self.ids: dict[int, str] = {}
+        self.stays: bool = idle_s > 0  # False as soon as a host has ended by itself
+        self.ids: dict[int, str] = {}  # host number to actor id
         self._inherited = _inherited()
         self._numbers = count()
         self._lock = Lock()
@@ -83,7 +81,7 @@ class LocalRay:
         self._ended: dict[int, str | None] = {}
         self._resources: dict[str, float] | None = None
         environment = {**os.environ, **worker_environment()}
-        for name in (_OF_TESTS, fork_server.ADDRESS):
+        for name in (_TEST_VARIABLE, fork_server.ADDRESS):
             environment.pop(name, None)
         with held_back():
             self._sock, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -95,10 +93,10 @@ class LocalRay:
                 self._process = subprocess.Popen(
                     [sys.executable, "-P", "-m", module, *given],
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,  # Ray writes there of workers that were killed
+                    stdout=subprocess.DEVNULL,  # Ray reports killed workers there
                     pass_fds=[its.fileno()],
                     env=environment,
-                    start_new_session=True,  # Ctrl-C is this process's affair
+                    start_new_session=True,  # Ctrl-C reaches the controller alone
                 )
 
     # -- hosts ----------------------------------------------------------------------------------
@@ -108,54 +106,54 @@ class LocalRay:
         return LocalHost(self, number)
 
     def ended(self, number: int, patience_s: float) -> str | None:
-        """What is known of the end of a host, if it has ended."""
-        self._hear(lambda: number in self._ended, patience_s)
+        """Wait up to `patience_s`; return the reason if a host has ended, else None."""
+        self._wait_for(lambda: number in self._ended, patience_s)
         return self._ended.get(number, self._failure)
 
     def kill(self, number: int) -> None:
         self.say("kill", number)
 
     def resources(self) -> dict[str, float]:
-        """All that Ray has, in its names; waits for it to start."""
+        """Return the total of each resource in Ray, by Ray's name, once Ray has started."""
         self._resources = None
         self.say("resources")
-        while not self._hear(lambda: self._resources is not None, 0.25):
+        while not self._wait_for(lambda: self._resources is not None, 0.25):
             self.check()
         return self._resources or {}
 
     def check(self) -> None:
-        """`RuntimeError` if Ray could not be started, or has ended."""
-        self._hear(lambda: self._failure is not None, 0.0)
+        """Raise `RuntimeError` if Ray could not be started, or has ended."""
+        self._wait_for(lambda: self._failure is not None, 0.0)
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
     @property
     def failed(self) -> bool:
-        self._hear(lambda: False, 0.0)
+        self._wait_for(lambda: False, 0.0)
         return self._failure is not None
 
     # -- between launches -----------------------------------------------------------------------
     def fits(self) -> bool:
-        """Whether what starts now would be as with a new Ray."""
-        self._hear(lambda: False, 0.0)
+        """Return whether hosts that start now would be the same as in a new Ray."""
+        self._wait_for(lambda: False, 0.0)
         if self._failure is not None or self._inherited != _inherited():
             return False
         if not self._up:
             return True  # it is still starting
         self._awake = False
         self.say("wake")
-        while not self._hear(lambda: self._awake, ANSWER_S):
+        while not self._wait_for(lambda: self._awake, ANSWER_S):
             if self._failure is not None or self._stopped:
                 return False
         return True
 
     @property
     def _stopped(self) -> bool:
-        """Whether a signal has stopped it; else the machine is busy."""
+        """Whether a signal has stopped the process. Otherwise it is only slow to answer."""
         return process_stat(self._process.pid)[0] in "Tt"
 
     def end(self) -> None:
-        """With all that it has started. Twice is fine."""
+        """End Ray and all hosts, and wait for it. Twice is fine."""
         self._sock.close()
         try:
             self._process.wait(END_S)
@@ -166,24 +164,24 @@ class LocalRay:
                 raise
 
     def forget(self) -> None:
-        """It is another process's, of which this is a fork."""
+        """In a fork of the controller: drop this object, which belongs to the controller."""
         self._sock.close()
-        self._process.returncode = 0  # or it would say that it is running still
+        self._process.returncode = 0  # else Popen's finalizer would warn that it still runs
 
     # -- messages -------------------------------------------------------------------------------
     def say(self, *what: object) -> None:
-        """What cannot be said has its reason in `check`."""
+        """Send a message. If that fails, `check` raises the reason."""
         with self._lock:
             self._read()
             if self._failure is None:
                 with suppress(OSError):
                     self._sock.send(pickle.dumps(what))
                     return
-                self._read()  # why it has ended
-                self._lost()
+                self._read()  # the reason may have arrived
+                self._set_ended()
 
-    def _hear(self, done: Any, seconds: float) -> bool:
-        """Whether it is done after so long at most."""
+    def _wait_for(self, done: Any, seconds: float) -> bool:
+        """Read messages for up to `seconds` until `done()`; return whether it is."""
         end = time.monotonic() + seconds
         while True:
             with self._lock:
@@ -199,12 +197,12 @@ class LocalRay:
                 data = self._sock.recv(MESSAGE, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # said once; then comes what it had sent
+            except ConnectionResetError:  # raised once, before the last messages are read
                 continue
             except OSError:
                 data = b""
             if not data:
-                self._lost()
+                self._set_ended()
                 return
             match pickle.loads(data):
                 case ("up",):
@@ -222,14 +220,14 @@ class LocalRay:
                 case other:
                     raise AssertionError(other)
 
-    def _lost(self) -> None:
+    def _set_ended(self) -> None:
         if self._failure is None:
             self._failure = f"the process that has Ray, {self._process.pid}, has ended."
 
 
 def _inherited() -> tuple[object, ...]:
-    """What processes that this one starts get of it."""
-    environment = {name: value for name, value in os.environ.items() if name != _OF_TESTS}
+    """Return the state that a new process inherits from this one, or is given by it."""
+    environment = {name: value for name, value in os.environ.items() if name != _TEST_VARIABLE}
     for name, value in _by_imports().items():
         if environment.get(name) == value:
             del environment[name]
@@ -240,13 +238,14 @@ def _inherited() -> tuple[object, ...]:
 
 
 def _by_imports() -> dict[str, str]:
-    """What Ray and torch's compiler put into the environment of a process that imports them."""
+    """Return the environment variables that importing Ray and torch's compiler sets."""
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     return {"RAY_CLIENT_MODE": "0", "TORCHINDUCTOR_CACHE_DIR": cache}
 
 
 def is_possible() -> bool:
-    """Not where this process has joined a Ray, nor elsewhere than on Linux."""
+    """Return whether Ray can be in a separate process: on Linux, if this process has not joined
+    one."""
     ray: Any = sys.modules.get("ray")
     return hasattr(os, "pidfd_open") and not (ray is not None and ray.is_initialized())
 
@@ -256,15 +255,15 @@ _current: LocalRay | None = None
 
 
 def begin(address: str | None, warm: bool) -> None:
-    """Start it for the launch that is about to `use` it, if that will."""
+    """Start Ray for the launch that is about to call `use`, if that launch needs it."""
     if address is None and is_possible():
         ray = use(warm=warm)
         ray.users -= 1
 
 
 def use(*, warm: bool = True) -> LocalRay:
-    """The one that launches of this process share; it is started where there is none, and nothing
-    is waited for. One that stayed and does not fit is ended. `warm`: it may stay afterwards."""
+    """Return the `LocalRay` that all launches of this process share, starting it if there is none.
+    One that stayed but does not fit is replaced. `warm`: it may stay after the launch."""
     global _current
     with _lock:
         ray = _current
@@ -278,7 +277,7 @@ def use(*, warm: bool = True) -> LocalRay:
 
 
 def release(ray: LocalRay) -> None:
-    """A launch that used it has ended."""
+    """Record that a launch has ended which used it."""
     global _current
     with _lock:
         ray.users -= 1
@@ -291,7 +290,7 @@ def release(ray: LocalRay) -> None:
 
 
 def end_local_ray() -> None:
-    """That which has stayed."""
+    """End the Ray that has stayed, if there is one."""
     global _current
     with _lock:
         if _current is not None:

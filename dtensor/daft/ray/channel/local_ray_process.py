@@ -1,13 +1,12 @@
-"""The process that has this machine's Ray: it starts Ray, then hosts in it, as a controller says.
+"""The main program of the process that has Ray: it starts Ray, and hosts for a controller.
 
     python -P -m dtensor.daft.ray.channel.local_ray_process 5 4242 60     # local_ray.py does this
 
-The first argument is the descriptor of a socket, the second the process that is obeyed, the third
-for how many seconds the Ray stays when no launch uses it; 0: its workers are not forked either.
+Arguments: the descriptor of a socket to the controller, the controller's pid, and how many seconds
+Ray stays while no launch uses it (0: workers are not forked either).
 
-Invariants: it ends, and Ray with it, when that process has ended or has hung up, and after those
-seconds, also where Ray hangs. Ray ends with it, however it ends. It imports neither torch nor what
-hosts host.
+Invariants: the process ends when the controller ends or closes the socket, and after the idle time,
+even if Ray hangs. Ray ends with the process, however that ends. It does not import torch.
 """
 
 from __future__ import annotations
@@ -29,37 +28,37 @@ if TYPE_CHECKING:
     from dtensor.daft.ray.channel.ray_actor import RayActor
 
 MESSAGE = 1 << 20
-"""Bytes of a message, at most."""
+"""The most bytes of a message."""
 END_S = 10.0
-"""How long it may take to end; then it is killed, and Ray with it."""
+"""How long the process may take to end; after that it is killed, and Ray with it."""
 
 
 class LocalRayProcess:
-    """`parent`: a descriptor of the process that is obeyed."""
+    """Executes a controller's messages. `parent`: a pidfd of the controller."""
 
     def __init__(self, sock: socket.socket, parent: int, idle_s: float) -> None:
         self._sock = sock
         self._parent = parent
         self._idle_s = idle_s
-        self._rests = False  # no launch uses it
+        self._idle = False  # no launch uses Ray
         self._actors: dict[int, RayActor] = {}
-        self._ended, self._ends = os.pipe()  # numbers of actors, as 8 bytes each
+        self._exit_read_fd, self._exit_write_fd = os.pipe()  # numbers of ended actors, 8 bytes each
 
     def say(self, *what: object) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # the next read says so
+        with suppress(BrokenPipeError, ConnectionResetError):  # the next read notices it
             self._sock.send(pickle.dumps(what))
 
     def serve(self) -> None:
-        """Obey until there is nobody to obey, or no launch for so long."""
+        """Execute messages until the controller ends, or Ray was idle for too long."""
         poll = select.poll()
-        for each in (self._sock.fileno(), self._parent, self._ended):
+        for each in (self._sock.fileno(), self._parent, self._exit_read_fd):
             poll.register(each, select.POLLIN)
-        while found := poll.poll(self._idle_s * 1000 if self._rests else None):
-            ready = {descriptor for descriptor, _ in found}
+        while events := poll.poll(self._idle_s * 1000 if self._idle else None):
+            ready = {descriptor for descriptor, _ in events}
             if self._parent in ready:
                 return
-            if self._ended in ready:
-                number = int.from_bytes(os.read(self._ended, 8), "little")
+            if self._exit_read_fd in ready:
+                number = int.from_bytes(os.read(self._exit_read_fd, 8), "little")
                 if (actor := self._actors.pop(number, None)) is not None:
                     self.say("ended", number, actor.ended())
             if self._sock.fileno() in ready:
@@ -69,7 +68,7 @@ class LocalRayProcess:
                 name, *given = pickle.loads(data)
                 getattr(self, name)(*given)
 
-    # -- what a controller asks -----------------------------------------------------------------
+    # -- the controller's messages, by name -----------------------------------------------------
     def start(self, number: int, options: Mapping[str, object], counter: str, given: bytes) -> None:
         from dtensor.daft.ray.channel.ray_actor import RayActor
 
@@ -79,12 +78,12 @@ class LocalRayProcess:
     def host_serves(self, number: int, given: bytes) -> None:
         actor = self._actors[number]
         actor.serve(given)
-        ended = number.to_bytes(8, "little")
+        packed_number = number.to_bytes(8, "little")
 
-        def say_so(_: object) -> None:
-            os.write(self._ends, ended)
+        def report_end(_: object) -> None:
+            os.write(self._exit_write_fd, packed_number)
 
-        actor.serving.future().add_done_callback(say_so)
+        actor.serving.future().add_done_callback(report_end)
 
     def kill(self, number: int) -> None:
         if (actor := self._actors.get(number)) is not None:
@@ -97,19 +96,19 @@ class LocalRayProcess:
         self.say("resources", _ray.cluster_resources())
 
     def rest(self) -> None:
-        """No launch uses it."""
-        self._rests = True
+        """Record that no launch uses Ray."""
+        self._idle = True
 
     def wake(self) -> None:
-        self._rests = False
+        self._idle = False
         self.say("awake")
 
 
 def _watch(parent: int, sock: socket.socket, told: int) -> None:
-    """A fork that ends this process where nobody is obeyed any longer and it does not end by
-    itself: Ray may hang when it starts or ends, with Python's lock held, so that no thread can.
-    Where this process was killed or failed, what is left of Ray ends too: its agents would look for
-    a minute for one that has gone. ``told``: of a pipe, "u" when Ray is up, "e" when it has ended.
+    """Fork a process that kills this one if the controller has ended and this one does not end. A
+    thread could not do it: Ray may hang with Python's lock held. If this process was killed or
+    failed, the fork ends the rest of Ray, whose agents would otherwise search for it for a minute.
+    ``told``: a pipe's end from which "u" is read when Ray is up, and "e" when Ray has ended.
     """
     watched, mine = os.getpid(), os.pidfd_open(os.getpid())
     if os.fork():
@@ -118,7 +117,7 @@ def _watch(parent: int, sock: socket.socket, told: int) -> None:
     try:
         poll = select.poll()
         for each, event in ((parent, select.POLLIN), (sock.fileno(), 0), (mine, select.POLLIN)):
-            poll.register(each, event)  # a socket says in any case that its peer has hung up
+            poll.register(each, event)  # a socket reports a closed peer without an event mask
         if mine not in dict(poll.poll()):
             is_up = bool(select.select([told], [], [], 0.0)[0])
             ended, _, _ = select.select([mine], [], [], END_S if is_up else 0.0)
@@ -149,7 +148,7 @@ def main(descriptor: str, controller: str, idle_s: str) -> None:
     with ExitStack() as ending:
         try:
             if float(idle_s):
-                ending.enter_context(forked_workers())  # first: it imports while Ray starts
+                ending.enter_context(forked_workers())  # first, so that it imports while Ray starts
             from dtensor.daft.ray.bootstrap.start_ray import end_ray, start_ray
 
             start_ray(None)

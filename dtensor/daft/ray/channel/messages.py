@@ -1,18 +1,15 @@
-"""Messages between controller and hosts: the form of a call on a stream of bytes.
+"""Messages between the controller and its hosts: how a call is written to a stream of bytes.
 
-    for message in incoming(sock):                             # and at the other end
-        method, *_ = message.functions                    #   send(encoded(8, REQUEST, (f,), (x,)))
+    send(sock, encoded(8, REQUEST, (Worker.get,), (names,)))     # at one end
+    for message in incoming(sock):                               # at the other end
+        (method,), arguments = message.functions, message.value()
 
-A message is a head (its number, its kind, the length of the rest), the lengths of its buffers, the
-functions that it names, the pickle of the rest, the buffers. Functions are pickled once. Tensors of
-`SMALL_BYTES` and more, and numpy arrays, are buffers (pickle's protocol 5): they are written from
-their memory and read into their final memory. Classes and functions of the user's script are
-pickled by value, by cloudpickle.
-
-Invariants: a tensor arrives contiguous, on the CPU, in its own writable memory. A stream that
-breaks inside a message, or whose reader was interrupted inside one, yields no message after it. A
-peer is read from only after it has proved that it knows the launch's key; later messages are
-neither encrypted nor signed, as with multiprocessing's connections and Ray's own.
+A message is a head (call number, kind, lengths), the lengths of the buffers, the pickled functions,
+the pickled arguments, and the buffers. Tensors of `SMALL_BYTES` and more, and numpy arrays, are
+buffers (pickle's protocol 5): they are not copied. The user's classes are pickled by value.
+Invariants: a tensor arrives contiguous, on the CPU, in its own writable memory. A stream that broke
+inside a message yields no further message. Messages are neither encrypted nor signed; the ends
+prove first that they know the launch's key (`handshake.py`).
 """
 
 from __future__ import annotations
@@ -38,20 +35,17 @@ from dtensor.daft.remote_exceptions import PICKLERS, reduced
 from dtensor.daft.tasks.values import ByValuePickler
 
 Kind: TypeAlias = Literal[0, 1, 2, 3, 4]
-ONE_WAY: Kind = 0  # its result is not read
-REQUEST: Kind = 1
-RESPONSE: Kind = 2
-RAISED: Kind = 3
-"""With an exception, and its traceback as text."""
-UNREAD: Kind = 4
-"""As `RAISED`, with the exception of an earlier one-way call."""
+ONE_WAY: Kind = 0  # a call without an answer
+REQUEST: Kind = 1  # a call with an answer
+RESPONSE: Kind = 2  # an answer: the result
+RAISED: Kind = 3  # an answer: an exception, and its traceback as text
+UNREAD: Kind = 4  # an answer: the exception of an earlier one-way call, and its traceback
 Function: TypeAlias = Callable[..., object]
 Data: TypeAlias = bytes | bytearray | memoryview
 
 
 class HostFailed(Exception):
-    """An exception of a host for the controller: its error, which may be the consequence of the end
-    of another host, one of `hosts`."""
+    """An error on a host, sent to the controller. The loss of one of `hosts` may have caused it."""
 
     def __init__(self, error: DaftError, hosts: tuple[int, ...]) -> None:
         super().__init__(str(error))
@@ -63,7 +57,7 @@ class HostFailed(Exception):
 
 
 class CloudExceptionPickler(ByValuePickler):
-    """Pickles classes that the other side cannot import by value."""
+    """Pickles exceptions; classes that the other side cannot import are pickled by value."""
 
     causes = True
 
@@ -76,24 +70,22 @@ PICKLERS.insert(0, CloudExceptionPickler)
 
 SMALL_BYTES = 1 << 14
 """A smaller tensor is part of the pickle: a separate buffer costs more than the copy."""
-ROOM = 1 << 16  # bytes that one read asks for
-
-MOST_PIECES = 512  # in one system call, which has a limit of 1024
-_LEVEL = 1
-"""zlib's level: 6 takes three times as long, for a fifth fewer bytes."""
+READ_BYTES = 1 << 16  # how many bytes one read asks for
+MAX_PIECES = 512  # buffers in one system call, which has a limit of 1024
+_ZLIB_LEVEL = 1  # level 6 takes three times as long, for a fifth fewer bytes
 _HEAD = struct.Struct("<QIIIQ")
 _DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`number`: of the call, in the order of its host's calls."""
+    """A message that has arrived. `number` counts the calls of its host."""
 
     number: int
     kind: Kind
-    named: bytes
-    pickled: Data
+    named: bytes  # the pickled functions
+    pickled: Data  # the pickled arguments or result
     buffers: list[Data]
 
     @property
@@ -120,16 +112,17 @@ class MessagePickler(ByValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in (Tensor, Parameter) and _has_elements(obj):
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            kept = bytearray(data) if len(data) < SMALL_BYTES else pickle.PickleBuffer(data)
-            what = kept, _NAMES[obj.dtype], tuple(obj.shape)
+            buffer = bytearray(data) if len(data) < SMALL_BYTES else pickle.PickleBuffer(data)
+            arguments = buffer, _DTYPE_NAMES[obj.dtype], tuple(obj.shape)
             parameter = type(obj) is Parameter
-            plain = not (parameter or obj.requires_grad)
-            return _tensor, what if plain else (*what, parameter, obj.requires_grad)
+            if parameter or obj.requires_grad:
+                return _tensor, (*arguments, parameter, obj.requires_grad)
+            return _tensor, arguments
         return super().reducer_override(obj)  # pyright: ignore
 
 
 def _has_elements(tensor: Tensor) -> bool:
-    """Whether the tensor is only its elements; others are pickled in the usual way."""
+    """Return whether the tensor is a plain strided array; others are pickled as torch does it."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         return False
     return not (tensor.is_conj() or tensor.is_neg())
@@ -155,7 +148,7 @@ def _pickled(value: object) -> tuple[bytes, list[pickle.PickleBuffer]]:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A large repetitive value, such as a program: pickled, and compressed."""
+    """A large repetitive value, such as a program, pickled and compressed."""
 
     data: bytes
 
@@ -163,7 +156,7 @@ class Packed:
     def of(value: object) -> Packed:
         file = io.BytesIO()
         MessagePickler(file, protocol=5).dump(value)
-        return Packed(zlib.compress(file.getvalue(), _LEVEL))
+        return Packed(zlib.compress(file.getvalue(), _ZLIB_LEVEL))
 
     def value(self) -> Any:
         return pickle.loads(zlib.decompress(self.data))
@@ -171,7 +164,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The contents of a message, pickled. `kept`: a copy in its own memory, to be sent again."""
+    """The pickled arguments of a message, and their buffers."""
 
     body: bytes
     buffers: Sequence[Data]
@@ -183,11 +176,12 @@ class Payload:
 
     @staticmethod
     def plain(value: object) -> Payload:
-        """The payload of values that pickle takes as they are, in a third of the time: no tensors,
-        no objects of scripts."""
+        """Return the payload of values without tensors and without objects of the user's script,
+        pickled in a third of the time that `of` takes."""
         return Payload(pickle.dumps(value, 5), ())
 
     def kept(self) -> Payload:
+        """Return a copy in its own memory, to be sent again."""
         return Payload(self.body, [bytes(buffer) for buffer in self.buffers])
 
     @property
@@ -196,10 +190,11 @@ class Payload:
 
 
 def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: object) -> list[Data]:
-    """The pieces of a message, in their order. `value`: its contents, or their `Payload`."""
+    """Return the pieces of a message, in order. `value`: the arguments or result, or their
+    `Payload`."""
     named = _named(functions)
-    brings = value if isinstance(value, Payload) else Payload.of(value)
-    body, buffers = brings.body, brings.buffers
+    payload = value if isinstance(value, Payload) else Payload.of(value)
+    body, buffers = payload.body, payload.buffers
     head = _HEAD.pack(number, kind, len(buffers), len(named), len(body))
     if not buffers:
         return [b"".join((head, named, body))]
@@ -208,7 +203,7 @@ def encoded(number: int, kind: Kind, functions: tuple[Function, ...], value: obj
 
 
 def unsent(pieces: Sequence[Data], sent: int) -> list[memoryview]:
-    """The rest of the pieces after `sent` bytes."""
+    """Return the rest of the pieces after `sent` bytes."""
     left: list[memoryview] = []
     for piece in pieces:
         view = memoryview(piece)
@@ -219,18 +214,19 @@ def unsent(pieces: Sequence[Data], sent: int) -> list[memoryview]:
 
 
 def send(sock: socket.socket, pieces: Sequence[Data]) -> None:
-    """Send all of it; waits until it is written."""
+    """Write all pieces; wait until they are written."""
     while pieces:
-        sent = sock.sendmsg(islice(pieces, MOST_PIECES))
+        sent = sock.sendmsg(islice(pieces, MAX_PIECES))
         pieces = unsent(pieces, sent)
 
 
 class _Stream:
-    """The bytes that were read of a stream and not yet used."""
+    """A socket and the bytes that were read from it but not used yet. The generators yield while
+    too few bytes have arrived."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._room = memoryview(bytearray(ROOM))
+        self._room = memoryview(bytearray(READ_BYTES))
         self._begin = self._end = 0
 
     @property
@@ -238,12 +234,12 @@ class _Stream:
         return self._begin == self._end
 
     def fill(self) -> Generator[None, None, None]:
-        """Read the bytes that have arrived, if none are buffered."""
+        """Read the bytes that have arrived. No bytes may be buffered."""
         self._begin, self._end = 0, (yield from self._read(self._room))
 
     def small(self) -> Message | None:
-        """A message without buffers that has arrived already, at the least cost, since runs are
-        such messages."""
+        """Return the next message if it has no buffers and has arrived completely, else None. This
+        is the fast path of `message`: a run is such a message."""
         body = self._begin + _HEAD.size
         if body <= self._end:
             number, kind, count, length, size = _HEAD.unpack_from(self._room, self._begin)
@@ -265,10 +261,10 @@ class _Stream:
         return Message(number, kind, named, body, buffers)
 
     def take(self, size: int) -> Generator[None, None, Data]:
-        """`size` bytes, in their own memory; yields while too few have arrived."""
-        if size <= ROOM:
+        """Return the next `size` bytes, in their own memory."""
+        if size <= READ_BYTES:
             while self._end - self._begin < size:
-                if self._begin + size > ROOM:
+                if self._begin + size > READ_BYTES:
                     self._room[: self._end - self._begin] = self._room[self._begin : self._end]
                     self._begin, self._end = 0, self._end - self._begin
                 self._end += yield from self._read(self._room[self._end :])
@@ -300,8 +296,8 @@ class _Stream:
 
 
 def incoming(sock: socket.socket) -> Generator[Message | None]:
-    """The messages of a stream; None where no whole one has arrived yet, and all bytes read are
-    used. `EOFError` at its end."""
+    """Yield the messages of a stream, and None when no complete message is left. Raises `EOFError`
+    at the end of the stream."""
     stream = _Stream(sock)
     while True:
         yield from stream.fill()

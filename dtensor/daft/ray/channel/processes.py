@@ -1,14 +1,13 @@
 """The processes of a launch: each is a Ray actor that hosts ranks or spawned objects.
 
-    home = LaunchProcesses(address=None, deadline_s=60.0)  # joins or starts a Ray
-    process = home.spawn(Ranks, (0,), "cpu")         # and its counter file; nothing is waited for
-    process.serve(channel.credentials(0))            # from now on it is called over that
-    home.close()                                     # all end, and Ray if it was started here
+    home = LaunchProcesses(address=None, deadline_s=60.0)  # joins or starts a Ray cluster
+    process = home.spawn(Ranks, (0,), "cpu")         # does not wait for the process to start
+    process.serve(channel.credentials(0))            # the process now executes the channel's calls
+    home.close()                                     # ends the processes, and Ray if started here
 
-On this machine there is also a handle to the process, which ends it even when it is stopped: Ray's
-kill needs the process to answer.
-
-Invariants: only what was started here is ended here, and all of it, whatever raises meanwhile.
+A process on this machine is ended by a signal if Ray cannot end it, because it is stopped.
+Invariant: `close` ends everything that was started here, whatever raises meanwhile, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -43,29 +42,28 @@ from dtensor.daft.ray.channel.local_ray import LocalRay, is_possible, release, u
 from dtensor.daft.ray.channel.run_channel import RunChannel
 
 END_S = 30.0
-"""How long a process may take to end after SIGKILL: it frees its memory."""
+"""How long a process may take to end after SIGKILL, since it frees its memory first."""
 NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 
 
 class Actor(Protocol):
-    """Who can start and end a host: this process, if it has joined Ray (`RayActor`), or that which
-    has this machine's (`LocalHost`)."""
+    """A host's actor: a `RayActor` if this process has joined Ray, else a `LocalHost`."""
 
     @property
     def id(self) -> str:
-        """What Ray's errors call it."""
+        """The actor's id in Ray's errors."""
         ...
 
     def serve(self, given: bytes) -> None:
-        """From now on it is called over a connection, until that is closed."""
+        """Let the host execute calls that come over a connection. `given`: packed credentials."""
         ...
 
     def ended(self, patience_s: float = 0.0) -> str | None:
-        """What Ray says of the end of one that served, if it has ended."""
+        """Wait up to `patience_s`; return Ray's reason if the actor has ended, else None."""
         ...
 
     def kill(self) -> None:
-        """Ask Ray to end it; a process that runs ends at once."""
+        """Ask Ray to end the actor. A process that is not stopped ends at once."""
         ...
 
 
@@ -76,7 +74,8 @@ def start_host(
     kind: Callable[..., object],
     *arguments: object,
 ) -> Actor:
-    """A host of what `kind` makes. `options` are Ray's, `counter` is the path of its file."""
+    """Start a host of the object that `kind` returns. `options`: Ray's; `counter`: the path of the
+    host's program counter."""
     given = packed(kind, arguments)
     if local is not None:
         return local.start(options, str(counter), given)
@@ -86,23 +85,23 @@ def start_host(
 
 
 class HostProcess:
-    """A host, by its number in the launch, its counter file, and its process if that is on this
-    machine."""
+    """A process with a host. `index`: its number in the launch; `counter`: the host's program
+    counter, which the controller can read if the process is on this machine."""
 
     def __init__(self, index: int, counter: ProgramCounter, actor: Actor) -> None:
         self.index = index
         self.counter = counter
         self.actor = actor
         self.started: float = time.monotonic()
-        self.counts = True  # others rest on it: no spare, and none that was replaced
-        self.machine = ""  # Ray's name of where it is, where that matters
-        self._process: int | None = None
-        self._ended = False  # before anybody held on to it
+        self.counts = True  # False for a spare, and for a process that was replaced
+        self.machine = ""  # Ray's name of its machine, if the launch spans several machines
+        self._process: int | None = None  # a pidfd, once the process has started on this machine
+        self._ended = False  # whether it ended before the pidfd was opened
         self._answered = False
 
     @property
     def answered(self) -> bool:
-        """A call: then it has started, though its counter may not be seen."""
+        """Whether it has answered a call; then it has started, wherever it is."""
         return self._answered
 
     @answered.setter
@@ -111,21 +110,21 @@ class HostProcess:
             self._answered = self.counter.answered = answered
 
     def serve(self, credentials: Credentials) -> None:
-        """From now on it is called over a connection, until that is closed."""
+        """Let the host execute the calls that come over a connection."""
         self.actor.serve(packed(credentials))
 
     def ended(self, patience_s: float = 0.0) -> str | None:
-        """What Ray says of the end of one that served, if it has ended."""
+        """Wait up to `patience_s`; return Ray's reason if the actor has ended, else None."""
         return self.actor.ended(patience_s)
 
     @property
     def id(self) -> str:
-        """What Ray's errors call it."""
+        """The actor's id in Ray's errors."""
         return self.actor.id
 
     # -- life -----------------------------------------------------------------------------------
     def watch(self) -> None:
-        """Hold on to the process as soon as it has started."""
+        """Open a pidfd of the process if it has started on this machine."""
         if self._process is None and not self._ended and self.counter.pid:
             try:
                 self._process = os.pidfd_open(self.counter.pid)
@@ -134,30 +133,30 @@ class HostProcess:
 
     @property
     def gone(self) -> bool:
-        """Whether the process has ended, as far as can be seen from here."""
+        """Whether the process has ended. False if it is on another machine."""
         self.watch()
         return self._ended or self._ends_within(0.0)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is on another machine: it has answered, and its counter does not say who."""
+        """Whether it is on another machine: it has answered, but its counter shows no pid here."""
         return self._answered and not self.counter.pid
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped it: its state says so, where a heartbeat may be late."""
+        """Whether a signal has stopped the process, by its state in /proc."""
         return process_stat(self.counter.pid)[0] in "Tt"
 
     @property
     def cpu_s(self) -> float:
-        """Seconds of CPU time of all its threads, and of processes that it started and that have
-        ended, as compilers; 0 if it is not on this machine."""
+        """CPU seconds of its threads and of its ended child processes, such as compilers; 0 if it
+        is not on this machine."""
         return sum(map(int, process_stat(self.counter.pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def runnable_s(self) -> float:
-        """For how long the thread that runs instructions was on a core, or waited for one; 0 where
-        the kernel does not count it."""
+        """Seconds for which the thread that runs instructions was on a core or waited for one; 0 if
+        the kernel does not count them."""
         path = f"/proc/{self.counter.pid}/task/{self.counter.read().thread}/schedstat"
         try:
             return sum(map(int, Path(path).read_text().split()[:2])) / 1e9
@@ -165,19 +164,19 @@ class HostProcess:
             return 0.0
 
     def kill(self) -> None:
-        """Ask Ray to end it; a process that runs ends at once."""
+        """Ask Ray to end the actor. A process that is not stopped ends at once."""
         self.watch()
         self.actor.kill()
 
     def end(self, grace_s: float = 1.0) -> None:
-        """After `kill`: wait for the process to end; a stopped one needs a signal."""
+        """After `kill`, wait for the process to end; after `grace_s` send it SIGKILL."""
         if self._process is not None and not self._ends_within(grace_s):
-            with suppress(ProcessLookupError):  # it may end between the two lines
+            with suppress(ProcessLookupError):  # it may have ended just now
                 signal.pidfd_send_signal(self._process, signal.SIGKILL)
             self._ends_within(END_S)
 
     def close(self) -> None:
-        """Let go of the process and its file."""
+        """Close the pidfd and remove the counter's file."""
         if self._process is not None:
             os.close(self._process)
         self._process, self._ended = None, True
@@ -192,16 +191,16 @@ class HostProcess:
 
 
 class LaunchProcesses:
-    """What a launch on Ray has on this machine: Ray, if it was started here, its folder, its
-    processes, and the store where those find each other. `beside`: a Ray of its own is in a process
-    beside this one, where that can be; `warm`: and may stay after the launch."""
+    """The processes of a launch on Ray, with its folder, its store for rendezvous, and Ray itself
+    if it was started here. `beside`: start Ray in a separate process if possible (`local_ray.py`);
+    `warm`: that process may stay after the launch."""
 
     def __init__(
         self, address: str | None, deadline_s: float, *, warm: bool = True, beside: bool = True
     ) -> None:
         self.processes: list[HostProcess] = []
         self._closed = False
-        self.secret: bytes = secrets.token_bytes(32)  # by which its processes know each other
+        self.secret: bytes = secrets.token_bytes(32)  # known to the processes of this launch alone
         self._store: SignedStore | None = None
         self._channel: RunChannel | None = None
         self._snapshots: Path | None = None
@@ -220,7 +219,7 @@ class LaunchProcesses:
 
                 if start_ray(address, deadline_s):
                     ending.callback(end_ray)
-                self.address = own_address()  # as long as this lasts, whichever machines end
+                self.address = own_address()  # valid whichever other machines end
             self._ending = ending.pop_all()
 
     def spawn(
@@ -229,7 +228,7 @@ class LaunchProcesses:
         *arguments: object,
         options: Mapping[str, object] = NO_OPTIONS,
     ) -> HostProcess:
-        """A host of what `kind` makes, in a process of its own; nothing is waited for."""
+        """Start a process with a host of the object that `kind` returns; do not wait for it."""
         if self._closed:
             raise ClusterClosed("This launch is closed.")
         index = len(self.processes)
@@ -240,23 +239,23 @@ class LaunchProcesses:
         return self.processes[-1]
 
     def check(self) -> None:
-        """`RuntimeError` if Ray could not be started."""
+        """Raise `RuntimeError` if Ray could not be started."""
         if self.local is not None:
             self.local.check()
 
     def resources(self) -> dict[str, float]:
-        """All that Ray has, in its names."""
+        """Return the total of each resource in Ray, by Ray's name."""
         return cluster_resources() if self.local is None else self.local.resources()
 
     def connect(self) -> RunChannel:
-        """To processes of this launch, which are told to serve it."""
+        """Return a new channel to the processes of this launch."""
         address = self.address
         elsewhere = address if address != LOOPBACK else None
         self._channel = RunChannel(self._folder, 0, elsewhere)
         return self._channel
 
     def hang_up(self) -> None:
-        """The processes that serve end that, once they have done what they were asked."""
+        """Close the channel; the processes stop serving once they have executed their calls."""
         if self._channel is not None:
             self._channel.close()
 
@@ -268,13 +267,13 @@ class LaunchProcesses:
 
     @property
     def snapshots(self) -> Path:
-        """The launch's own folder in memory, 0700, for what outlives a process."""
+        """The launch's folder in memory (mode 0700), for values that outlive a process."""
         if self._snapshots is None:
             self._snapshots = self._ending.enter_context(OwnFolder.in_memory()).path
         return self._snapshots
 
     def machines(self, kind: str = "CPU") -> list[Machine]:
-        """Those that Ray spans, where they are several; `kind`: as of `start_ray.machines`."""
+        """Return Ray's machines, [] if there is only one. `kind`: see `bootstrap.machines`."""
         if self.address == LOOPBACK:
             return []
         spanned = machines(kind)
@@ -282,33 +281,33 @@ class LaunchProcesses:
         return spanned if len(spanned) > 1 else []
 
     def named(self, machine: str) -> str:
-        """What people call one, by Ray's name of it; "" if there are no others."""
-        known = self._machines or {}
-        if len(known) < 2 or machine not in known:
+        """Return the user's name of a machine, given Ray's name; "" if there is only one."""
+        by_node = self._machines or {}
+        if len(by_node) < 2 or machine not in by_node:
             return ""
-        name = str(known[machine])
-        same = [each for each in known.values() if str(each) == name]  # nodes of one machine
-        return name if len(same) == 1 else f"{name}, node {machine[:8]}"
+        name = str(by_node[machine])
+        nodes = [each for each in by_node.values() if str(each) == name]  # of the same machine
+        return name if len(nodes) == 1 else f"{name}, node {machine[:8]}"
 
     @property
     def own_machine(self) -> str:
-        """Ray's name of the controller's."""
+        """Ray's name of the controller's machine."""
         return own_node()
 
     def announce(self, key: str) -> None:
-        """To those that wait at the store, if anybody does."""
+        """Set a key in the store, for the processes that wait for it there."""
         if self._store is not None:
             self._store.set(key, "")
 
     def close(self) -> None:
-        """End all of it, waiting until it has ended. Twice is fine."""
+        """End everything that was started here, and wait until it has ended. Twice is fine."""
         self._closed = True
         processes, self.processes = self.processes, []
         if self.local is not None and any(process.gone for process in processes):
-            self.local.stays = False  # whatever has ended it may end others
+            self.local.stays = False  # what ended a process may end those of the next launch
         self.hang_up()
-        self._store = None  # and its port: somebody may hold on to a future, and so to this
-        with self._ending as ending:  # the last first; each is done, whichever raises
+        self._store = None  # frees its port even if a future keeps this object alive
+        with self._ending as ending:  # in reverse order; each is called even if another raises
             for process in processes:
                 ending.callback(process.close)
             for process in processes:

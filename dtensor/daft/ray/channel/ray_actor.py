@@ -1,10 +1,8 @@
-"""A host as Ray has it: an actor, started and ended by a process that has joined Ray.
+"""A Ray actor with a host: all calls of Ray's API that concern hosts. This process has joined Ray.
 
-    actor = RayActor({}, "/tmp/.../host0", packed(Objects, ()))
-    actor.serve(packed(invitation))                 # until the connection ends
-    actor.ended(patience_s=1.0)                     # None, or what Ray says of its end
-
-Here are all calls of Ray's that concern a host.
+actor = RayActor({}, "/tmp/.../host0", packed(Objects, ()))
+actor.serve(packed(credentials))                # until the connection ends
+actor.ended(patience_s=1.0)                     # None, or Ray's reason for the end
 """
 
 from __future__ import annotations
@@ -22,29 +20,29 @@ _ray: Any = ray  # Ray's stubs leave most of its types unknown
 
 
 class RayActor:
-    """`options` are Ray's, `counter` is the path of the host's file, `given` is packed: what makes
-    that which it hosts, and its arguments."""
+    """An actor with a `Host`. `options`: Ray's; `counter`: the path of the host's program counter;
+    `given`: the packed constructor of the hosted object, and its arguments."""
 
     def __init__(self, options: Mapping[str, object], counter: str, given: bytes) -> None:
         all_options: dict[str, Any] = dict(num_cpus=0, max_restarts=0, max_task_retries=0)
         all_options |= options
         if (environment := missing_environment()) is not None:
-            # Only then, as a runtime environment adds half a second to every actor.
+            # only if needed: a runtime environment adds half a second to every actor
             all_options["runtime_env"] = {"env_vars": environment}
         self.actor: Any = _ray.remote(HostActor).options(**all_options).remote(counter, given)
-        self.serving: Any = None  # Ray's reference to the call that it ends with
+        self.serving: Any = None  # Ray's reference to the running call of `serve`
 
     @property
     def id(self) -> str:
-        """What Ray's errors call it."""
+        """The actor's id in Ray's errors."""
         return str(self.actor._actor_id.hex())
 
     def serve(self, given: bytes) -> None:
-        """From now on it is called over a connection, until that is closed."""
+        """Let the host execute calls that come over a connection. `given`: packed credentials."""
         self.serving = self.actor.serve.remote(given)
 
     def ended(self, patience_s: float = 0.0) -> str | None:
-        """What Ray says of the end of one that served, if it has ended."""
+        """Wait up to `patience_s`; return Ray's reason if the actor has ended, else None."""
         if self.serving is None or not _ray.wait([self.serving], timeout=patience_s)[0]:
             return None
         try:
@@ -52,11 +50,11 @@ class RayActor:
         except ray.exceptions.RayTaskError as error:
             return f"it could not serve: {error.cause}"
         except ray.exceptions.RayError as error:
-            # Its frames hold it, and would hold this and the actor until a collection.
+            # the traceback's frames would keep the actor alive until a garbage collection
             return str(error.with_traceback(None))
-        return None  # its connection ended, and it is there
+        return None  # its connection ended, but the process is alive
 
     def kill(self) -> None:
-        """Ask Ray to end it; a process that runs ends at once."""
+        """Ask Ray to end the actor. A process that is not stopped ends at once."""
         if ray.is_initialized():
             _ray.kill(self.actor, no_restart=True)

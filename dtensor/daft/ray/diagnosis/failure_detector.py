@@ -212,7 +212,7 @@ class FailureDetector:
 
     def came(self, asked: Sequence[AwaitedCall]) -> bool:
         """Whether all these calls have come back."""
-        return self._calls.came([each.ref for each in asked])
+        return self._calls.all_over([each.ref for each in asked])
 
     def look(self, asked: Sequence[AwaitedCall], deadline_s: float) -> None:
         """Mark dead hosts as lost. End a host that has stopped, is in one call for too long, or

@@ -187,7 +187,7 @@ class Membership:
         """A process to host these ranks, and its kind."""
         self.spares = [spare for spare in self.spares if self._is_there(spare)]
         near = [s for place in places for s in self.spares if s.machine == place]
-        ready = [spare for spare in near if self._warm[spare.index].came]
+        ready = [spare for spare in near if self._warm[spare.index].over]
         if not near:
             return self._spawn(ranks, places[0]), NEW
         new = (ready or near)[0]
@@ -201,7 +201,7 @@ class Membership:
     def ready(self) -> bool:
         """Whether all spares have started."""
         replies = [self._warm[spare.index] for spare in self.spares]
-        return len(replies) == self._wanted and self.channel.came(replies)
+        return len(replies) == self._wanted and self.channel.all_over(replies)
 
     def start_spares(self) -> list[HostProcess]:
         """Start the missing spares; returns the new ones."""

@@ -328,7 +328,7 @@ class Recovery:
             if call.gave and not call.undone and call.asked is not None and call.asked.gone is None
         ]
         asked = [each for _, each in given]
-        while not self._channel.came([each.ref for each in asked], SLICE_S):
+        while not self._channel.all_over([each.ref for each in asked], SLICE_S):
             if launch.closed:
                 raise ClusterClosed("This cluster was closed while a lost host was replaced.")
             launch.watch.look(asked, launch.watch.deadline_s)
@@ -463,7 +463,7 @@ class Recovery:
             raised: Exception | None = None
             try:
                 if whatever:
-                    if self._channel.came(replies, SLICE_S):
+                    if self._channel.all_over(replies, SLICE_S):
                         raised = None if not any(reply.lost for reply in replies) else CallLost("")
                         if raised is None:
                             return []
