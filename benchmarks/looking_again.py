@@ -67,7 +67,7 @@ def main() -> None:
         step.plan(ids, ids)
         planned = step.plans.latest
         assert planned is not None and planned.graph.reads is not None
-        reads, call = planned.graph.reads, step._call((ids, ids), {})
+        reads, call = planned.graph.reads, step._bind((ids, ids), {})
         entries = sum(len(group.holders) for group in reads.reached.entries.values())
         key, look = (microseconds(f, 10, rounds) for f in (call.key, reads.same))
         by_value = microseconds(reads.difference, 1, min(20, rounds))

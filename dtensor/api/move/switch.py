@@ -146,7 +146,7 @@ class _PlannedStep:
             other.claim_homes(grid.home())
             call = _call_with(last.call, step.model, other)
             same = last.arrangement == last.models.arrangement
-            graph, stated = last.graph if same else None, step.planned_with(options, grid)
+            graph, stated = last.graph if same else None, step.plan_options(options, grid)
             planned = plan_call(call, other.mesh, "loss", stated, last.plan.name, graph)
         except PlanningError as error:
             error.add_note(

@@ -20,24 +20,24 @@ from dtensor.runtime.optimizer.elementwise.optimizer_rule import known_rule
 
 
 class GroupNames:
-    """The names of the parameters of each of an optimizer's groups, read anew where they changed.
-    What stands in the module no more has none, and no gradient.
+    """Returns the names of the parameters of each group of an optimizer, as they are at the call.
 
-    Raises PlanningError for a parameter that never was the model's.
+    A parameter that was removed from the module is left out. Raises PlanningError for a parameter
+    that never was in the module.
     """
 
     def __init__(self, model: ParallelModule, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
-        self.held: object = None  # what of the module was seen, and the parameters, by id
+        self.key: object = None  # of ``names``: the module's contents, the ids of the parameters
         self.names: tuple[tuple[str, ...], ...] = ()
 
     def __call__(self) -> tuple[tuple[str, ...], ...]:
         groups = self.optimizer.param_groups
         seen = self.model.seen
-        held = seen.number, tuple(tuple(map(id, group["params"])) for group in groups)
-        if held != self.held:
+        key = seen.number, tuple(tuple(map(id, group["params"])) for group in groups)
+        if key != self.key:
             self.names = tuple(tuple(self._names(group["params"], seen)) for group in groups)
-            self.held = held
+            self.key = key
         return self.names
 
     def _names(self, parameters: Sequence[torch.Tensor], seen: SeenModule) -> Iterator[str]:
@@ -50,7 +50,8 @@ class GroupNames:
 
 
 def refuse_early_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """PlanningError for what would run before the update, and see no gradients."""
+    """Raise PlanningError if the optimizer has a hook before its step, which would see no
+    gradients."""
     if optimizer._optimizer_step_pre_hooks or hooks._global_optimizer_pre_hooks:
         raise PlanningError(
             f"the {type(optimizer).__name__} has a hook before its step, which would find no "
@@ -63,7 +64,7 @@ def step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer without gradients, which changes no parameter, for those who observe its
     steps: schedulers, which replace the attribute `step`, and hooks."""
     if known_rule(optimizer) is not None:
-        tell_stepped(optimizer)
+        _notify_observers(optimizer)
         return
     if "step" not in vars(optimizer) and not _has_hooks(optimizer):
         return
@@ -82,15 +83,14 @@ def step_without_gradients(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the user's functions run after its step."""
     return bool(optimizer._optimizer_step_post_hooks or hooks._global_optimizer_post_hooks)
 
 
-def tell_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """What a step tells those who wait for it, without running the class's own, which may count:
-    schedulers put theirs in place of `step`, hooks run after it."""
-    if "step" in vars(optimizer):
+def _notify_observers(optimizer: torch.optim.Optimizer) -> None:
+    """Do what a step does for schedulers and hooks, without calling `step` of the user's class,
+    which may change attributes of the optimizer."""
+    if "step" in vars(optimizer):  # a scheduler has replaced `step`
         optimizer._opt_called = True  # type: ignore[attr-defined]
-    after = (optimizer._optimizer_step_post_hooks, hooks._global_optimizer_post_hooks)
-    for hook in (hook for own in after for hook in list(own.values())):
-        hook(optimizer, (optimizer,), {})
+    for post_hooks in (optimizer._optimizer_step_post_hooks, hooks._global_optimizer_post_hooks):
+        for hook in list(post_hooks.values()):
+            hook(optimizer, (optimizer,), {})

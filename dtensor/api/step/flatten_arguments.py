@@ -1,16 +1,12 @@
-"""The leaves of a call's arguments, and how they lie in them.
+"""Flatten the arguments of a call into leaves and a pytree structure.
 
-    flatten_arguments((model, {"x": x, "y": y}), {})  # (model, x, y), and the tree
-    flatten_arguments((model, BatchEncoding(...)), {})  # its tensors: the function is given another
-                                                # BatchEncoding, of those that stand for them
-    flatten_arguments((model, numpy_array), {})  # a tensor, of the array's own memory
+    flatten_arguments((model, {"x": x, "y": y}), {})    # (model, x, y), and the structure
+    flatten_arguments((model, BatchEncoding(...)), {})  # the tensors in it are leaves
+    flatten_arguments((model, numpy_array), {})         # a tensor that shares the array's memory
 
-A mapping that torch's pytrees do not know is made known to them, its class once for the process,
-as torch.export asks users to do for dataclasses: it must be made of a dict. Rejected: a wrapper
-around it, which each of those who flatten a call again would have to know.
-
-Invariants: no tensor stays inside a leaf, where it would be a constant of the program that no later
-call looks at: PlanningError. Not here: what a leaf is to a program (bound_call.py).
+A Mapping class that pytrees do not know is registered with them, once per process, if an instance
+can be made from a dict. No leaf may contain tensors: they would be constants of the program, and
+later calls would ignore new ones. Such a leaf raises PlanningError.
 """
 
 from __future__ import annotations
@@ -29,26 +25,28 @@ from dtensor.numerics import dtype_name
 from dtensor.private_torch import pytree
 from dtensor.sharding.spec.spec import TensorSpec
 
-_DEEPEST = 4  # how far into an unknown object tensors are looked for
-_NUMBERS = "biufc"  # kinds of numpy's dtypes that torch has too; not texts and objects
+_MAX_DEPTH = 4  # of the search for tensors in an unknown object
+_TENSOR_KINDS = "biufc"  # kinds of numpy dtypes that torch has too; not strings and objects
 
 
 def flatten_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
-    """PlanningError for an argument whose tensors are out of sight."""
+    """Return the leaves and the structure of ``(args, kwargs)``. Raises PlanningError if an
+    argument contains tensors that pytrees do not find."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
-    if any([_learned(leaf) for leaf in leaves]):
+    if any([_register_mapping(leaf) for leaf in leaves]):
         return flatten_arguments(args, kwargs)
-    leaves = [_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+    leaves = [_as_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
     for leaf in leaves:
         _check_leaf(leaf)
     return tuple(leaves), tree
 
 
-def _tensor(array: np.ndarray[Any, Any]) -> Any:
-    """Of its memory, where torch can have that; what torch has no dtype for stays an array."""
-    if array.dtype.kind not in _NUMBERS or not array.dtype.isnative:
+def _as_tensor(array: np.ndarray[Any, Any]) -> Any:
+    """Return a tensor of the array's elements, which shares its memory if it is contiguous and
+    writable. An array without a torch dtype is returned as is."""
+    if array.dtype.kind not in _TENSOR_KINDS or not array.dtype.isnative:
         return array
     try:
         return torch.from_numpy(np.require(array, requirements=["C", "W"]))
@@ -56,39 +54,38 @@ def _tensor(array: np.ndarray[Any, Any]) -> Any:
         return array
 
 
-def _learned(leaf: Any) -> bool:
-    """Whether it is a mapping whose class pytrees know from now on."""
+def _register_mapping(leaf: Any) -> bool:
+    """Register the class of a mapping with tensors as a pytree node, if it can be made from a dict.
+    Return whether it was registered."""
     kind: type[Any] = type(leaf)
-    if not isinstance(leaf, Mapping) or not _has_leaves(leaf):
+    if not isinstance(leaf, Mapping) or not _has_tensors(leaf):
         return False
     try:
-        again = kind(dict(leaf))
-        alike = type(again) is kind and list(again) == list(leaf)
-    except Exception:  # its __init__ is not known, and may raise anything
+        copy = kind(dict(leaf))
+        is_same = type(copy) is kind and list(copy) == list(leaf)
+    except Exception:  # the class may refuse a dict with any exception
         return False
-    if alike:
+    if is_same:
         pytree.register_pytree_node(
             kind,
-            lambda held: (list(held.values()), list(held)),
+            lambda mapping: (list(mapping.values()), list(mapping)),
             lambda values, keys: kind(dict(zip(keys, values, strict=True))),
             flatten_with_keys_fn=_with_keys,
         )
-    return alike
+    return is_same
 
 
-def _with_keys(held: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
-    return [(pytree.MappingKey(key), value) for key, value in held.items()], list(held)
+def _with_keys(mapping: Any) -> tuple[list[tuple[Any, Any]], list[Any]]:
+    return [(pytree.MappingKey(key), value) for key, value in mapping.items()], list(mapping)
 
 
-def _has_leaves(leaf: Mapping[Any, Any]) -> bool:
-    """Whether tensors, or arrays that become some, are its values."""
+def _has_tensors(leaf: Mapping[Any, Any]) -> bool:
     values = pytree.tree_leaves(list(leaf.values()))
     return any(isinstance(x, torch.Tensor | TensorSpec | np.ndarray | Mapping) for x in values)
 
 
 def _check_leaf(leaf: Any) -> None:
-    """PlanningError for an object with tensors inside, which pytrees do not open: they would be
-    constants, and a later call's would not be looked at."""
+    """Raise PlanningError if a leaf has tensors inside: they would be constants of the program."""
     match leaf:
         case torch.Tensor() | TensorSpec() | ParallelModule() | torch.nn.Module():
             return
@@ -100,7 +97,7 @@ def _check_leaf(leaf: Any) -> None:
                 f"fix: wait for it, as in future.get()"
             )
         case _:
-            hidden = next(_tensors("", leaf, _DEEPEST), None)
+            hidden = next(_tensors_in("", leaf, _MAX_DEPTH), None)
     if hidden is None:
         return
     path, tensor = hidden
@@ -116,8 +113,8 @@ def _check_leaf(leaf: Any) -> None:
     )
 
 
-def _tensors(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are reached through mappings, sequences and attributes, with their paths."""
+def _tensors_in(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that mappings, sequences and attributes of a value reach, with paths."""
     inside: Iterable[tuple[str, Any]] = ()
     match value:
         case torch.Tensor():
@@ -136,4 +133,4 @@ def _tensors(path: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Ten
         case _:
             pass
     for name, item in inside if depth else ():
-        yield from _tensors(f"{path}{name}", item, depth - 1)
+        yield from _tensors_in(f"{path}{name}", item, depth - 1)

@@ -1,21 +1,14 @@
-"""Calls that differ in lengths alone: when one export for all of them is tried, and when trusted.
+"""Use one export with symbolic sizes for calls that differ only in the sizes of tensors.
 
     step(tokens)   # [8 512]: captured
-    step(tokens)   # [8 768]: its Python runs once more, with a symbol for 512 and 768
-    step(tokens)   # [8 640]: the graph of that export with 640 in it; no Python of the user's runs
+    step(tokens)   # [8 768]: exported with a symbol in the place of 512 and 768
+    step(tokens)   # [8 640]: the exported graph with 640 in it; no Python of the user runs
 
-A program here is a function with arguments that are alike but for sizes of dims of plain tensors.
-Its first capture is kept. The next call whose sizes differ, none of them 0 or 1, has
-`export_for_lengths` run once; sizes that are equal in both calls share a symbol. Where another dim
-differs later (a shorter last batch), or sizes differ that were equal before, it is tried a second
-time with all of them, and no more.
-
-An export is trusted where the graph that it gives for the first call equals the one that was
-captured of it, down to each node's line and strides (`difference`). Whatever fails, is refused or
-has changed since (what the program read, a branch on a length) is captured as without it, and no
-error is raised here that a capture would not raise. The third such capture warns, once a program.
-
-Not here: what is refused (frontend/capture/lengths.py); which plans are kept (plan_cache.py).
+The second size triggers an export (frontend/capture/lengths.py); dims that had equal sizes in both
+calls share a symbol. A later call that varies other dims, or breaks such an equality, triggers a
+second export, the last. An export is used only if its graph for the first call equals the captured
+graph, down to the line and strides of each node (`difference`). In any other case the call is
+captured as if this file did not exist; the third such capture of a program warns.
 """
 
 from __future__ import annotations
@@ -39,15 +32,15 @@ if TYPE_CHECKING:
     from dtensor.frontend.guards.executed_code import ExecutedCode
 
 Dim = tuple[int, int]
-"""The number of a leaf of the call, and a dim of it."""
+"""The index of a leaf of the call, and a dim of that tensor."""
 Sizes = Mapping[Dim, int]
-"""Of all dims of the plain tensors."""
+"""The sizes of all dims of the plain tensors of a call."""
 
-MOST_CAPTURES = 3
-"""Of a program for other lengths than its first, until a warning says so."""
-MOST_TRIES = 2
-MOST_PROGRAMS = 4
-"""Whose first captures are kept: those that were captured last."""
+MAX_CAPTURES = 3
+"""The number of captures for other lengths after which a program warns."""
+MAX_EXPORTS = 2
+MAX_PROGRAMS = 4
+"""The number of programs whose first captures are kept: those captured last."""
 
 
 class Call(Protocol):
@@ -63,45 +56,50 @@ class Call(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Program:
-    """``call`` and ``graph``: of what was captured first, of whose tensors there are the layouts;
-    ``tried``: the sizes of the calls that an export was made of; ``refused``: why none is made any
-    more; ``reason``: why the latest call was captured; ``captured``, ``seconds``: of each capture
-    for other lengths; ``numbers``: which symbol of the export each dim has."""
+    """Calls of a function that are equal except for the sizes of plain tensors.
+
+    call, sizes, graph: of the first capture; the tensors of ``call`` have no data. export: the
+    export in use, or None. symbols: dim -> the number of its symbol in the export. exported_sizes:
+    the sizes of the calls that the export was made for. refusal: why no export is made any more, or
+    None. reason: why the latest call was captured. captured_sizes, seconds: of each capture for
+    other lengths.
+    """
 
     call: Call
     sizes: Sizes
     graph: Graph
-    found: ForLengths | None = None
-    numbers: Mapping[Dim, int] = field(default_factory=dict)
-    tried: tuple[Sizes, ...] = ()
-    num_tries: int = 0
-    refused: str | None = None
+    export: ForLengths | None = None
+    symbols: Mapping[Dim, int] = field(default_factory=dict)
+    exported_sizes: tuple[Sizes, ...] = ()
+    num_exports: int = 0
+    refusal: str | None = None
     reason: str = ""
-    captured: list[Sizes] = field(default_factory=list)
+    captured_sizes: list[Sizes] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
     def covers(self, dims: frozenset[Dim], sizes: Sizes) -> bool:
-        """Whether the export has symbols for all these dims, and one alone where sizes differ."""
-        pairs = {(number, sizes[dim]) for dim, number in self.numbers.items()}
-        return dims <= self.numbers.keys() and len(pairs) == len(set(self.numbers.values()))
+        """Return whether the export has symbols for all these dims, and dims that share a symbol
+        have the same size."""
+        pairs = {(symbol, sizes[dim]) for dim, symbol in self.symbols.items()}
+        return dims <= self.symbols.keys() and len(pairs) == len(set(self.symbols.values()))
 
 
 class Lengths:
-    """The programs of one function."""
+    """The captured programs of one function, and their exports."""
 
     def __init__(self, grads: Literal["none", "loss", "tangents"]) -> None:
         self._grads: Literal["none", "loss", "tangents"] = grads
         self._programs: OrderedDict[Hashable, _Program] = OrderedDict()
 
     def graph(self, call: Call, key: Any) -> Graph | None:
-        """The graph of a call, or None: capture it. ``key``: of the call, and what its plan
-        depends on besides."""
+        """Return the graph of the call from an export, or None if the call must be captured.
+        ``key``: the key of the call's plan in `PlanCache`."""
         program = self._programs.get(_without_sizes(call, key))
         if program is None:
             return None
         try:
             return self._graph(program, call)
-        except Exception as error:  # a capture raises it again, if it is the program's
+        except Exception as error:  # an error of the user's program recurs in the capture
             program.reason = str(error).partition("\n")[0]
             return None
 
@@ -110,91 +108,96 @@ class Lengths:
 
         sizes = _sizes(call)
         dims = _differing(program.sizes, sizes)
-        if any(one[dim] < 2 for one in (program.sizes, sizes) for dim in dims):
+        if any(size[dim] < 2 for size in (program.sizes, sizes) for dim in dims):
             raise NotForLengths("a length is 0 or 1")
-        if program.found is not None and program.covers(dims, sizes):
-            return program.found.graph(*call.capture_inputs())
-        if program.refused is not None or program.num_tries == MOST_TRIES or not dims:
-            raise NotForLengths(program.refused or program.reason)
+        if program.export is not None and program.covers(dims, sizes):
+            return program.export.graph(*call.capture_inputs())
+        if program.refusal is not None or program.num_exports == MAX_EXPORTS or not dims:
+            raise NotForLengths(program.refusal or program.reason)
         reads = program.graph.reads
         if reads is None or (changed := reads.difference()) is not None:
             raise NotForLengths("nothing was read" if reads is None else changed)
-        return self._try(program, call, sizes, reads.ran)
+        return self._export(program, call, sizes, reads.ran)
 
-    def _try(self, program: _Program, call: Call, sizes: Sizes, ran: ExecutedCode | None) -> Graph:
-        """Makes an export, for these sizes and those that were tried before. ``ran``: the code
-        that the first capture ran."""
+    def _export(
+        self, program: _Program, call: Call, sizes: Sizes, ran: ExecutedCode | None
+    ) -> Graph:
+        """Make an export for these sizes and those of the export before, and return its graph for
+        these. Raises if it is refused. ``ran``: the code that the first capture ran."""
         from dtensor.frontend.capture.lengths import NotForLengths, export_for_lengths
 
-        program.num_tries += 1
-        tried = (*program.tried, sizes)
-        dims = frozenset(dim for one in tried for dim in _differing(program.sizes, one))
-        values = {d: tuple(one[d] for one in (program.sizes, *tried)) for d in sorted(dims)}
-        of_values = {value: i for i, value in enumerate(dict.fromkeys(values.values()))}
-        numbers = {dim: of_values[value] for dim, value in values.items()}
+        program.num_exports += 1
+        exported = (*program.exported_sizes, sizes)
+        dims = frozenset(dim for other in exported for dim in _differing(program.sizes, other))
+        # dims that have the same size in every call share a symbol
+        values = {d: tuple(s[d] for s in (program.sizes, *exported)) for d in sorted(dims)}
+        symbol_of = {value: i for i, value in enumerate(dict.fromkeys(values.values()))}
+        symbols = {dim: symbol_of[value] for dim, value in values.items()}
         fn, args, kwargs, main = call.capture_inputs()
         leaves = pytree.tree_leaves((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        wanted = {(places.index(leaf), dim): n for (leaf, dim), n in numbers.items()}
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        wanted = {(tensors.index(leaf), dim): n for (leaf, dim), n in symbols.items()}
         try:
-            found = export_for_lengths(
+            export = export_for_lengths(
                 fn, args, kwargs, grads=self._grads, main=main, dims=wanted, ran=ran
             )
             before = program.call.capture_inputs()
-            if not found.is_as_captured(program.graph, *before):  # else so is all made of it
-                other = difference(program.graph, found.graph(*before))
+            if not export.is_as_captured(program.graph, *before):  # the fast check
+                other = difference(program.graph, export.graph(*before))
                 if other is not None:
                     raise NotForLengths(f"it gives another graph for the first lengths: {other}")
-            graph = found.graph(fn, args, kwargs, main)
+            graph = export.graph(fn, args, kwargs, main)
         except Exception as error:
-            program.refused = str(error).partition("\n")[0]
+            program.refusal = str(error).partition("\n")[0]
             raise
-        program.found, program.numbers, program.tried = found, numbers, tried
+        program.export, program.symbols, program.exported_sizes = export, symbols, exported
         return graph
 
     def was_captured(self, call: Call, key: Any, graph: Graph, seconds: float) -> None:
-        """A call was captured, and planned, which took so long."""
+        """Record that the call was captured and planned, and the seconds of both. Warns if the
+        program is captured for many lengths."""
         kind = _without_sizes(call, key)
         sizes = _sizes(call)
         if kind is None or not sizes:
             return
         program = self._programs.get(kind)
-        if program is None or not _is_of_use(program, sizes):
+        if program is None or not _is_useful(program, sizes):
             self._programs[kind] = _Program(
                 call=call.on_meta(keep_strides=True), sizes=sizes, graph=graph
             )
             self._programs.move_to_end(kind)
-            if len(self._programs) > MOST_PROGRAMS:
+            if len(self._programs) > MAX_PROGRAMS:
                 self._programs.popitem(last=False)
             return
         self._programs.move_to_end(kind)
-        if not _differing(program.sizes, sizes):  # its plan was forgotten
+        if not _differing(program.sizes, sizes):  # the plan was evicted
             return
-        program.captured.append(sizes)
+        program.captured_sizes.append(sizes)
         program.seconds.append(seconds)
-        if len(program.seconds) == MOST_CAPTURES:
+        if len(program.seconds) == MAX_CAPTURES:
             _warn(program, call)
 
 
-def _is_of_use(program: _Program, sizes: Sizes) -> bool:
-    """Whether what is kept of a program is of use for later calls: not where all of them differ
-    from it, as in what the program reads now."""
-    if program.refused is not None:
+def _is_useful(program: _Program, sizes: Sizes) -> bool:
+    """Return whether later calls can use the record of a program, or must replace it: because the
+    Python state that it read has changed, or a varying dim has size 0 or 1."""
+    if program.refusal is not None:
         return True
     if any(program.sizes[dim] < 2 for dim in _differing(program.sizes, sizes)):
         return False
-    reads = program.graph.reads if program.found is None else program.found.reads
+    reads = program.graph.reads if program.export is None else program.export.reads
     return reads is not None and reads.difference() is None
 
 
 def _warn(program: _Program, call: Call) -> None:
     fn, args, kwargs, _ = call.capture_inputs()
     names = leaf_names(fn, args, kwargs)
-    dims = sorted({dim for one in program.captured for dim in _differing(program.sizes, one)})
-    found = [f"{names[leaf]} (dim {dim})" for leaf, dim in dims]
+    captured = program.captured_sizes
+    dims = sorted({dim for sizes in captured for dim in _differing(program.sizes, sizes)})
+    varying = [f"{names[leaf]} (dim {dim})" for leaf, dim in dims]
     warnings.warn(
-        f"The length of {', '.join(found)} changes from call to call. The program was captured for "
-        f"{len(program.captured)} lengths besides its first, {sum(program.seconds):.1f} s in all: "
+        f"The length of {', '.join(varying)} changes from call to call. The program was captured "
+        f"for {len(captured)} lengths besides its first, {sum(program.seconds):.1f} s in all: "
         f"one graph is not right for all of them, as {program.reason}.\n"
         f"fix: pad {names[dims[0][0]]} to a few lengths; or use lengths in shapes, slices and "
         f"whole-number arithmetic alone, and let what the program reads besides stay as it is",
@@ -210,14 +213,14 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def _without_sizes(call: Call, key: Any) -> Hashable | None:
-    """A call's key, but for sizes of its plain tensors; None where other tensors are among them
-    that are no DTensors, which a program may tell apart."""
-    (tree, keys, *around), others = key
-    found: list[Any] = list(keys)
+    """Return the key without the sizes of plain tensors. Return None if the call has tensors that
+    are neither plain nor DTensors (a subclass, a conjugate view): no export is tried then."""
+    (tree, keys, *context), others = key
+    leaf_keys: list[Any] = list(keys)
     for i, leaf in enumerate(call.leaves):
         if _is_plain(leaf):
-            shape, *rest = found[i]
-            found[i] = (len(shape), *rest)
+            shape, *metadata = leaf_keys[i]
+            leaf_keys[i] = (len(shape), *metadata)
             if leaf.is_conj() or leaf.is_neg() or leaf.layout is not torch.strided:
                 return None
     _, args, kwargs, _ = call.capture_inputs()
@@ -225,7 +228,7 @@ def _without_sizes(call: Call, key: Any) -> Hashable | None:
         isinstance(x, torch.Tensor) and not _is_plain(x) for x in pytree.tree_leaves((args, kwargs))
     ):
         return None
-    return (tree, tuple(found), *around, others)
+    return (tree, tuple(leaf_keys), *context, others)
 
 
 def _sizes(call: Call) -> Sizes:
@@ -239,18 +242,18 @@ def _differing(before: Sizes, now: Sizes) -> frozenset[Dim]:
 
 # -- whether two graphs are the same ---------------------------------------------------------------
 
-_OF_NODES = ("phase", "source", "module", "calls", "checkpoint")
+_COMPARED_META = ("phase", "source", "module", "calls", "checkpoint")
 
 
 def difference(a: Graph, b: Graph) -> str | None:
-    """Where two graphs differ, in all that a plan depends on; None: nowhere."""
+    """Return the first difference of two graphs in anything that a plan depends on, or None."""
     if (texts := (str(a), str(b)))[0] != texts[1]:
         lines = zip(*(text.splitlines() for text in texts), strict=False)
         return next((f"{x!r}, not {y!r}" for x, y in lines if x != y), "it ends elsewhere")
-    outside = [
+    results = [
         (repr(g.out_tree.spec), repr(g.out_tree.leaves), g.out_tree.is_tensor) for g in (a, b)
     ]
-    if outside[0] != outside[1] or a.outputs != b.outputs or a.recognised != b.recognised:
+    if results[0] != results[1] or a.outputs != b.outputs or a.recognised != b.recognised:
         return "what it returns"
     for x, y in zip(a.inputs, b.inputs, strict=True):
         if isinstance(x, Const) and isinstance(y, Const):
@@ -258,20 +261,22 @@ def difference(a: Graph, b: Graph) -> str | None:
                 return f"the constant {x.name}"
         elif x != y:
             return f"the input {x}"
-    links: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
+    numbers: tuple[dict[Any, int], dict[Any, int]] = ({}, {})
     for x, y in zip(a.fx.nodes, b.fx.nodes, strict=True):
-        if _of_node(x, links[0]) != _of_node(y, links[1]):
+        if _compared(x, numbers[0]) != _compared(y, numbers[1]):
             return f"what is known of {x.name}"
     return None
 
 
-def _of_node(node: torch.fx.Node, links: dict[Any, int]) -> tuple[Any, ...]:
+def _compared(node: torch.fx.Node, numbers: dict[Any, int]) -> tuple[Any, ...]:
+    """Return what must be equal for two nodes. ``numbers``: renumbers the sequence numbers of one
+    graph in the order of the nodes, because only equality of two sequence numbers matters."""
     from dtensor.frontend.capture.to_graph import layout_of
 
     val = node.meta.get("val")
-    seq = node.meta.get("seq")  # of which only counts which are the same
-    link = None if seq is None else links.setdefault(seq, len(links))
-    return (node.op, layout_of(val), link, *(node.meta.get(key) for key in _OF_NODES))
+    seq = node.meta.get("seq")
+    number = None if seq is None else numbers.setdefault(seq, len(numbers))
+    return (node.op, layout_of(val), number, *(node.meta.get(key) for key in _COMPARED_META))
 
 
 def _same_constants(a: torch.Tensor, b: torch.Tensor) -> bool:

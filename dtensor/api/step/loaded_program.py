@@ -1,15 +1,12 @@
-"""A planned program on a session: lowered and shipped once, its arguments cut for the ranks.
+"""Lower a plan, load the program on a session, and make the inputs of its ranks.
 
     program = load(session, planned, Roles(), owner=step)
     session.run(program.handle, program.feed(call, numbers), names)
 
-Each rank gets its shards of tensors and the names of DTensors' shards, which stay on the actors;
-the program's other inputs (parameters, buffers, constants) are put there before. A session keeps
-the programs of the last used plans of each live owner; others are unloaded when one more is loaded,
-except those with a run in flight. Hosts keep programs that a recovery may run again for as long as
-needed (daft does that).
-
-Not here: the plan (plan_call.py), a model's values on a cluster (session.py).
+Each rank gets its shards of tensor arguments. Of DTensor arguments it gets the names, because the
+shards are on the ranks; so are parameters, buffers and constants. A session keeps the programs of
+the plans that each live owner used last. When one more is loaded, the other programs are unloaded,
+except those with a run in flight.
 """
 
 from __future__ import annotations
@@ -49,15 +46,15 @@ from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import waits_may_act
 
 RETURNED_BYTES = 2**16
-"""Results that come back with their run, so that reading them costs no message: those with shards
-of at most so many bytes, on one rank together. Others are fetched when they are read."""
+"""The bytes of results that a rank returns with its run, so that reading them costs no further
+message. Larger results are fetched when they are read."""
 
 
 class LoadedProgram(ClusterProgram):
-    """A lowered plan on a session, and the cuts of its arguments for the ranks.
+    """A lowered plan that a session has loaded.
 
-    ``writes``: the parameters and buffers that a run changes, by name; ``written``: the same by the
-    module that has them, by label.
+    specs: argument -> its spec. writes: names of the parameters and buffers that a run changes.
+    written: the same as pairs (module, labels). owner: the owner of the constants in the store.
     """
 
     def __init__(
@@ -75,22 +72,22 @@ class LoadedProgram(ClusterProgram):
         self.specs: dict[str, TensorSpec] = {
             name: fed_spec(planned.plan, name) for name in planned.arguments
         }
-        with waits_may_act():  # a signal may act: nothing has changed yet
+        with waits_may_act():  # a signal handler may raise: nothing has changed yet
             super().__init__(session.cluster, session.cluster.load(program))
         self.writes: frozenset[str] = _written(planned, training)
         by_part = planned.models.by_part(dict.fromkeys(self.writes))
-        self.written = tuple((model, frozenset(own)) for model, own in by_part)
-        self._whole = frozenset(
+        self.written = tuple((model, frozenset(labels)) for model, labels in by_part)
+        self._replicated = frozenset(
             name for name, spec in self.specs.items() if set(spec.placements) <= {REPLICATE}
         )
-        self.owner = Owner[str]()  # of its constants in the store
-        self._state = state  # the names of constants and weights in the actors' tables
-        self._put: dict[str, int] = {}  # caught tensors: the number of the value that was put
-        self._fitting: set[tuple[str, Layout]] = set()  # arguments, as they were held and taken
+        self.owner = Owner[str]()
+        self._state = state  # plan input -> name on the ranks, of parameters, buffers, constants
+        self._put_numbers: dict[str, int] = {}  # captured tensor -> number of the value on ranks
+        self._checked: set[tuple[str, Layout]] = set()  # arguments and layouts that fit
 
     @cached_property
     def results(self) -> dict[str, Layout]:
-        """By result of the function, in order, its name in the program and its layout."""
+        """The layout of each result of the function, in order, by its name in the program."""
         plan = self.planned.plan
         results = sorted((o for o in plan.outputs if o.kind == "result"), key=lambda o: int(o.of))
         specs = {f"result {o.of}": on_stage(plan, o.spec, o.values[0][0]) for o in results}
@@ -98,48 +95,50 @@ class LoadedProgram(ClusterProgram):
 
     @cached_property
     def returned(self) -> frozenset[str]:
-        """The results that come back with the run: the first that have RETURNED_BYTES on a rank."""
-        room, returned = RETURNED_BYTES, set[str]()
+        """The results that a run returns, the first that together fit in RETURNED_BYTES."""
+        free_bytes, returned = RETURNED_BYTES, set[str]()
         for name, layout in self.results.items():
-            if (nbytes := layout.spec.max_local_nbytes) <= room:
+            if (nbytes := layout.spec.max_local_nbytes) <= free_bytes:
                 returned.add(name)
-                room -= nbytes
+                free_bytes -= nbytes
         return frozenset(returned)
 
-    def reads_former(self, state: Mapping[str, TensorSpec]) -> bool:
-        """Whether one of these values, by name on the ranks, has another shape or dtype here."""
-        own = _held(self.planned.plan, self._state)
+    def is_outdated(self, state: Mapping[str, TensorSpec]) -> bool:
+        """Return whether the program reads a value with another shape or dtype than ``state`` has
+        (name on the ranks -> spec)."""
+        specs = _state_specs(self.planned.plan, self._state)
         return any(
-            (own[name].shape, own[name].dtype) != (state[name].shape, state[name].dtype)
-            for name in own.keys() & state.keys()
+            (specs[name].shape, specs[name].dtype) != (state[name].shape, state[name].dtype)
+            for name in specs.keys() & state.keys()
         )
 
     def put_constants(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Put tensors, by the labels of the program's constants, or replacements of them."""
+        """Put values of constants (label -> tensor) on the ranks, replacing earlier ones."""
         plan, store = self.planned.plan, self.session.launch.store
-        given: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
+        values: dict[str, tuple[torch.Tensor, StoredTensor]] = {}
         for item in plan.inputs:
             if item.kind == "constant" and item.label in tensors:
                 name, spec = self._state[item.name], on_mesh(plan, item.held)
                 stored = self.session.stored(name, spec, holders(plan, item))
-                given[item.name] = tensors[item.label], stored
-        store.forget(self.owner, given)
-        store.put(self.owner, given)
+                values[item.name] = tensors[item.label], stored
+        store.forget(self.owner, values)
+        store.put(self.owner, values)
 
     def put_caught(self) -> None:
-        """Put the present values of tensors that the program caught, where the ranks lack them."""
+        """Put the present values of tensors that the program captured as constants, if they have
+        changed since they were put."""
         reads = self.planned.graph.reads
         if reads is None or not reads.caught:
             return
         reads.refresh()
-        changed = [c for c in reads.caught if self._put.get(c.name) != c.number]
+        changed = [c for c in reads.caught if self._put_numbers.get(c.name) != c.number]
         if changed:
             tensors = {caught.name: caught.copy for caught in changed}
             self.put_constants(tensors)
-            self._put.update((caught.name, caught.number) for caught in changed)
+            self._put_numbers.update((caught.name, caught.number) for caught in changed)
 
     def unload(self) -> None:
-        """Unload the program on the ranks, and drop its constants."""
+        """Unload the program from the ranks, and delete its constants there."""
         super().unload()
         self.session.launch.store.forget(self.owner, self.owner.stored, delete=True)
 
@@ -149,9 +148,10 @@ class LoadedProgram(ClusterProgram):
         numbers: Mapping[str, object],
         extra: Mapping[str, object] | None = None,
     ) -> list[dict[str, object]]:
-        """The inputs of each rank: shards of tensors, handles of DTensors, the ``numbers`` that the
-        program reads, and ``extra``."""
-        common: dict[str, object] = {**numbers, **(extra or {})}  # of all ranks
+        """Return the inputs of each rank: shards of tensors, names of DTensors, those ``numbers``
+        that the program reads, and ``extra``. Raises PlanningError for an argument without values
+        or with a spec that the program does not accept."""
+        common: dict[str, object] = {**numbers, **(extra or {})}  # equal on all ranks
         for name, index in self.planned.arguments.items():
             leaf = call.leaves[index]
             if isinstance(leaf, TensorHandle):
@@ -162,10 +162,10 @@ class LoadedProgram(ClusterProgram):
                     f"  {name}: {self.specs[name]}\n"
                     f"fix: pass a tensor with values; .plan(...) takes what has none"
                 )
-            elif name in self._whole:
-                common[name] = _lent(leaf)
+            elif name in self._replicated:
+                common[name] = _to_send(leaf)
         fed: list[dict[str, object]] = []
-        cut: dict[tuple[str, object], torch.Tensor] = {}
+        shards: dict[tuple[str, object], torch.Tensor] = {}  # by argument and intervals
         for rank, program in enumerate(self.program.ranks):
             inputs: dict[str, object] = dict(extra or {})
             for name in program.inputs:
@@ -173,21 +173,22 @@ class LoadedProgram(ClusterProgram):
                     inputs[name] = common[name]
                 else:
                     leaf = call.leaves[self.planned.arguments[name]]
-                    inputs[name] = self._shard(name, leaf, rank, cut)
+                    inputs[name] = self._shard(name, leaf, rank, shards)
             fed.append(inputs)
         return fed
 
     def _stored(self, name: str, x: TensorHandle) -> Stored:
-        """The name of its shards, if they have the spec that the program takes."""
+        """Return the name of a DTensor's shards on the ranks. Raises PlanningError if the DTensor
+        is of another launch, or the program takes another spec."""
         if x.session is not self.session:
             raise PlanningError(
                 f"{name} belongs to another launch than the one that runs now; "
                 f"fix: distribute it inside this launch"
             )
         held = x.held
-        if (name, held) not in self._fitting:
+        if (name, held) not in self._checked:
             self._check_fit(name, held.spec)
-            self._fitting.add((name, held))
+            self._checked.add((name, held))
         return Stored(x.name)
 
     def _check_fit(self, name: str, held: TensorSpec) -> None:
@@ -206,14 +207,15 @@ class LoadedProgram(ClusterProgram):
             )
 
     def _shard(
-        self, name: str, leaf: Any, rank: int, cut: dict[tuple[str, object], torch.Tensor]
+        self, name: str, leaf: Any, rank: int, shards: dict[tuple[str, object], torch.Tensor]
     ) -> torch.Tensor:
+        """Return a rank's shard of an argument; ranks with equal intervals share it."""
         spec = self.specs[name]
-        here = self.session.mesh.coordinates(rank)
-        key = (name, tuple(spec.intervals(d, here) for d in range(len(spec.shape))))
-        if key not in cut:
-            cut[key] = shard_of(leaf.detach(), spec, here)
-        return cut[key]
+        coordinates = self.session.mesh.coordinates(rank)
+        key = (name, tuple(spec.intervals(d, coordinates) for d in range(len(spec.shape))))
+        if key not in shards:
+            shards[key] = shard_of(leaf.detach(), spec, coordinates)
+        return shards[key]
 
 
 class _ProgramsOfPlan:
@@ -233,8 +235,8 @@ class _ProgramsOfPlan:
 
 
 class LoadedPrograms:
-    """The loaded programs of a session: for each object that has planned them a cache, by the id of
-    the plan."""
+    """The loaded programs of a session: one cache for each owner (the object that planned them),
+    by the id of the plan."""
 
     def __init__(self) -> None:
         self._by_owner: dict[int, tuple[ref[Any], ProgramCache[_ProgramsOfPlan]]] = {}  # by id
@@ -253,22 +255,22 @@ class LoadedPrograms:
         entry = self._by_owner.get(id(owner))
         if entry is None:
             number, ownerless, by_owner = id(owner), self._ownerless, self._by_owner
-            # the owner may end within any call: the finalizer does only this
+            # the finalizer may run in the middle of any call, so it does nothing else
             reference = ref(owner, lambda _: ownerless.append(by_owner.pop(number)[1]))
             entry = by_owner[number] = reference, ProgramCache(MAX_PLANS)
         cache, key = entry[1], id(planned)
         return (cache.get(key) or cache.load(key, lambda: _ProgramsOfPlan(planned))).programs
 
     def unload_of_model(self, model: object) -> None:
-        """Unload the programs of plans over this module."""
+        """Unload the programs of plans that contain this model."""
         for cache in self._caches():
             cache.unload(lambda plan: any(m is model for m in plan.planned.models.parts.values()))
 
-    def unload_former(self, state: Mapping[str, TensorSpec]) -> None:
-        """Unload programs that read values with these names in another shape or dtype: the module
-        was cast since."""
+    def unload_outdated(self, state: Mapping[str, TensorSpec]) -> None:
+        """Unload programs that read a value of ``state`` (name on the ranks -> spec) with another
+        shape or dtype: their module was cast since."""
         for cache in self._caches():
-            cache.unload(lambda plan: any(p.reads_former(state) for p in plan.programs.values()))
+            cache.unload(lambda plan: any(p.is_outdated(state) for p in plan.programs.values()))
 
     def evict(self) -> None:
         """Unload programs whose owner is gone, and those beyond an owner's limit, unless they are
@@ -293,14 +295,14 @@ def load(
     *,
     owner: object,
 ) -> LoadedProgram:
-    """Lower, verify and ship a plan once per session; put the constants it needs. ``owner``: the
-    object that has planned it."""
+    """Return the loaded program of a plan; the first time, lower and verify the plan, and load the
+    program and its constants on the session. ``owner``: the object that planned it."""
     programs = programs_of(session).of_plan(owner, planned)
     key = (roles.gradients, roles.optimizer, roles.keys, roles.detect_nan, current())
     if key not in programs:
         programs_of(session).evict()
         state = state_names(session, planned)
-        programs_of(session).unload_former(_held(planned.plan, state))
+        programs_of(session).unload_outdated(_state_specs(planned.plan, state))
         lowered = lower(
             planned.plan,
             grid,
@@ -324,12 +326,13 @@ def load(
     return program
 
 
-def _lent(x: torch.Tensor) -> torch.Tensor:
-    """The tensor that a cluster copies for a whole tensor: only its elements, in order."""
+def _to_send(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without autograd history, or a contiguous copy if it is a part or another
+    view of its storage: a cluster sends the whole storage."""
     x = x.detach()
-    ordered = x.is_contiguous() and not x.is_conj() and not x.is_neg()
-    alone = ordered and x.untyped_storage().nbytes() == x.nbytes  # all of it would be sent
-    return x if alone else x.clone(memory_format=torch.contiguous_format)
+    in_order = x.is_contiguous() and not x.is_conj() and not x.is_neg()
+    fills_storage = in_order and x.untyped_storage().nbytes() == x.nbytes
+    return x if fills_storage else x.clone(memory_format=torch.contiguous_format)
 
 
 def _fused(
@@ -339,7 +342,8 @@ def _fused(
     roles: Roles,
     state: Mapping[str, str],
 ) -> Program:
-    """The program with its chains compiled, for the inputs of each rank."""
+    """Return the program with chains of ops compiled by inductor for the shapes of each rank.
+    Raises PlanningError if NaN detection is on."""
     from dtensor.runtime.lower.inductor import fused
 
     if roles.detect_nan:
@@ -348,36 +352,39 @@ def _fused(
             "fix: leave one of them out"
         )
     plan = planned.plan
-    given: list[dict[str, object]] = []
+    example_inputs: list[dict[str, object]] = []
     for rank, rank_program in enumerate(program.ranks):
-        here, read = session.mesh.coordinates(rank), {*rank_program.inputs, *rank_program.state}
+        coordinates = session.mesh.coordinates(rank)
+        names = {*rank_program.inputs, *rank_program.state}
         buffers: dict[str, object] = {}
         for item in plan.inputs:
             name = state.get(item.name, item.name)
-            if name in read:
-                held = item.held if item.name in state else item.spec
-                buffers[name] = Buffer(on_mesh(plan, held).local_shape(here), held.dtype)
+            if name in names:
+                spec = item.held if item.name in state else item.spec
+                buffers[name] = Buffer(on_mesh(plan, spec).local_shape(coordinates), spec.dtype)
         numbers = set(rank_program.inputs).difference(buffers, ("options", SCALE))
-        given.append(buffers | dict.fromkeys(numbers, 0))
-    return fused(program, given)
+        example_inputs.append(buffers | dict.fromkeys(numbers, 0))
+    return fused(program, example_inputs)
 
 
-def _held(plan: Plan, state: Mapping[str, str]) -> dict[str, TensorSpec]:
-    """The spec in which each value is held, by its name in the actors' tables."""
+def _state_specs(plan: Plan, state: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """Return the spec of each stored value that the plan reads, by its name on the ranks."""
     return {state[i.name]: i.held for i in plan.inputs if i.name in state}
 
 
 def _written(planned: Planned, training: bool) -> frozenset[str]:
-    """The parameters that an optimizer updates, and the state that forward changes."""
-    known = {i.label for i in planned.plan.inputs if i.kind in ("parameter", "buffer")}
-    written = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & known
+    """Return the names of the parameters that the optimizer updates, and of the parameters and
+    buffers that the forward changes."""
+    names = {i.label for i in planned.plan.inputs if i.kind in ("parameter", "buffer")}
+    written = {str(o.of) for o in planned.plan.outputs if o.kind == "mutation"} & names
     if training and planned.request.training is not None:
-        written |= planned.request.training.trained & known
+        written |= planned.request.training.trained & names
     return frozenset(written)
 
 
 def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
-    """Plan input to the name of its value in the actors' tables."""
+    """Return the name on the ranks of each parameter, buffer and constant, by plan input. Raises
+    PlanningError if one belongs to a module that is not parallelized."""
     names: dict[str, str] = {}
     launch = session.launch
     launch.num_programs += 1
@@ -397,8 +404,8 @@ def state_names(session: MeshSession, planned: Planned) -> dict[str, str]:
 
 
 def on_stage(plan: Plan, spec: TensorSpec, stage: int) -> TensorSpec:
-    """A planned output's spec on the user's mesh, with the stage that holds it."""
-    restated = on_mesh(plan, spec)
+    """Return the spec of a value of one stage on the user's mesh, with the stage's coordinate."""
+    on_user_mesh = on_mesh(plan, spec)
     if plan.stage_axis is None or plan.mesh.axis_size(plan.stage_axis) == 1:
-        return restated
-    return replace(restated, on=((plan.stage_axis, plan.stage_ranks[stage]),))
+        return on_user_mesh
+    return replace(on_user_mesh, on=((plan.stage_axis, plan.stage_ranks[stage]),))

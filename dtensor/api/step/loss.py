@@ -22,13 +22,13 @@ from dtensor.frontend.call_lock import CALL_LOCK
 
 
 class Loss(ReadsAsFloat):
-    """A step's loss, which may still be on its way. Reading it waits and raises what failed.
+    """The loss of a step that may still run. Reading it waits for the step, and raises its error.
 
-    ``float(loss)``; ``loss.metrics`` (what loss_fn returned beside it, name to float);
-    ``loss.grad_norm`` (before clipping; None without ``clip_grad_norm`` or ``grad_scaler``);
-    ``loss.tensor()``; ``loss.skipped``, once it was read: whether a gradient was not finite, so
-    that a ``grad_scaler`` has backed off, and the step has changed nothing. It is NaN then.
-    It adds, compares and prints as a float does, each of which reads it.
+    ``float(loss)`` and ``loss.tensor()`` are the value; ``loss.metrics`` the other results of
+    loss_fn (name -> float); ``loss.grad_norm`` the norm of the gradients before clipping.
+    ``loss.skipped`` is known once the loss was read: True if a gradient was not finite, so that the
+    ``grad_scaler`` backed off and the step changed nothing; the loss is NaN then. A Loss adds,
+    compares and prints like a float; each of these reads it.
     """
 
     def __init__(
@@ -39,16 +39,16 @@ class Loss(ReadsAsFloat):
         ended: Callable[[bool], None],
         line: str | None,
     ) -> None:
-        self._line = line  # of `train_step`, where an instruction has none
+        self._line = line  # the user's line of `train_step`, for instructions without a line
         self._future = future
         self._planned = planned
         self._session = session
-        self._ended: Callable[[bool], None] | None = ended  # is told once whether it ended well
+        self._ended: Callable[[bool], None] | None = ended  # called once; True: the step succeeded
         self.was_read: bool = False
         self.skipped: bool = False
 
-    def _get(self) -> list[dict[str, torch.Tensor]]:
-        """What each rank returned."""
+    def _read(self) -> list[dict[str, torch.Tensor]]:
+        """Wait for the step and return each rank's results. Raises the error of a failed step."""
         was_read = self.was_read
         try:
             self.was_read = True
@@ -58,12 +58,12 @@ class Loss(ReadsAsFloat):
             if isinstance(error, TaskError) and self._line is not None:
                 error.locate(self._line)
             raise self._session.told(error) from error.__cause__
-        except BaseException:  # an interrupt, which has read nothing
+        except BaseException:  # an interrupt: the loss was not read
             self.was_read = was_read
             raise
 
     def wait(self) -> list[dict[str, torch.Tensor]]:
-        """What each rank returned; does not count as reading it."""
+        """Like `_read`, but the loss does not count as read; [] if the step was skipped."""
         if self.skipped:
             return []
         try:
@@ -71,80 +71,80 @@ class Loss(ReadsAsFloat):
         except DaftError as error:
             if self._session.cluster.failure is None:
                 self.skipped = self._planned.is_scaled and loss_scale.is_overflow(error)
-                self._tell(well=False)
+                self._report_end(succeeded=False)
             if self.skipped:
                 return []
             raise
-        self._tell(well=True)
+        self._report_end(succeeded=True)
         return results
 
-    def _tell(self, *, well: bool) -> None:
+    def _report_end(self, *, succeeded: bool) -> None:
         if self._ended is None:
             return
         with CALL_LOCK:
             ended, self._ended = self._ended, None
             if ended is not None:
-                ended(well)
+                ended(succeeded)
 
     def _result(self, index: int) -> torch.Tensor:
         name = f"result {index}"
         flow = self._planned.plan.flow
         value = next(o.value for o in flow.outputs if o.kind == "result" and o.of == index)
-        ranks = self._get()
+        ranks = self._read()
         if self.skipped:
             return torch.tensor(math.nan)
         for results in ranks:
-            if name in results:  # a sum over microbatches of 16 bits comes in float32
+            if name in results:  # 16-bit losses of microbatches are summed in float32
                 return results[name].to(flow.metas[value].dtype)
         raise AssertionError(f"no rank returned {name}")
 
     def done(self) -> bool:
-        """Whether reading would not wait."""
+        """Return whether the step has ended, so that reading the loss does not wait."""
         return self._future.done()
 
     def tensor(self) -> torch.Tensor:
-        """The loss as a scalar CPU tensor; NaN of a step that was skipped."""
+        """Return the loss as a scalar CPU tensor; NaN if the step was skipped."""
         if not self._planned.is_scaled:
             return self._result(0)
-        return self._every()[1][loss_scale.UNSCALED]
+        return self._results()[1][loss_scale.UNSCALED]
 
-    def _every(self) -> Any:
-        """As loss_fn has returned it."""
+    def _results(self) -> Any:
+        """Return the results of the captured function, in their structure."""
         count = sum(1 for o in self._planned.plan.outputs if o.kind == "result")
         return self._planned.graph.unflatten([self._result(i) for i in range(count)])
 
     def item(self) -> float:
-        """The loss as a float."""
+        """Return the loss as a float."""
         return float(self)
 
     def cpu(self) -> torch.Tensor:
-        """As `tensor`."""
+        """Return the loss as a scalar CPU tensor, like `tensor`."""
         return self.tensor()
 
     def detach(self) -> Loss:
-        """Itself, unread: it has no graph behind it."""
+        """Return the Loss itself without reading it: it has no autograd graph."""
         return self
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What loss_fn returned beside the loss, of the whole batch; {} where nothing."""
-        outputs = self._every()
-        if not isinstance(outputs, tuple):
+        """The metrics that loss_fn returned with the loss, over the whole batch; {} if none."""
+        results = self._results()
+        if not isinstance(results, tuple):
             return {}
-        own = loss_scale.UNSCALED if self._planned.is_scaled else None
-        return {name: float(value) for name, value in outputs[1].items() if name != own}
+        unscaled = loss_scale.UNSCALED if self._planned.is_scaled else None
+        return {name: float(value) for name, value in results[1].items() if name != unscaled}
 
     @property
     def grad_norm(self) -> float | None:
-        """The global norm of the gradients before clipping; None without ``clip_grad_norm`` or
-        ``grad_scaler``, and of a step that was skipped."""
-        for results in self._get():
+        """The global norm of the gradients before clipping. None without ``clip_grad_norm`` and
+        ``grad_scaler``, and for a skipped step."""
+        for results in self._read():
             if "norm" in results:
                 return float(results["norm"])
         return None
 
     def backward(self) -> None:
-        """Raises: the step has done it."""
+        """Raises TypeError: the step runs the backward itself."""
         raise TypeError(
             "a step has run forward, backward and the optimizer already; fix: remove the call. "
             "To accumulate gradients, pass the batches as one, with "
@@ -155,12 +155,13 @@ class Loss(ReadsAsFloat):
         return float(self.tensor())
 
     def __str__(self) -> str:
-        return f"{float(self)}{self._beside()}"
+        return f"{float(self)}{self._shown_metrics()}"
 
     def __repr__(self) -> str:
-        return f"Loss({float(self):.6g}{self._beside()})" if self.done() else "Loss(running)"
+        if not self.done():
+            return "Loss(running)"
+        return f"Loss({float(self):.6g}{self._shown_metrics()})"
 
-    def _beside(self) -> str:
-        """The metrics, where there are any."""
+    def _shown_metrics(self) -> str:
         metrics = ", ".join(f"{name}={value:.6g}" for name, value in self.metrics.items())
         return metrics and f" ({metrics})"

@@ -2,13 +2,13 @@
 
     loss_fn(model, x)  ->  (loss * scale, {..., "loss before its scale": loss})
 
-The scale is an argument of the program, fed at each step; the gradients are divided by it before
-they are clipped. A step of which a gradient is not finite is undone, as one in which a call raises,
-but nothing is raised: the scaler backs off. The scaler is the user's, on the controller: its state
-is what a step reads and what changes when it has ended, so the next step waits for that.
+The scale is an argument of the program; the ranks divide the gradients by it before they clip them
+(shard_optimizer.py). If a gradient is not finite, the step is undone as if it had raised, but
+instead of an error the scaler backs off. A step reads the state of the user's scaler and updates it
+when it has ended, so the next step waits for it.
 
-Invariants: scale and growth move as `GradScaler.update` moves them, in float32; a step that fails
-for another reason moves nothing. Not here: the division, the check (shard_optimizer.py).
+The scale changes as in `GradScaler.update`, in float32. A step that fails for another reason does
+not change it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ UNSCALED = "loss before its scale"
 
 
 def checked_scaler(scaler: object) -> torch.amp.GradScaler | None:
-    """None for one that is switched off. PlanningError for what is none, and for one that torch may
-    have switched off."""
+    """Return the scaler, or None if the user has disabled it. Raises PlanningError for another
+    object, and for a CUDA scaler that torch has disabled because it sees no GPU."""
     kind = torch.amp.GradScaler
     fix = 'grad_scaler=torch.amp.GradScaler("cpu")'
     check_kind("grad_scaler", scaler, kind | None, "a torch.amp.GradScaler", fix)
@@ -45,7 +45,8 @@ def checked_scaler(scaler: object) -> torch.amp.GradScaler | None:
 
 
 def scaled(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`loss_fn` with one more argument, the scale; what is no loss is left to the capture."""
+    """Return ``loss_fn`` with one more argument, by which the loss is multiplied. If the result is
+    not a loss, it is returned as is, and the capture refuses it."""
 
     @functools.wraps(loss_fn)
     def of_scaled_loss(*args: Any, loss_scale: torch.Tensor, **kwargs: Any) -> Any:
@@ -62,8 +63,8 @@ def scale_of(scaler: torch.amp.GradScaler) -> float:
     return float(scaler.state_dict()["scale"])
 
 
-def move(scaler: torch.amp.GradScaler, *, skipped: bool) -> None:
-    """As `GradScaler.update` after a step."""
+def update(scaler: torch.amp.GradScaler, *, skipped: bool) -> None:
+    """Update the scale after a step, as `GradScaler.update` does."""
     state = scaler.state_dict()
     scale, streak = state["scale"], 0
     if skipped:
@@ -71,8 +72,8 @@ def move(scaler: torch.amp.GradScaler, *, skipped: bool) -> None:
     else:
         streak = state["_growth_tracker"] + 1
         if streak == state["growth_interval"]:
-            streak, grown = 0, _float32(scale * state["growth_factor"])
-            scale = grown if math.isfinite(grown) else scale
+            streak, larger = 0, _float32(scale * state["growth_factor"])
+            scale = larger if math.isfinite(larger) else scale
     scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": streak})
 
 
@@ -81,6 +82,6 @@ def _float32(number: float) -> float:
 
 
 def is_overflow(error: DaftError) -> bool:
-    """Whether a step failed because a gradient is not finite."""
+    """Return whether a step failed because a gradient is not finite."""
     raised = error.failure.raised if isinstance(error, TaskError) else None
     return raised is not None and isinstance(raised.error, GradientOverflow)

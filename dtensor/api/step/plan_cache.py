@@ -31,8 +31,8 @@ from dtensor.provider import Provider
 from dtensor.runtime.profile import Profile
 
 MAX_PLANS = 16
-"""The number of cached plans of a function, and of plans of an owner whose programs stay loaded on
-a session: those that were used last."""
+"""The number of plans of a function that are cached, and whose programs stay loaded on a session:
+the plans that were used last."""
 MAX_RECAPTURES = 3
 """The number of captures because of one changing value after which a warning is given."""
 

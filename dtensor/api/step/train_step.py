@@ -60,7 +60,7 @@ def train_step(
     elementwise: bool = False,
     grad_scaler: torch.amp.GradScaler | None = None,
 ) -> TrainStep:
-    """A training step as one planned program.
+    """Return a training step, whose forward, backward and update are one planned program.
 
         >>> model = dt.parallelize(torch.nn.Linear(8, 2), dt.Mesh(dp=2))
         >>> opt = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,49 +72,49 @@ def train_step(
         True
 
     Args:
-        loss_fn: ``loss_fn(model, *batch)`` gives a scalar, or (scalar, {name: scalar}).
-        optimizer: an optimizer over the model's parameters that is elementwise: torch's own but
-            Adafactor, LBFGS, Muon and SparseAdam, others with ``elementwise``.
-            Adam, AdamW, SGD and Adagrad update by torch's fused kernels, unless a group says
-            otherwise: ``foreach=False`` is torch's default on the CPU, of which float32 differs in
-            the last bits.
-        inputs: placements of every argument with the batch dim, or argument name to placements.
-        schedule: such as OneFOneB, with its number of microbatches; default one. They cut the batch
-            as torch.chunk does: 30 rows in 8 are 7 of 4 and one of 2, 9 in 4 are 3 of 3.
-        clip_grad_norm: the global norm that gradients are scaled down to: they are divided by
-            max(1, (norm + 1e-6) / clip_grad_norm). It is that of the parameters which the
-            optimizer has: no others have a gradient. Computed in float32, or in float64 where a
-            gradient is.
-        topology: what the planner prices with; by default an H100's figures.
-        keep_gradients: keep each step's gradients on the actors, for ``step.gradients()``.
-        search: "predictable" splits only what pins reach; "free" lifts that.
-        recompute: globs over names of modules whose activations are not kept for the backward but
-            computed again; `parallelize` takes it too.
-        master_weights: the optimizer updates float32 copies of 16-bit parameters, which become
-            these rounded; the copies are split as its state is, and saved with it.
-        detect_nan: each op of forward and backward is checked on each rank: the first NaN, or Inf
-            that no operand holds, fails the step with the op, the rank, the line and the operands;
-            "nan": NaN alone, for programs with a wanted Inf. It reads every value once more.
-        capture: "once": loss_fn's Python runs once, and again where what it reads has changed,
-            and for other shapes, of which the last 16 are known. The second length of a dim is
-            captured for all lengths, where that is sure to be right; a warning says where not.
-            "each call": it runs at each call, so that it may draw from Python's or numpy's random
-            numbers and change attributes; that costs the time of a capture, and where the ops
-            differ, of planning.
-        batch_norm: its statistics where there are microbatches. "whole_batch" is refused, as each
-            would wait for all; "per_microbatch" is as torch's loop over the microbatches, each of
-            all ranks' rows: running ones move once for each, in their order. Other buffers are
-            those of the whole batch, other ops that mix rows are refused.
-        elementwise: True states of an optimizer of another class that each element of a parameter
-            is updated from its own gradient and state alone. It is tried before the first step, on
-            small parameters, in a second at most (``step.elementwise`` says what was seen), and
-            refused where numbers differ or an op mixes elements. What its step changes of its
-            groups' options and of its attributes is read and written as torch does.
-        grad_scaler: for float16: ``torch.amp.GradScaler("cpu")``, on GPUs too. The loss is
-            multiplied by its scale, the gradients are divided by it before they are clipped. Where
-            one is not finite the step changes nothing, ``loss.skipped`` is True, and the scaler
-            backs off. Its state is the object's own, moved when a step has ended: so a call waits
-            for the step before. One that is switched off does nothing.
+        loss_fn: ``loss_fn(model, *batch)`` returns a scalar, or (scalar, {name: scalar}).
+        optimizer: an elementwise optimizer over the model's parameters: torch's own except
+            Adafactor, LBFGS, Muon and SparseAdam; others need ``elementwise=True``. Adam, AdamW,
+            SGD and Adagrad use torch's fused kernels unless a group has another setting:
+            ``foreach=False`` is torch's default on the CPU, whose float32 results differ in the
+            last bits.
+        inputs: the placements of each argument with the batch dim, or argument name -> placements.
+        schedule: a schedule with its number of microbatches, such as OneFOneB; default one
+            microbatch. The batch is cut as by torch.chunk: 30 rows in 8 microbatches are 7 of 4
+            rows and one of 2; 9 rows in 4 are 3 of 3.
+        clip_grad_norm: the largest global norm of the gradients of the optimizer's parameters. The
+            gradients are divided by max(1, (norm + 1e-6) / clip_grad_norm). The norm is float32,
+            or float64 if a gradient is.
+        topology: the hardware figures for the planner's prices; by default those of an H100.
+        keep_gradients: keep the gradients of each step on the ranks for ``step.gradients()``.
+        search: "predictable" splits only values that pins reach; "free" lifts that limit.
+        recompute: globs over names of modules whose activations are not stored for the backward but
+            computed again. `parallelize` has this argument too.
+        master_weights: the optimizer updates float32 copies of 16-bit parameters, which are then
+            rounded. The copies are sharded and saved like the optimizer's state.
+        detect_nan: each rank checks each op of the forward and backward. The first NaN, or Inf
+            without an Inf operand, fails the step with the op, rank, line and operands. "nan"
+            checks for NaN only, for programs that use Inf. The checks read every value once more.
+        capture: "once": loss_fn's Python runs once, and again when Python state that it read has
+            changed, or for new shapes; the last 16 captures are kept. The second length of a dim is
+            captured for all lengths if that is certain to be right; otherwise a warning tells why.
+            "each call": it runs at each call, so it may use Python's or numpy's random numbers and
+            change attributes. That costs a capture per call, and planning if the ops differ.
+        batch_norm: the statistics of batch norm with microbatches. "whole_batch" raises, because
+            each microbatch would wait for all others. "per_microbatch" computes what torch's loop
+            over the microbatches does, each over the rows of all ranks: running statistics are
+            updated once per microbatch, in order. Other buffers depend on the whole batch; other
+            ops that mix rows raise.
+        elementwise: True states that an optimizer of another class updates each element of a
+            parameter from that element's gradient and state alone. This is probed on small
+            parameters before the first step, for at most a second (``step.elementwise`` is the
+            report), and refused if numbers differ or an op mixes elements. The step may change
+            options of its groups and its own attributes, as in torch.
+        grad_scaler: for float16: ``torch.amp.GradScaler("cpu")``, also on GPUs. The loss is
+            multiplied by its scale, and the gradients are divided by it before they are clipped. If
+            a gradient is not finite, the step changes nothing, ``loss.skipped`` is True, and the
+            scaler backs off. A step updates the scaler when it ends, so the next call waits for it.
+            A disabled scaler has no effect.
 
     Raises PlanningError, here and at the first `plan` or call.
     """
@@ -130,7 +130,7 @@ def train_step(
     fix = "dt.train_step(model, lambda model, x, y: ..., optimizer)"
     check_callable("loss_fn", loss_fn, fix)
     check_kind("elementwise", elementwise, bool, "True or False", "elementwise=True")
-    given, optimizer = optimizer, torchs_own(optimizer)
+    wrapper, optimizer = optimizer, torchs_own(optimizer)
     if elementwise:
         state_elementwise(optimizer)
     check_optimizer(optimizer)
@@ -156,13 +156,13 @@ def train_step(
         check_masters(optimizer)
     rule_of(optimizer, master_weights)
     check_word("batch_norm", batch_norm, ("whole_batch", "per_microbatch"))
-    again = () if recompute is None else recompute_of(recompute, model.module)
-    check_recompute(model, again)
+    recomputed = () if recompute is None else recompute_of(recompute, model.module)
+    check_recompute(model, recomputed)
     planning = Options(
         inputs=inputs,
         topology=topology,
         search=checked_search(search),
-        recompute=again,
+        recompute=recomputed,
         each_call=checked_capture(capture),
         per_microbatch=batch_norm == "per_microbatch",
     )
@@ -176,16 +176,16 @@ def train_step(
         grad_scaler=scaler,
     )
     step = TrainStep(model, loss_fn, optimizer, options)
-    step.accelerated = given if given is not optimizer else None
+    step.accelerated = wrapper if wrapper is not optimizer else None
     model.claim_homes(step.grid.home())
     return step
 
 
-def check_recompute(model: ParallelModule, again: tuple[str, ...]) -> None:
-    """PlanningError where both state what is computed again."""
-    if again and model.recompute:
+def check_recompute(model: ParallelModule, recompute: tuple[str, ...]) -> None:
+    """Raise PlanningError if both `parallelize` and `train_step` state ``recompute=``."""
+    if recompute and model.recompute:
         raise PlanningError(
             f"recompute is stated twice.\n"
-            f"  parallelize: {list(model.recompute)}, train_step: {list(again)}\n"
+            f"  parallelize: {list(model.recompute)}, train_step: {list(recompute)}\n"
             f"fix: leave it out of one of them"
         )

@@ -6,15 +6,8 @@
     with launch(mesh):
         loss = step(tokens, targets)       # a future; float(loss) waits
 
-A call costs one message to each actor. It runs ahead of the cluster by at most two steps. The
-controller's optimizer gives the options of its groups (a scheduler may change them between steps).
-Where it has a scheduler or a hook after its step, it is stepped without gradients, which changes
-nothing but satisfies these.
-
-A step in which a call raises (a label out of range, an op of the user's) is undone: its loss
-raises, once, where it is read or else at the next call, which then does nothing. Weights, buffers,
-optimizer state, kept gradients and the step's number are as if it had not been called, also for a
-step that was under way behind it. A scheduler is the user's: it stands where the user stepped it.
+A call sends one message to each actor. The controller runs at most `RUN_AHEAD` steps ahead of the
+ranks. Each call reads the options of the optimizer's groups, which a scheduler may change.
 """
 
 from __future__ import annotations
@@ -83,12 +76,13 @@ if TYPE_CHECKING:
     from dtensor.runtime.profile import Profile
 
 RUN_AHEAD = 2
+"""The number of steps that may be pending: one more call waits for the oldest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOptions:
-    """What `train_step` was given besides the model, the loss and the optimizer. ``planning``: of
-    that, what any program's plan depends on."""
+    """The checked arguments of `train_step`, except the model, the loss and the optimizer.
+    ``planning``: those that planning any program needs."""
 
     planning: Options
     schedule: Schedule
@@ -100,12 +94,13 @@ class StepOptions:
 
 
 class TrainStep:
-    """What `train_step` returns. Calling it with a batch takes one step, and gives its `Loss`, a
-    future; the call waits only where two steps are under way already.
+    """A training step: the result of `train_step`. A call with a batch takes one step and returns
+    its `Loss`, a future. The call waits only if two steps are pending already.
 
-    A step in which a call raises is undone: weights, buffers and optimizer state are as if it had
-    not been called, and so is a step that was under way behind it. Its error is raised once, where
-    its loss is read, or else at the next call, which then does nothing.
+    If a step raises on a rank (a label out of range, an error in the user's op), it is undone, and
+    so is the step that was submitted after it: weights, buffers, optimizer state, kept gradients
+    and the number of the step are as before. A scheduler is not undone. The error is raised once:
+    when the loss is read, or at the next call, which then does nothing.
     """
 
     def __init__(
@@ -118,8 +113,8 @@ class TrainStep:
         self.model = model
         self.loss_fn = loss_fn
         is_scaled = options.grad_scaler is not None
-        self._called = loss_scale.scaled(loss_fn) if is_scaled else loss_fn
-        self._kept_scale = 1.0  # of the gradients that are kept
+        self._captured_fn = loss_scale.scaled(loss_fn) if is_scaled else loss_fn
+        self._kept_scale = 1.0  # the loss scale of the kept gradients
         self.optimizer = optimizer
         self.options = options
         self.plans: PlanCache = PlanCache("loss")
@@ -129,8 +124,8 @@ class TrainStep:
             model.look()
             self._groups()
         self.last: Planned | None = None
-        self._running: deque[Loss] = deque()
-        self._latest: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
+        self._pending: deque[Loss] = deque()  # of submitted steps, until they were read
+        self._last_batch: tuple[tuple[Callable[[], Any], ...], dict[str, Any]] | None = None
         self._session: MeshSession | None = None  # of the last step
         self.accelerated: Any = None  # accelerate's wrapper of the optimizer
         line = source_here()
@@ -138,14 +133,14 @@ class TrainStep:
 
     @property
     def elementwise(self) -> ProbeReport | None:
-        """What the probe of the optimizer has seen; None of a class of torch's, which needs none.
-        It prints, with the lines of the optimizer's step that it did not reach."""
+        """The report of the optimizer's probe (``elementwise=True``), which prints the lines of the
+        optimizer's step that it did not reach. None for torch's own optimizers."""
         rule = known_rule(self.optimizer)
         return None if rule is None else rule.report
 
     @property
     def grid(self) -> Grid:
-        """Its schedule, for the stages that the model has now."""
+        """The schedule of the stages that the model has now."""
         if self._grid[0] != self.model.switches:
             grid = grid_of(self.options.schedule, self.model)
             self.model.claim_homes(grid.home())
@@ -174,19 +169,20 @@ class TrainStep:
     def plan(
         self, *batch: Any, hints: bool = False, device: str | None = None, **kwargs: Any
     ) -> Plan:
-        """The plan of a step on such a batch: tensors (meta too) or specs. Nothing is launched.
-        Inside a launch that keeps snapshots its memory has them, too.
+        """Return the plan of a step on this batch of tensors (meta tensors too) or specs, without
+        launching anything. Inside a launch that keeps snapshots, the memory in the plan includes
+        them.
 
-        ``hints``: end it with the pins whose opposite (column for row) would be cheaper; that
+        ``hints``: append the pins whose opposite (column instead of row) would be cheaper. This
         plans once more for each pattern.
 
-        ``device``: "cuda" for a launch on GPUs: what ``x.device`` is to the program, and so the
-        list of ops that ``torch.autocast(x.device.type)`` follows. By default the running launch's,
-        or "cpu". A ``loss_fn`` with an argument of this name is given it instead.
+        ``device``: the type that the program sees as ``x.device``, and so the list of ops that
+        ``torch.autocast(x.device.type)`` uses. The default is that of the running launch, or "cpu".
+        If ``loss_fn`` has a parameter named ``device``, it gets the value instead.
         """
         device, kwargs = stated_device(self.loss_fn, device, kwargs)
         with planning_for(device), CALL_LOCK:
-            planned = self._plan(self._call(batch, kwargs))
+            planned = self._plan(self._bind(batch, kwargs))
         plan, running = planned.plan, launched()
         if running is not None and running.cluster.copies:
             plan = replace(plan, copies=running.cluster.copies)
@@ -195,37 +191,40 @@ class TrainStep:
         return replace(plan, hints=hints_of(planned.request, planned.plan))
 
     def stage_costs(self, *batch: Any, **kwargs: Any) -> Costs:
-        """Predicted seconds of F, I and W of each stage on one microbatch, communication included:
-        what `Searched` takes as ``costs``."""
+        """Return the predicted seconds of F, I and W of each stage on one microbatch, including
+        communication: the argument ``costs`` of the schedule `Searched`."""
         with CALL_LOCK:
-            return stage_costs(self._plan(self._call(batch, kwargs)).plan)
+            return stage_costs(self._plan(self._bind(batch, kwargs)).plan)
 
     def plan_of(self, graph: Graph, *batch: Any, **kwargs: Any) -> Plan:
-        """`plan`, where ``graph`` is what such a step captures; several steps may share one."""
+        """Like `plan`, with a graph that was captured before. Several steps may share a graph."""
         with CALL_LOCK:
-            return self._plan(self._call(batch, kwargs), graph).plan
+            return self._plan(self._bind(batch, kwargs), graph).plan
 
-    def _call(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
-        return BoundCall.of(self._called, (self.model, *batch), {**kwargs, **self._scale()})
+    def _bind(self, batch: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
+        """Return the call of loss_fn with the model, the batch and, if scaled, the loss scale."""
+        if (scaler := self.options.grad_scaler) is not None:
+            scale = torch.tensor(loss_scale.scale_of(scaler))
+            kwargs = {**kwargs, loss_scale.ARGUMENT: scale}
+        return BoundCall.of(self._captured_fn, (self.model, *batch), kwargs)
 
-    def _scale(self) -> dict[str, torch.Tensor]:
-        """The argument by which the loss is scaled, as it is now; {} where it is not."""
+    @property
+    def _scale(self) -> float:
+        """The present loss scale; 1 without ``grad_scaler``."""
         scaler = self.options.grad_scaler
-        if scaler is None:
-            return {}
-        return {loss_scale.ARGUMENT: torch.tensor(loss_scale.scale_of(scaler))}
+        return 1.0 if scaler is None else loss_scale.scale_of(scaler)
 
     def _plan(self, call: BoundCall, graph: Graph | None = None) -> Planned:
         """Return the plan for this call, capturing it first if it is not cached. CALL_LOCK is
         held."""
 
-        def make(found: Graph | None) -> Planned:
+        def make(cached_graph: Graph | None) -> Planned:
             _refuse_gradients_of_arguments(call)
-            options = self.planned_with(self.options, self.grid)
+            options = self.plan_options(self.options, self.grid)
             mesh, name = self.model.mesh, self._name
-            planned = plan_call(call, mesh, "loss", options, name, graph or found)
-            moved = (s for s in planned.plan.steps if isinstance(s, Redistribute))
-            if all(step.phase != "forward" or not step.is_free for step in moved):
+            planned = plan_call(call, mesh, "loss", options, name, graph or cached_graph)
+            redistributions = (s for s in planned.plan.steps if isinstance(s, Redistribute))
+            if all(step.phase != "forward" or not step.is_free for step in redistributions):
                 return planned
             from dtensor.sharding.plan.swapped_pairs import swapped  # seldom needed
 
@@ -241,8 +240,8 @@ class TrainStep:
             return self.plans.get_for_graph(call.graph("loss", each_call=True), others, make)
         return self.plans.get(call, groups, make, captures=graph is None)
 
-    def planned_with(self, stated: StepOptions, grid: Grid) -> Options:
-        """Return the options of planning, with the schedule and the optimizer."""
+    def plan_options(self, stated: StepOptions, grid: Grid) -> Options:
+        """Return the options of planning, completed by the schedule and the optimizer."""
         return replace(
             stated.planning,
             num_microbatches=stated.schedule.microbatches,
@@ -264,13 +263,14 @@ class TrainStep:
     # -- running -----------------------------------------------------------------------------------
 
     def __call__(self, *batch: Any, **kwargs: Any) -> Loss:
-        """One step on a batch. Its loss is a future; a failure that nobody read raises here."""
+        """Submit one step on a batch and return its loss, a future. Raises the error of an earlier
+        step if its loss was not read."""
         if self._session is not None and self._session.closed:
-            self._running.clear()  # its launch raised what was not read when it ended
+            self._pending.clear()  # the launch raised their unread errors when it ended
         self._raise_unread()
         if self.accelerated is not None:
             refuse_accumulation(self.accelerated)
-        call, planned, turn = self._call(batch, kwargs), None, -1
+        call, planned, turn = self._bind(batch, kwargs), None, -1
         while True:
             with ExitStack() as block:
                 with CALL_LOCK:
@@ -283,25 +283,26 @@ class TrainStep:
                         loss = self._run(call, planned)
                 if oldest is None:
                     if not loss.was_read:  # it was not undone for a signal
-                        self._latest = (*map(_held, batch),), kwargs
+                        self._last_batch = (*map(_reference, batch),), kwargs
                         step_without_gradients(self.optimizer)
                     return loss
             self._read(oldest)  # without the lock, so that other threads go on meanwhile
             if self.options.grad_scaler is not None:
-                call = self._call(batch, kwargs)  # what was read may have moved the scale
+                call = self._bind(batch, kwargs)  # what was read may have moved the scale
 
     def _oldest(self) -> Loss | None:
         """Return the oldest pending step if the run-ahead limit is reached, else None. CALL_LOCK is
         held."""
-        while self._running and self._running[0].was_read and self._running[0].done():
-            self._running.popleft()
-        # what a step changes on the optimizer itself is sent to the next one, if it ended well
+        while self._pending and self._pending[0].was_read and self._pending[0].done():
+            self._pending.popleft()
+        # if a step changes attributes of the optimizer, the next step needs them
         rule = known_rule(self.optimizer)
-        ahead = self.options.grad_scaler is None and (rule is None or rule.runs_ahead)
-        most = RUN_AHEAD if ahead else 1
-        return self._running[0] if len(self._running) >= most else None
+        runs_ahead = self.options.grad_scaler is None and (rule is None or rule.runs_ahead)
+        limit = RUN_AHEAD if runs_ahead else 1
+        return self._pending[0] if len(self._pending) >= limit else None
 
     def _run(self, call: BoundCall, planned: Planned) -> Loss:
+        """Submit a step to the ranks. CALL_LOCK is held."""
         session, groups = session_for(self.model.mesh), self._groups()
         home = place_optimizer(
             session,
@@ -323,11 +324,11 @@ class TrainStep:
             detect_nan=self.options.detect_nan,
         )
         program = load(session, planned, roles, planned.grid, owner=self)
-        scaler = self.options.grad_scaler
-        scale = 1.0 if scaler is None else loss_scale.scale_of(scaler)
+        scaler, scale = self.options.grad_scaler, self._scale
         options: dict[str, Any] = {"options": home.rule.told(self.optimizer)}
         options |= {} if scaler is None else {SCALE: scale}
-        gradients = self._gradients(session, planned) if self.options.keep_gradients else {}
+        keeps = self.options.keep_gradients
+        gradients = self._stored_gradients(session, planned) if keeps else {}
         kept = {f"gradient {name}": stored.label for name, stored in gradients.items()}
         steps, model_home = self.model.steps, session.model_home(self.model)
         counted = session.counted(f"{model_home.prefix}steps", steps, takes=True)
@@ -342,24 +343,24 @@ class TrainStep:
         updated = home.updated
         undo = home.advance()
 
-        def ended(well: bool) -> None:
-            if well:
+        def ended(succeeded: bool) -> None:
+            if succeeded:
                 home.ended(updated)
                 self._kept_scale = scale
             else:
                 session.give_back(steps, resets, counted)
                 undo()
-            if scaler is not None and (well or loss.skipped):
-                loss_scale.move(scaler, skipped=not well)
+            if scaler is not None and (succeeded or loss.skipped):
+                loss_scale.update(scaler, skipped=not succeeded)
 
         loss = Loss(future, planned, session, ended, self._line)
-        self._running.append(loss)
+        self._pending.append(loss)
         if session.at_once:
             try:
                 loss.wait()
-            except RunInterrupted:  # what the handler raised is about to be
+            except RunInterrupted:  # the exception of the signal handler is raised instead
                 loss.was_read = True
-            except DaftError:  # raised where it is read
+            except DaftError:  # raised when the loss is read
                 pass
         model_home.trained_by[id(self.optimizer)] = self
         if session is not self._session:
@@ -370,34 +371,35 @@ class TrainStep:
         return loss
 
     def profile(self, n: int, *batch: Any, **kwargs: Any) -> Profile:
-        """Where the time of a step goes on each rank: of ``n`` timed steps, after a few to warm up.
+        """Return the profile of ``n`` timed steps, after a few to warm up: where the time goes on
+        each rank.
 
-        Without a batch they are on that of the last step, if it is still there. They are training
-        steps, two for each that is timed: state moves on. Before them `gather_state_dict` keeps
-        what it is, and `load_state_dict` brings it back.
+        Without arguments it uses the batch of the last step, if its tensors still exist. These are
+        training steps, two for each timed one, so they change the state. To undo that, call
+        `gather_state_dict` before and `load_state_dict` afterwards.
         """
-        if not batch and not kwargs and self._latest is not None:
-            held, kwargs = self._latest
-            batch = tuple(one() for one in held)
-            if any(one is None for one in batch):
+        if not batch and not kwargs and self._last_batch is not None:
+            references, kwargs = self._last_batch
+            batch = tuple(reference() for reference in references)
+            if any(value is None for value in batch):
                 raise PlanningError(
-                    f"profile({n}) has no batch, and that of the last step is gone.\n"
+                    f"profile({n}) has no batch, and the batch of the last step no longer exists.\n"
                     f"fix: step.profile({n}, *batch)"
                 )
         session = session_for(self.model.mesh)
         return PROFILER.get()(n, session, lambda: self(*batch, **kwargs), _read_loss, self.plans)
 
     def gradients(self, *batch: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Parameter name to its gradient, whole, before clipping.
+        """Return the full gradient of each parameter, by name, before clipping.
 
-        With a batch: at the present values; nothing is changed. Without: of the last step, which
-        ``keep_gradients`` of `train_step` keeps. In the parameter's dtype, as torch has it; with
-        master weights in float32, as the optimizer reads it.
+        With a batch, the gradients are computed at the present values, and nothing is changed.
+        Without one they are those of the last step, if `train_step` has ``keep_gradients=True``.
+        They have the parameter's dtype, as in torch; with master weights, narrow ones are float32.
         """
         session = session_for(self.model.mesh)
         gradients: dict[str, torch.Tensor] = {}
         if batch or kwargs:
-            call = self._call(batch, kwargs)
+            call = self._bind(batch, kwargs)
             with CALL_LOCK:
                 planned = self._plan(call)
                 roles = Roles(gradients=True, detect_nan=self.options.detect_nan)
@@ -406,8 +408,7 @@ class TrainStep:
                 name = f"{session.model_home(self.model).prefix}steps"
                 counted = session.counted(name, self.model.steps, takes=False)
                 numbers = numbers_fed(self.model.steps.present(), "train")
-                scaler = self.options.grad_scaler
-                scale = 1.0 if scaler is None else loss_scale.scale_of(scaler)
+                scaler, scale = self.options.grad_scaler, self._scale
                 fed = program.feed(call, numbers, {} if scaler is None else {SCALE: scale})
                 run = session.run(program.handle, fed, {}, counted)
                 program.last_run = weakref.ref(run)
@@ -416,16 +417,15 @@ class TrainStep:
                 shards = {rank: results[rank][f"gradient {label}"] for rank in holders_of(spec)}
                 gradients[label] = assemble_at(shards, spec)
         else:
-            kept = self.options.keep_gradients and self._session is session
-            if not kept or self.last is None:
+            are_kept = self.options.keep_gradients and self._session is session
+            if not are_kept or self.last is None:
                 raise PlanningError(
                     "no gradients of a last step are kept.\n"
                     "fix: train_step(..., keep_gradients=True) and take a step in this launch, or "
                     "pass a batch: step.gradients(*batch)"
                 )
             planned = self.last
-            wanted = self._gradients(session, planned)
-            results = session.launch.store.get(wanted)
+            results = session.launch.store.get(self._stored_gradients(session, planned))
             gradients = {name: value for name, value in results if value is not None}
             scale = self._kept_scale
         if self.options.grad_scaler is not None:
@@ -435,23 +435,24 @@ class TrainStep:
         dtypes = {i.label: i.spec.dtype for i in planned.plan.inputs}
         return {n: g.to(dtypes[n]) for n, g in gradients.items()}
 
-    def _gradients(self, session: MeshSession, planned: Planned) -> dict[str, StoredTensor]:
-        """By name, those that stay on the ranks."""
+    def _stored_gradients(self, session: MeshSession, planned: Planned) -> dict[str, StoredTensor]:
+        """Return the records of the gradients that a step leaves on the ranks, by name."""
         prefix, specs = session.model_home(self.model).prefix, gradient_specs(planned)
         return {n: session.stored(f"{prefix}gradient {n}", spec) for n, spec in specs.items()}
 
     def _raise_unread(self) -> None:
-        for loss in list(self._running):
+        for loss in list(self._pending):
             if not loss.was_read and loss.done():
                 self._read(loss)
 
     def _settle(self) -> None:
-        for loss in list(self._running):
+        """Wait for all pending steps. Raises their errors."""
+        for loss in list(self._pending):
             if not loss.was_read:
                 loss.tensor()
 
     def _read(self, loss: Loss) -> None:
-        """Wait for it before another step; a failure that nobody has read is raised here."""
+        """Wait for a pending step before another one. Raises its error if it was not read."""
         try:
             if not loss.was_read:
                 loss.tensor()
@@ -461,8 +462,8 @@ class TrainStep:
             raise
         finally:
             with CALL_LOCK:
-                if loss.was_read and self._running and self._running[0] is loss:
-                    self._running.popleft()
+                if loss.was_read and self._pending and self._pending[0] is loss:
+                    self._pending.popleft()
 
 
 def _read_loss(loss: object) -> None:
@@ -471,7 +472,8 @@ def _read_loss(loss: object) -> None:
 
 
 def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
-    """The schedule for the model's stages."""
+    """Return the schedule for the model's stages. Raises PlanningError if the schedule returns a
+    grid of another size."""
     stages = model.stage_plan
     ranks = model.mesh.axis_size(stages.axis) if stages.axis else 1
     grid = schedule.grid(stages.num_stages, ranks)
@@ -490,9 +492,10 @@ def grid_of(schedule: Schedule, model: ParallelModule) -> Grid:
 
 def _refuse_gradients_of_arguments(call: BoundCall) -> None:
     """Raise PlanningError for an argument that requires grad: the step does not set its `grad`."""
-    leaves = enumerate(call.leaves)
-    of = (i for i, x in leaves if isinstance(x, torch.Tensor | TensorSpec) and x.requires_grad)
-    if (index := next(of, None)) is None:
+    tensors = (
+        (i, x) for i, x in enumerate(call.leaves) if isinstance(x, torch.Tensor | TensorSpec)
+    )
+    if (index := next((i for i, x in tensors if x.requires_grad), None)) is None:
         return
     name = call.leaf_names()[index]
     raise PlanningError(
@@ -504,13 +507,14 @@ def _refuse_gradients_of_arguments(call: BoundCall) -> None:
     )
 
 
-def _held(value: Any) -> Callable[[], Any]:
-    """What gives an argument again; a tensor as long as somebody else has it."""
+def _reference(value: Any) -> Callable[[], Any]:
+    """Return a function that returns the value, or None for a tensor that no longer exists."""
     return weakref.ref(value) if isinstance(value, torch.Tensor) else lambda: value
 
 
 def gradient_specs(planned: Planned) -> dict[str, TensorSpec]:
-    """Parameter name to the spec under which its gradient ends, on the user's mesh."""
+    """Return the spec of each gradient at the end of the program, on the user's mesh, by the name
+    of the parameter."""
     return {
         str(o.of): on_stage(planned.plan, o.spec, o.values[0][0])
         for o in planned.plan.outputs

@@ -1,12 +1,11 @@
-"""Accelerate's wrapper of an optimizer.
+"""Support for an optimizer that Hugging Face Accelerate has wrapped.
 
     torchs_own(accelerator.prepare(adamw))       # adamw
     with accelerator.accumulate(net):            # gradient_accumulation_steps=4
         step(x, y)                               # PlanningError: an update at each micro-step
 
-A wrapper of the exact class is taken off: its step steps the optimizer that it has, and that trains
-here. Any other wrapper may do more in its step. A wrapper does not step while accelerate
-accumulates gradients, as transformers' Trainer has it do, too.
+Only a wrapper of exactly Accelerate's class is removed; another class may do more in its step. The
+wrapper's step does nothing while Accelerate accumulates gradients, which a `TrainStep` cannot do.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _OPTIMIZER = torch.optim.Optimizer | None
 
 
 def torchs_own(optimizer: Any) -> Any:
-    """The optimizer in accelerate's wrapper; anything else as it is."""
+    """Return the optimizer in Accelerate's wrapper, or the argument itself if it is not wrapped."""
     accelerate = sys.modules.get("accelerate.optimizer")
     if accelerate is not None and type(optimizer) is accelerate.AcceleratedOptimizer:
         return optimizer.optimizer
@@ -30,14 +29,14 @@ def torchs_own(optimizer: Any) -> Any:
 
 
 def checked_optional(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer, or None. PlanningError unless it is one."""
+    """Return the unwrapped optimizer, or None. Raises PlanningError for another object."""
     fix = "pass the optimizer itself, or leave it out"
     check_kind("the optimizer", optimizer, _OPTIMIZER, "a torch.optim optimizer or None", fix)
     return torchs_own(optimizer)
 
 
 def refuse_accumulation(wrapper: Any) -> None:
-    """PlanningError where the wrapper's own step would do nothing but wait for more gradients."""
+    """Raise PlanningError while Accelerate accumulates gradients."""
     if not wrapper.gradient_state.sync_gradients:
         raise PlanningError(
             "accelerate is accumulating gradients, and a step updates each time that it is "
