@@ -383,7 +383,7 @@ class TrainStep:
             batch = tuple(reference() for reference in references)
             if any(value is None for value in batch):
                 raise PlanningError(
-                    f"profile({n}) has no batch, and the batch of the last step no longer exists.\n"
+                    f"profile({n}) has no batch, and the batch of the last step is gone.\n"
                     f"fix: step.profile({n}, *batch)"
                 )
         session = session_for(self.model.mesh)
