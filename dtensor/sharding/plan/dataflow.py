@@ -1,13 +1,12 @@
-"""The program that the planner places: inputs, ops in order, outputs; no placements yet.
+"""`Dataflow`: the planner's input, a program as inputs, ops and outputs, without placements.
 
     Dataflow(inputs=(Input("x", ...), Input("w1", ..., kind="parameter")),
              ops=(Op(name="h", call=mm, operands=("x", "w1"), results=("h",), ...),),
              outputs=(Output("h", "result", 0),))
 
-The frontend makes it from a captured graph. Values are named; each name is defined once, before
-its uses. Ops that return several tensors define several values.
-
-Invariants are checked by `Dataflow.verify`. It knows no mesh and no torch.fx.
+The frontend makes it from a captured graph. A value has a name, which is defined once, before its
+uses; an op that returns several tensors defines several values. `Dataflow.verify` checks this. A
+Dataflow does not depend on a mesh or on torch.fx.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """A value that the program starts from; ``label`` is the user's name for it."""
+    """An input of the program; ``label`` is the user's name for it."""
 
     name: str
     meta: Meta
@@ -41,8 +40,12 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion:
-    """A composite op as simpler calls, each of one result. Values are numbered: the op's operands,
-    then the results of the calls; ``results`` are the numbers of the op's own (None: not made)."""
+    """A composite op written as simpler calls of one result each.
+
+    Values are numbered: first the op's operands, then the results of the calls in order.
+    ``operands``: the numbers of the values that each call reads; ``results``: the numbers of the
+    composite op's results (None for a result that it does not make).
+    """
 
     calls: tuple[OpCall, ...]
     operands: tuple[tuple[int, ...], ...]
@@ -51,7 +54,8 @@ class Expansion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One op: its call, the names of its operands and results, and where it came from."""
+    """One op: its call, the names of its operands and results, and its place in the user's
+    code."""
 
     name: str
     call: OpCall
@@ -61,22 +65,23 @@ class Op:
     source: str = ""  # "mlp.py:14"
     source_text: str = ""
     module: str = ""
-    calls: tuple[str, ...] = ()  # of modules around it, outermost first: "blocks.0", "norm@1"
-    checkpoint: int | None = None  # the number of the torch.utils.checkpoint that runs it
+    calls: tuple[str, ...] = ()  # enclosing module calls, outermost first: "blocks.0", "norm@1"
+    checkpoint: int | None = None  # the number of the torch.utils.checkpoint around the op
     stage: int = 0
-    # of a composite op: writes the call out, where it can; it follows from the call
+    # for a composite op: expands its call if possible; not compared, as it follows from the call
     expand: Callable[[OpCall], Expansion | None] | None = field(
         default=None, compare=False, repr=False
     )
-    over_batch: bool = False  # a composite op that takes statistics over the batch
-    # links a backward op to its forward op; counted by the process, so not compared
+    over_batch: bool = False  # whether it is a composite op that takes statistics over the batch
+    # equal for a backward op and its forward op; a counter of the process, so not compared
     seq: int | None = field(default=None, compare=False)
-    copy_of: str | None = None  # the op that this one repeats on another stage
+    copy_of: str | None = None  # the name of the op that this op repeats on another stage
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """``of``: the index of a user result, the label of the input a gradient belongs to."""
+    """An output of the program. ``of``: the index of a result, or the label of the input that a
+    gradient or mutation belongs to."""
 
     value: str
     kind: OutputKind
@@ -86,12 +91,14 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Dataflow:
+    """A program: its inputs, its ops in order, and its outputs."""
+
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
     outputs: tuple[Output, ...]
     num_stages: int = 1
-    recognised: tuple[Recognised, ...] = ()  # in the order of the program, before its backward
-    autocast: tuple[str, ...] = ()  # the lists of ops that its casts follow: "cuda, bf16"
+    recognised: tuple[Recognised, ...] = ()  # in the order of the forward
+    autocast: tuple[str, ...] = ()  # device and dtype of each autocast: "cuda, bf16"
 
     def __repr__(self) -> str:
         num = f"inputs: {len(self.inputs):,}, ops: {len(self.ops):,}"
@@ -99,7 +106,7 @@ class Dataflow:
 
     @cached_property
     def metas(self) -> dict[str, Meta]:
-        """Value name to global shape and dtype."""
+        """The global shape and dtype of each value, by name."""
         metas = {item.name: item.meta for item in self.inputs}
         for op in self.ops:
             for name, meta in zip(op.results, op.call.results, strict=True):
@@ -113,7 +120,8 @@ class Dataflow:
 
     @cached_property
     def consumers(self) -> dict[str, tuple[tuple[Op, int], ...]]:
-        """Value name to the (op, operand index) pairs that read it, in program order."""
+        """For each value that is read, the (op, operand index) pairs that read it, in program
+        order."""
         readers: dict[str, list[tuple[Op, int]]] = {}
         for op in self.ops:
             for index, name in enumerate(op.operands):
@@ -122,11 +130,11 @@ class Dataflow:
 
     @cached_property
     def batch_values(self) -> frozenset[str]:
-        """Every value that depends on an argument of the program."""
+        """The values that depend on an argument of the program."""
         return self.depending("argument", "tangent")
 
     def depending(self, *kinds: InputKind) -> frozenset[str]:
-        """Every value that depends on an input of one of these kinds, those inputs included."""
+        """Return the inputs of these kinds and all values that depend on them."""
         values = {item.name for item in self.inputs if item.kind in kinds}
         for op in self.ops:
             if not values.isdisjoint(op.operands):
@@ -134,7 +142,7 @@ class Dataflow:
         return frozenset(values)
 
     def pruned(self, outputs: tuple[Output, ...]) -> Dataflow:
-        """The program with these outputs alone, without what only others needed."""
+        """Return the program with only these outputs and the ops that they need."""
         needed = {output.value for output in outputs}
         ops: list[Op] = []
         for op in reversed(self.ops):
@@ -144,7 +152,7 @@ class Dataflow:
         return replace(self, ops=tuple(reversed(ops)), outputs=outputs)
 
     def verify(self) -> None:
-        """AssertionError where a value is used before its definition or defined twice."""
+        """Raise AssertionError if a value is defined twice or used before its definition."""
         defined = [item.name for item in self.inputs]
         seen = set(defined)
         assert len(seen) == len(defined), "an input name occurs twice"
@@ -164,20 +172,21 @@ class Dataflow:
 
 
 def layer_group(op: Op, flow: Dataflow) -> Hashable:
-    """Equal for the same op of repeated layers; the op's own name for what is not repeated.
+    """Return a key that is equal for the same op of repeated layers; the op's name if the op is not
+    in a repeated layer.
 
-    Layers make one choice, so that a model of any depth is solved at the size of one. Two ops are
-    alike where their module paths differ in numbers alone and their calls are equal. A sum of
-    gradients stands in no module; it is told by the modules whose gradients it adds.
+    The planner makes one choice for each group, so the problem size does not grow with the number
+    of layers. Ops are in one group if their calls are equal and their module paths differ only in
+    numbers. A sum of gradients belongs to no module; the modules whose gradients it adds count.
     """
-    inside = (without_numbers(op.module),)
-    if inside == (op.module,):
-        adds = op.phase == "backward" and not op.module
-        inside = _operand_modules(op, flow) if adds else ()
-        if not any("*" in path for path in inside):
+    paths = (without_numbers(op.module),)
+    if paths == (op.module,):
+        sums_gradients = op.phase == "backward" and not op.module
+        paths = _operand_modules(op, flow) if sums_gradients else ()
+        if not any("*" in path for path in paths):
             return op.name
     call = op.call
-    return (inside, op.phase, op.source, call.name, call.operands, call.results, repr(call.args))
+    return (paths, op.phase, op.source, call.name, call.operands, call.results, repr(call.args))
 
 
 def _operand_modules(op: Op, flow: Dataflow) -> tuple[str, ...]:
@@ -186,5 +195,6 @@ def _operand_modules(op: Op, flow: Dataflow) -> tuple[str, ...]:
 
 
 def without_numbers(path: str) -> str:
-    """``blocks.*.norm1`` of ``blocks.3.norm1``: a layer's number goes, a number in a name stays."""
+    """Replace the layer numbers of a module path by ``*``: ``blocks.3.norm1`` becomes
+    ``blocks.*.norm1``."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))

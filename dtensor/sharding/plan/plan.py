@@ -1,16 +1,10 @@
-"""A Plan: every placement and every collective decided; its cost, memory and text.
+"""`Plan`: the decided placements and collectives of a program, with its cost, memory and text.
 
-    plan.collectives      each reduction, gather, exchange and transfer, as data; prints a table
-    plan.memory           bytes per rank of each stage, by kind; prints a table
-    plan.cost             predicted seconds of a step
-    plan.regions          recomputed regions; plan.plain is the plan without recomputation
-    plan.explain("h")     why a value has its placement, why each collective on it is there
-    plan.recognised()     patterns of ops that the plan has as one op
-    print(plan)           one step a line, repeated layers once; plan.text(full=True) has all
-    plan.summary()        a summary in 25 lines
-    plan.save("p.html")   a page of it, for a browser
+    plan.collectives, plan.memory, plan.cost     data; the first two print as tables
+    print(plan), plan.summary(), plan.explain("h"), plan.save("plan.html")
 
-The decisions are its record (record.py); all else follows from that.
+The decisions are the fields of `PlanRecord` (record.py); a `Plan` derives everything else from
+them.
 """
 
 from __future__ import annotations
@@ -74,19 +68,21 @@ class StageMemory(tuple[Memory, ...]):
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Plan(PlanRecord):
-    """The result of ``step.plan(...)``, ``f.plan(...)`` and ``gen.plan(...)``: every placement and
-    every collective of a program, decided, with its price. It prints one step a line.
+    """The result of ``step.plan(...)``, ``f.plan(...)`` and ``gen.plan(...)``: the placement of
+    every value and every collective of a program, with their predicted cost. A plan prints one step
+    per line.
 
-    ``name``, ``mesh``, ``num_stages``, ``num_microbatches``, ``topology`` and ``schedule`` are the
-    facts it was made for; ``inputs``, ``steps`` and ``outputs`` are records with a name and a
-    ``spec``. ``regions``: the recomputed regions, ``plain``: the plan without recomputation, or
-    None. ``zero``: the axis over which state is stored split, and the level, or None.
+    ``name``, ``mesh``, ``num_stages``, ``num_microbatches``, ``topology`` and ``schedule`` are
+    inputs of planning. ``inputs``, ``steps`` and ``outputs`` are records with a name and a
+    ``spec``. ``regions``: the recomputed regions. ``plain``: the plan without recomputation, or
+    None. ``zero``: (the axis over which state is stored split, the ZeRO level), or None.
     """
 
     plain: Plan | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, record: PlanRecord) -> Plan:
+        """Return the plan with the decisions of ``record``."""
         plain = None if record.plain is None else cls.of(record.plain)
         values: dict[str, Any] = {f.name: getattr(record, f.name) for f in fields(record)}
         values["plain"] = plain
@@ -94,85 +90,95 @@ class Plan(PlanRecord):
 
     @cached_property
     def collectives(self) -> Collectives:
-        """Every step that communicates, in program order: ``kind``, ``axis``, ``dtype``,
-        ``bytes_sent`` per rank and time, ``times``, ``phase`` ("forward", "backward", "optimizer"),
-        ``stage``, ``name`` of the result, ``source``: the user's line. A tuple, which prints as a
-        table."""
+        """Every message of the plan in program order, as a tuple that prints as a table.
+
+        Each has its ``kind``, ``axis``, ``dtype``, ``bytes_sent`` (per rank and execution),
+        ``times`` (executions per training step), ``phase`` ("forward", "backward", "optimizer"),
+        ``stage``, ``name`` (of the result) and ``source`` (the user's line).
+        """
         return Collectives(all_collectives(self))
 
     @cached_property
     def totals(self) -> PlanTotals:
-        """The totals of the plan: all text and comparisons of plans take their figures from
-        here."""
+        """The totals of the plan, from which all texts and comparisons take their figures."""
         return PlanTotals(self)
 
     @cached_property
     def index(self) -> PlanIndex:
-        """The plan by the names of its values, for `explain`."""
+        """The steps and inputs of the plan indexed by value name, for `explain`."""
         return PlanIndex(self)
 
     @property
     def memory(self) -> StageMemory:
-        """By stage, bytes of its fullest rank: ``parameters``, ``gradients``, ``optimizer``,
-        ``masters``, ``activations`` and others, which do not all exist at once; ``total``: the most
-        at once. A tuple, which prints as a table."""
+        """For each stage, the memory of its fullest rank in bytes; a tuple that prints as a table.
+
+        ``parameters``, ``gradients``, ``optimizer``, ``masters``, ``activations`` and others do
+        not all exist at the same time; ``total`` is the peak.
+        """
         return StageMemory(self.totals.stage_memory)
 
     @property
     def cost(self) -> Cost:
-        """Predicted ``seconds`` of a step, as in `simulate`, of the slowest rank: its
-        ``compute_seconds``, ``communication_seconds``, which are its waits for messages in flight,
-        ``waiting_seconds`` for other ranks, and ``host_wait_seconds`` for the controller's call and
-        for launches; ``host_bound``: whether launches take longer than the device. For a pipeline,
-        ``bubble`` is the fraction in which its ranks wait for other stages."""
+        """The predicted ``seconds`` of a step on the slowest rank, as `simulate` predicts them.
+
+        They are the sum of ``compute_seconds``, ``communication_seconds`` (waits for messages in
+        flight), ``waiting_seconds`` (waits for other ranks) and ``host_wait_seconds`` (waits for
+        the controller's call and for launches). ``host_bound``: whether launches take longer than
+        the device's work. ``bubble``: the fraction of a pipeline's time in which its ranks wait for
+        other stages.
+        """
         return self.totals.cost
 
     @property
     def stages(self) -> dict[str, list[list[str]]]:
-        """The stages that "auto" chose, as `parallelize` takes them; {} if it chose none."""
+        """The stages that ``stages="auto"`` chose, in the form that `parallelize` accepts; {} if
+        stages were not chosen automatically."""
         if self.stage_axis is None or not self.auto:
             return {}
         return {self.stage_axis: [list(patterns) for patterns in self.auto]}
 
     def explain(self, name: str) -> str:
-        """Why the value ``name`` has its placement, and the reason for each collective on it.
+        """Return why the value ``name`` has its placement, and the reason for each collective on
+        it.
 
-        PlanningError, with near names, where there is no such value or parameter.
+        Raises PlanningError, which lists similar names, if no value or parameter has this name.
         """
         return self.index.explain(name)
 
     def rounding(self) -> str:
-        """A bound on the effect of each reduction's order."""
+        """Return a table of rounding bounds: how much the order of each reduction can change its
+        result."""
         return rounding_text(self)
 
     def recognised(self) -> str:
-        """Which attentions, norms, rotations and gates of the program became one op, by module; and
-        which are left unchanged, with the reason."""
-        from dtensor.sharding.plan.text.recognised import recognised_text  # seldom asked for
+        """Return a table of the attentions, norms, rotations and gates of the program, by module:
+        which became one op, and which stayed unchanged, with the reason."""
+        from dtensor.sharding.plan.text.recognised import recognised_text  # rarely needed
 
         return recognised_text(self.flow.recognised)
 
     def verify(self) -> None:
-        """AssertionError where the plan contradicts itself; every plan is verified when made."""
+        """Raise AssertionError if the plan contradicts itself. Planning verifies every plan."""
         verify(self)
 
     def text(self, *, full: bool = False) -> str:
-        """The text of `print`, with equal layers only once; ``full``: each layer, each step."""
+        """Return the text that `print` shows, in which equal layers appear once. With ``full``,
+        every step of every layer appears."""
         labels = (*(i.label for i in self.inputs), *(op.module for op in self.flow.ops))
         layered = any(without_numbers(label) != label for label in labels)
         return render_folded(self.totals) if layered and not full else render(self.totals)
 
     def summary(self) -> str:
-        """At most 25 lines: splits, messages and memory, the longest steps, seconds, and their
-        hardware."""
+        """Return at most 25 lines: splits, messages, memory, the longest steps, predicted seconds,
+        and the hardware assumed."""
         return summary_text(self.totals)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan as one HTML file, which opens from disk and loads nothing: modules, steps,
-        each collective with its reason, shards by rank, memory and timeline.
+        """Write the plan as a self-contained HTML file: modules, steps, each collective with its
+        reason, shards by rank, memory and timeline.
 
-        Returns the written path. PlanningError for a path that does not end in .html, or is in a
-        folder that does not exist.
+        Returns the written path. Raises PlanningError if the path does not end in .html, or if its
+        folder does not exist.
         """
         return SAVE_PLAN.get()(self, path)
 
@@ -180,5 +186,5 @@ class Plan(PlanRecord):
         return self.text()
 
     def _repr_html_(self) -> str:
-        """The summary, and the text by its parts, each folded."""
+        """Return the summary, followed by the sections of the text, each collapsed."""
         return summary_html(self.totals) + html_folded(self.text())

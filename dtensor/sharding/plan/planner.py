@@ -1,9 +1,9 @@
-"""The planner: from a Dataflow, a mesh and pins to a Plan, by the passes that `plan` names.
+"""The planner: turns a Dataflow, a mesh and pins into a Plan by running the planning passes.
 
     plan(Request(flow=..., mesh=Mesh(tp=2), pins={"up_weight": {"tp": Shard(0)}}, ...)) -> Plan
 
-Planning is pure: the same request gives the same plan, and changes nothing. Every error is raised
-here, before anything runs.
+Planning is pure: the same request gives the same plan, and nothing is modified. Every planning
+error is raised before anything runs.
 """
 
 from __future__ import annotations
@@ -43,55 +43,62 @@ _RESHAPES = ("aten.reshape.default", "aten.view.default", "aten._unsafe_view.def
 
 @collector_paused()
 def plan(request: Request) -> Plan:
-    """Decide every placement and collective. With search="free" the plan that follows the pins is a
-    candidate too, and the cheapest by the printed prediction is taken. Raises PlanningError."""
-    candidates = [_planned(request)]
+    """Return the plan of the request, with every placement and collective decided.
+
+    With search="free", the plan of search="predictable" is a candidate too; the one with the least
+    predicted seconds is returned. Raises PlanningError if there is no plan.
+    """
+    candidates = [_candidate(request)]
     if request.search == "free":
-        candidates.append(_planned(replace(request, search="predictable")))
-    planned = min(candidates, key=lambda found: PlanTotals(found).cost.seconds)
-    verify(planned)
-    return Plan.of(planned)
+        candidates.append(_candidate(replace(request, search="predictable")))
+    cheapest_plan = min(candidates, key=lambda candidate: PlanTotals(candidate).cost.seconds)
+    verify(cheapest_plan)
+    return Plan.of(cheapest_plan)
 
 
-def _planned(request: Request) -> PlanRecord:
-    flow = trained(request)
+def _candidate(request: Request) -> PlanRecord:
+    flow = training_flow(request)
     if any(op.expand is not None for op in flow.ops):
         split = request.search != "free"
-        planned = cheapest(flow, lambda flow: placed(request, flow), keep_split=split)
+        planned = cheapest(flow, lambda flow: plan_flow(request, flow), keep_split=split)
     else:
-        planned = placed(request, flow)
+        planned = plan_flow(request, flow)
     if request.recompute or any(op.checkpoint is not None for op in flow.ops):
         planned = recomputed(planned, request.recompute)
     return finished(planned, request)
 
 
-def trained(request: Request) -> Dataflow:
-    """The program that runs: parameters outside the optimizer are frozen, so no gradient of them
-    is made; a gradient is cast by what reduces it."""
+def training_flow(request: Request) -> Dataflow:
+    """Return the program that runs: without gradients of parameters that the optimizer does not
+    train, and without the casts of gradients that their reduction makes (`uncast`)."""
     flow = request.flow
     if request.training is None:
         return flow
     trained = request.training.trained
-    kept = (o for o in flow.outputs if o.kind != "gradient" or o.of in trained)
-    pruned = flow.pruned(tuple(kept))
+    outputs = (o for o in flow.outputs if o.kind != "gradient" or o.of in trained)
+    pruned = flow.pruned(tuple(outputs))
     return uncast(pruned, rules_of(pruned))
 
 
-def placed(request: Request, flow: Dataflow) -> PlanRecord:
-    """Axis after axis in mesh order, the microbatch axis last, each chosen exactly given those
-    before it; then the steps, with the conversions that connect them."""
+def plan_flow(request: Request, flow: Dataflow) -> PlanRecord:
+    """Choose strategies axis by axis, then emit the steps and the conversions between them.
+
+    The axes are chosen in mesh order, the microbatch axis last. The choice on each axis is optimal
+    given the axes before it.
+    """
     request = replace(request, flow=flow)
     inner, rules = inner_mesh(request), rules_of(flow)
     axis_problem = axis_problem_of(request, inner, rules)
-    done: list[AxisChoice] = []
+    choices: list[AxisChoice] = []
     for axis in inner.axes:
         if inner.axis_size(axis) > 1:
-            done.append(choose_axis(axis_problem, axis, done))
-    return emit(request, inner, rules, done)
+            choices.append(choose_axis(axis_problem, axis, choices))
+    return emit(request, inner, rules, choices)
 
 
 def finished(plan: PlanRecord, request: Request) -> PlanRecord:
-    """The last passes over the steps; the plan without recomputation goes the same way."""
+    """Return the plan after the last passes: gathers of stored parameters, writes to state, and
+    the schedule. ``plan.plain`` gets the same passes."""
     plain = None if plan.plain is None else finished(plan.plain, request)
     if request.stores_split:
         plan = gather_stored(plan)
@@ -105,7 +112,7 @@ def finished(plan: PlanRecord, request: Request) -> PlanRecord:
 
 
 def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
-    """The plan with the schedule that it runs under: what is held at a time, how long it takes."""
+    """Return the plan with its schedule and the number of microbatches in flight."""
     return replace(
         plan,
         timetable=timetable,
@@ -115,8 +122,11 @@ def scheduled(plan: PlanRecord, timetable: Timetable) -> PlanRecord:
 
 
 def rules_of(flow: Dataflow) -> dict[str, Rule]:
-    """The rule of every op by op name. Raises NoRule, and PlanningError for dtypes that do not go
-    together, with the user's line."""
+    """Return the rule of every op by op name.
+
+    Raises NoRule for an op without a rule, and PlanningError for operands whose dtypes the op does
+    not take together; both name the user's line.
+    """
     rules: dict[str, Rule] = {}
     for op in flow.ops:
         try:
@@ -126,18 +136,21 @@ def rules_of(flow: Dataflow) -> dict[str, Rule]:
             where = f"\n  {op.source}: {op.source_text}" if op.source else ""
             raise NoRule(f"{fact}{where}\n{fix}") from error.__cause__
         if not accepts(rules[op.name].dtypes, tuple(meta.dtype for meta in op.call.operands)):
-            raise _mixed(flow, op, rules)
+            raise _mixed_dtypes(flow, op, rules)
         if op.call.name in _RESHAPES:
             rules[op.name] = _with_repeats(flow, op, rules[op.name])
     return rules
 
 
 def _with_repeats(flow: Dataflow, op: Op, rule: Rule) -> Rule:
-    """The rule of a view, with the fallback of `of_repeat` where it joins heads that an expand
-    repeated, or splits the gradient of such heads, which is then summed over the repeats."""
-    maker = flow.producers.get(op.operands[0])
-    if maker is not None and maker.call.name == "aten.expand.default":
-        before, after = maker.call.operands[0].shape, maker.call.result.shape
+    """Return the view's rule, with the fallback of `of_repeat` if the view handles repeated heads.
+
+    Two views do: one that joins heads which an expand repeated (grouped-query attention), and, in
+    the backward, one that splits the gradient of such heads before the sum over the repeats.
+    """
+    producer = flow.producers.get(op.operands[0])
+    if producer is not None and producer.call.name == "aten.expand.default":
+        before, after = producer.call.operands[0].shape, producer.call.result.shape
         repeats = [i for i in range(1, len(before)) if before[i] == 1 != after[i]]
         if len(before) == len(after) and len(repeats) == 1:
             return of_repeat(rule, repeats[0], splits=False)
@@ -150,40 +163,43 @@ def _with_repeats(flow: Dataflow, op: Op, rule: Rule) -> Rule:
     return rule
 
 
-def _mixed(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
-    """For operands of dtypes that the op's kernels do not take together."""
+def _mixed_dtypes(flow: Dataflow, op: Op, rules: Mapping[str, Rule]) -> PlanningError:
+    """Return the error for operands whose dtypes the op's kernels do not take together."""
     labels = {item.name: item.label for item in flow.inputs}
-    metas: dict[str, Meta] = {}  # by the user's name; of a view, what it looks at
+    metas: dict[str, Meta] = {}  # by the user's name; a view counts as the value that it views
     for name in op.operands:
-        while (maker := flow.producers.get(name)) is not None and rearranges(
-            maker, rules[maker.name]
+        while (producer := flow.producers.get(name)) is not None and rearranges(
+            producer, rules[producer.name]
         ):
-            (name,) = maker.operands
+            (name,) = producer.operands
         metas[labels.get(name, name)] = flow.metas[name]
-    kinds = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"}
-    alike = len({dtype for dtype in kinds if dtype.is_floating_point}) < 2
+    parameter_dtypes = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"}
+    one_dtype = len({dtype for dtype in parameter_dtypes if dtype.is_floating_point}) < 2
     widest = reduce(torch.promote_types, (meta.dtype for meta in metas.values()))
-    given = " and ".join(sorted({dtype_name(meta.dtype) for meta in metas.values()}))
+    dtype_names = " and ".join(sorted({dtype_name(meta.dtype) for meta in metas.values()}))
     floats = all(meta.dtype.is_floating_point for meta in metas.values())
-    other = next((name for name, meta in metas.items() if meta.dtype != widest), "one of them")
-    fix = f"make {other} {dtype_name(widest)}, as with .to({widest})"
-    fix = fix if alike else "call model.float() (its parameters have several dtypes)"
+    narrower = next((name for name, meta in metas.items() if meta.dtype != widest), "one of them")
+    fix = f"make {narrower} {dtype_name(widest)}, as with .to({widest})"
+    fix = fix if one_dtype else "call model.float() (its parameters have several dtypes)"
     fix += ", or run it under torch.autocast" if floats and widest != torch.float64 else ""
     return PlanningError(
         "\n".join(
             [
-                f"{op.call.name} does not take {given} together.",
+                f"{op.call.name} does not take {dtype_names} together.",
                 *(f"  {name}: {meta}" for name, meta in metas.items()),
                 *([f"  {op.source}: {op.source_text}"] if op.source else []),
-                _other_batch(flow, metas) or f"fix: {fix}",
+                _argument_cast_fix(flow, metas) or f"fix: {fix}",
             ]
         )
     )
 
 
-def _other_batch(flow: Dataflow, metas: Mapping[str, Meta]) -> str:
-    """Return the fix if an argument of another dtype meets parameters of float32, or if the batch
-    is float64, which numpy makes by default. ``metas``: the operands."""
+def _argument_cast_fix(flow: Dataflow, metas: Mapping[str, Meta]) -> str:
+    """Return the fix that casts an argument, or "" if another fix is needed.
+
+    It applies if float32 parameters meet an argument of another dtype, or if the batch is float64,
+    numpy's default. ``metas``: the op's operands by the user's names.
+    """
     dtypes = {meta.dtype for meta in metas.values()}
     parameters = {flow.metas[i.name].dtype for i in flow.inputs if i.kind == "parameter"} & dtypes
     if parameters != {torch.float32}:

@@ -1,29 +1,13 @@
-"""The dtype of sums: those of narrow floats (bf16, f16) are kept in float32, without extra bytes
-sent.
+"""The dtypes of partial sums: sums of narrow floats (bf16, f16) over ranks are computed in float32.
 
-    local product           bf16[64,64]{sum@dp}     torch's kernel, rounded to 16 bits
-    reduce_scatter over dp  f32[64@dp,64]           16 bits sent, folded in float32, left there
+    local product           bf16[64,64]{sum@dp}     each rank's kernel rounds its part to 16 bits
+    reduce_scatter over dp  f32[64@dp,64]           sends 16 bits, adds in float32
+    local mean              f32[4]{sum@dp}          of bf16[64@dp,4]: the part stays in float32
+    all_reduce over dp      bf16[4]                 sends 32 bits, adds in float32, rounds once
 
-A rank's part of a product that placements split is the result of its kernel: float32 inside,
-rounded to 16 bits at the end, and sent in 16 bits. Every reduction folds those parts in float32. An
-activation is then rounded to its dtype, once; so is a result. A gradient that is reduced, or summed
-over microbatches, stays in float32 until the optimizer reads it: parts are exact in float32, so
-sending them in 16 bits gives the bits that sending them in 32 would. For the same reason the cast
-that ends a gradient under autocast (bf16, of a float32 parameter) is left to its reduction.
-
-    local mean              f32[4]{sum@dp}          of bf16[64@dp,4]
-    all_reduce over dp      bf16[4]                 32 bits sent, folded in float32, rounded
-
-Reductions (sums, means, norms, losses) make few numbers of many: a rank's part of them stays in
-float32, and so do values linear in it, until it is summed (`left_in_float32`). One device rounds
-such a sum once, and so do ranks. The exception is a part that an op with 16-bit operands reads.
-
-Master weights: parameters of 16 bits, which programs read and ranks gather, and a float32 copy with
-the optimizer's state, which the optimizer updates; after each step a parameter is its copy, rounded
-(Micikevicius et al. 2018, arXiv:1710.03740; Megatron's main parameters).
-
-Not here: autocast, which is the program's own (frontend/capture/autocast.py); the fold
-(daft/run/transport.py).
+A reduced activation is rounded to its dtype. A reduced gradient stays in float32 until the
+optimizer reads it; the cast of a gradient to float32 is left to its reduction (`uncast`). Parts of
+reductions (sums, means, norms, losses) are small and stay in float32 (`left_in_float32`).
 """
 
 from __future__ import annotations
@@ -41,20 +25,22 @@ from dtensor.sharding.spec.placements import PARTIAL, Partial
 from dtensor.sharding.spec.spec import TensorSpec
 
 Chosen = Sequence[Mapping[str, Strategy]]
-"""By axis, the strategy of each op."""
+"""For each axis, the strategy of each op by name."""
 
 
 def accumulated(spec: TensorSpec) -> TensorSpec:
-    """The spec of a sum of such values."""
+    """Return the spec of a sum of values with this spec: float32 if they are narrow floats."""
     return replace(spec, dtype=torch.float32) if is_narrow(spec.dtype) else spec
 
 
 def uncast(flow: Dataflow, rules: Mapping[str, Rule]) -> Dataflow:
-    """The program without the casts from 16 bits to float32 that end its gradients.
+    """Return the program without the final casts of gradients from 16 bits to float32.
 
-    The reduction makes the cast, or the optimizer if there is none.
+    Autocast produces such casts. The reduction of the gradient makes the cast instead, or the
+    optimizer if the gradient is not reduced. 16-bit parts are exact in float32, so the result is
+    the same to the bit.
     """
-    renamed: dict[str, str] = {}  # operand of a cast to the gradient that it makes
+    renamed: dict[str, str] = {}  # the operand of such a cast to the gradient that it makes
     for output in flow.outputs:
         op = flow.producers.get(output.value)
         if output.kind == "gradient" and op is not None and _ends_in_cast(flow, rules, op):
@@ -68,12 +54,13 @@ def uncast(flow: Dataflow, rules: Mapping[str, Rule]) -> Dataflow:
 
 
 def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
-    """Whether the op is such a cast, and its operand and result have no other readers."""
+    """Whether the op casts 16 bits to float32, its operand has no other reader, and its result is
+    one output and nothing else."""
     if rules[op.name].kind != "cast" or len(op.operands) != 1:
         return False
     (operand,), (result,) = op.operands, op.results
     meta = op.call.results[0]
-    read = [o.value for o in flow.outputs].count
+    num_outputs = [o.value for o in flow.outputs].count
     return (
         result is not None
         and meta is not None
@@ -82,12 +69,12 @@ def _ends_in_cast(flow: Dataflow, rules: Mapping[str, Rule], op: Op) -> bool:
         and operand in flow.producers
         and len(flow.consumers[operand]) == 1
         and result not in flow.consumers
-        and (read(result), read(operand)) == (1, 0)
+        and (num_outputs(result), num_outputs(operand)) == (1, 0)
     )
 
 
 def widened(path: Sequence[Move]) -> tuple[Move, ...]:
-    """The path, with its first reduction, and all later moves, in float32."""
+    """Return the path with its first reduction and all later moves in float32."""
     moves: list[Move] = []
     for move in path:
         src = moves[-1].dst if moves else move.src
@@ -100,8 +87,8 @@ def widened(path: Sequence[Move]) -> tuple[Move, ...]:
 
 
 def rounded(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...]:
-    """The path of a value of ``dtype`` whose parts are float32: it has its dtype once it is no
-    longer a sum of parts."""
+    """Return the path of a value whose parts are float32: the value becomes ``dtype`` with the move
+    after which it is no longer partial."""
     moves: list[Move] = []
     for move in path:
         src = moves[-1].dst if moves else move.src
@@ -111,64 +98,69 @@ def rounded(path: Sequence[Move], dtype: torch.dtype) -> tuple[Move, ...]:
 
 
 def is_part(spec: TensorSpec) -> bool:
-    """Whether each rank has its part of a sum."""
+    """Whether each rank has a part of a sum."""
     return PARTIAL in spec.placements
 
 
 def left_in_float32(
-    flow: Dataflow, rules: Mapping[str, Rule], chosen: Chosen, whole: Container[str]
+    flow: Dataflow, rules: Mapping[str, Rule], chosen: Chosen, excluded: Container[str]
 ) -> frozenset[str]:
-    """The 16-bit values whose parts are made in float32, if all readers of such parts can take
-    them.
+    """Return the 16-bit values whose parts are left in float32 until they are summed.
 
-    ``whole``: those whose parts are read with their own dtype when the program ends.
+    An op makes such parts if its kernel can (``rule.parts`` is callable), or if it passes on parts
+    that it reads. All readers of the parts must accept float32. ``excluded``: values that may still
+    be partial when the program ends, so that their parts keep their dtype.
     """
     candidates: dict[str, Op] = {}
     for op in flow.ops:
-        makes = rules[op.name].parts is not None or rules[op.name].kind == "view"
-        (value, *more), metas = op.results, op.call.results
-        if not makes or more or value is None or value in whole or metas[0] is None:
+        supported = rules[op.name].parts is not None or rules[op.name].kind == "view"
+        (value, *other_results), metas = op.results, op.call.results
+        if not supported or other_results or value is None or value in excluded or metas[0] is None:
             continue
-        if is_narrow(metas[0].dtype) and _pending_in(chosen, op, len(op.operands)):
-            carries = not callable(rules[op.name].parts)
-            if not carries or any(
-                name in candidates and _pending_in(chosen, op, at)
+        if is_narrow(metas[0].dtype) and _is_partial(chosen, op, len(op.operands)):
+            passes_on = not callable(rules[op.name].parts)
+            if not passes_on or any(
+                name in candidates and _is_partial(chosen, op, at)
                 for at, name in enumerate(op.operands)
             ):
                 candidates[value] = op
-    kept = {v: op for v, op in candidates.items() if _all_take(flow, rules, chosen, v, candidates)}
-    while len(kept) < len(candidates):  # a value that one op cannot pass on is not given to another
-        candidates = {v: op for v, op in kept.items() if _is_given(rules, op, kept)}
+    kept = {
+        v: op for v, op in candidates.items() if _all_accept(flow, rules, chosen, v, candidates)
+    }
+    while len(kept) < len(candidates):  # removing a value may rule out its operands and readers
+        candidates = {v: op for v, op in kept.items() if _still_makes_parts(rules, op, kept)}
         kept = {
-            v: op for v, op in candidates.items() if _all_take(flow, rules, chosen, v, candidates)
+            v: op for v, op in candidates.items() if _all_accept(flow, rules, chosen, v, candidates)
         }
     return frozenset(kept)
 
 
-def _all_take(
+def _all_accept(
     flow: Dataflow,
     rules: Mapping[str, Rule],
     chosen: Chosen,
     value: str,
     candidates: Container[str],
 ) -> bool:
-    """Whether each op that reads parts of the value takes them in float32 and passes them on so."""
+    """Whether each op that reads parts of the value accepts them in float32, and keeps a 16-bit
+    result in float32 too."""
     for op, at in flow.consumers.get(value, ()):
-        if _pending_in(chosen, op, at):
+        if _is_partial(chosen, op, at):
             rule, meta = rules[op.name], op.call.results[0]
-            takes = rule.parts is not None or rule.kind == "view"
+            supported = rule.parts is not None or rule.kind == "view"
             narrow = meta is not None and is_narrow(meta.dtype)
-            if not takes or (narrow and (op.results[0] or "") not in candidates):
+            if not supported or (narrow and (op.results[0] or "") not in candidates):
                 return False
     return True
 
 
-def _is_given(rules: Mapping[str, Rule], op: Op, candidates: Container[str]) -> bool:
+def _still_makes_parts(rules: Mapping[str, Rule], op: Op, candidates: Container[str]) -> bool:
+    """Whether the op makes float32 parts, or reads some of ``candidates``."""
     return callable(rules[op.name].parts) or any(name in candidates for name in op.operands)
 
 
-def _pending_in(chosen: Chosen, op: Op, at: int) -> bool:
-    """Whether some axis has this tensor of an op, operands first, as parts of a sum."""
+def _is_partial(chosen: Chosen, op: Op, at: int) -> bool:
+    """Whether a tensor of the op is partial on some axis. ``at``: its index, operands first."""
     for strategies in chosen:
         strategy = strategies[op.name]
         if (*strategy.operands, *strategy.results)[at] == PARTIAL:

@@ -1,9 +1,9 @@
-"""What recognition met in a program: a pattern, the op that it became or why it did not.
+"""`Recognised`: a pattern in the user's program, and the op that replaced it or the reason why not.
 
     Recognised("attention", "dt.attention", "", "layers.0.attn", "model.py:14")
     Recognised("attention", "", "it is written with matmul and softmax", "layers.0.attn", ...)
 
-Not here: what is recognised (frontend/capture/recognise), how it is printed (text/recognised.py).
+The recognisers are in frontend/capture/recognise.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """What of the user's program was looked at as a pattern, and became one op or did not.
+    """A pattern of the user's program that became one op, or stayed unchanged for a reason.
 
-    ``what``: "attention"; ``op``: "dt.attention", "" where it stays as it is; ``reason``: why then;
-    ``module``: the user's, by its path; ``source``: "mlp.py:14".
+    ``what``: the kind of pattern, "attention"; ``op``: the op that replaced it, or ""; ``reason``:
+    why it stayed unchanged, or ""; ``module``: the path of the user's module; ``source``: the
+    user's line, "mlp.py:14".
     """
 
     what: str

@@ -1,14 +1,12 @@
-"""A plan as data: every placement and every collective decided, step by step.
+"""`PlanRecord`: the decisions of a plan as data, which the planner's passes take and return.
 
     record.inputs     (PlannedInput("up_weight", "up.weight", "parameter", f32[64@tp,16], ...), ...)
-    record.steps      (Compute(...), Redistribute(...), ...)    in program order, see steps.py
-    record.outputs    where each result and gradient is found when the step has run
+    record.steps      (Compute(...), Redistribute(...), ...), in program order (steps.py)
+    record.outputs    the value and stage of each result, gradient and changed input
 
-The planner's passes take and return records; a `Plan` (plan.py) adds costs and a text form. Specs
-carry the virtual axis ``mb`` when there are microbatches: a batch is sharded over it, a gradient
-pending over it.
-
-Invariants: verify.py checks them. A plan knows no actors and no backend.
+A `Plan` (plan.py) adds costs and a text form. With microbatches, specs have the virtual axis
+``mb``: a batch is sharded over it, a gradient is pending over it. The invariants of a record are
+checked by verify.py. Records do not depend on actors or a backend.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ WriteHow = Literal["in place", "at the commit", "copied"]
 
 @dataclass(frozen=True, slots=True)
 class Misaligned:
-    """A pin that does not line up with the program.
+    """A pin that does not line up with how an op of the program uses the dim.
 
-    ``by``: the name for which the user wrote it; ``why``: how an op, on the user's line ``source``,
-    changes the dim. ``ops``: all ops of that kind, before which the activation is redistributed; ()
-    if the pin states only how the value is stored. ``fix``: a placement of the same dim that lines
-    up, if there is one.
+    ``by``: the name for which the user wrote the pin. ``why``: how the op, on the user's line
+    ``source``, sees the dim. ``ops``: the ops before which the activation is redistributed; () if
+    the pin only determines how the value is stored. ``fix``: a placement of the same dim that lines
+    up, or "".
     """
 
     axis: str
@@ -49,11 +47,12 @@ class Misaligned:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """One factor that an axis splits: its size, the pin that opened it, the values that it splits.
+    """A pin that makes an axis split its dim, and the values that are split as a consequence.
 
-    ``values``: labels of the parameters it splits besides the pinned one; ``label``: the pinned
-    value's name for users; ``reached``: every value that the pin reaches, itself first;
-    ``misaligned``: the ops at which the split ends because they use the dim in other parts.
+    ``by``: the name for which the user wrote the pin; ``label``: the user's name of the pinned
+    value; ``dim`` and ``size``: its pinned dim; ``values``: labels of the other parameters that are
+    split; ``reached``: all values that are split, the pinned value first; ``misaligned``: the ops
+    at which the split ends because the dim does not line up with them, or None.
     """
 
     by: str
@@ -67,11 +66,12 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class PlannedInput:
-    """An input's plan value per stage, and its placement where it is used.
+    """An input of the plan. ``spec``: the spec with which ops use it.
 
-    ``misaligned``: pins for which it is used whole, and ``pinned``: its spec with them; ``stored``:
-    for a parameter under ``zero`` (its level), the spec of the part that is kept split: at 1 its
-    optimizer state, at 2 its gradient too, at 3 the parameter itself.
+    ``misaligned``: pins that determine only how the input is stored: it is used with replicas on
+    their axes, and ``pinned`` is its spec with them. ``zero``: the ZeRO level. ``stored``: the spec
+    split over the ZeRO axis, which holds for the optimizer state from level 1 on, for the gradient
+    from level 2 on, and for the parameter at level 3; None if nothing is split.
     """
 
     name: str
@@ -86,12 +86,12 @@ class PlannedInput:
 
     @property
     def base(self) -> TensorSpec:
-        """The spec under which the input is held without ``zero``."""
+        """The spec with which ranks hold the input if ``zero`` is disregarded."""
         return self.spec if self.pinned is None else self.pinned
 
     @property
     def held(self) -> TensorSpec:
-        """The spec under which the ranks hold the input between programs."""
+        """The spec with which ranks hold the input between programs."""
         return self.stored if self.stored is not None and self.zero == 3 else self.base
 
     @property
@@ -102,7 +102,9 @@ class PlannedInput:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOutput:
-    """Where an output is found when the step has run: (stage, value) pairs."""
+    """An output of the plan. ``values``: the (stage, value) pairs that hold it when the step has
+    run; ``of``: the index of a result, or the label of the input that a gradient or mutation
+    belongs to."""
 
     kind: OutputKind
     of: int | str
@@ -112,13 +114,13 @@ class PlannedOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """The saved and the repeated values of a recomputed region, by their plan names.
+    """A recomputed region: the values that it saves and repeats, by their plan names.
 
-    saved: values that live from forward to backward for it, except parameters and the batch;
-    communicated: those of ``saved`` that a repetition of the region would communicate again;
-    repeated: (value, its repetition) of its repeated steps, none where the backward reads only
-    inputs and outputs of the region; num_ops, flops: of the repeated steps, per rank and
-    microbatch, views not counted.
+    ``saved``: values kept from forward to backward to repeat the region, except parameters and the
+    batch. ``communicated``: the values of ``saved`` that would otherwise be communicated again.
+    ``repeated``: (value, its repetition) for each result of a repeated step; () if the backward
+    reads only inputs and outputs of the region. ``num_ops``, ``flops``: of the repeated steps, per
+    rank and microbatch, without views.
     """
 
     name: str
@@ -134,13 +136,15 @@ class Region:
 class StateWrite:
     """How the input ``name``, which the program changes, gets its new contents on ``stage``.
 
-    how: "in place": where the program writes it, in its own storage; "at the commit": the same, but
-    once all ranks agree; "copied": computed as ``value``, and copied into it at the commit, because
-    of ``why``. writes: (result, operand that it changes) of the ops that write, in order; settled:
-    results that put a changed view back, for which no code runs; standing: the values that are
-    (views of) its storage from the first write on; skipped: results of steps for which no code runs
-    at their place; shares: the copied value may be the old contents of another input that changes,
-    and is copied twice; nbytes: copied per rank; source: the user's line.
+    how: "in place": ops write into its storage during the program; "at the commit": they do so
+    after all ranks agree; "copied": the new contents are computed as ``value`` and copied into the
+    input at the commit, for the reason ``why``.
+    writes: (result, index of the operand that it overwrites) of the writing ops, in order.
+    settled: results that put a changed view back; no code runs for them.
+    standing: the values that share the input's storage from the first write on.
+    skipped: results of steps that do not run at their place in the program.
+    shares: ``value`` may share the storage of an input that changes, so it is copied twice.
+    nbytes: bytes copied, per rank. source: the user's line.
     """
 
     of: str
@@ -160,9 +164,11 @@ class StateWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hint:
-    """A pin whose opposite is cheaper. ``by``: the name for which the user wrote the pin; seconds
-    and bytes sent are per rank and step; ``removed``: (kind, axis, phase, the user's line) of the
-    collectives that the opposite saves."""
+    """A pin whose opposite is cheaper: a split of the weight's other matrix dim.
+
+    ``by``: the name for which the user wrote the pin. Seconds and bytes sent are per rank and step.
+    ``removed``: (kind, axis, phase, the user's line) of the collectives that the opposite saves.
+    """
 
     by: str
     axis: str
@@ -177,10 +183,12 @@ class Hint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedPair:
-    """Weights that cost fewer all_reduces with their placements swapped. By the names for which the
-    user wrote the pins: ``summed``: split over the dim that their product sums; ``given``: split
-    over an output dim of it; ``num`` and ``other_num``: all_reduces over the axis, as stated and
-    swapped."""
+    """Weights that cost fewer all_reduces if their placements are swapped.
+
+    By the names for which the user wrote the pins, ``summed`` are the weights split over the dim
+    that their product sums, ``given`` the weights split over its output dim. ``num`` and
+    ``other_num``: all_reduces over the axis as stated, and if swapped.
+    """
 
     axis: str
     summed: tuple[str, ...]
@@ -191,14 +199,17 @@ class SwappedPair:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Predicted seconds of one step, of the slowest rank with all its stages: compute; exposed
-    communication, which is its wait for messages in flight; other waiting, for other ranks; and
-    ``host_wait_seconds``, the wait for the controller's call and, on a GPU, for launches.
-    ``host_seconds``: all launches of the host, most of which pass while the GPU computes."""
+    """Predicted seconds of one step on the slowest rank, with all its stages.
+
+    ``communication_seconds``: exposed communication, the wait for messages in flight.
+    ``waiting_seconds``: the wait for other ranks. ``host_wait_seconds``: the wait for the
+    controller's call and, on a GPU, for launches. ``host_seconds``: all launches of the host, most
+    of which happen while the GPU computes.
+    """
 
     compute_seconds: float
     communication_seconds: float
-    bubble: float  # of the pipeline: the fraction of its ranks' time spent waiting for others
+    bubble: float  # the fraction of the pipeline's rank time spent waiting for other stages
     waiting_seconds: float = 0.0
     host_wait_seconds: float = 0.0
     host_seconds: float = 0.0
@@ -210,13 +221,13 @@ class Cost:
 
     @property
     def host_bound(self) -> bool:
-        """Whether the host launches for longer than the device computes and communicates."""
+        """Whether launches take longer than the device's computation and communication."""
         return self.host_seconds > self.compute_seconds + self.communication_seconds
 
 
 class Timetable(Protocol):
-    """The times at which the ranks of a pipeline run their actions. The runtime has the schedules;
-    a plan asks this."""
+    """What a plan needs to know of its schedule: the times at which the ranks of a pipeline run
+    their actions. It is implemented in the runtime."""
 
     @property
     def text(self) -> str:
@@ -225,51 +236,51 @@ class Timetable(Protocol):
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """By stage, the number of microbatches that it holds at a time."""
+        """For each stage, the largest number of microbatches that it holds at a time."""
         ...
 
     def held(self, stages: Sequence[int]) -> Collection[tuple[int, tuple[int, ...]]]:
-        """The sets of microbatches that a rank of these stages holds at once: for an action of the
-        stage at an index, by stage, the microbatches kept besides."""
+        """Return what a rank of ``stages`` holds during its actions, as pairs (i, counts): while
+        ``stages[i]`` runs one microbatch, the rank keeps ``counts[k]`` others of ``stages[k]``."""
         ...
 
     def cost(self, plan: PlanRecord) -> Cost:
-        """The predicted cost of a step of the plan."""
+        """Return the predicted cost of a step of the plan."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanTerms:
-    """The terms that a `Request` shares with its plan. ``mesh`` is the user's; ``zero``: an axis
-    and a level, which says which state of the parameters is stored split over it."""
+    """The fields that a `Request` shares with its plan. ``mesh``: the user's mesh; ``zero``: (the
+    axis over which the state of parameters is stored split, the ZeRO level), or None."""
 
     name: str
     flow: Dataflow
     mesh: Mesh
     stage_axis: str | None = None
-    stage_ranks: tuple[int, ...] = ()  # by stage, its coordinate on the stage axis
+    stage_ranks: tuple[int, ...] = ()  # for each stage, its coordinate on the stage axis
     num_microbatches: int = 1
-    microbatches_stated: int | None = None  # where the batch has rows for fewer
+    microbatches_stated: int | None = None  # the stated number if the batch has too few rows
     topology: Topology = field(default_factory=Topology)
     zero: tuple[str, int] | None = None
-    auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # chosen stages' patterns
-    by_microbatch: tuple[str, ...] = ()  # modules whose statistics are of one microbatch
-    model: str = field(default="", compare=False)  # the class of the module, of several joined
+    auto: tuple[tuple[str, ...], ...] = field(default=(), compare=False)  # patterns of auto stages
+    by_microbatch: tuple[str, ...] = ()  # modules that take statistics of each microbatch
+    model: str = field(default="", compare=False)  # the class of the module; several are joined
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of the pipeline; 1 without one."""
+        """The number of pipeline stages; 1 without a pipeline."""
         return self.flow.num_stages
 
     def terms(self) -> Mapping[str, Any]:
-        """The terms by name."""
+        """Return the fields of `PlanTerms` by name."""
         return {each.name: getattr(self, each.name) for each in fields(PlanTerms)}
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class PlanRecord(PlanTerms):
-    """The decisions of a plan, without derived figures. Specs are stated on ``inner``: the mesh
-    without the stage axis, with the axis ``mb`` where there are microbatches."""
+    """The decisions of a plan, without derived figures. Specs are stated on ``inner``: the user's
+    mesh without the stage axis, and with the axis ``mb`` if there are several microbatches."""
 
     inner: Mesh
     inputs: tuple[PlannedInput, ...]
@@ -281,18 +292,18 @@ class PlanRecord(PlanTerms):
     schedule: str = ""
     timetable: Timetable | None = field(default=None, compare=False, repr=False)
     regions: tuple[Region, ...] = ()  # regions that run again in the backward
-    plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # unrecomputed
-    state_writes: tuple[StateWrite, ...] = ()  # one for each input that is changed
-    hints: tuple[Hint, ...] = ()  # where they were asked for; printed last
+    plain: PlanRecord | None = field(default=None, compare=False, repr=False)  # not recomputed
+    state_writes: tuple[StateWrite, ...] = ()  # one for each input that changes, on each stage
+    hints: tuple[Hint, ...] = ()  # if requested; printed last
     swapped: tuple[SwappedPair, ...] = ()
-    copies: int = 0  # copies of the values a step writes, kept to undo it
+    copies: int = 0  # how many copies of the written values are kept, to undo a step
 
     def __repr__(self) -> str:
         return f"<plan {self.name} on {self.mesh}, steps: {len(self.steps):,}>"
 
     @property
     def hosted(self) -> tuple[tuple[int, ...], ...]:
-        """By rank of the stage axis, the stages that it hosts, ascending."""
+        """For each rank of the stage axis, the stages that it hosts, ascending."""
         num = self.mesh.axis_size(self.stage_axis) if self.stage_axis else 1
         return tuple(
             tuple(s for s in range(self.num_stages) if self.stage_ranks[s] == rank)
@@ -301,11 +312,12 @@ class PlanRecord(PlanTerms):
 
     @cached_property
     def standing(self) -> Mapping[str, str]:
-        """The values that have no storage but that of an input, and which."""
+        """Value to the input whose storage it shares, for the ``standing`` values of all state
+        writes."""
         return {value: w.name for w in self.state_writes for value in w.standing}
 
     def value_specs(self) -> Mapping[str, TensorSpec]:
-        """Plan value name to spec, inputs included."""
+        """Return the spec of every value of the plan by name, inputs included."""
         specs = {item.name: item.held for item in self.inputs}
         for step in self.steps:
             specs.update((name, spec) for _, name, spec in step.gives_as())

@@ -1,8 +1,6 @@
-"""The request of a plan: a program, a mesh, pins, and how the step will run.
+"""`Request`: all inputs of planning: a program, a mesh, pins, and how the step will run.
 
-    Request(name="mlp", flow=..., mesh=Mesh(tp=2), pins={"up_weight": {"tp": Shard(0)}})
-
-It has only values: the same request gives the same plan.
+Request(name="mlp", flow=..., mesh=Mesh(tp=2), pins={"up_weight": {"tp": Shard(0)}})
 """
 
 from __future__ import annotations
@@ -24,9 +22,10 @@ OnMisaligned = Literal["redistribute", "error", "gather"]
 class Training:
     """The inputs of the optimizer phase: the trained parameters, the optimizer, and clipping.
 
-    ``trained``: labels of parameters; ``state_tensors``: how many tensors of a parameter's shape
-    the optimizer keeps for it; ``master_weights``: it updates float32 copies of narrow ones;
-    ``scaled``: the loss, and so its gradients, are times a number of each step.
+    ``trained``: labels of parameters. ``state_tensors``: how many tensors of a parameter's shape
+    the optimizer keeps for each parameter. ``master_weights``: whether it updates float32 copies of
+    narrow parameters. ``scaled``: whether the loss, and so each gradient, is multiplied by a loss
+    scale.
     """
 
     optimizer: str
@@ -39,8 +38,11 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """The user's placement of one value on one axis, in the planner's form; ``by`` is the name for
-    which the user wrote it."""
+    """The stated placement of one value on one axis, in the planner's form.
+
+    ``by``: the name for which the user wrote the placement. ``opens``: whether other values are
+    split because of this pin. ``until_contraction``: whether that ends at the next contraction.
+    """
 
     value: str
     placement: Placement
@@ -52,20 +54,24 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Request(PlanTerms):
-    """The request of a plan, with the terms that the plan shares (`PlanTerms`).
+    """The inputs of planning, with the fields that the plan shares (`PlanTerms`).
 
-    pins: input name -> axis -> placement, in the order in which the user stated the axes. held:
-    input name -> its present spec; it has no pins. pinned_by: input name -> the name for which the
-    user wrote the pin ("blocks.*.up.weight"). settled: those of ``pins`` that an earlier program
-    chose; they open nothing. batch: the names of the inputs whose dim 0 is the batch. results:
-    index of a user result -> axis -> placement (default Replicate). split_results: a result without
-    a statement may stay split. pending_results: likewise a pending one may stay pending; it is
-    priced as if it were reduced. search: "predictable" splits only values that pins reach; "free"
-    lifts that. stored_whole: labels of the parameters to which ``zero`` does not apply. misaligned:
-    if a parameter's pin does not line up with the program, "redistribute" changes the placement of
-    the activation before the op, "error" refuses the pin, and "gather" uses it only for the
-    parameter's storage. recompute: full names of the modules whose forward runs again in the
-    backward.
+    pins: input name -> axis -> placement; axes in the order in which the user stated them.
+    held: input name -> its present spec, for inputs that have no pins.
+    pinned_by: input name -> the name for which the user wrote the pin ("blocks.*.up.weight").
+    settled: the inputs of ``pins`` whose placement an earlier program chose; no other value is
+    split because of them.
+    batch: the names of the inputs whose dim 0 is the batch.
+    results: index of a user result -> axis -> placement (default Replicate).
+    split_results: whether a result without a stated placement may stay split.
+    pending_results: whether a result without a stated placement may stay pending; it is priced as
+    if it were reduced.
+    search: "predictable" splits only values that pins reach; "free" may split any value.
+    stored_whole: labels of the parameters to which ``zero`` does not apply.
+    misaligned: if a parameter's pin does not line up with the program, "redistribute" changes the
+    placement of the activation before the op, "error" refuses the pin, and "gather" uses the pin
+    only for the parameter's storage.
+    recompute: full names of the modules whose forward runs again in the backward.
     """
 
     pins: Mapping[str, Mapping[str, Placement]]
@@ -96,16 +102,17 @@ class Request(PlanTerms):
 
     @property
     def stores_split(self) -> bool:
-        """Whether parameters may be stored under another spec than they are used."""
+        """Whether the spec with which a parameter is stored may differ from the spec with which it
+        is used."""
         return self.zero is not None or self.misaligned == "gather"
 
 
 def checked_search(search: str) -> Search:
-    """PlanningError unless the word names a search."""
+    """Return the word as a `Search`. Raises PlanningError if it is not one."""
     check_word("search", search, get_args(Search))
     return cast(Search, search)
 
 
 def dealt(num_stages: int, num_ranks: int) -> tuple[int, ...]:
-    """The rank of each stage if stages are dealt out in turn."""
+    """Return the rank of each stage if stages are assigned to ranks round-robin."""
     return tuple(stage % num_ranks for stage in range(num_stages))

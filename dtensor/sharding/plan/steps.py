@@ -1,24 +1,14 @@
-"""The steps of a plan: a closed sum, taken apart by ``match``.
+"""The steps of a plan: a closed union of six classes.
 
     Compute                  a local op
-    Redistribute             values go from one spec to another, alone or several as one message
-    Transfer                 a value goes to another stage
-    Accumulate               a sum over microbatches
+    Redistribute             changes the specs of one value, or of several values in one message
+    Transfer                 sends a value to another stage
+    Accumulate               sums a value over microbatches
     Norm, Update             the end of a training step
 
-Values are named; a step reads results of earlier steps, or inputs. Every step has a ``phase``, a
-``stage`` and says whether it runs ``once`` a training step instead of once a microbatch; those of
-the phase "optimizer" run after the last microbatch. Questions that many steps share are methods, so
-that callers need not match on the class:
-
-    step.reads, step.gives          # ("x", "w"), ("h",): names of values
-    step.reads_as()                 # (stage, name, spec) of each; gives_as() likewise
-    step.stages, step.is_on(1)      # where it runs
-    step.op, step.moves             # its op, and its moves of values; None, or ()
-    step.sends, step.label          # whether it communicates, and the label of its messages
-    step.labels                     # its modules and parameters
-
-The cost of a step, and its bytes sent, are in cost/.
+A step reads values by name: inputs of the plan, or results of earlier steps. A step of the phase
+"optimizer" runs after the last microbatch. Other steps run in each microbatch, or once per training
+step if ``once``. The properties of `_Step` answer questions about any kind of step.
 """
 
 from __future__ import annotations
@@ -43,7 +33,7 @@ T = TypeVar("T")
 
 
 class _Step:
-    """The questions that a step of any kind answers, with the answers of most kinds."""
+    """The properties that every kind of step has, with the defaults of most kinds."""
 
     __slots__ = ()
     phase: StepPhase
@@ -51,28 +41,31 @@ class _Step:
     once: bool
 
     def reads_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
-        """(stage, value, the spec that it is read under) of each operand."""
+        """Yield (stage, value, spec) of each operand: the spec that the step reads it with."""
         raise NotImplementedError
 
     def gives_as(self) -> Iterator[tuple[int, str, TensorSpec]]:
-        """The same of each result."""
+        """Yield (stage, value, spec) of each result."""
         yield from ()
 
     @property
     def reads(self) -> tuple[str, ...]:
+        """The names of the operands."""
         return tuple(name for _, name, _ in self.reads_as())
 
     @property
     def gives(self) -> tuple[str, ...]:
+        """The names of the results."""
         return tuple(name for _, name, _ in self.gives_as())
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The stages that take part: both for a transfer, for a norm all that count something."""
+        """The stages that take part: sender and receiver of a transfer; for a norm, all stages
+        whose gradients are counted."""
         return (self.stage,)
 
     def is_on(self, stage: int) -> bool:
-        """Whether ranks of the stage have a part in the step."""
+        """Whether ranks of the stage take part in the step."""
         return stage in self.stages
 
     @property
@@ -82,36 +75,37 @@ class _Step:
 
     @property
     def sends(self) -> bool:
+        """Whether the step communicates."""
         return False
 
     @property
     def may_be_late(self) -> bool:
-        """Whether ranks may continue before its messages arrive."""
+        """Whether ranks may continue before the messages of the step arrive."""
         return False
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether it is a reduction of gradients at the end of a training step."""
+        """Whether the step reduces gradients at the end of a training step."""
         return False
 
     @property
     def sums_microbatches(self) -> bool:
-        """Whether it exists only with several microbatches."""
+        """Whether the step is a sum over microbatches."""
         return False
 
     @property
     def label(self) -> str:
-        """The label of its messages."""
+        """The label of the step's messages."""
         return ""
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of its modules or parameters."""
+        """The labels of the modules or parameters that the step belongs to."""
         return ()
 
     @property
     def viewed(self) -> str | None:
-        """The operand whose storage the results share, None where they have their own."""
+        """The operand whose storage the results share; None if the results have new storage."""
         return None
 
     @property
@@ -122,8 +116,8 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Compute(_Step):
-    """One local op on every rank of its stage; ``strategies``: (axis, the strategy chosen
-    there)."""
+    """One local op on every rank of its stage. ``strategies``: (axis, the strategy chosen for the
+    op on this axis)."""
 
     op: Op
     rule: Rule = field(compare=False)  # follows from the op
@@ -135,7 +129,7 @@ class Compute(_Step):
     stage: int
     once: bool
     strategies: tuple[tuple[str, Strategy], ...]
-    flops: int  # of the fullest rank
+    flops: int  # on the rank with the largest shards
     moves: ClassVar[tuple[Move, ...]] = ()
 
     def __repr__(self) -> str:
@@ -144,7 +138,6 @@ class Compute(_Step):
 
     @property
     def source(self) -> str:
-        """The user's line."""
         return self.op.source
 
     @property
@@ -165,11 +158,11 @@ class Compute(_Step):
                 yield self.stage, name, spec
 
     def reading(self, names: Mapping[str, str]) -> Compute:
-        """The step with renamed operands."""
+        """Return the step with renamed operands."""
         return replace(self, operands=_renamed(self.operands, names))
 
     def giving(self, names: Mapping[str, str]) -> Compute:
-        """The step with renamed results; one without a new name is not made."""
+        """Return the step with renamed results. A result without a new name becomes None."""
         return replace(self, results=tuple(names.get(v or "") for v in self.results))
 
     @property
@@ -183,29 +176,31 @@ class Compute(_Step):
     @property
     def may_share(self) -> tuple[str, ...]:
         call = self.op.call
-        of_torch = call.name.startswith("aten.") and self.rule.kind == "compute"
+        is_torch_op = call.name.startswith("aten.") and self.rule.kind == "compute"
         return (
-            () if of_torch and call.name.rpartition(".")[0] not in _MAYBE_OPERAND else self.operands
+            ()
+            if is_torch_op and call.name.rpartition(".")[0] not in _MAY_RETURN_OPERAND
+            else self.operands
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Redistribute(_Step):
-    """Values go from one spec to another: a move of each, all of one kind on one axis.
+    """Changes the specs of values: one move for each, all of the same kind and on the same axis.
 
-    A value that an op or an output needs under another spec is moved alone; ``why`` names the
-    reason. Several values share one message, the ``bucket`` of that name; ``of`` has their labels:
-    all_reduce and reduce_scatter of gradients; with parameters stored split, reduce_scatter in the
-    backward and all_gather of the parameters of a layer, both of them once a microbatch. A gather
-    starts at the step's place and is waited for at the first use. Without ``results`` it gathers
-    updated parameters: the operands are inputs of the plan, of which each rank has its slice, and
-    the whole values are written there.
+    There are four forms:
 
-    Gradients of one parameter (``of``) that several stages use are ``tied``: one of each of these
-    stages, summed over them. Their moves' specs have the axis of stages (`over_stages`).
+    - One value, which an op or an output needs under another spec; ``why`` gives the reason.
+    - A ``bucket``: one message for several values, whose labels are ``of``. It reduces gradients,
+      or gathers the parameters of a layer that are stored split. A gather starts where the step
+      stands; ranks wait for it at the first use.
+    - A bucket without ``results`` gathers updated parameters in place. Its operands are inputs of
+      the plan: each rank has updated its slice, and the full values are written to the inputs.
+    - ``tied``: sums the gradients of one parameter over the stages that use it, one operand from
+      each. The specs of the moves have the stage axis too (`over_stages`).
 
-    ``source``: the user's lines: the line of the op that left a sum pending or needs the value, and
-    those with which the pins of gathered parameters do not line up.
+    ``source``: the user's line of the op that left a sum pending or that needs the value; for a
+    gather, the lines with which the pins of the parameters do not line up.
     """
 
     results: tuple[str, ...]
@@ -231,7 +226,7 @@ class Redistribute(_Step):
 
     @property
     def name(self) -> str:
-        """The name of the message, or of the one result."""
+        """The name of the bucket, or of the only result."""
         return self.bucket or self.results[0]
 
     @property
@@ -252,17 +247,17 @@ class Redistribute(_Step):
 
     @property
     def noun(self) -> str:
-        """The kind of value that a bucket has for each of its labels."""
+        """What the values of a bucket are: parameters or gradients."""
         return "parameter" if self.kind == "all_gather" else "gradient"
 
     @property
     def is_alone(self) -> bool:
-        """Whether one value is moved alone, because an op or an output needs it under another
-        spec."""
+        """Whether the step moves one value, which an op or an output needs under another spec."""
         return not self.bucket and not self.tied
 
     @property
     def is_free(self) -> bool:
+        """Whether the moves need no communication."""
         return self.kind in FREE_KINDS
 
     @property
@@ -271,6 +266,7 @@ class Redistribute(_Step):
 
     @property
     def in_place(self) -> bool:
+        """Whether the step gathers updated parameters into inputs of the plan."""
         return not self.results
 
     @property
@@ -316,12 +312,12 @@ class Redistribute(_Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer(_Step):
-    """A value goes to another stage, shard by shard; ``spec`` holds on both sides."""
+    """Sends a value to another stage, shard by shard. It has the same ``spec`` on both stages."""
 
     result: str
     operand: str
     spec: TensorSpec
-    stage: int  # the sender's
+    stage: int  # of the sender
     to_stage: int
     phase: StepPhase
     once: bool
@@ -358,7 +354,7 @@ class Transfer(_Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(_Step):
-    """The sum over microbatches: a reduction over the axis ``mb``, in time."""
+    """Sums a value over microbatches: a reduction over the virtual axis ``mb``."""
 
     result: str
     operand: str
@@ -396,12 +392,14 @@ class Accumulate(_Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm(_Step):
-    """The global norm of all gradients, over all axes and stages; gradients are scaled by it.
-    ``max_norm``: inf where they are not clipped. ``scaled``: they come times the loss's scale, by
-    which they are divided, and one that is not finite fails the step."""
+    """Computes the norm of all gradients over all axes and stages, to clip the gradients.
+
+    ``max_norm``: inf if gradients are not clipped. ``scaled``: the gradients contain the loss
+    scale; they are divided by it, and a gradient that is not finite makes the step fail.
+    """
 
     result: str
-    operands: tuple[tuple[int, str, str], ...]  # (stage that counts it, value, parameter)
+    operands: tuple[tuple[int, str, str], ...]  # (the one stage that counts it, value, parameter)
     specs: tuple[TensorSpec, ...]
     max_norm: float
     scaled: bool = False
@@ -414,9 +412,9 @@ class Norm(_Step):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the sum of squares: float32, or float64 if a gradient is."""
-        wide = (accumulation_dtype(spec.dtype) for spec in self.specs)
-        return reduce(torch.promote_types, wide, torch.float32)
+        """The dtype of the sum of squares: float64 if a gradient is float64, else float32."""
+        dtypes = (accumulation_dtype(spec.dtype) for spec in self.specs)
+        return reduce(torch.promote_types, dtypes, torch.float32)
 
     @property
     def sends(self) -> bool:
@@ -443,7 +441,7 @@ class Norm(_Step):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(_Step):
-    """The optimizer's step on one parameter's shard, on every stage that holds it."""
+    """The optimizer's step on the shards of one parameter on one stage."""
 
     parameter: str  # label
     gradient: str
@@ -451,7 +449,7 @@ class Update(_Step):
     stage: int
     optimizer: str
     state_bytes: int  # per rank
-    master_bytes: int = 0  # of the float32 copy that is updated instead, per rank
+    master_bytes: int = 0  # per rank, of the float32 master copy; 0 without master weights
     phase: StepPhase = "optimizer"
     once: bool = False
     source: ClassVar[str] = ""
@@ -473,35 +471,36 @@ Step = Compute | Redistribute | Transfer | Accumulate | Norm | Update
 
 
 def over_stages(spec: TensorSpec, axis: str, num: int) -> Move:
-    """The sum of ``num`` tied values of a spec: pending along the axis of stages, which the spec
-    lacks."""
+    """Return the move that sums ``num`` values with this spec over stages: an all_reduce on a mesh
+    to which the stage axis ``axis`` is added, because ``spec`` is stated without it."""
     mesh = spec.mesh.extended(axis, num)
     src, dst = (
-        replace(spec, mesh=mesh, placements=(*spec.placements, along))
-        for along in (Partial("sum"), REPLICATE)
+        replace(spec, mesh=mesh, placements=(*spec.placements, on_axis))
+        for on_axis in (Partial("sum"), REPLICATE)
     )
     return Move("all_reduce", axis, src, dst)
 
 
 def _on_one_stage(move: Move) -> TensorSpec:
-    """The spec on each stage of a value that `over_stages` sums."""
+    """Return the spec that `over_stages` extended: that of the value on each stage."""
     spec = move.dst
     return replace(spec, mesh=spec.mesh.without(move.axis), placements=spec.placements[:-1])
 
 
 def updates_of(steps: Iterable[Step], stages: Collection[int] | None = None) -> tuple[Update, ...]:
-    """The updates among the steps, on these stages."""
+    """Return the updates among the steps; only those on ``stages`` unless that is None."""
     updates = (step for step in steps if isinstance(step, Update))
     return tuple(step for step in updates if stages is None or step.stage in stages)
 
 
 def norm_of(steps: Iterable[Step]) -> Norm | None:
-    """The norm among the steps, where gradients are clipped."""
+    """Return the Norm among the steps, or None if the plan has none."""
     return next((step for step in steps if isinstance(step, Norm)), None)
 
 
 def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
-    """The items in order, in buckets of at most BUCKET_BYTES, or of one item that is larger."""
+    """Distribute the items in order over buckets of at most BUCKET_BYTES. An item that is larger
+    gets its own bucket."""
     buckets: list[list[T]] = []
     size = 0
     for item, nbytes in zip(items, sizes, strict=True):
@@ -514,7 +513,8 @@ def filled(items: Sequence[T], sizes: Sequence[int]) -> list[list[T]]:
 
 
 def unused(name: str, taken: set[str]) -> str:
-    """``name``, or `name_2` and so on where it is taken; taken from then on."""
+    """Return ``name``, or the first of `name_2`, `name_3`, ... that is free, and add it to
+    ``taken``."""
     candidate, number = name, 1
     while candidate in taken:
         number += 1
@@ -523,29 +523,29 @@ def unused(name: str, taken: set[str]) -> str:
     return candidate
 
 
-def _renamed(names: tuple[str, ...], new: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(new.get(name, name) for name in names)
+def _renamed(names: tuple[str, ...], new_names: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(new_names.get(name, name) for name in names)
 
 
-_MAYBE_OPERAND = frozenset(
+_MAY_RETURN_OPERAND = frozenset(
     f"aten.{op}"
     for op in (
         *("_conj", "_to_copy", "alias", "conj", "contiguous", "detach", "dropout", "lift_fresh"),
         *("positive", "real", "resolve_conj", "resolve_neg", "to", "type_as"),
     )
 )
-"""Ops that return their operand if it has the requested form already."""
+"""Ops that return their operand itself if it already has the requested form."""
 
 
 def roots(value: str, producers: Mapping[str, Step]) -> set[str]:
-    """The inputs, and the results of messages, whose storage a value may share; or the value
-    itself."""
-    storages: set[str] = set()
-    todo = [value]
-    while todo:
-        value = todo.pop()
+    """Return the values whose storage ``value`` may share: inputs, and results with new storage;
+    {``value``} if it has its own storage."""
+    root_values: set[str] = set()
+    pending = [value]
+    while pending:
+        value = pending.pop()
         step = producers.get(value)
         operands = () if step is None else step.may_share
-        storages |= set() if operands else {value}
-        todo += operands
-    return storages
+        root_values |= set() if operands else {value}
+        pending += operands
+    return root_values

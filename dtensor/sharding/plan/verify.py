@@ -1,15 +1,12 @@
-"""The verifier of plans: no step reads what is not there, or as what it is not.
+"""The verifier of plans. It runs on every plan; a failure is a bug of the planner.
 
-    verify(record)       # AssertionError that names the step; it runs on every plan
+    verify(record)       # raises AssertionError that names the step
 
-Checked of every step: its operands are inputs or results of earlier steps, on its stage, under the
-specs that those have; what runs once a step reads nothing of a microbatch; a local op's strategies
-are its rule's, its specs are what they say, shapes and dtypes are the program's; a move changes the
-placement on its axis alone, as its kind says; only sums of narrow floats change their dtype, and
-only parts of them are in float32 where the program is not. Of outputs: they are made. A failure is
-a fault of the planner, never of its user.
-
-Not here: whether a rule is right (its certificate), whether a program can hang (daft).
+It checks that operands exist on the step's stage with the spec that the step expects; that a step
+which runs once per training step reads no value of a single microbatch; that an op's strategies
+come from its rule and agree with its specs; that shapes and dtypes are the program's; that a move
+changes only the placement on its axis, as its kind says; and that only sums of narrow floats change
+dtype. Whether rules are correct is certified in testing; whether programs hang is checked in daft.
 """
 
 from __future__ import annotations
@@ -41,29 +38,33 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 
 
 def verify(plan: PlanRecord) -> None:
-    """AssertionError where the plan contradicts itself."""
-    seen = _SoFar(plan)
+    """Raise AssertionError if the plan contradicts itself."""
+    defined = _DefinedValues(plan)
     for step in plan.steps:
-        for fault in _faults(seen, step):
+        for fault in _faults(defined, step):
             raise AssertionError(f"{fault}; in {step}")
-        seen.make(step)
+        defined.add_results(step)
     for output in plan.outputs:
         for stage, value in output.values:
-            if fault := seen.missing(value, stage):
+            if fault := defined.missing(value, stage):
                 raise AssertionError(f"{fault}; it is the {output.kind} {output.of}")
 
 
 @dataclass(slots=True)
-class _SoFar:
-    """The values so far: their specs, the stages that have them, whether they are of all
-    microbatches. ``axes``: by axis of specs, its position and size."""
+class _DefinedValues:
+    """The values that inputs and the steps so far define, with their specs and stages.
+
+    ``once``: the values that exist once per training step, not once per microbatch. ``axes``: axis
+    to its (position, size) in specs. ``checked_strategies``: the ids of rules and strategies, and
+    numbers of ranks, that were found valid.
+    """
 
     plan: PlanRecord
     specs: dict[str, TensorSpec] = field(default_factory=dict[str, TensorSpec])
     stages: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     once: set[str] = field(default_factory=set[str])
     axes: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    licensed: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
+    checked_strategies: set[tuple[int, int, int]] = field(default_factory=set[tuple[int, int, int]])
 
     def __post_init__(self) -> None:
         inner = self.plan.inner
@@ -77,13 +78,14 @@ class _SoFar:
             raise AssertionError(f"{name} is made twice")
         self.specs[name], self.stages[name] = spec, stages
 
-    def make(self, step: Step) -> None:
+    def add_results(self, step: Step) -> None:
         for stage, name, spec in step.gives_as():
             self.add(name, spec, (stage,))
             if step.once or not step.in_microbatch:
                 self.once.add(name)
 
     def missing(self, name: str, stage: int) -> str | None:
+        """Return the fault if the value is not defined on the stage, else None."""
         if name not in self.specs:
             return f"{name} is read and nothing makes it"
         if stage not in self.stages[name]:
@@ -91,27 +93,31 @@ class _SoFar:
         return None
 
 
-def _faults(seen: _SoFar, step: Step) -> Iterator[str]:
+def _faults(defined: _DefinedValues, step: Step) -> Iterator[str]:
+    """Yield a sentence for each contradiction of the step."""
     for stage, name, spec in step.reads_as():
-        if fault := seen.missing(name, stage):
+        if fault := defined.missing(name, stage):
             yield fault
-        elif (have := seen.specs[name]) is not spec and not _read_as(step, have, spec):
+        elif (have := defined.specs[name]) is not spec and not _can_read_as(step, have, spec):
             yield f"{name} is {have} and is read as {spec}"
-        elif step.once and name not in seen.once:
+        elif step.once and name not in defined.once:
             yield f"{name} is of one microbatch and is read once a step"
     match step:
         case Compute():
-            yield from _computed(seen, step)
+            yield from _compute_faults(defined, step)
         case Redistribute():
             if len({(move.kind, move.axis, move.src.dtype) for move in step.moves}) != 1:
                 yield "the moves of a bucket are of one kind, one axis and one dtype"
             if len(set(step.tied)) != len(step.tied):
                 yield "a stage is counted twice"
             for move in step.moves:
-                yield from _moved(move)
+                yield from _move_faults(move)
         case Accumulate():
             pending = step.dst.with_placements(**{MICROBATCH_AXIS: Partial("sum")})
-            if not _sums(step.src, pending) or step.dst.placement(MICROBATCH_AXIS) != REPLICATE:
+            if (
+                not _can_sum_to(step.src, pending)
+                or step.dst.placement(MICROBATCH_AXIS) != REPLICATE
+            ):
                 yield f"{step.dst} is no sum of {step.src} over microbatches"
         case Transfer() | Norm() | Update():
             pass
@@ -119,22 +125,26 @@ def _faults(seen: _SoFar, step: Step) -> Iterator[str]:
             assert_never(step)
 
 
-def _read_as(step: Step, have: TensorSpec, spec: TensorSpec) -> bool:
-    """Whether the step may read a value of one spec as of another: gradients may be narrower than
-    their sum, and wider than what they update; those of tied stages may be cut alike by other words
-    (blocks of 12 and 20, in units of 2 or not)."""
+def _can_read_as(step: Step, have: TensorSpec, spec: TensorSpec) -> bool:
+    """Whether the step may read a value with the spec ``have`` as ``spec``.
+
+    The dtypes of gradients may differ: a gradient may be narrower than the sum over stages, and
+    wider than the parameter that it updates. Their placements may be different statements of the
+    same cut (blocks of 12 and 20, in units of 2 or not).
+    """
     if isinstance(step, Update) or (isinstance(step, Redistribute) and step.tied):
         return (have.shape, have.mesh) == (spec.shape, spec.mesh) and alike(have, spec)
     return have == spec
 
 
-def _sums(part: TensorSpec, total: TensorSpec) -> bool:
-    """Whether sums of such values are such: alike, but that narrow floats become float32."""
+def _can_sum_to(part: TensorSpec, total: TensorSpec) -> bool:
+    """Whether ``total`` may be the spec of a sum of values with the spec ``part``: the same spec,
+    or the same spec in float32 if ``part`` is a narrow float."""
     wider = is_narrow(part.dtype) and total.dtype == torch.float32
     return part == total or (wider and replace(part, dtype=total.dtype) == total)
 
 
-def _moved(move: Move) -> Iterator[str]:
+def _move_faults(move: Move) -> Iterator[str]:
     src, dst, axis = move.src, move.dst, move.axis
     at = src.mesh.index(axis)
     before, after = src.placements[at], dst.placements[at]
@@ -143,7 +153,7 @@ def _moved(move: Move) -> Iterator[str]:
     else:
         possible = move_kind(before, after) == move.kind
         possible &= not splits_rows(len(src.shape), (before, after))
-    others = (p == q for i, (p, q) in enumerate(zip(src.placements, dst.placements)) if i != at)
+    unchanged = (p == q for i, (p, q) in enumerate(zip(src.placements, dst.placements)) if i != at)
     dtypes = {src.dtype, dst.dtype}
     if move.reduces:
         if is_narrow(src.dtype):
@@ -151,11 +161,11 @@ def _moved(move: Move) -> Iterator[str]:
         elif src.dtype == torch.float32 and is_narrow(dst.dtype) and not is_part(dst):
             dtypes -= {dst.dtype}
     alike = src.shape == dst.shape and src.mesh == dst.mesh and src.on == dst.on
-    if not (possible and alike and len(dtypes) == 1 and all(others)):
+    if not (possible and alike and len(dtypes) == 1 and all(unchanged)):
         yield f"no {move.kind} over {axis} makes {dst} of {src}"
 
 
-def _computed(seen: _SoFar, step: Compute) -> Iterator[str]:
+def _compute_faults(defined: _DefinedValues, step: Compute) -> Iterator[str]:
     specs = (*step.operand_specs, *step.result_specs)
     takes_parts = step.rule.parts is not None or step.rule.kind == "view"
     for meta, spec in zip((*step.op.call.operands, *step.op.call.results), specs):
@@ -167,21 +177,22 @@ def _computed(seen: _SoFar, step: Compute) -> Iterator[str]:
                 continue
         yield f"the program has {meta} where the plan has {spec}"
     for axis, strategy in step.strategies:
-        at, num = seen.axes[axis]
+        at, num = defined.axes[axis]
         for placement, spec in zip((*strategy.operands, *strategy.results), specs):
-            own = placement if spec is None else spec.placements[at]
-            if own is placement or own == placement:
+            planned = placement if spec is None else spec.placements[at]
+            if planned is placement or planned == placement:
                 continue
-            if spec is not None and not same(own, placement, spec.shape, num):
+            if spec is not None and not same(planned, placement, spec.shape, num):
                 yield f"{spec}, and its strategy has {placement!r} on {axis}"
         key = id(step.rule), id(strategy), num  # both are alive as long as the plan
-        if key not in seen.licensed:
-            if not _licensed(step.rule, strategy, num):
+        if key not in defined.checked_strategies:
+            if not _allows(step.rule, strategy, num):
                 yield f"the rule {step.rule} has no strategy {strategy} over {num} ranks"
-            seen.licensed.add(key)
+            defined.checked_strategies.add(key)
 
 
-def _licensed(rule: Rule, strategy: Strategy, num: int) -> bool:
+def _allows(rule: Rule, strategy: Strategy, num: int) -> bool:
+    """Whether the rule has this strategy over ``num`` ranks."""
     match strategy.kind:
         case "replicate" | "linear":
             return strategy in rule.fixed_strategies
