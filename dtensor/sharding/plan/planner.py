@@ -20,7 +20,7 @@ from dtensor.numerics import dtype_name
 from dtensor.sharding.ops.call import Meta
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice, axis_problem_of, inner_mesh
 from dtensor.sharding.plan.choose.choose_axis import choose_axis
-from dtensor.sharding.plan.choose.choose_composites import cheapest
+from dtensor.sharding.plan.choose.choose_composites import choose_composites
 from dtensor.sharding.plan.cost.totals import PlanTotals
 from dtensor.sharding.plan.dataflow import Dataflow, Op
 from dtensor.sharding.plan.emit.emit import emit
@@ -60,7 +60,7 @@ def _candidate(request: Request) -> PlanRecord:
     flow = training_flow(request)
     if any(op.expand is not None for op in flow.ops):
         split = request.search != "free"
-        planned = cheapest(flow, lambda flow: plan_flow(request, flow), keep_split=split)
+        planned = choose_composites(flow, lambda flow: plan_flow(request, flow), keep_split=split)
     else:
         planned = plan_flow(request, flow)
     if request.recompute or any(op.checkpoint is not None for op in flow.ops):

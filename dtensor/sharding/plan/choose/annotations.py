@@ -1,8 +1,8 @@
-"""The text of `dt.annotate`: dims with axes, as in "b@dp t d@tp".
+"""Parses the text of `dt.annotate`: dims with axes, as in "b@dp t d@tp".
 
-Each word is one dim of the activation; `@axis` splits it over the axis, `@(a,b)` over two. A name
-alone, or a number, leaves the dim whole on the axes that the text names; axes that the text does
-not name stay free. Placements by keyword come as "tp=Shard(1), dp=Replicate()".
+Each word is one dim of the activation; `@axis` splits the dim over the axis, `@(a,b)` over two
+axes. A word without an axis is not split on the axes that the text names; axes that the text does
+not name stay free. Placements by keyword have the form "tp=Shard(1), dp=Replicate()".
 """
 
 from __future__ import annotations
@@ -20,11 +20,17 @@ _KEYWORD = re.compile(r"(\w+)=(Shard|Replicate|Partial)\(([^)]*(?:\([^)]*\)[^)]*
 
 
 def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
-    """Axis to placement, as the annotation ``op`` states it. PlanningError for bad text."""
+    """Return axis -> placement, as the annotation ``op`` states it.
+
+    Raises PlanningError if the text is invalid or names an axis that the mesh lacks.
+    """
     text = op.call.args[1]
     meta = op.call.operands[0]
     where = f"annotate({text!r}) at {op.source}"
-    stated = _keywords(text, where) if "=" in text else _words(text, len(meta.shape), where)
+    if "=" in text:
+        stated = _parse_keywords(text, where)
+    else:
+        stated = _parse_dims(text, len(meta.shape), where)
     for axis in stated:
         if axis not in mesh.axes:
             raise PlanningError(
@@ -34,7 +40,7 @@ def annotation_placements(op: Op, mesh: Mesh) -> dict[str, Placement]:
     return {axis: p for axis, p in placed.items() if axis in stated or not stated}
 
 
-def _words(text: str, num_dims: int, where: str) -> dict[str, Placement]:
+def _parse_dims(text: str, num_dims: int, where: str) -> dict[str, Placement]:
     words = text.split()
     if len(words) != num_dims:
         raise PlanningError(f"{where}: {len(words)} dims are named, the value has {num_dims}")
@@ -51,10 +57,12 @@ def _words(text: str, num_dims: int, where: str) -> dict[str, Placement]:
     return stated
 
 
-def _keywords(text: str, where: str) -> dict[str, Placement]:
+def _parse_keywords(text: str, where: str) -> dict[str, Placement]:
     stated: dict[str, Placement] = {}
-    if left := _KEYWORD.sub("", text).strip(" ,"):
-        raise PlanningError(f"{where}: {left!r} is no placement; write for example 'tp=Shard(1)'")
+    if unmatched := _KEYWORD.sub("", text).strip(" ,"):
+        raise PlanningError(
+            f"{where}: {unmatched!r} is no placement; write for example 'tp=Shard(1)'"
+        )
     for axis, kind, arguments in _KEYWORD.findall(text):
         match kind:
             case "Replicate":
@@ -62,13 +70,13 @@ def _keywords(text: str, where: str) -> dict[str, Placement]:
             case "Partial":
                 stated[axis] = Partial(arguments.strip("'\"") or "sum")
             case _:
-                stated[axis] = _shard(arguments)
+                stated[axis] = _parse_shard(arguments)
     return stated
 
 
-def _shard(arguments: str) -> Shard:
+def _parse_shard(arguments: str) -> Shard:
     dim = re.match(r"-?\d+", arguments)
-    assert dim is not None, "the marks write a Shard as its repr"
+    assert dim is not None, "dt.annotate writes a Shard as its repr"
     blocks = re.search(r"blocks=(\d+|\([\d, ]+\))", arguments)
     unit = re.search(r"unit=(\d+)", arguments)
     sizes: int | tuple[int, ...] = 1

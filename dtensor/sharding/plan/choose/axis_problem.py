@@ -1,10 +1,10 @@
-"""What is known when the axes are chosen: the program, its rules and pins; and an axis' answer.
+"""The inputs and the result of choosing strategies on one axis: `AxisProblem` and `AxisChoice`.
 
     axis_problem = axis_problem_of(request, inner, rules)
     axis_problem.pins["tp"]["up_weight"]  # Pin(value="up_weight", placement=Shard(0), ...)
 
-Pins are stated of the user's mesh and refined here: of two axes on one dim the second is cut within
-the pieces of the first; a batch is split over microbatches. Not here: prices, choices.
+The user states pins on the user's mesh. They are refined here: if two axes shard one dim, the
+second axis cuts the pieces of the first; and a batch is also split over microbatches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtensor.sharding.spec.spec import make_spec
 
 @dataclass(frozen=True, kw_only=True)
 class AxisChoice:
-    """What one axis does: a strategy for each op, a placement for each input."""
+    """The decisions on one axis: a strategy for each op and a placement for each input, by name."""
 
     axis: str
     strategies: Mapping[str, Strategy]
@@ -36,20 +36,20 @@ class AxisChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class AxisProblem:
-    """All that is known when an axis is chosen. ``mesh`` is the inner mesh."""
+    """The inputs of choosing strategies, the same for every axis. ``mesh`` is the inner mesh."""
 
     flow: Dataflow
     rules: Rules
     mesh: Mesh
     pins: Mapping[str, Mapping[str, Pin]]  # axis -> value -> pin
-    wanted: Mapping[str, Mapping[str, Placement]]  # axis -> value of a result -> placement
+    result_placements: Mapping[str, Mapping[str, Placement]]  # axis -> result value -> placement
     gradients: Mapping[str, tuple[str, ...]]  # input -> the values of its gradients
     mutations: Mapping[str, str]  # input -> the value of its new contents
     topology: Topology
     free: bool
-    mixed: frozenset[str]  # values that depend on the batch and on parameters
+    on_batch_and_state: frozenset[str]  # values that depend on the batch and on parameters
     bucketed: bool = False  # whether gradients are reduced in buckets, as for an optimizer
-    split_results: bool = False  # a result on which nothing is stated may stay split
+    split_results: bool = False  # whether a result without a stated placement may stay split
     misaligned: OnMisaligned = "redistribute"
 
     def labels(self) -> dict[str, str]:
@@ -63,7 +63,8 @@ class AxisProblem:
 
 
 def inner_mesh(request: Request) -> Mesh:
-    """What specs are stated on: the mesh without the stage axis, with the microbatches' axis."""
+    """Return the mesh of specs: the user's mesh without the stage axis, and with the microbatch
+    axis if there are several microbatches."""
     inner = request.mesh.without(request.stage_axis) if request.stage_axis else request.mesh
     if request.num_microbatches == 1:
         return inner
@@ -71,6 +72,7 @@ def inner_mesh(request: Request) -> Mesh:
 
 
 def axis_problem_of(request: Request, inner: Mesh, rules: Rules) -> AxisProblem:
+    """Return the inputs of choosing strategies for the request."""
     flow = request.flow
     gradients: dict[str, tuple[str, ...]] = {}
     mutations: dict[str, str] = {}
@@ -82,18 +84,18 @@ def axis_problem_of(request: Request, inner: Mesh, rules: Rules) -> AxisProblem:
         elif output.kind == "mutation":
             mutations[by_label[str(output.of)]] = output.value
     results = {o.of: o.value for o in flow.outputs if o.kind == "result"}
-    wanted: dict[str, dict[str, Placement]] = {}
+    result_placements: dict[str, dict[str, Placement]] = {}
     for index, placements in request.results.items():
         for axis, placement in placements.items():
-            wanted.setdefault(axis, {})[results[index]] = placement
+            result_placements.setdefault(axis, {})[results[index]] = placement
     if request.num_microbatches > 1:
-        wanted[MICROBATCH_AXIS] = dict.fromkeys(results.values(), PARTIAL)
+        result_placements[MICROBATCH_AXIS] = dict.fromkeys(results.values(), PARTIAL)
     return AxisProblem(
         flow=flow,
         rules=rules,
         mesh=inner,
-        pins=_pins(request, inner),
-        wanted=wanted,
+        pins=_pins_by_axis(request, inner),
+        result_placements=result_placements,
         gradients=gradients,
         mutations=mutations,
         topology=request.topology,
@@ -101,12 +103,12 @@ def axis_problem_of(request: Request, inner: Mesh, rules: Rules) -> AxisProblem:
         bucketed=request.training is not None,
         split_results=request.split_results,
         misaligned=request.misaligned,
-        mixed=flow.batch_values & flow.depending("parameter", "buffer", "tangent"),
+        on_batch_and_state=flow.batch_values & flow.depending("parameter", "buffer", "tangent"),
     )
 
 
-def _pins(request: Request, inner: Mesh) -> dict[str, dict[str, Pin]]:
-    """Axis -> value -> pin, two axes on one dim refined; batches split over microbatches."""
+def _pins_by_axis(request: Request, inner: Mesh) -> dict[str, dict[str, Pin]]:
+    """Return axis -> value -> pin, refined as the module docstring says."""
     metas = request.flow.metas
     kinds = {i.name: i.kind for i in request.flow.inputs}
     pins: dict[str, dict[str, Pin]] = {}

@@ -1,14 +1,11 @@
-"""What a weight is to the product that it feeds: which of its dims is summed over, which comes out.
+"""Finds the contractions of a weight: which of its dims a product sums over, and which it outputs.
 
     x @ w.t(), w f32[64,16]     Contraction(output_dim=0, contracted_dim=1)     nn.Linear
-    x @ w, w f32[16,64]         Contraction(output_dim=1, contracted_dim=0)     the transposed one
+    x @ w, w f32[16,64]         Contraction(output_dim=1, contracted_dim=0)     transposed
     embedding(w, ids)           Contraction(output_dim=1, contracted_dim=0, lookup=True)
 
-Found through the rules, so that a convolution has one too, and through what only reshapes, casts
-or adds other weights to the weight. Invariants: of a contraction's two dims each is a whole factor
-of the op's rule; a weight that takes part in several has one entry for each, in program order.
-Not here: what it means for placements (api/model/stating/roles_of_weights.py,
-api/search/derive.py).
+The dims are read from the factors of the op's rule, so convolutions have contractions too. The
+weight may be reshaped, cast or added to other weights before the product.
 """
 
 from __future__ import annotations
@@ -22,8 +19,12 @@ from dtensor.sharding.rules.rule import Dim, Dims, Rule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contraction:
-    """``value``: the input's name; ``operand``: where the weight, or what it became, stands in
-    ``op``; ``lookup``: rows are picked, not summed with another operand."""
+    """A product that reads a weight.
+
+    ``value``: the name of the weight's input; ``operand``: the index of the operand of ``op`` that
+    is the weight, or is computed from it; ``lookup``: whether the op picks rows of the contracted
+    dim instead of summing over it. The dims are dims of the weight.
+    """
 
     value: str
     op: Op
@@ -36,53 +37,61 @@ class Contraction:
 def contractions_of(
     flow: Dataflow, rules: Mapping[str, Rule], value: str, batch: frozenset[str]
 ) -> tuple[Contraction, ...]:
-    """The forward contractions of the input ``value``; ``batch``: what depends on arguments."""
+    """Return the forward contractions of the input ``value``, in program order.
+
+    ``batch``: the values that depend on arguments. The search ends at an op that combines the
+    weight with such a value without contracting it.
+    """
     contractions: list[Contraction] = []
     dims: tuple[int | None, ...] = tuple(range(len(flow.metas[value].shape)))
-    waiting: list[tuple[str, tuple[int | None, ...]]] = [(value, dims)]
-    seen: set[tuple[str, int]] = set()
-    while waiting:
-        name, came_from = waiting.pop(0)
+    pending: list[tuple[str, tuple[int | None, ...]]] = [(value, dims)]
+    visited: set[tuple[str, int]] = set()
+    while pending:
+        name, weight_dims = pending.pop(0)
         for op, index in flow.consumers.get(name, ()):
-            if op.phase != "forward" or (op.name, index) in seen:
+            if op.phase != "forward" or (op.name, index) in visited:
                 continue
-            seen.add((op.name, index))
+            visited.add((op.name, index))
             rule = rules[op.name]
-            one = _contraction(value, op, index, rule, came_from)
-            if one is not None:
-                contractions.append(one)
+            contraction = _contraction(value, op, index, rule, weight_dims)
+            if contraction is not None:
+                contractions.append(contraction)
                 continue
             if any(n in batch for i, n in enumerate(op.operands) if i != index):
                 continue
-            for result, placed in zip(op.results, rule.results, strict=True):
+            for result, dims_of_result in zip(op.results, rule.results, strict=True):
                 if result is not None:
-                    waiting.append((result, _carried(rule.operands[index], placed, came_from)))
+                    operand_dims = rule.operands[index]
+                    pending.append((result, _propagate(weight_dims, operand_dims, dims_of_result)))
     return tuple(contractions)
 
 
 def _contraction(
-    value: str, op: Op, index: int, rule: Rule, came_from: tuple[int | None, ...]
+    value: str, op: Op, index: int, rule: Rule, weight_dims: tuple[int | None, ...]
 ) -> Contraction | None:
+    """Return the contraction if the op is one, else None. ``weight_dims``: for each dim of the
+    operand at ``index``, the dim of the weight ``value`` that it is, or None."""
     if len(op.operands) < 2:
         return None
-    # a vector beside another operand is a bias: it has the output's factor too
-    beside = [dims for i, dims in enumerate(rule.operands) if i != index]
-    others = {f for dims in beside if len(dims) > 1 or len(beside) == 1 for f in _factors(dims)}
+    # a vector next to another operand is a bias, which has the output's factor too
+    other_dims = [dims for i, dims in enumerate(rule.operands) if i != index]
+    multiplied = [dims for dims in other_dims if len(dims) > 1 or len(other_dims) == 1]
+    others = {f for dims in multiplied for f in _factors(dims)}
     results = {f for dims in rule.results for f in _factors(dims)}
     contracted: list[tuple[int, str]] = []
     output: list[int] = []
-    for dim, origin in zip(rule.operands[index], came_from, strict=True):
+    for dim, weight_dim in zip(rule.operands[index], weight_dims, strict=True):
         factor = _only_factor(rule, dim)
-        if origin is None or factor is None or factor in rule.whole:
+        if weight_dim is None or factor is None or factor in rule.whole:
             continue
         if factor not in results:
-            contracted.append((origin, factor))
+            contracted.append((weight_dim, factor))
         elif factor not in others:
-            output.append(origin)
+            output.append(weight_dim)
     if not contracted or not output:
         return None
-    # of a matrix for each expert, what is multiplied and not what is picked
-    dim, factor = min(contracted, key=lambda found: found[1] not in others)
+    # in a weight with a matrix for each expert, prefer the summed dim over the dim of experts
+    dim, factor = min(contracted, key=lambda dim_and_factor: dim_and_factor[1] not in others)
     return Contraction(
         value=value,
         op=op,
@@ -94,19 +103,27 @@ def _contraction(
 
 
 def _only_factor(rule: Rule, dim: Dim) -> str | None:
-    """The factor that a dim is, beside factors of size 1 (a convolution's one group)."""
+    """Return the factor of a dim that is a single factor, disregarding factors of size 1 (such as
+    the only group of a convolution); else None."""
     if len(dim) != 1:
         return None
     large = [factor for factor in dim[0] if rule.size[factor] > 1]
     return large[0] if len(large) == 1 else None
 
 
-def _carried(
-    operand: Dims, result: Dims, came_from: tuple[int | None, ...]
+def _propagate(
+    weight_dims: tuple[int | None, ...], operand: Dims, result: Dims
 ) -> tuple[int | None, ...]:
-    """For each dim of a result the weight's dim that it is, where it is one whole."""
-    at = {dim: origin for dim, origin in zip(operand, came_from, strict=True) if dim != ((),)}
-    return tuple(at.get(dim) for dim in result)
+    """Return, for each dim of a result, the dim of the weight that it is, or None.
+
+    ``weight_dims``: the same for the dims of ``operand``.
+    """
+    by_dim = {
+        dim: weight_dim
+        for dim, weight_dim in zip(operand, weight_dims, strict=True)
+        if dim != ((),)
+    }
+    return tuple(by_dim.get(dim) for dim in result)
 
 
 def _factors(dims: Dims) -> set[str]:

@@ -1,17 +1,12 @@
-"""Which dims an axis may split: the closure of the pins under the rules (*predictable first*).
-
-A pin on a parameter or an input says that one dim is split over an axis. Each op that touches the
-value maps that dim to factors; sharding those factors splits other operands and results, and so
-on, until a contraction or an op that needs the dim whole ends it. Nothing outside the closure is
-ever split on that axis, so Megatron's pins give Megatron's collectives and nothing else.
+"""Finds which dims an axis may split: the closure of the pins under the rules of the ops.
 
     up.weight row -> matmul's f -> gelu -> matmul's contraction -> down.weight column
 
-A pin on a 1-D parameter opens nothing. An annotation opens its factor up to the next contraction.
-A pin that does not line up with a view or a split on its way ends there, and the planner
-redistributes the activation before that op. On request it is an error instead, or it opens nothing
-and is storage (misaligned.py). The result lists, for every op, the one-axis strategies that the
-planner may choose from.
+A pin splits one dim of a value over an axis. The rule of each op that touches the value tells which
+dims of its other tensors are then split too, and so on, until a contraction or an op that cannot be
+split there. Nothing outside the closure is split on the axis, so Megatron's pins give Megatron's
+collectives and no others. Pins of 1-D parameters are not propagated; an annotation is propagated up
+to the next contraction. A pin that does not line up with an op ends there (misaligned.py).
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from functools import partial
 
 import torch
 
-from dtensor.sharding.plan.choose.misaligned import Crooked, MisalignedPin
+from dtensor.sharding.plan.choose.misaligned import MisalignedPin, MisalignedUse
 from dtensor.sharding.plan.choose.split_through_op import CROOKED, around, split_by
 from dtensor.sharding.plan.dataflow import Dataflow
 from dtensor.sharding.plan.record import Misaligned, Opened
@@ -43,8 +38,12 @@ Rules = Mapping[str, Rule]  # by op name
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """For one axis: the strategies of each op, the shardings of each value, what was opened; the
-    parameters whose pins do not line up, where those are storage."""
+    """The closure of the pins on one axis.
+
+    ``strategies``: the strategies of each op that the planner may choose from, by op name.
+    ``shardings``: the splits of each value. ``opened``: the pins that were propagated.
+    ``misaligned``: parameter -> its misaligned pin, with misaligned="gather".
+    """
 
     strategies: Mapping[str, tuple[Strategy, ...]]
     shardings: Mapping[str, tuple[Shard, ...]]
@@ -54,6 +53,9 @@ class Reach:
 
 @dataclass(slots=True)
 class _Closure:
+    """The splits and strategies that the pins reach so far. ``shardings``: value -> the key of a
+    split -> the split."""
+
     flow: Dataflow
     rules: Rules
     num: int
@@ -65,31 +67,32 @@ class _Closure:
     )
 
     def key(self, value: str, shard: Shard) -> object:
+        """Return a key that is equal for placements which hold the same indices of the value."""
         size = self.flow.metas[value].shape[shard.dim]
         return shard.dim, index_sets(shard, size, self.num)
 
     def has(self, value: str, shard: Shard) -> bool:
         return self.key(value, shard) in self.shardings.get(value, {})
 
-    def open(self, pin: Pin) -> tuple[list[str], list[Crooked]]:
-        """Follow one pin; the values it reaches, and the places where it does not line up."""
+    def propagate(self, pin: Pin) -> tuple[list[str], list[MisalignedUse]]:
+        """Propagate one pin; return the values that it newly splits, and the misaligned uses."""
         assert isinstance(pin.placement, Shard)
         queue = [(pin.value, pin.placement)]
         reached: list[str] = []
-        crooked: list[Crooked] = []
+        misaligned: list[MisalignedUse] = []
         while queue:
             value, shard = queue.pop()
             key = self.key(value, shard)
             if key in self.shardings.setdefault(value, {}):
                 continue
             shape = self.flow.metas[value].shape
-            plain = simplest(shard, shape, self.num)
-            assert isinstance(plain, Shard)
-            self.shardings[value][key] = plain
+            split = simplest(shard, shape, self.num)
+            assert isinstance(split, Shard)
+            self.shardings[value][key] = split
             reached.append(value)
-            for op, _, strategy in around(self.flow, self.rules, value, plain, self.num):
+            for op, _, strategy in around(self.flow, self.rules, value, split, self.num):
                 if strategy == CROOKED:
-                    crooked.append((op, value, plain))
+                    misaligned.append((op, value, split))
                     continue
                 ends = pin.until_contraction and self.rules[op.name].flops > 0
                 if strategy is None or ends:
@@ -97,7 +100,7 @@ class _Closure:
                 if strategy not in self.strategies.setdefault(op.name, {}):
                     self.strategies[op.name][strategy] = None
                     queue += split_by(op, strategy)
-        return reached, crooked
+        return reached, misaligned
 
 
 def reach(
@@ -111,11 +114,11 @@ def reach(
     misaligned: OnMisaligned = "redistribute",
     labels: Mapping[str, str] | None = None,
 ) -> Reach:
-    """The closure of ``pins`` on an axis of ``num`` ranks.
+    """Return the closure of ``pins`` on an axis of ``num`` ranks.
 
-    ``free`` opens every factor of every op instead (search="free"). ``labels``: the user's names of
-    parameters and buffers. Raises PlanningError for the pin of one that does not line up with what
-    the program does to the dim, if ``misaligned`` is "error".
+    ``free``: split every factor of every op too (search="free"). ``labels``: the user's names of
+    parameters and buffers, by value. With misaligned="error", raises PlanningError if the pin of a
+    parameter or buffer does not line up with an op.
     """
     closure = _Closure(flow, rules, num)
     labels = labels or {}
@@ -128,21 +131,22 @@ def reach(
         if closure.has(pin.value, pin.placement):
             continue
         if misaligned == "gather" and pin.value in labels:
-            _, places = _Closure(flow, rules, num).open(pin)  # a pin that is storage opens nothing
-            if places:
-                at = MisalignedPin(flow, rules, pin, places, axis, num)
-                stored[pin.value] = replace(at.record(), ops=())
+            # a separate closure: a pin that only determines storage splits no other value
+            _, uses = _Closure(flow, rules, num).propagate(pin)
+            if uses:
+                misaligned_pin = MisalignedPin(flow, rules, pin, uses, axis, num)
+                stored[pin.value] = replace(misaligned_pin.record(), ops=())
                 continue
-        reached, places = closure.open(pin)
+        reached, uses = closure.propagate(pin)
         ends: Misaligned | None = None
-        if places and axis != MICROBATCH_AXIS:
-            at = MisalignedPin(flow, rules, pin, places, axis, num)
+        if uses and axis != MICROBATCH_AXIS:
+            misaligned_pin = MisalignedPin(flow, rules, pin, uses, axis, num)
             if misaligned == "error" and pin.value in labels:
-                raise at.error(labels[pin.value], partial(_lines_up, flow, rules, pin))
-            ends = at.record()
+                raise misaligned_pin.error(labels[pin.value], partial(_lines_up, flow, rules, pin))
+            ends = misaligned_pin.record()
             key = replace(ends, ops=())
-            if pin.value in labels and key not in fixes:  # alike layers have the same fix
-                fixes[key] = at.fix(partial(_lines_up, flow, rules, pin))
+            if pin.value in labels and key not in fixes:  # equal layers share a fix
+                fixes[key] = misaligned_pin.fix(partial(_lines_up, flow, rules, pin))
             ends = replace(ends, fix=fixes.get(key, ""))
         others = tuple(dict.fromkeys(labels[v] for v in reached if v in labels and v != pin.value))
         size = flow.metas[pin.value].shape[pin.placement.dim]
@@ -159,82 +163,81 @@ def reach(
             )
         )
     if free:
-        _open_everything(closure)
-    given = {pin.value for pin in pins if pin.placement == PARTIAL}
+        _propagate_all_splits(closure)
+    pending_inputs = {pin.value for pin in pins if pin.placement == PARTIAL}
     anywhere = free or axis == MICROBATCH_AXIS
     return Reach(
-        _with_pending(flow, rules, closure.strategies, given, anywhere=anywhere),
-        {v: tuple(found.values()) for v, found in closure.shardings.items()},
+        _with_pending(flow, rules, closure.strategies, pending_inputs, anywhere=anywhere),
+        {v: tuple(splits.values()) for v, splits in closure.shardings.items()},
         tuple(opened),
         stored,
     )
 
 
-def crooked(flow: Dataflow, rules: Rules, pins: Sequence[Pin], num: int) -> Crooked | None:
-    """The first place where a pin does not line up over ``num`` ranks; None: all do."""
+def crooked(flow: Dataflow, rules: Rules, pins: Sequence[Pin], num: int) -> MisalignedUse | None:
+    """Return the first use with which a pin does not line up over ``num`` ranks, or None."""
     closure = _Closure(flow, rules, num)
-    return next((place for pin in pins for place in closure.open(pin)[1]), None)
+    return next((use for pin in pins for use in closure.propagate(pin)[1]), None)
 
 
 def _lines_up(flow: Dataflow, rules: Rules, pin: Pin, shard: Shard, num: int) -> bool:
-    """Whether the pin, stated as ``shard``, would go through over ``num`` ranks."""
+    """Whether the pin would line up over ``num`` ranks if it were stated as ``shard``."""
     return crooked(flow, rules, [replace(pin, placement=shard)], num) is None
 
 
-def _open_everything(closure: _Closure) -> None:
+def _propagate_all_splits(closure: _Closure) -> None:
     for op in closure.flow.ops:
         rule = closure.rules[op.name]
         for strategy in rule.strategies(closure.num):
             if strategy.shards_work:
-                for name, placed in split_by(op, strategy):
-                    closure.open(Pin(value=name, placement=placed, by="search"))
+                for name, placement in split_by(op, strategy):
+                    closure.propagate(Pin(value=name, placement=placement, by="search"))
 
 
 def _with_pending(
     flow: Dataflow,
     rules: Rules,
-    sharded: Mapping[str, Mapping[Strategy, None]],
-    given: Set[str],
+    split_strategies: Mapping[str, Mapping[Strategy, None]],
+    pending_inputs: Set[str],
     *,
     anywhere: bool,
 ) -> dict[str, tuple[Strategy, ...]]:
-    """Add replication, and pending sums where one can arise; ``given``: inputs that are pending.
+    """Return the strategies of each op: replicated, split, and those that read pending sums.
 
-    Unless ``anywhere``, a sum stays pending only through ops that keep it what it is: ops of one
-    tensor (views, scaling by numbers or scalars, placing rows by index: the gradient of an
-    embedding of positions waits for the end) and sums of values that are all pending. So a
-    row-split product is reduced where it arises, as Megatron does, and not at some later point
-    that happens to be cheaper.
+    An op may read a pending sum if the op is linear and a split op, or an input, makes the value
+    pending. Unless ``anywhere``, all its other operands must also be pending, scalars or indices.
+    So a product that is split over its contraction is reduced where it is made, as in Megatron, and
+    not later where that happens to be cheaper.
     """
-    pending: set[str] = set(given)
-    result: dict[str, tuple[Strategy, ...]] = {}
+    pending: set[str] = set(pending_inputs)
+    strategies_by_op: dict[str, tuple[Strategy, ...]] = {}
     for op in flow.ops:
         replicate, *linear = rules[op.name].fixed_strategies
-        strategies = [replicate, *sharded.get(op.name, {})]
+        strategies = [replicate, *split_strategies.get(op.name, {})]
         for strategy in linear:
-            taken = [
+            summands = [
                 name
                 for name, p in zip(op.operands, strategy.operands, strict=True)
                 if isinstance(p, Partial)
             ]
             if anywhere:
-                allowed = any(name in pending for name in taken)
+                allowed = any(name in pending for name in summands)
             else:
                 others = [
                     meta
                     for meta, p in zip(op.call.operands, strategy.operands, strict=True)
                     if not isinstance(p, Partial)
                 ]
-                plain = all(math.prod(m.shape) == 1 or _is_index(m.dtype) for m in others)
-                allowed = plain and all(name in pending for name in taken)
+                only_scaled = all(math.prod(m.shape) == 1 or _is_index(m.dtype) for m in others)
+                allowed = only_scaled and all(name in pending for name in summands)
             if allowed:
                 strategies.append(strategy)
         for strategy in strategies:
             for name, p in zip(op.results, strategy.results, strict=True):
                 if name is not None and p == Partial("sum"):
                     pending.add(name)
-        result[op.name] = tuple(dict.fromkeys(strategies))
-    return result
+        strategies_by_op[op.name] = tuple(dict.fromkeys(strategies))
+    return strategies_by_op
 
 
 def _is_index(dtype: torch.dtype) -> bool:

@@ -1,16 +1,12 @@
-"""The exact choice on one axis: an integer program over one strategy per op.
-
-A `Node` chooses one of its options; an option writes values at placements, reads values at
-placements, and costs time. A value that is read at another placement than it is written at must
-be converted, once for all its readers; from a replicated copy that some reader asked for, another
-may cut its slice. The sum of all prices is least over all choices: `solve` is exact (HiGHS through
-scipy.optimize.milp, gap 0), and ties are broken by the order of the options.
+"""The exact choice on one axis: an integer program that chooses one option for each node.
 
     minimize  sum cost[n,k] x[n,k] + sum price[v,p,q] z[v,p,q]
-    one option per node; a reader of v at q needs v written at q or converted to q
+    one option k per node n; a reader of v at q needs v written at q or converted to q
 
-Nodes that share a `group` (the same op of repeated layers) share one variable: repeated layers
-are solved once. Tests compare with an enumeration of all choices (tests/sharding/enumerated.py).
+An option reads and writes values at placements, and costs seconds. A value that is read at another
+placement than it is written is converted, once for all readers; a slice may also be cut from a copy
+that was gathered for another reader. The result is optimal (HiGHS, gap 0); ties go to the first
+option. The nodes of a `group` (the same op of repeated layers) share one variable.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownVariableType=false
@@ -30,23 +26,27 @@ if TYPE_CHECKING:
 
 from dtensor.sharding.spec.placements import REPLICATE, Placement
 
-At = tuple[str, Placement]  # a value at a placement
-Price = Callable[[str, Placement, Placement], float]  # seconds, infinity where impossible
+PlacedValue = tuple[str, Placement]
+Price = Callable[[str, Placement, Placement], float]
+"""The seconds of converting a value from one placement to another; infinity if impossible."""
 
 _NANOSECONDS = 1e9
-_TIE = 1e-4  # nanoseconds per position in the list of options: only ever breaks ties
+_TIE_BREAK = 1e-4  # nanoseconds per position in the list of options
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    reads: tuple[At, ...]
-    writes: tuple[At, ...]
+    """One choice of a node: the placements at which it reads and writes values, and its cost."""
+
+    reads: tuple[PlacedValue, ...]
+    writes: tuple[PlacedValue, ...]
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """``group``: nodes of one group have alike options and make one choice."""
+    """An op, input or result, which chooses one of its options. Nodes of one ``group`` have
+    corresponding options and make the same choice."""
 
     name: str
     options: tuple[Option, ...]
@@ -55,7 +55,7 @@ class Node:
 
 
 class Infeasible(Exception):
-    """No choice of options can be connected; the planner finds out which op is at fault."""
+    """No choice of options connects the nodes. `infeasible` finds the op at fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +65,25 @@ class Solution:
 
 
 def solve(nodes: Sequence[Node], price: Price) -> Solution:
-    """The cheapest choice. Raises Infeasible.
+    """Return the cheapest choice. Raises Infeasible if there is none.
 
-    Where groups cannot agree (a first layer whose input no other layer has), each node of them
-    chooses for itself.
+    If there is no choice that is the same for all nodes of a group (the first layer may have an
+    input that the other layers lack), each node chooses separately.
     """
     if not all(node.options for node in nodes):
         raise Infeasible
     try:
         return _solve(nodes, price)
     except Infeasible:
-        alone = [replace(node, group=node.name) for node in nodes]
+        ungrouped = [replace(node, group=node.name) for node in nodes]
         if len(_groups(nodes)) == len(nodes):
             raise
-    return _solve(alone, price)
+    return _solve(ungrouped, price)
 
 
 def _solve(nodes: Sequence[Node], price: Price) -> Solution:
-    # Not at the top: it takes 0.3 s to load, which an actor never needs.
+    """Return the cheapest choice in which the nodes of a group choose the same option."""
+    # Imported here because it takes 0.3 s to load, and actors never need it.
     from scipy.optimize import Bounds, milp
 
     groups = _groups(nodes)
@@ -92,7 +93,7 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
         for k in range(len(members[0].options)):
             index[key, k] = len(costs)
             total = sum(member.options[k].seconds for member in members)
-            costs.append(total * _NANOSECONDS + _TIE * k * len(members))
+            costs.append(total * _NANOSECONDS + _TIE_BREAK * k * len(members))
     num_choices = len(costs)
     rows = _Rows()
     for key, members in enumerate(groups):
@@ -119,26 +120,27 @@ def _solve(nodes: Sequence[Node], price: Price) -> Solution:
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Nodes by group; a group whose members are not alike falls apart into its members."""
+    """Return the nodes of each group. Nodes whose options have other placements are separated."""
     by_key: dict[Hashable, list[Node]] = {}
     for node in nodes:
-        shape = tuple((len(o.reads), len(o.writes), _places(o)) for o in node.options)
+        shape = tuple((len(o.reads), len(o.writes), _placements(o)) for o in node.options)
         by_key.setdefault((node.group, shape), []).append(node)
     return list(by_key.values())
 
 
-def _places(option: Option) -> tuple[Placement, ...]:
+def _placements(option: Option) -> tuple[Placement, ...]:
     return tuple(p for _, p in (*option.reads, *option.writes))
 
 
-Use = tuple[int, int, Placement]  # the number of a group, of its option, and where a value lies
+Use = tuple[int, int, Placement]
+"""A read or write of a value: index of the group, index of its option, placement."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ValueClass:
-    """Values written and read alike, by group, option and placement, and priced alike."""
+    """Values with the same uses and the same prices of conversions; they share variables."""
 
-    value: str  # one of them, for prices
+    value: str  # one of the values, for prices
     written: tuple[Use, ...]
     read: tuple[tuple[Use, ...], ...]  # one tuple per reader
 
@@ -146,41 +148,40 @@ class _ValueClass:
 def _value_classes(
     nodes: Sequence[Node], groups: Sequence[Sequence[Node]], price: Price
 ) -> dict[_ValueClass, int]:
-    """Each class and how many values it has.
+    """Return each class of values, with the number of its values.
 
-    There are as many values as ops in all layers: uses are numbered, so that classes are told
-    apart by numbers.
+    A deep model has many values, so uses are numbered: comparing numbers is fast.
     """
     numbers: dict[Use, int] = {}
     written: dict[str, dict[int, None]] = {}
     read: dict[str, dict[str, dict[int, None]]] = {}
-    alike: dict[str, list[list[int]]] = {}  # by node: of its options, that of its group
+    uses_of_node: dict[str, list[list[int]]] = {}  # node -> option -> numbers of its uses
     for key, members in enumerate(groups):
         uses = [
-            [numbers.setdefault((key, k, p), len(numbers)) for p in _places(option)]
+            [numbers.setdefault((key, k, p), len(numbers)) for p in _placements(option)]
             for k, option in enumerate(members[0].options)
         ]
-        alike.update(dict.fromkeys((member.name for member in members), uses))
+        uses_of_node.update(dict.fromkeys((member.name for member in members), uses))
     for node in nodes:
-        for option, uses in zip(node.options, alike[node.name], strict=True):
+        for option, uses in zip(node.options, uses_of_node[node.name], strict=True):
             num = len(option.reads)
             for (value, _), use in zip(option.writes, uses[num:], strict=True):
                 written.setdefault(value, {})[use] = None
             for (value, _), use in zip(option.reads, uses[:num], strict=True):
                 read.setdefault(value, {}).setdefault(node.name, {})[use] = None
-    known = list(numbers)
+    uses_by_number = list(numbers)
     kinds: dict[object, tuple[tuple[Use, ...], tuple[tuple[Use, ...], ...], list[_Pair]]] = {}
     counts: dict[object, tuple[_ValueClass, int]] = {}
     for value, readers in read.items():
         kind = (tuple(written[value]), *dict.fromkeys(map(tuple, readers.values())))
         if kind not in kinds:
-            first, *others = (tuple(known[use] for use in uses) for uses in kind)
-            kinds[kind] = (first, tuple(others), _pairs(first, others))
+            writes, *reads = (tuple(uses_by_number[use] for use in uses) for uses in kind)
+            kinds[kind] = (writes, tuple(reads), _pairs(writes, reads))
         writers, uses, pairs = kinds[kind]
-        priced = (kind, tuple(price(value, p, q) for p, q in pairs))
-        seen = counts.get(priced)
-        value_class = seen[0] if seen else _ValueClass(value, writers, uses)
-        counts[priced] = (value_class, 1 + (seen[1] if seen else 0))
+        key = (kind, tuple(price(value, p, q) for p, q in pairs))
+        counted = counts.get(key)
+        value_class = counted[0] if counted else _ValueClass(value, writers, uses)
+        counts[key] = (value_class, 1 + (counted[1] if counted else 0))
     return dict(counts.values())
 
 
@@ -188,7 +189,7 @@ _Pair = tuple[Placement, Placement]
 
 
 def _pairs(written: Sequence[Use], read: Sequence[Sequence[Use]]) -> list[_Pair]:
-    """The conversions that a value may need."""
+    """Return the conversions that a value may need, through a replicated copy included."""
     sources = dict.fromkeys((*(p for _, _, p in written), REPLICATE))
     targets = dict.fromkeys((*(p for uses in read for _, _, p in uses), REPLICATE))
     return [(p, q) for p in sources for q in targets if p != q]
@@ -202,36 +203,40 @@ def _connect(
     rows: _Rows,
     price: Price,
 ) -> None:
-    native: dict[Placement, dict[int, float]] = {}
+    """Add the conversion variables of a value class to ``costs``, and its constraints to ``rows``.
+
+    ``count``: the number of values of the class; ``index``: (group, option) -> its variable.
+    """
+    writers: dict[Placement, dict[int, float]] = {}  # placement -> variables of options
     for key, k, placement in item.written:
-        native.setdefault(placement, {})[index[key, k]] = 1.0
+        writers.setdefault(placement, {})[index[key, k]] = 1.0
     needed = dict.fromkeys(p for reader in item.read for _, _, p in reader)
-    if set(native) == set(needed) and len(native) == 1:
+    if set(writers) == set(needed) and len(writers) == 1:
         return
-    converted: dict[tuple[Placement, Placement], int] = {}
+    converted: dict[tuple[Placement, Placement], int] = {}  # conversion -> its variable
     for p, q in _pairs(item.written, item.read):
         seconds = price(item.value, p, q)
         if math.isinf(seconds):
             continue
         converted[p, q] = len(costs)
         costs.append(seconds * _NANOSECONDS * count)
-    for (p, _), column in converted.items():
+    for (p, _), column in converted.items():  # a conversion from p needs the value at p
         row = {column: 1.0}
-        for source, weight in native.get(p, {}).items():
-            row[source] = row.get(source, 0.0) - weight
+        for variable, weight in writers.get(p, {}).items():
+            row[variable] = row.get(variable, 0.0) - weight
         if p == REPLICATE:
-            for (other, target), via in converted.items():
-                if target == REPLICATE and other != REPLICATE:
-                    row[via] = row.get(via, 0.0) - 1.0
+            for (source, target), gather in converted.items():
+                if target == REPLICATE and source != REPLICATE:
+                    row[gather] = row.get(gather, 0.0) - 1.0
         rows.add(row, -math.inf, 0.0)
-    for reader in item.read:
+    for reader in item.read:  # a reader at q needs the value at q
         for q in dict.fromkeys(p for _, _, p in reader):
             row: dict[int, float] = {}
             for key, k, p in reader:
                 if p == q:
                     row[index[key, k]] = 1.0
-            for source, weight in native.get(q, {}).items():
-                row[source] = row.get(source, 0.0) - weight
+            for variable, weight in writers.get(q, {}).items():
+                row[variable] = row.get(variable, 0.0) - weight
             for (_, target), column in converted.items():
                 if target == q:
                     row[column] = row.get(column, 0.0) - 1.0
@@ -239,7 +244,7 @@ def _connect(
 
 
 class _Rows:
-    """Sparse rows of lower <= A x <= upper."""
+    """The constraints lower <= A x <= upper, with a sparse matrix A."""
 
     def __init__(self) -> None:
         self.data: list[float] = []

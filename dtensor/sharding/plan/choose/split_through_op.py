@@ -1,14 +1,11 @@
-"""From the placement of one tensor of an op to how the op then splits them all.
+"""Propagates a split through an op: from the placement of one of its tensors to a strategy.
 
     through(rule of "m k, k n -> m n", 1, Shard(1), 2)    # the right operand's n
     # Strategy(operands=(Replicate(), Shard(1)), results=(Shard(1),))
-    around(flow, rules, "h", Shard(1), 2)                 # the same for each op that has h
+    around(flow, rules, "h", Shard(1), 2)                 # for each op that reads or makes h
 
-It is asked for each op that a pin reaches, so for each layer of a model alike: layers whose calls
-are equal share their rules, and the answer is kept for a rule, a tensor, a placement and a number
-of ranks. A closure over a program is a loop over `around`: from a split value to those that
-`split_by` then names. Not here: which splits are followed, and how far (opened_factors.py,
-api/search/derive.py).
+To propagate a split through a program, loop over `around` for a split value, then over the values
+that `split_by` yields for each strategy. Equal layers share their rules, so results are cached.
 """
 
 from __future__ import annotations
@@ -22,15 +19,16 @@ from dtensor.sharding.rules.rule import Assignment, Dim, Rule, Strategy
 from dtensor.sharding.spec.placements import Shard
 
 CROOKED: Literal["crooked"] = "crooked"
+"""The result of `through` for a placement that does not line up with the op."""
 Through = Strategy | Literal["crooked"] | None
 
 
 def around(
     flow: Dataflow, rules: Mapping[str, Rule], value: str, shard: Shard, num: int
 ) -> Iterator[tuple[Op, int, Through]]:
-    """What each op at a value makes of its split, the op that gives it first.
+    """Propagate a split of ``value`` through its producer and then through each of its consumers.
 
-    The op, which of its tensors the value is (operands first, then results), and `through`.
+    Yields (op, the index of the value among the op's operands and results, result of `through`).
     """
     producer = flow.producers.get(value)
     uses = list(flow.consumers.get(value, ()))
@@ -41,31 +39,33 @@ def around(
 
 
 def split_by(op: Op, strategy: Strategy) -> Iterator[tuple[str, Shard]]:
-    """The values of an op that a strategy splits."""
-    for name, placed in zip(
+    """Yield (value, placement) of each operand and result that the strategy splits."""
+    for name, placement in zip(
         (*op.operands, *op.results), (*strategy.operands, *strategy.results), strict=True
     ):
-        if name is not None and isinstance(placed, Shard):
-            yield name, placed
+        if name is not None and isinstance(placement, Shard):
+            yield name, placement
 
 
 @lru_cache(maxsize=1 << 13)
 def through(rule: Rule, tensor: int, shard: Shard, num: int) -> Through:
-    """The strategy of an op of which ``tensor`` (operands first, then results) lies as ``shard``.
+    """Return the strategy in which the tensor with index ``tensor`` (operands first, then results)
+    has the placement ``shard``.
 
-    CROOKED where the shard does not line up with the factors of its dim, by the rule or its
-    fallback, or gives ranks other pieces of a fused dim; None where the op cannot be split so.
+    Returns CROOKED if the shard does not line up with the factors of its dim, both in the rule and
+    in its fallback, or would give ranks different pieces of a fused dim. Returns None if the op
+    cannot be split over this dim.
     """
     dims = (*rule.operands, *rule.results)[tensor]
     assignment = rule.match(dims, shard, num)
     if assignment is None or _splits_pieces(rule, dims[shard.dim], assignment):
         return CROOKED if rule.fallback is None else through(rule.fallback, tensor, shard, num)
-    return rule.apply(_complete(rule, assignment), num)
+    return rule.apply(_extend_to_sums(rule, assignment), num)
 
 
 def _splits_pieces(rule: Rule, dim: Dim, assignment: Assignment) -> bool:
-    """Whether ranks get different pieces of a dim whose pieces the op needs together, and which a
-    placement in blocks would split alike: the halves of glu."""
+    """Whether ranks would get different pieces of a dim whose pieces the op needs together, such as
+    the two halves of glu. A placement in blocks splits each piece instead."""
     return any(
         product[0] in rule.whole and product[0] in assignment and not rule.whole.issuperset(product)
         for product in dim
@@ -73,30 +73,30 @@ def _splits_pieces(rule: Rule, dim: Dim, assignment: Assignment) -> bool:
     )
 
 
-def _complete(rule: Rule, assignment: Assignment) -> Assignment:
-    """Extend an assignment to the other parts of every sum that it touches.
+def _extend_to_sums(rule: Rule, assignment: Assignment) -> Assignment:
+    """Extend an assignment to the other parts of every concatenated dim that it splits.
 
-    Where q of ``(q + k + v)`` is cut, k and v are cut too: alike where they have q's size, else in
-    one block with q's unit where that divides.
+    If q of ``(q + k + v)`` is split, k and v are split too: in the same way if they have q's size,
+    else in one block, with q's unit if the unit divides the size.
     """
-    done = dict(assignment)
+    extended = dict(assignment)
     sums = [d for dims in (*rule.operands, *rule.results) for d in dims if len(d) > 1]
     for dim in sums:
-        have = [next((f for f in product if f in done), None) for product in dim]
-        if not any(have) or all(have):
+        split_factors = [next((f for f in product if f in extended), None) for product in dim]
+        if not any(split_factors) or all(split_factors):
             continue
-        at = next(i for i, f in enumerate(have) if f is not None)
-        model, model_product = have[at], dim[at]
+        at = next(i for i, f in enumerate(split_factors) if f is not None)
+        model, model_product = split_factors[at], dim[at]
         assert model is not None
         depth = model_product.index(model)
-        for product, factor in zip(dim, have, strict=True):
+        for product, factor in zip(dim, split_factors, strict=True):
             if factor is not None or not product:
                 continue
             other = product[depth] if depth < len(product) else product[0]
-            sharding = done[model]
+            sharding = extended[model]
             size = rule.size[other]
             if size == rule.size[model]:
-                done[other] = sharding
+                extended[other] = sharding
             else:
-                done[other] = sharding.of_one_block(size)
-    return done
+                extended[other] = sharding.of_one_block(size)
+    return extended
