@@ -70,7 +70,7 @@ def loss(request: Request) -> Loss:
 
     choose_axis.solve = record  # pyright: ignore
     try:
-        planner.placed(request, planner.trained(request))
+        planner.plan_flow(request, planner.training_flow(request))
     finally:
         choose_axis.solve = solve
     (first, chose_first), (second, chose_second) = recorded

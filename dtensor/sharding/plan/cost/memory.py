@@ -1,23 +1,14 @@
-"""The memory of a stage of a plan: bytes of one rank, by kind.
+"""The predicted memory of one rank of a plan's stage: bytes by kind.
 
     stage_memory(plan, 0)     # Memory(parameters=2097152, gradients=2097152, ...)
 
-All figures are for the rank at coordinate 0 of every axis, which holds the largest shard of each
-value.
-
-Activations are the peak over one step: the batch and values that are computed once a step, values
-that the other microbatches in flight keep for their backward, and the most that one microbatch's
-forward and backward hold at a time, each value freed after its last use. A view of a live value
-adds nothing. A microbatch's gradients live until its backward ends, where they are added to the
-accumulators; without microbatches they are the accumulators themselves and count as gradients, some
-of which are made after the activations' peak. The flat buffer of a bucket exists when activations
-do not, so the larger of the two counts.
-
-Copies that the launch keeps of the values a step writes, to undo it, count, each value as often as
-it is kept; the overhead of a file of them (numbers, names, the ends of pages) does not.
-
-Not here: temporary memory of a kernel, the allocator's fragmentation; time (seconds.py).
-"""
+All figures are for the rank at coordinate 0 of every axis, which has the largest shards.
+Activations are a peak: values that exist once per step, values that the other microbatches in
+flight keep for their backward, and the peak of one microbatch, in which each value is freed after
+its last use. The gradients of a microbatch live until its backward ends and are then accumulated;
+with a single microbatch they are the accumulators and count as gradients. The flat buffers of
+buckets exist only when activations do not, so the larger of the two counts. Temporary memory of
+kernels and fragmentation are not counted."""
 
 from __future__ import annotations
 
@@ -36,94 +27,99 @@ from dtensor.sharding.plan.steps import (
 )
 from dtensor.sharding.spec.spec import TensorSpec
 
-_STATE = ("parameter", "buffer")
+_STATE_KINDS = ("parameter", "buffer")
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the fullest rank of one stage."""
+    """Bytes of the fullest rank of one stage.
+
+    ``snapshots``: the copies that the launch keeps of written values, to undo a step.
+    ``not_at_once``: what is subtracted in ``total``, because the peaks above do not coincide:
+    gradients made after the peak of activations, and stages of a rank that peak at different times.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     masters: int = 0  # float32 copies of parameters
-    snapshots: int = 0  # copies of the values that the step writes, if the launch keeps them
-    not_at_once: int = 0  # gradients made after the activations' peak, stages that peak in turn
+    snapshots: int = 0
+    not_at_once: int = 0
 
     @property
     def total(self) -> int:
-        """The most that is held at once."""
-        held = self.parameters + self.gradients + self.optimizer + self.masters
-        return held + self.activations + self.snapshots - self.not_at_once
+        """The peak memory."""
+        state = self.parameters + self.gradients + self.optimizer + self.masters
+        return state + self.activations + self.snapshots - self.not_at_once
 
 
 def stage_memory(plan: PlanRecord, stage: int) -> Memory:
-    """Bytes of the fullest rank of ``stage``."""
+    """Return the memory of the fullest rank of ``stage``."""
     parameters = sum(
         item.held.max_local_nbytes
         for item in plan.inputs
-        if item.kind in _STATE and stage in item.stages
+        if item.kind in _STATE_KINDS and stage in item.stages
     )
     gradients = waiting_gradients(plan, stage)
     updates = updates_of(plan.steps, [stage])
-    activations_of_stage = _activations(plan, stage, gradients)
-    flying = plan.in_flight[stage] if stage < len(plan.in_flight) else 1
-    kept = activations_of_stage.once + (flying - 1) * activations_of_stage.saved
-    activations = max(kept + activations_of_stage.peak, activations_of_stage.end)
+    parts = _activations(plan, stage, gradients)
+    num_in_flight = plan.in_flight[stage] if stage < len(plan.in_flight) else 1
+    kept = parts.once + (num_in_flight - 1) * parts.saved
+    activations = max(kept + parts.peak, parts.end)
     return Memory(
         parameters=parameters,
         gradients=sum(gradients.values()),
         optimizer=sum(step.state_bytes for step in updates),
         masters=sum(step.master_bytes for step in updates),
         activations=activations,
-        snapshots=plan.copies * _written(plan, stage) if plan.copies else 0,
-        not_at_once=activations - max(kept + activations_of_stage.above, activations_of_stage.end),
+        snapshots=plan.copies * _written_bytes(plan, stage) if plan.copies else 0,
+        not_at_once=activations - max(kept + parts.above, parts.end),
     )
 
 
 def rank_memory(plan: PlanRecord, stages: Sequence[int], each: Sequence[Memory]) -> Memory:
-    """The memory of the fullest rank of these ``stages``; ``each``: the memory of each stage
-    alone."""
+    """Return the memory of the fullest rank that hosts ``stages``; ``each``: the memory of each
+    stage alone."""
     total = Memory(*map(sum, zip(*map(astuple, each), strict=True)))
     if len(stages) < 2 or plan.timetable is None:
         return total
-    activations_by_stage = [
-        _activations(plan, stage, waiting_gradients(plan, stage)) for stage in stages
-    ]
-    most = max(
-        activations_by_stage[running].above
-        + sum(kept * of.saved for kept, of in zip(held, activations_by_stage, strict=True))
+    parts_by_stage = [_activations(plan, stage, waiting_gradients(plan, stage)) for stage in stages]
+    in_microbatches = max(
+        parts_by_stage[running].above
+        + sum(count * parts.saved for count, parts in zip(held, parts_by_stage, strict=True))
         for running, held in plan.timetable.held(stages)
     )
     at_once = max(
-        sum(of.once for of in activations_by_stage) + most,
-        sum(of.end for of in activations_by_stage),
+        sum(parts.once for parts in parts_by_stage) + in_microbatches,
+        sum(parts.end for parts in parts_by_stage),
     )
     return replace(total, not_at_once=total.activations - at_once)
 
 
-def _written(plan: PlanRecord, stage: int) -> int:
-    """Bytes of the values that a step writes and can be undone for: trained parameters, as they are
-    held, the optimizer's state, and other state that the program changes, except state that it
-    writes in place before all ranks agree."""
+def _written_bytes(plan: PlanRecord, stage: int) -> int:
+    """Return the bytes that a snapshot for undoing a step copies: trained parameters, optimizer
+    state, and other state that the program changes, except state written in place during the
+    program."""
     updates = updates_of(plan.steps, [stage])
     changed = {w.name for w in plan.state_writes if w.stage == stage and w.how != "in place"}
     changed |= {i.name for i in plan.inputs if i.label in {s.parameter for s in updates}}
-    held = sum(i.held.max_local_nbytes for i in plan.inputs if i.name in changed)
-    return held + sum(s.state_bytes + s.master_bytes for s in updates)
+    input_bytes = sum(i.held.max_local_nbytes for i in plan.inputs if i.name in changed)
+    return input_bytes + sum(s.state_bytes + s.master_bytes for s in updates)
 
 
 def _cast_bytes(step: Update, gradient: torch.dtype) -> int:
-    """Bytes of the gradient in the dtype of the updated tensor, if that differs."""
+    """Return the bytes of the gradient cast to the dtype of the updated tensor; 0 if it has this
+    dtype."""
     dtype = torch.float32 if step.master_bytes else step.spec.dtype
     return 0 if gradient == dtype else replace(step.spec, dtype=dtype).max_local_nbytes
 
 
 def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
-    """The values in which gradients of parameters wait for the optimizer, and their bytes."""
+    """Return value -> bytes for the results of the backward that hold gradients of state until the
+    optimizer runs."""
     producers = {name: step for step in plan.steps for name in step.gives}
-    state = {item.label for item in plan.inputs if item.kind in _STATE}
+    state = {item.label for item in plan.inputs if item.kind in _STATE_KINDS}
     specs = plan.value_specs()
     waiting: dict[str, int] = {}
     for output in plan.outputs:
@@ -131,15 +127,15 @@ def waiting_gradients(plan: PlanRecord, stage: int) -> dict[str, int]:
             continue
         for at, value in output.values:
             if at == stage:
-                names = _accumulated(value, producers)
-                # reduced in place; one that is left in float32 is larger than its parts
-                waiting[names[-1]] = max(specs[name].max_local_nbytes for name in names)
+                chain = _reduction_chain(value, producers)
+                # gradients are reduced in place; a float32 gradient is larger than its 16-bit parts
+                waiting[chain[-1]] = max(specs[name].max_local_nbytes for name in chain)
     return waiting
 
 
-def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
-    """The values from a finished gradient back, past its reductions, to the result of the
-    backward."""
+def _reduction_chain(value: str, producers: Mapping[str, Step]) -> list[str]:
+    """Return the values from a finished gradient back through its reductions to the accumulated
+    result of the backward."""
     chain = [value]
     while True:
         value = chain[-1]
@@ -150,8 +146,9 @@ def _accumulated(value: str, producers: Mapping[str, Step]) -> list[str]:
                 return chain
 
 
-def _flat(step: Redistribute) -> int:
-    """Bytes of a bucket's flat buffers: the message of a reduction, or the result of a gather."""
+def _buffer_bytes(step: Redistribute) -> int:
+    """Return the bytes of a bucket's flat buffers: the message of a reduction, or the operands and
+    results of a gather."""
     if step.kind == "all_gather":
         return sum(m.src.max_local_nbytes + m.dst.max_local_nbytes for m in step.moves)
     return sum(move.src.max_local_nbytes for move in step.moves)
@@ -161,28 +158,32 @@ def _flat(step: Redistribute) -> int:
 
 
 @dataclass(slots=True)
-class _Stage:
-    """The values of one stage: their bytes, the storage each one is a view of, their last use."""
+class _StageValues:
+    """The storages of one stage: their bytes, their values, and their last use."""
 
-    nbytes: dict[str, int] = field(default_factory=dict[str, int])  # by storage
-    storage: dict[str, str] = field(default_factory=dict[str, str])  # value to the storage it uses
-    last: dict[str, int] = field(default_factory=dict[str, int])  # storage to its last step
+    nbytes: dict[str, int] = field(default_factory=dict[str, int])  # storage -> bytes
+    storage: dict[str, str] = field(default_factory=dict[str, str])  # value -> its storage
+    last_use: dict[str, int] = field(default_factory=dict[str, int])  # storage -> index of a step
 
     def define(self, name: str, spec: TensorSpec, base: str | None) -> None:
+        """Add a value, which is a view of ``base``, or has its own storage if that is None."""
         self.storage[name] = self.storage[base] if base is not None else name
         if base is None:
             self.nbytes[name] = spec.max_local_nbytes
 
     def use(self, names: Iterable[str], at: int) -> None:
         for name in names:
-            self.last[self.storage[name]] = at
+            self.last_use[self.storage[name]] = at
 
 
 @dataclass(frozen=True, slots=True)
 class _Activations:
-    """Bytes of one stage: of values that exist ``once`` a step; of values that a microbatch keeps
-    from forward to backward, its peak, and its part ``above`` all gradients, some of which are made
-    after it; and at the ``end`` of the step, when these are gone."""
+    """Bytes of activations on one stage, in parts.
+
+    ``once``: values that exist once per step. Of one microbatch: ``saved``: kept from forward to
+    backward; ``peak``: its peak; ``above``: the peak minus the gradients that do not exist yet when
+    it is reached. ``end``: at the end of the step, when all these are gone.
+    """
 
     once: int
     saved: int
@@ -192,23 +193,27 @@ class _Activations:
 
 
 def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> _Activations:
-    values = _Stage()
-    always: dict[str, None] = {}  # storages that live as long as the step
-    uncounted = set(gradients)  # counted as parameters or as gradients
+    """Return the bytes of activations, by liveness of storages over one microbatch.
+
+    ``gradients``: as returned by `waiting_gradients`; they do not count as activations.
+    """
+    values = _StageValues()
+    permanent: dict[str, None] = {}  # storages that live as long as the step
+    uncounted = set(gradients)  # values that count as parameters or as gradients
     for item in plan.inputs:
         if stage in item.stages:
             values.define(item.name, item.held, None)
-            uncounted.update([item.name] if item.kind in _STATE else [])
-            always[item.name] = None
+            uncounted.update([item.name] if item.kind in _STATE_KINDS else [])
+            permanent[item.name] = None
     steps = [s for s in plan.steps if s.in_microbatch and stage in s.stages]
     for step in (s for s in steps if s.once):
-        for name, spec in _made(step, stage):
+        for name, spec in _results_on(step, stage):
             values.define(name, spec, base_of(plan, name, step))
-            always[values.storage[name]] = None
+            permanent[values.storage[name]] = None
     walk = [s for p in ("forward", "backward") for s in steps if not s.once and s.phase == p]
     first_backward = sum(s.phase == "forward" for s in walk)
     for at, step in enumerate(walk):
-        for name, spec in _made(step, stage):
+        for name, spec in _results_on(step, stage):
             values.define(name, spec, base_of(plan, name, step))
             values.use([name], at)
         values.use((n for n in step.reads if n in values.storage), at)
@@ -217,23 +222,28 @@ def _activations(plan: PlanRecord, stage: int, gradients: Mapping[str, int]) -> 
     for step in plan.steps:
         if isinstance(step, Accumulate) and step.stage == stage:
             storage = values.storage[step.operand]
-            ends = first_backward if values.last[storage] < first_backward else len(walk)
-            values.last[storage] = ends - 1
+            ends = first_backward if values.last_use[storage] < first_backward else len(walk)
+            values.last_use[storage] = ends - 1
     values.nbytes.update((values.storage[v], 0) for v in uncounted if v in values.storage)
-    once = sum(values.nbytes[name] for name in always)
-    made = [[n for n, _ in _made(step, stage) if values.storage[n] == n] for step in walk]
+    once = sum(values.nbytes[name] for name in permanent)
+    new_storages = [
+        [n for n, _ in _results_on(step, stage) if values.storage[n] == n] for step in walk
+    ]
     gradient_bytes = {
         values.storage[v]: nbytes for v, nbytes in gradients.items() if v in values.storage
     }
-    coming = [sum(gradient_bytes.get(name, 0) for name in names) for names in made]
-    saved, peak, above = _peaks(made, coming, values, frozenset(always), first_backward)
-    return _Activations(once, saved, peak, above, _end(plan, stage, sum(gradients.values())))
+    new_gradients = [sum(gradient_bytes.get(name, 0) for name in names) for names in new_storages]
+    saved, peak, above = _peaks(
+        new_storages, new_gradients, values, frozenset(permanent), first_backward
+    )
+    return _Activations(once, saved, peak, above, _end_bytes(plan, stage, sum(gradients.values())))
 
 
-def _end(plan: PlanRecord, stage: int, gradients: int) -> int:
-    """Bytes beside ``gradients`` while they are reduced, cast, and parameters are gathered."""
+def _end_bytes(plan: PlanRecord, stage: int, gradients: int) -> int:
+    """Return the bytes that exist at the end of the step in addition to ``gradients``: buffers of
+    reductions and gathers, and casts of gradients."""
     buckets = [  # gradients are gone when updated parameters are gathered
-        _flat(step) - (gradients if step.in_place else 0)
+        _buffer_bytes(step) - (gradients if step.in_place else 0)
         for step in plan.steps
         if isinstance(step, Redistribute) and step.bucket
         if step.stage == stage and not step.in_microbatch
@@ -244,36 +254,40 @@ def _end(plan: PlanRecord, stage: int, gradients: int) -> int:
 
 
 def base_of(plan: PlanRecord, name: str, step: Step) -> str | None:
-    """The value whose storage a result of the step has; None of one that has its own."""
+    """Return the value whose storage the step's result ``name`` uses; None if the result has its
+    own storage."""
     return plan.standing.get(name) or step.viewed
 
 
 def _peaks(
-    made: Sequence[Sequence[str]],
-    coming: Sequence[int],
-    values: _Stage,
-    always: frozenset[str],
+    new_storages: Sequence[Sequence[str]],
+    new_gradients: Sequence[int],
+    values: _StageValues,
+    permanent: frozenset[str],
     first_backward: int,
 ) -> tuple[int, int, int]:
-    """Bytes that one microbatch keeps from forward to backward, its peak, and that above all
-    gradients, whose bytes are ``coming`` with these steps."""
-    dying: dict[int, list[str]] = {}
-    for name, at in values.last.items():
-        if name not in always:
-            dying.setdefault(at, []).append(name)
+    """Return ``saved``, ``peak`` and ``above`` of `_Activations`.
+
+    ``new_storages`` and ``new_gradients``: for each step of a microbatch, the storages that it
+    creates, and the bytes of gradients among them.
+    """
+    freed: dict[int, list[str]] = {}
+    for name, at in values.last_use.items():
+        if name not in permanent:
+            freed.setdefault(at, []).append(name)
     live = peak = saved = 0
-    above = missing = -sum(coming)
-    for at, names in enumerate(made):
+    above = missing = -sum(new_gradients)  # minus the bytes of gradients that do not exist yet
+    for at, names in enumerate(new_storages):
         if at == first_backward:
             saved = live
-        live += sum(values.nbytes[name] for name in names if name not in always)
-        missing += coming[at]
+        live += sum(values.nbytes[name] for name in names if name not in permanent)
+        missing += new_gradients[at]
         peak, above = max(peak, live), max(above, live + missing)
-        live -= sum(values.nbytes[name] for name in dying.get(at, ()))
+        live -= sum(values.nbytes[name] for name in freed.get(at, ()))
     return saved, peak, above
 
 
-def _made(step: Step, stage: int) -> list[tuple[str, TensorSpec]]:
-    """The values that the step defines on the stage: a transfer defines its result at the
-    receiver."""
+def _results_on(step: Step, stage: int) -> list[tuple[str, TensorSpec]]:
+    """Return (value, spec) of each result that the step defines on the stage; a transfer defines
+    its result at the receiver."""
     return [(name, spec) for at, name, spec in step.gives_as() if at == stage]

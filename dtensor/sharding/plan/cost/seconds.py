@@ -1,12 +1,11 @@
-"""How long the steps of a plan take on one rank, and what they communicate.
+"""The predicted seconds of a plan's steps on one rank, and the list of its collectives.
 
     step_seconds(plan, step, 0)    # StepSeconds(compute=..., communication=..., host=...)
     plan.collectives[0]            # PlannedCollective(name="y", kind="all_reduce", axis="tp", ...)
 
-Rooflines of local ops, the alpha-beta price of each message (redistribute/topology.py), of the rank
-at coordinate 0 of every axis, which holds the largest shard of each value. A step that stands for
-several messages (a norm over several axes, a tie of several stages) has one entry for each stage
-and axis. Not here: what is hidden, who waits (runtime/lower/timetable.py); contention.
+Ops are priced by roofline, messages by the alpha-beta model (redistribute/topology.py), on the rank
+at coordinate 0 of every axis, which has the largest shards. Overlap and waiting are predicted in
+runtime/lower/timetable.py.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from dtensor.sharding.plan.steps import Norm, Redistribute, Step, StepPhase, Tra
 
 
 class StepSeconds(NamedTuple):
-    """Seconds of a step: the device computes and communicates, and the ``host`` launches."""
+    """Seconds of a step: computation and communication of the device, and launches of the host."""
 
     compute: float
     communication: float
@@ -28,7 +27,7 @@ class StepSeconds(NamedTuple):
 
 
 def step_seconds(plan: PlanRecord, step: Step, stage: int) -> StepSeconds:
-    """Return the predicted seconds of a rank of ``stage``, each time that the step runs."""
+    """Return the predicted seconds of one execution of the step on a rank of ``stage``."""
     cost, topology = step_cost(plan, step, stage), plan.topology
     return StepSeconds(
         cost.compute_seconds(topology),
@@ -42,7 +41,8 @@ def step_seconds(plan: PlanRecord, step: Step, stage: int) -> StepSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCollective:
-    """One line of `Plan.collectives`. ``bytes_sent``: per rank and time; it runs ``times``."""
+    """One line of `Plan.collectives`. ``bytes_sent``: per rank and execution; ``times``: executions
+    per training step."""
 
     name: str
     kind: str
@@ -61,17 +61,18 @@ class PlannedCollective:
 
 
 def step_times(plan: PlanRecord, step: Step) -> int:
-    """How often the step runs in one training step."""
+    """Return how often the step runs in one training step."""
     return 1 if step.once or not step.in_microbatch else plan.num_microbatches
 
 
 def all_collectives(plan: PlanRecord) -> tuple[PlannedCollective, ...]:
-    """Every step that communicates, in program order."""
+    """Return the messages of all steps, in program order."""
     return tuple(collective for step in plan.steps for collective in collectives_of(plan, step))
 
 
 def collectives_of(plan: PlanRecord, step: Step) -> tuple[PlannedCollective, ...]:
-    """What one step communicates; of a Norm, or a tie, on each of its stages."""
+    """Return the messages of the step. A Norm has one for each stage and axis, a sum over tied
+    stages one for each stage."""
     match step:
         case Redistribute(tied=(_, *_)):
             names, source = dict(zip(step.tied, step.results, strict=True)), ""

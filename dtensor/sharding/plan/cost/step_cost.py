@@ -1,18 +1,12 @@
-"""What one step of a plan does on one rank: FLOP, bytes of memory, messages; priced at any sizes.
+"""The cost of one execution of a step on one rank: FLOP, bytes of memory traffic, and messages.
 
     cost = step_cost(plan, step, stage=0)           # StepCost(flops=..., bytes=..., messages=...)
     cost.compute_seconds(topology), cost.communication_seconds(topology)
-    cost.resized(Resized({"dp": 2}, {"dp": 8}))     # the same step where dp has 8 ranks, not 2
+    cost.resized(Resized({"dp": 2}, {"dp": 8}))     # the cost if dp had 8 ranks instead of 2
 
-A step that does nothing of a kind has none of it: a view moves no bytes, a message computes
-nothing. All is of the rank at coordinate 0 of every axis, which holds the largest shard of each
-value, and of one time that the step runs; how often it does is `step_times` (seconds.py).
-
-Resized, a value that an axis splits has as many bytes as the other size leaves it, and the FLOP of
-an op follow its values: the strategy of each op is taken to stay the same.
-
-Invariants: equal steps have equal costs, whatever their values are called, so costs can be keys.
-Not here: names and source lines of messages (seconds.py), overlap, contention.
+Costs are for the rank at coordinate 0 of every axis, which has the largest shards. Resizing assumes
+that each op keeps its strategy: bytes and FLOP scale with the axes that split them. Costs do not
+contain names, so equal steps have equal costs.
 """
 
 from __future__ import annotations
@@ -40,18 +34,18 @@ from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 Sizes = Mapping[str, int]
-"""By axis, how many ranks it has; of the microbatch axis, how many microbatches."""
+"""Axis -> its number of ranks, or of microbatches for the microbatch axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """Axes that have other sizes than were ``planned``."""
+    """New ``sizes`` of some axes, and the sizes of all axes as ``planned``."""
 
     planned: Sizes
     sizes: Sizes
 
     def factor(self, axes: frozenset[str]) -> float:
-        """How much larger a shard is that these axes split."""
+        """Return the new size of a shard that these axes split, relative to its planned size."""
         factor = 1.0
         for axis, size in self.sizes.items():
             if axis in axes:
@@ -61,7 +55,8 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """FLOP or bytes of one rank; ``axes``: those that split it, so that it falls as they grow."""
+    """A number of FLOP or bytes on one rank. It is inversely proportional to the size of each of
+    ``axes``, the axes that split it."""
 
     number: float
     axes: frozenset[str] = frozenset()
@@ -72,7 +67,8 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMessage:
-    """A collective over ``num`` ranks of ``axis``, or a transfer: what each of them sends."""
+    """A collective over ``num`` ranks of ``axis``, or a transfer. ``sent``: what each rank
+    sends."""
 
     kind: str
     axis: str
@@ -90,25 +86,25 @@ class StepMessage:
         )
 
     def starts(self, topology: Topology) -> float:
-        """The seconds of its exchanges, without its bytes."""
+        """Return the part of the seconds that does not depend on the bytes: the latencies."""
         return self.seconds(topology) - self.bytes_sent / topology.bandwidth_of(self.axis)
 
     def resized(self, to: Resized) -> StepMessage:
         sent = tuple(amount.resized(to) for amount in self.sent)
         if self.axis not in to.sizes:
             return replace(self, sent=sent)
-        num, before = to.sizes[self.axis], to.planned[self.axis]
+        num, planned = to.sizes[self.axis], to.planned[self.axis]
         # each of n ranks sends (n - 1) / n of the value
-        part = (num - 1) / num * (before / (before - 1))
+        ratio = (num - 1) / num * (planned / (planned - 1))
         return replace(
-            self, num=num, sent=tuple(replace(each, number=each.number * part) for each in sent)
+            self, num=num, sent=tuple(replace(each, number=each.number * ratio) for each in sent)
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """``rate``: which of a topology's figures its FLOP and ``bytes`` (read and written) go by; of
-    None, nothing runs on the rank but messages."""
+    """The cost of a step. ``bytes``: read and written in device memory. ``rate``: which rates of
+    the topology apply to FLOP and bytes; None if the step only sends messages."""
 
     flops: Amount = Amount(0)
     bytes: tuple[Amount, ...] = ()
@@ -116,28 +112,30 @@ class StepCost:
     rate: Literal["op", "attention", "update"] | None = None
 
     def compute_seconds(self, topology: Topology) -> float:
-        moved = sum(amount.number for amount in self.bytes)
+        bytes_moved = sum(amount.number for amount in self.bytes)
         match self.rate:
             case None:
                 return 0.0
             case "update":
-                return topology.update_seconds(bytes_moved=moved)
+                return topology.update_seconds(bytes_moved=bytes_moved)
             case "op" | "attention":
                 return topology.compute_seconds(
-                    flops=self.flops.number, bytes_moved=moved, attention=self.rate == "attention"
+                    flops=self.flops.number,
+                    bytes_moved=bytes_moved,
+                    attention=self.rate == "attention",
                 )
 
     def host_seconds(self, topology: Topology) -> float:
-        """Seconds in which the host of the rank launches it."""
-        local = 0.0 if self.rate is None else topology.launch_seconds("op")
-        return local + sum(topology.launch_seconds(m.kind, m.num) for m in self.messages)
+        """Return the seconds that the rank's host needs to launch the step."""
+        op_seconds = 0.0 if self.rate is None else topology.launch_seconds("op")
+        return op_seconds + sum(topology.launch_seconds(m.kind, m.num) for m in self.messages)
 
     def communication_seconds(self, topology: Topology) -> float:
         return sum(message.seconds(topology) for message in self.messages)
 
     def resized(self, to: Resized) -> StepCost:
-        """Of the same step where axes have other sizes. An axis of one rank has no messages that
-        could be resized."""
+        """Return the cost of the step if axes had other sizes. Messages over an axis that was
+        planned with one rank do not exist, so they cannot be resized."""
         return replace(
             self,
             flops=self.flops.resized(to),
@@ -147,7 +145,8 @@ class StepCost:
 
 
 def step_cost(plan: PlanRecord, step: Step, stage: int) -> StepCost:
-    """Of a rank of ``stage``, each time that the step runs. A transfer counts at its sender."""
+    """Return the cost of one execution of the step on a rank of ``stage``. A transfer counts at its
+    sender."""
     match step:
         case Compute() if step.is_view:
             return StepCost(rate="op")
@@ -162,15 +161,15 @@ def step_cost(plan: PlanRecord, step: Step, stage: int) -> StepCost:
                 rate="attention" if step.rule.kind == "attention" else "op",
             )
         case Redistribute() if step.is_free:
-            # not communication, but the copy is not nothing
-            moved = () if step.kind == "relabel" else step.moves
-            return StepCost(bytes=tuple(shard_bytes(move.dst) for move in moved), rate="op")
+            # it does not communicate, but the local copy takes time
+            copied = () if step.kind == "relabel" else step.moves
+            return StepCost(bytes=tuple(shard_bytes(move.dst) for move in copied), rate="op")
         case Accumulate():
             return StepCost(bytes=(shard_bytes(step.src), shard_bytes(step.dst, 2)), rate="op")
         case Update():
-            kept = 2 * (step.state_bytes + step.master_bytes)  # read and written
-            moved = shard_bytes(step.spec, 3), Amount(kept, shard_bytes(step.spec).axes)
-            return StepCost(bytes=moved, rate="update")
+            state = 2 * (step.state_bytes + step.master_bytes)  # read and written
+            bytes_moved = shard_bytes(step.spec, 3), Amount(state, shard_bytes(step.spec).axes)
+            return StepCost(bytes=bytes_moved, rate="update")
         case Redistribute() | Transfer() | Norm():
             return StepCost(messages=messages_of(plan, step, stage))
         case _:
@@ -180,7 +179,8 @@ def step_cost(plan: PlanRecord, step: Step, stage: int) -> StepCost:
 def messages_of(
     plan: PlanRecord, step: Redistribute | Transfer | Norm, stage: int
 ) -> tuple[StepMessage, ...]:
-    """What a rank of ``stage`` sends; () of a stage that has no part in it, or receives."""
+    """Return the messages that a rank of ``stage`` sends; () if the stage does not take part or
+    only receives."""
     match step:
         case Redistribute():
             if step.is_free or not step.is_on(stage):
@@ -206,7 +206,7 @@ def messages_of(
 
 
 def _message(moves: Iterable[Move]) -> StepMessage:
-    """Of moves that are one message: of one kind, on one axis."""
+    """Return the message that makes these moves, which have one kind and one axis."""
     moves = tuple(moves)
     first, sent = moves[0], dict[frozenset[str], int]()
     for move in moves:
@@ -223,13 +223,14 @@ def _message(moves: Iterable[Move]) -> StepMessage:
 
 @lru_cache(maxsize=1 << 13)
 def shard_bytes(spec: TensorSpec, times: int = 1) -> Amount:
-    """The bytes of the largest shard, so many times."""
-    split = (axis for axis, p in spec.sharding.items() if isinstance(p, Shard))
-    return Amount(times * spec.max_local_nbytes, frozenset(split))
+    """Return the bytes of the largest shard, multiplied by ``times``."""
+    axes = (axis for axis, p in spec.sharding.items() if isinstance(p, Shard))
+    return Amount(times * spec.max_local_nbytes, frozenset(axes))
 
 
 def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]:
-    """What is read and written where the result is state: as many elements as are changed."""
+    """Return the specs of the tensors that an op reads and writes if its result is state that is
+    written in place: for a write to a part of the state, only as many elements as it changes."""
     from dtensor.sharding.ops.in_place import writes_of  # few programs change state
 
     result, specs = step.results[0], step.operand_specs
@@ -239,5 +240,5 @@ def _written_in_place(plan: PlanRecord, step: Compute) -> tuple[TensorSpec, ...]
     others = tuple(spec for at, spec in enumerate(specs) if at != bases[result])
     writes = writes_of(step.op.call)
     assert writes is not None
-    whole = specs[bases[result]]
-    return (*others, *others) if writes.partial else (*specs, whole)
+    state = specs[bases[result]]
+    return (*others, *others) if writes.partial else (*specs, state)

@@ -1,16 +1,13 @@
-"""The totals of a plan, each figure once: seconds, bubble, memory, FLOP, bytes sent.
+"""`PlanTotals`: the totals of a plan, from which all texts and comparisons take their figures.
 
     totals = PlanTotals(plan)       # plan.totals
-    totals.cost.seconds             # predicted, of a step
+    totals.cost.seconds             # predicted seconds of a step
     totals.memory.total             # bytes of the fullest rank
     totals.bytes_sent               # in a step, by the rank that sends most
     totals.most_sent(lambda key: key[0])      # {"tp": SentTotals(times=4, bytes_sent=2097152, ...)}
 
-All text and comparisons of plans (text, summary, page, comparison, search) read figures here. A
-rank of the stage axis hosts one stage or several, which are summed; ranks along other axes do the
-same, and the one at coordinate 0 represents them. Each figure is computed at first use.
-
-Not here: the cost of one step (step_cost.py), the memory of one stage (memory.py).
+A rank of the stage axis may host several stages, whose figures are added. Along the other axes, the
+rank at coordinate 0 represents all ranks. Each figure is computed when it is first used.
 """
 
 from __future__ import annotations
@@ -27,15 +24,15 @@ from dtensor.sharding.plan.record import Cost, PlanRecord
 from dtensor.sharding.plan.steps import StepPhase, norm_of
 
 Key = tuple[str, StepPhase, str]
-"""Axis, phase and kind of messages."""
+"""The axis, phase and kind of messages."""
 K = TypeVar("K")
 A = TypeVar("A", "RankWork", "SentTotals")
 
 
 @dataclass(frozen=True, slots=True)
 class RankWork:
-    """The compute and communication of a rank in a step, in seconds, its FLOP, and the seconds of
-    its host's launches."""
+    """The work of a rank in a training step: seconds of computation and communication, FLOP, and
+    seconds of its host's launches."""
 
     compute_seconds: float = 0.0
     communication_seconds: float = 0.0
@@ -61,7 +58,7 @@ class RankWork:
 
 @dataclass(frozen=True, slots=True)
 class SentTotals:
-    """Messages of a rank in a step: how many, their bytes, their seconds."""
+    """The messages that a rank sends in a training step: their number, bytes and seconds."""
 
     times: int = 0
     bytes_sent: int = 0
@@ -77,7 +74,7 @@ class SentTotals:
 
 @dataclass(frozen=True)
 class PlanTotals:
-    """See the module."""
+    """The totals of ``plan``; see the module's docstring."""
 
     plan: PlanRecord
 
@@ -85,8 +82,8 @@ class PlanTotals:
 
     @cached_property
     def cost(self) -> Cost:
-        """The prediction, by the plan's timetable. Without one, as in the plan of one op, all of
-        the slowest rank's work and messages one after another."""
+        """The predicted cost of a step, from the plan's timetable. Without a timetable (a plan of
+        one op), the work and messages of the slowest rank are added without overlap."""
         if self.plan.timetable is not None:
             return self.plan.timetable.cost(self.plan)
         slowest = max(self.ranks, key=lambda work: work.seconds)
@@ -100,30 +97,30 @@ class PlanTotals:
 
     @property
     def estimate(self) -> float:
-        """Seconds of the slowest device without overlap and waiting for others: planning compares
-        candidates by them."""
+        """Seconds of the slowest device without overlap and waiting. The planner compares
+        candidates by this estimate."""
         return max(work.device_seconds for work in self.ranks)
 
     @cached_property
     def stages(self) -> tuple[RankWork, ...]:
-        """The work of a rank of each stage; a transfer counts at its sender."""
-        return self._walked[0]
+        """The work of one rank of each stage; a transfer counts at its sender."""
+        return self._sums_by_stage[0]
 
     @cached_property
     def ranks(self) -> tuple[RankWork, ...]:
-        """The work by rank of the stage axis, of all its stages."""
+        """The work of each rank of the stage axis, over all its stages."""
         return self._by_rank(self.stages, RankWork())
 
     # -- memory --------------------------------------------------------------------------------
 
     @cached_property
     def stage_memory(self) -> tuple[Memory, ...]:
-        """The memory of a rank of each stage."""
+        """The memory of one rank of each stage."""
         return tuple(stage_memory(self.plan, stage) for stage in range(self.plan.num_stages))
 
     @cached_property
     def rank_memory(self) -> tuple[Memory, ...]:
-        """The memory by rank of the stage axis, of all its stages."""
+        """The memory of each rank of the stage axis, over all its stages."""
         each = self.stage_memory
         hosted = self.plan.hosted
         return tuple(rank_memory(self.plan, held, [each[s] for s in held]) for held in hosted)
@@ -135,50 +132,51 @@ class PlanTotals:
 
     @property
     def fits(self) -> bool:
-        """Whether `memory` is within ``topology.memory_bytes``."""
+        """Whether the fullest rank fits into ``topology.memory_bytes``."""
         return self.memory.total <= self.plan.topology.memory_bytes
 
     # -- messages ------------------------------------------------------------------------------
 
     @property
     def sent(self) -> Mapping[Key, tuple[SentTotals, ...]]:
-        """By axis, phase and kind, in the order of the plan, the messages of a rank of each
-        stage."""
-        return self._walked[1]
+        """(axis, phase, kind) -> the messages of one rank of each stage, in program order."""
+        return self._sums_by_stage[1]
 
     @cached_property
     def bytes_sent(self) -> int:
         """Bytes sent in a step by the rank that sends most."""
-        return max((sent.bytes_sent for sent in self._sent_by_rank(_all).get("", ())), default=0)
+        return max((sent.bytes_sent for sent in self._sent_by_rank(_no_key).get("", ())), default=0)
 
     @cached_property
     def num_collectives(self) -> int:
-        """Collectives that a rank starts in a step, transfers included."""
-        return max((sent.times for sent in self._sent_by_rank(_all).get("", ())), default=0)
+        """The largest number of collectives, transfers included, that a rank starts in a step."""
+        return max((sent.times for sent in self._sent_by_rank(_no_key).get("", ())), default=0)
 
     def most_sent(self, part: Callable[[Key], K]) -> dict[K, SentTotals]:
-        """By a part of the keys of `sent`, the messages of the rank that sends most of it."""
+        """Group the messages by ``part`` of their keys in `sent`; return, for each group, the
+        messages of the rank that sends most bytes of it."""
         return {
             key: max(ranks, key=lambda sent: (sent.bytes_sent, sent.seconds))
             for key, ranks in self._sent_by_rank(part).items()
         }
 
-    # -- of stages, of ranks -------------------------------------------------------------------
+    # -- sums over stages and ranks ------------------------------------------------------------
 
     def _sent_by_rank(self, part: Callable[[Key], K]) -> dict[K, tuple[SentTotals, ...]]:
+        """Return part of the key -> the messages of each rank of the stage axis."""
         sent: dict[K, list[SentTotals]] = {}
         for key, stages in self.sent.items():
-            before = sent.get(part(key), [SentTotals()] * len(stages))
-            sent[part(key)] = [a + b for a, b in zip(before, stages, strict=True)]
+            sums = sent.get(part(key), [SentTotals()] * len(stages))
+            sent[part(key)] = [a + b for a, b in zip(sums, stages, strict=True)]
         return {key: self._by_rank(stages, SentTotals()) for key, stages in sent.items()}
 
-    def _by_rank(self, stages: Sequence[A], none: A) -> tuple[A, ...]:
-        """Sums over the stages that each rank hosts."""
-        return tuple(sum((stages[s] for s in held), none) for held in self.plan.hosted)
+    def _by_rank(self, stages: Sequence[A], zero: A) -> tuple[A, ...]:
+        """Return, for each rank of the stage axis, the sum over the stages that it hosts."""
+        return tuple(sum((stages[s] for s in hosted), zero) for hosted in self.plan.hosted)
 
     @cached_property
-    def _walked(self) -> tuple[tuple[RankWork, ...], Mapping[Key, tuple[SentTotals, ...]]]:
-        """The sums over all steps, by stage."""
+    def _sums_by_stage(self) -> tuple[tuple[RankWork, ...], Mapping[Key, tuple[SentTotals, ...]]]:
+        """The work of each stage, and the messages of each stage by key."""
         plan, topology = self.plan, self.plan.topology
         norm = norm_of(plan.steps)
         work = [RankWork()] * plan.num_stages
@@ -205,5 +203,6 @@ class PlanTotals:
         return tuple(work), {key: tuple(stages) for key, stages in sent.items()}
 
 
-def _all(key: Key) -> str:
+def _no_key(key: Key) -> str:
+    """Return the same value for every key, so that all messages form one group."""
     return ""
