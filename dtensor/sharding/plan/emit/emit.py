@@ -1,14 +1,12 @@
-"""Laying down a plan's steps, once every axis has been chosen.
+"""Emits the steps of a plan after the strategies of all axes have been chosen.
 
     emit(request, inner, rules, chosen) -> PlanRecord
 
-Program order is kept; each op's operands are brought where it needs them (values.py). After the
-last microbatch come the outputs: each is summed over microbatches, then brought to the spec that is
-wanted of it by one-axis moves. All-reduces of gradients over one axis share buckets; the gradients
-of a parameter that several stages use are summed over those stages; then come the norm and the
-updates.
-
-What parameters that are stored split add to that is in stored_gradients.py.
+Ops keep their order; their operands are converted to the specs that they need (values.py). After
+the last microbatch, each output is summed over microbatches and converted to its final spec.
+Reductions of gradients over one axis share buckets; gradients of a parameter that several stages
+use are summed over these stages. The norm and the updates come last. Gradients of parameters that
+are stored split are handled in stored_gradients.py.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from dtensor.numerics import is_narrow
 from dtensor.sharding.plan.choose.axis_problem import AxisChoice
 from dtensor.sharding.plan.dataflow import Input, Output, OutputKind
-from dtensor.sharding.plan.emit.stored_gradients import regather, scatter_early
+from dtensor.sharding.plan.emit.stored_gradients import gather_updated, scatter_early
 from dtensor.sharding.plan.emit.values import Copy, Emitter, Reader
 from dtensor.sharding.plan.precision import accumulated, left_in_float32, rounded, widened
 from dtensor.sharding.plan.record import PlannedInput, PlannedOutput, PlanRecord
@@ -45,16 +43,17 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 def emit(
     request: Request, mesh: Mesh, rules: Mapping[str, Rule], chosen: Sequence[AxisChoice]
 ) -> PlanRecord:
-    """The plan of a request whose axes have been ``chosen``."""
+    """Return the plan of a request. ``mesh``: the inner mesh; ``chosen``: the choice on each of its
+    axes that has several ranks."""
     flow = request.flow
     emitter = Emitter(request, mesh, rules, chosen)
     strategies = [choice.strategies for choice in chosen]
-    emitter.wide = left_in_float32(flow, rules, strategies, _as_they_come(request))
+    emitter.float32_parts = left_in_float32(flow, rules, strategies, _may_stay_pending(request))
     emitter.names.update(flow.metas)
     inputs: list[PlannedInput] = []
     for item in flow.inputs:
         spec = emitter.spec(item.name, {c.axis: c.inputs[item.name] for c in chosen})
-        inputs.append(_planned(request, item, spec, chosen))
+        inputs.append(_planned_input(request, item, spec, chosen))
         for stage in item.stages:
             emitter.add(item.name, Copy(item.name, spec, stage, True, "forward"))
     for op in flow.ops:
@@ -75,22 +74,22 @@ def emit(
     )
 
 
-def _as_they_come(request: Request) -> frozenset[str]:
-    """The values whose parts keep their dtype: results that may stay pending."""
+def _may_stay_pending(request: Request) -> frozenset[str]:
+    """Return the values of results that may stay pending; their parts keep their dtype."""
     if not request.pending_results:
         return frozenset()
     return frozenset(o.value for o in request.flow.outputs if o.kind == "result")
 
 
-def _planned(
+def _planned_input(
     request: Request, item: Input, spec: TensorSpec, chosen: Sequence[AxisChoice]
 ) -> PlannedInput:
-    """An input that is used as ``spec``, with how it is stored."""
+    """Return the planned input, which ops use with ``spec``, and how it is stored."""
     planned_input = PlannedInput(item.name, item.label, item.kind, spec, item.stages)
-    crooked = tuple(c.misaligned[item.name] for c in chosen if item.name in c.misaligned)
-    if crooked:
-        pinned = spec.with_placements(**{m.axis: m.placement for m in crooked})
-        planned_input = replace(planned_input, misaligned=crooked, pinned=pinned)
+    misaligned = tuple(c.misaligned[item.name] for c in chosen if item.name in c.misaligned)
+    if misaligned:
+        pinned = spec.with_placements(**{m.axis: m.placement for m in misaligned})
+        planned_input = replace(planned_input, misaligned=misaligned, pinned=pinned)
     is_split = item.kind == "parameter" and item.label not in request.stored_whole
     if request.zero is not None and is_split:
         axis, level = request.zero
@@ -104,8 +103,12 @@ def _planned(
 
 
 @dataclass(slots=True)
-class _Pending:
-    """An output on its way to the spec that is wanted of it."""
+class _PendingOutput:
+    """An output that is being converted to its final spec.
+
+    ``name`` and ``spec``: its present value; ``path``: the moves that remain; ``of``: the label of
+    an input, or "result 0".
+    """
 
     output: Output
     name: str
@@ -116,7 +119,11 @@ class _Pending:
 
 @dataclass(slots=True)
 class Outputs:
-    """``scattered``: gradients that were split in the backward, by (value, stage, parameter)."""
+    """Emits the steps that produce the outputs, and the optimizer phase.
+
+    ``scattered``: (value, stage, parameter) -> the shard of a gradient that was already split
+    within the backward.
+    """
 
     emitter: Emitter
     inputs: Mapping[str, PlannedInput]
@@ -132,25 +139,26 @@ class Outputs:
             self._advance(pending)
         return self._finish(pending)
 
-    def _wanted(self, output: Output, spec: TensorSpec) -> TensorSpec:
+    def _final_spec(self, output: Output, spec: TensorSpec) -> TensorSpec:
+        """Return the spec that the output must have; ``spec``: its present spec."""
         placements: Mapping[str, Placement]
         request = self.emitter.request
         if output.kind == "result":
-            left = {
+            unchanged = {
                 axis: p
                 for axis, p in spec.sharding.items()
                 if (request.split_results and isinstance(p, Shard))
                 or (request.pending_results and isinstance(p, Partial))
             }
-            placements = {**left, **request.results.get(int(output.of), {})}
+            placements = {**unchanged, **request.results.get(int(output.of), {})}
         else:
             item = self.inputs[str(output.of)]
             placements = (item.state if output.kind == "gradient" else item.held).sharding
         full = tuple(placements.get(axis, REPLICATE) for axis in spec.mesh.axes)
         return TensorSpec(spec.shape, spec.dtype, spec.mesh, full)
 
-    def _start(self, output: Output) -> _Pending:
-        """Sum over microbatches; what remains to be done is a path of moves."""
+    def _start(self, output: Output) -> _PendingOutput:
+        """Sum the output over microbatches; return it with the path of moves that remain."""
         e = self.emitter
         by = Reader(output.stage, _phase(output), "", "an output")
         copy = self.scattered.get((output.value, output.stage, str(output.of)))
@@ -174,23 +182,23 @@ class Outputs:
                 Accumulate(result=result, operand=name, src=spec, dst=dst, stage=stage, of=of)
             )
             name, spec = result, dst
-        wanted = self._wanted(output, spec)
-        for exact in e.on(output.value, output.stage) if name == copy.name else ():
-            if alike(exact.spec, wanted):
-                return _Pending(output, exact.name, (), exact.spec, of)
-        # all-reduces of gradients share buckets, so they are not taken apart
-        whole = output.kind == "gradient" and self._trains()
+        wanted = self._final_spec(output, spec)
+        for existing in e.on(output.value, output.stage) if name == copy.name else ():
+            if alike(existing.spec, wanted):
+                return _PendingOutput(output, existing.name, (), existing.spec, of)
+        # all_reduces of gradients share buckets, so `moves` must not split them into two steps
+        trained = output.kind == "gradient" and self._trains()
         same = alike(spec, wanted)
-        path = () if same else moves(spec, wanted, e.request.topology, whole=whole)
-        if whole:
+        path = () if same else moves(spec, wanted, e.request.topology, whole=trained)
+        if trained:
             path = widened(path)
-        elif output.value in e.wide and name == copy.name:
+        elif output.value in e.float32_parts and name == copy.name:
             path = rounded(path, e.request.flow.metas[output.value].dtype)
-        return _Pending(output, name, path, spec, of)
+        return _PendingOutput(output, name, path, spec, of)
 
-    def _advance(self, pending: list[_Pending]) -> None:
-        """One move of each output; all-reduces of gradients over one axis share buckets."""
-        buckets: dict[tuple[object, ...], list[_Pending]] = {}
+    def _advance(self, pending: list[_PendingOutput]) -> None:
+        """Emit the next move of each output; reductions of gradients on one axis share buckets."""
+        buckets: dict[tuple[object, ...], list[_PendingOutput]] = {}
         for item in pending:
             if not item.path:
                 continue
@@ -199,16 +207,16 @@ class Outputs:
                 key = (move.axis, item.output.stage, item.spec.dtype, move.kind)
                 buckets.setdefault(key, []).append(item)
             else:
-                self._single(item, move)
+                self._move(item, move)
         for items in buckets.values():
             for group in filled(items, [item.spec.max_local_nbytes for item in items]):
-                self._bucket(group)
+                self._reduce_bucket(group)
 
     def _trains(self) -> bool:
         return self.emitter.request.training is not None
 
-    def _single(self, item: _Pending, move: Move) -> None:
-        last = MICROBATCH_AXIS in self.emitter.mesh.axes or self._trains()
+    def _move(self, item: _PendingOutput, move: Move) -> None:
+        after_microbatches = MICROBATCH_AXIS in self.emitter.mesh.axes or self._trains()
         producer = self.emitter.request.flow.producers.get(item.output.value)
         result = self.emitter.fresh(f"{item.name}_{move.suffix}")
         self.emitter.steps.append(
@@ -216,7 +224,7 @@ class Outputs:
                 results=(result,),
                 operands=(item.name,),
                 moves=(move,),
-                phase="optimizer" if last else _phase(item.output),
+                phase="optimizer" if after_microbatches else _phase(item.output),
                 stage=item.output.stage,
                 source=producer.source if producer else "",
                 why=f"{item.of} is wanted as {move.dst}",
@@ -224,7 +232,7 @@ class Outputs:
         )
         item.name, item.spec, item.path = result, move.dst, item.path[1:]
 
-    def _bucket(self, items: Sequence[_Pending]) -> None:
+    def _reduce_bucket(self, items: Sequence[_PendingOutput]) -> None:
         e = self.emitter
         first = items[0].path[0]
         results = tuple(e.fresh(f"{item.name}_{first.suffix}") for item in items)
@@ -242,19 +250,20 @@ class Outputs:
         for item, result in zip(items, results, strict=True):
             item.name, item.spec, item.path = result, item.path[0].dst, item.path[1:]
 
-    def _finish(self, pending: Sequence[_Pending]) -> tuple[PlannedOutput, ...]:
+    def _finish(self, pending: Sequence[_PendingOutput]) -> tuple[PlannedOutput, ...]:
+        """Sum gradients over tied stages, emit the optimizer phase, and return the outputs."""
         e = self.emitter
-        groups: dict[tuple[OutputKind, str], list[_Pending]] = {}
+        groups: dict[tuple[OutputKind, str], list[_PendingOutput]] = {}
         for item in pending:
             groups.setdefault((item.output.kind, item.of), []).append(item)
         outputs: list[PlannedOutput] = []
         for (kind, of), items in groups.items():
-            if len(items) > 1 and kind == "gradient":  # each of a buffer is its new value
+            if len(items) > 1 and kind == "gradient":  # mutations are new values: not summed
                 total = accumulated(items[0].spec) if self._trains() else items[0].spec
                 results = tuple(e.fresh(f"{item.name}_tied") for item in items)
                 stages = tuple(item.output.stage for item in items)
                 axis = e.request.stage_axis
-                assert axis is not None, "several stages have it"
+                assert axis is not None, "several stages have a gradient"
                 e.steps.append(
                     Redistribute(
                         results=results,
@@ -272,10 +281,11 @@ class Outputs:
             outputs.append(PlannedOutput(kind, items[0].output.of, values, items[0].spec))
         training = e.request.training
         if training is not None:
-            self._train(training.trained, outputs)
+            self._update_parameters(training.trained, outputs)
         return tuple(outputs)
 
-    def _train(self, trained: frozenset[str], outputs: Sequence[PlannedOutput]) -> None:
+    def _update_parameters(self, trained: frozenset[str], outputs: Sequence[PlannedOutput]) -> None:
+        """Emit the norm of gradients, the updates, and the gathers of updated parameters."""
         training = self.emitter.request.training
         assert training is not None
         grads = [o for o in outputs if o.kind == "gradient" and str(o.of) in trained]
@@ -285,7 +295,7 @@ class Outputs:
                     result=self.emitter.fresh("grad_norm"),
                     operands=tuple((*o.values[0], str(o.of)) for o in grads),
                     specs=tuple(o.spec for o in grads),
-                    max_norm=math.inf if (most := training.clip_grad_norm) is None else most,
+                    max_norm=math.inf if (limit := training.clip_grad_norm) is None else limit,
                     scaled=training.scaled,
                 )
             )
@@ -308,7 +318,7 @@ class Outputs:
                 )
 
         if self.emitter.request.stores_split:
-            regather(self.emitter, self.inputs, grads)
+            gather_updated(self.emitter, self.inputs, grads)
 
 
 def _phase(output: Output) -> StepPhase:

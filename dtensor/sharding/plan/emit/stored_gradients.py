@@ -1,17 +1,12 @@
-"""Gradients and updates of parameters that are stored split: ZeRO, and pins that are storage.
+"""Gradients and updates of parameters that are stored split: by ZeRO, or by a misaligned pin.
 
     mm(x, grad)          grad_w            f32[64,16]{sum@dp}
     reduce_scatter       grad_w_scattered  f32[64@dp,16]        in the backward, layer by layer
 
-At ZeRO's levels 2 and 3 gradients are scattered within the backward, as soon as those of a layer
-are there, so that whole gradients of one layer are alive at a time; at level 1 after the last
-microbatch, as any output is. Those of a parameter whose pin does not line up with the program are
-split within the backward too: scattered where they are sums over the axis, cut where all ranks have
-the whole. One that is neither takes the ordinary way at the end (emit.py). At 1 and 2 the updated
-slices are gathered last. Gradients of 16 bits whose parts are float32 (precision.py), such as those
-of biases, are small: those of all layers are scattered together, at the end of the backward.
-
-Not here: when parameters are gathered (passes/gather_stored.py).
+At ZeRO levels 2 and 3, and for misaligned pins, the gradients of a layer are split within the
+backward as soon as they exist, so that unsplit gradients of only one layer are alive at a time. At
+level 1 they are reduce-scattered after the last microbatch (emit.py). At levels 1 and 2, the
+updated slices of parameters are gathered at the end of the step.
 """
 
 from __future__ import annotations
@@ -32,16 +27,19 @@ from dtensor.sharding.spec.placements import REPLICATE, Partial
 def scatter_early(
     e: Emitter, inputs: Mapping[str, PlannedInput]
 ) -> dict[tuple[str, int, str], Copy]:
-    """Split gradients within the backward as they are stored: cut what is whole on an axis, and
-    reduce-scatter what is a sum over it. By (value, stage, parameter), the shards."""
+    """Emit steps within the backward that split gradients as they are stored.
+
+    A gradient that is pending over an axis is reduce-scattered; a gradient of a misaligned pin that
+    is replicated on the axis is sliced. Returns (value, stage, parameter) -> the shard.
+    """
     zero = e.request.zero
-    split = {item.label: {m.axis for m in item.misaligned} for item in inputs.values()}
+    axes_of = {item.label: {m.axis for m in item.misaligned} for item in inputs.values()}
     for label, item in inputs.items():
         if zero is not None and zero[1] >= 2 and item.stored is not None:
-            split[label].add(zero[0])
+            axes_of[label].add(zero[0])
     scattered: dict[tuple[str, int, str], Copy] = {}
     for axis in e.mesh.axes:
-        items = {label: item for label, item in inputs.items() if axis in split[label]}
+        items = {label: item for label, item in inputs.items() if axis in axes_of[label]}
         if items:
             _scatter_over(e, axis, items, scattered)
     return scattered
@@ -53,8 +51,10 @@ def _scatter_over(
     inputs: Mapping[str, PlannedInput],
     scattered: dict[tuple[str, int, str], Copy],
 ) -> None:
-    maker_of = {name: at for at, step in enumerate(e.steps) for name in step.gives}
-    after: dict[int, list[Step]] = {}
+    """Split the gradients of ``inputs`` over one axis; record the shards in ``scattered``."""
+    producer_index = {name: at for at, step in enumerate(e.steps) for name in step.gives}
+    new_steps: dict[int, list[Step]] = {}  # index of a step -> steps to insert after it
+    # key of a message -> (value, its copy, move, label of the parameter) of its members
     groups: dict[tuple[object, ...], list[tuple[str, Copy, Move, str]]] = {}
     for output in e.request.flow.outputs:
         item = inputs.get(str(output.of))
@@ -62,16 +62,16 @@ def _scatter_over(
             continue
         at = (output.value, output.stage, item.label)
         copy = scattered.get(at) or next(iter(e.on(output.value, output.stage)), None)
-        if copy is None or copy.name not in maker_of or not _of_backward(copy):
+        if copy is None or copy.name not in producer_index or not _is_accumulated(copy):
             continue
         dst = copy.spec.with_placements(**{axis: item.state.placement(axis)})
         if copy.spec.placement(axis) == Partial("sum"):
             move = Move("reduce_scatter", axis, copy.spec, dst)
             (move,) = widened([move]) if e.request.training is not None else [move]
-            # sums that are left in float32 are small: those of all layers share a message
-            is_wide = output.value in e.wide
-            layer = "" if is_wide else layer_of(item.label)
-            key = (is_wide, layer, output.stage, copy.spec.dtype)
+            # gradients with float32 parts, as of biases, are small: all layers share a message
+            in_float32 = output.value in e.float32_parts
+            layer = "" if in_float32 else layer_of(item.label)
+            key = (in_float32, layer, output.stage, copy.spec.dtype)
             groups.setdefault(key, []).append((output.value, copy, move, item.label))
         elif copy.spec.placement(axis) == REPLICATE and item.misaligned:
             scattered[at] = replace(copy, name=e.fresh(f"{copy.name}_sliced"), spec=dst)
@@ -83,9 +83,9 @@ def _scatter_over(
                 stage=copy.stage,
                 why=f"{item.label} is stored as {item.state}",
             )
-            after.setdefault(maker_of[copy.name], []).append(step)
+            new_steps.setdefault(producer_index[copy.name], []).append(step)
     for members in groups.values():
-        members.sort(key=lambda m: maker_of[m[1].name])
+        members.sort(key=lambda m: producer_index[m[1].name])
         for bucket in filled(members, [m[2].src.max_local_nbytes for m in members]):
             results = tuple(e.fresh(f"{copy.name}_scattered") for _, copy, _, _ in bucket)
             first = bucket[0][1]
@@ -98,40 +98,42 @@ def _scatter_over(
                 of=tuple(label for *_, label in bucket),
                 phase="backward",
             )
-            after.setdefault(max(maker_of[c.name] for _, c, _, _ in bucket), []).append(step)
+            last = max(producer_index[c.name] for _, c, _, _ in bucket)
+            new_steps.setdefault(last, []).append(step)
             for name, (value, copy, move, label) in zip(results, bucket, strict=True):
                 scattered[value, copy.stage, label] = replace(copy, name=name, spec=move.dst)
     e.steps[:] = [
-        step for at, made_at in enumerate(e.steps) for step in (made_at, *after.get(at, ()))
+        step for at, old_step in enumerate(e.steps) for step in (old_step, *new_steps.get(at, ()))
     ]
 
 
-def _of_backward(copy: Copy) -> bool:
-    """Whether every microbatch's backward adds the value to a sum."""
-    in_time = MICROBATCH_AXIS not in copy.spec.mesh.axes or isinstance(
+def _is_accumulated(copy: Copy) -> bool:
+    """Whether the value is made in the backward and summed over microbatches, if there are any."""
+    in_each_microbatch = MICROBATCH_AXIS not in copy.spec.mesh.axes or isinstance(
         copy.spec.placement(MICROBATCH_AXIS), Partial
     )
-    return copy.phase == "backward" and in_time
+    return copy.phase == "backward" and in_each_microbatch
 
 
-def regather(
+def gather_updated(
     e: Emitter, inputs: Mapping[str, PlannedInput], gradients: Sequence[PlannedOutput]
 ) -> None:
-    """Slices that ranks updated, gathered: once for stages that share a parameter and a rank."""
+    """Emit the gathers of the slices that ranks updated, for ZeRO levels 1 and 2. Stages on one
+    rank that share a parameter gather it once."""
     request = e.request
     if request.zero is None or request.zero[1] > 2:
         return
     axis = request.zero[0]
     ranks = request.stage_ranks
     groups: dict[tuple[object, ...], list[tuple[PlannedInput, Move, int]]] = {}
-    seen: set[tuple[str, int]] = set()
+    gathered: set[tuple[str, int]] = set()
     for output in gradients:
         item = inputs[str(output.of)]
         if item.stored is None:
             continue
         for stage, _ in output.values:
-            if (item.name, ranks[stage]) not in seen:
-                seen.add((item.name, ranks[stage]))
+            if (item.name, ranks[stage]) not in gathered:
+                gathered.add((item.name, ranks[stage]))
                 move = Move("all_gather", axis, item.stored, item.base)
                 groups.setdefault((stage, item.spec.dtype), []).append((item, move, stage))
     for members in groups.values():

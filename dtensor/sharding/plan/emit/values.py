@@ -1,11 +1,10 @@
-"""Bringing values where a plan's steps need them: on their stage, at their placement.
+"""Emits ops, and the conversions and transfers that bring their operands to the specs they need.
 
     copy = emitter.need("h", spec, Reader(1, "forward", "mlp.py:14", "mm needs it"))
 
-A value may stand at several places: as its op makes it, converted, sent to another stage. Before an
-op reads it, it is brought to the spec that the op's strategies ask for: from the copy at hand from
-which that is cheapest, on the op's own stage, by one-axis moves; from another stage by one
-transfer. A conversion is made once and reused. Not here: the end of a step (emit.py).
+A value has several copies: as its op produces it, with other specs, and on other stages. A reader
+gets a new copy by one-axis moves from the copy on its stage that is cheapest to convert; if its
+stage has no copy, the value is transferred first. Later readers reuse the new copy.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dtensor.sharding.spec.spec import TensorSpec, alike
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A value as it stands on one stage under one spec."""
+    """One copy of a value, with one spec on one stage. ``name``: its name in the plan."""
 
     name: str
     spec: TensorSpec
@@ -39,7 +38,8 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Who a step is laid down for: where and when it runs, the user's line, the reason."""
+    """The reader for which a step is emitted: its stage and phase, the user's line, and the reason
+    for the step."""
 
     stage: int
     phase: StepPhase
@@ -49,7 +49,7 @@ class Reader:
 
 @dataclass(slots=True)
 class Emitter:
-    """Steps so far, and the copies of each value that they have made."""
+    """The steps emitted so far, and the copies of each value that they produce."""
 
     request: Request
     mesh: Mesh
@@ -58,12 +58,14 @@ class Emitter:
     steps: list[Step] = field(default_factory=list[Step])
     copies: dict[str, list[Copy]] = field(default_factory=dict[str, list[Copy]])
     names: set[str] = field(default_factory=set[str])
-    wide: frozenset[str] = frozenset()  # values whose parts are left in float32
+    float32_parts: frozenset[str] = frozenset()  # values whose parts are left in float32
 
     def fresh(self, name: str) -> str:
+        """Return an unused name that starts with ``name``."""
         return unused(name, self.names)
 
     def spec(self, value: str, placements: Mapping[str, Placement]) -> TensorSpec:
+        """Return the spec of the value with these placements, replicated on other axes."""
         meta = self.request.flow.metas[value]
         full = tuple(placements.get(axis, REPLICATE) for axis in self.mesh.axes)
         return TensorSpec(meta.shape, meta.dtype, self.mesh, full)
@@ -73,7 +75,7 @@ class Emitter:
     def compute(
         self, op: Op, result_names: tuple[str | None, ...], stage: int, phase: StepPhase
     ) -> None:
-        """The op at ``stage``, its results called ``result_names``."""
+        """Emit the op on ``stage``, after the conversions of its operands."""
         strategies = {c.axis: c.strategies[op.name] for c in self.chosen}
         by = Reader(stage, phase, op.source, f"{op.name} needs it")
         operands: list[Copy] = []
@@ -84,10 +86,10 @@ class Emitter:
             None if v is None else self.spec(v, {a: s.results[i] for a, s in strategies.items()})
             for i, v in enumerate(op.results)
         )
-        if op.results[0] in self.wide and self._gives_float32(op, operands):
+        if op.results[0] in self.float32_parts and self._makes_float32(op, operands):
             results = tuple(None if s is None else accumulated(s) for s in results)
         once = all(copy.once for copy in operands) and all(
-            s is None or _whole_in_time(s) for s in results
+            s is None or _not_split_by_microbatch(s) for s in results
         )
         sizes = [(s, self.mesh.axis_size(axis)) for axis, s in strategies.items()]
         work, _ = fullest_rank(op.call, sizes)
@@ -110,67 +112,76 @@ class Emitter:
             if value is not None and name is not None and spec is not None:
                 self.add(value, Copy(name, spec, stage, once, phase))
 
-    def _gives_float32(self, op: Op, operands: Sequence[Copy]) -> bool:
+    def _makes_float32(self, op: Op, operands: Sequence[Copy]) -> bool:
+        """Whether the op makes float32 parts, or reads an operand in float32 parts."""
         metas = zip(operands, op.call.operands, strict=True)
-        given = any(copy.spec.dtype != meta.dtype for copy, meta in metas)
-        return given or callable(self.rules[op.name].parts)
+        reads_float32 = any(copy.spec.dtype != meta.dtype for copy, meta in metas)
+        return reads_float32 or callable(self.rules[op.name].parts)
 
     def add(self, value: str, copy: Copy) -> Copy:
         self.copies.setdefault(value, []).append(copy)
         return copy
 
-    # -- bringing a value where it is needed --------------------------------------------------
+    # -- conversions and transfers ------------------------------------------------------------
 
     def need(self, value: str, wanted: TensorSpec, by: Reader) -> Copy:
-        """The value at the spec that its reader wants, on the reader's stage."""
+        """Return a copy of the value with the spec ``wanted`` on the reader's stage, after emitting
+        the steps that make it, if any."""
         producer = self.request.flow.producers.get(value)
-        here = self.on(value, by.stage)
-        if not here and producer is not None and rearranges(producer, self.rules[producer.name]):
-            # what crosses is the value itself, once; its views are taken where they are used
+        on_stage = self.on(value, by.stage)
+        if (
+            not on_stage
+            and producer is not None
+            and rearranges(producer, self.rules[producer.name])
+        ):
+            # transfer the viewed value once, and repeat its views on the reader's stage
             result_names = (self.fresh(f"{value}_at{by.stage}"),)
             self.compute(producer, result_names, by.stage, by.phase)
-            here = self.on(value, by.stage)
-        if here:
-            copy, path = self._cheapest(here, wanted)
-            return self._moved(copy, value, path, by)
-        # sent when it is made: a forward value that only a later stage's backward reads
-        # must leave in the forward, for here the backward comes last
+            on_stage = self.on(value, by.stage)
+        if on_stage:
+            copy, path = self._cheapest(on_stage, wanted)
+            return self._convert(copy, value, path, by)
+        # The value is sent in the phase in which it is produced: a forward value that only the
+        # backward of a later stage reads must be sent in the forward, because the backward of the
+        # sender's stage comes after it.
         first = self.copies[value][0]
-        there = [c for c in self.on(value, first.stage) if c.phase == first.phase]
-        copy, path = self._cheapest(there, wanted)
-        smallest = _smallest(copy, path, self.request.num_microbatches)
+        candidates = [c for c in self.on(value, first.stage) if c.phase == first.phase]
+        copy, path = self._cheapest(candidates, wanted)
+        num_before = _moves_before_transfer(copy, path, self.request.num_microbatches)
         sender = replace(by, stage=first.stage, phase=first.phase)
-        copy = self._moved(copy, value, path[:smallest], sender)
+        copy = self._convert(copy, value, path[:num_before], sender)
         copy = self.transfer(copy, value, replace(by, phase=first.phase))
-        return self._moved(copy, value, path[smallest:], by)
+        return self._convert(copy, value, path[num_before:], by)
 
     def on(self, value: str, stage: int) -> list[Copy]:
+        """Return the copies of the value on the stage."""
         return [copy for copy in self.copies[value] if copy.stage == stage]
 
-    def _moved(self, copy: Copy, value: str, path: Sequence[Move], by: Reader) -> Copy:
+    def _convert(self, copy: Copy, value: str, path: Sequence[Move], by: Reader) -> Copy:
         for move in path:
             copy = self.move(copy, value, move, by)
         return copy
 
     def _cheapest(self, copies: Sequence[Copy], wanted: TensorSpec) -> tuple[Copy, Sequence[Move]]:
-        """The copy from which the way to a spec costs least, and that way."""
+        """Return the copy that is cheapest to convert to ``wanted``, and the moves that do it."""
         for copy in copies:
             if alike(copy.spec, wanted):
                 return copy, ()
         topology = self.request.topology
 
-        def of(copy: Copy) -> TensorSpec:
+        def in_its_dtype(copy: Copy) -> TensorSpec:
             return replace(wanted, dtype=copy.spec.dtype)
 
-        best = min(copies, key=lambda c: seconds(c.spec, of(c), topology))
-        path = moves(best.spec, of(best), topology)
+        best = min(copies, key=lambda c: seconds(c.spec, in_its_dtype(c), topology))
+        path = moves(best.spec, in_its_dtype(best), topology)
         return best, path if best.spec.dtype == wanted.dtype else rounded(path, wanted.dtype)
 
     def move(self, copy: Copy, value: str, move: Move, by: Reader) -> Copy:
-        once = copy.once and _whole_in_time(move.dst)
+        """Emit one move of a copy; return the new copy."""
+        once = copy.once and _not_split_by_microbatch(move.dst)
         base = value if copy.name == value or copy.name.startswith(f"{value}_") else copy.name
         result = self.fresh(f"{base}_{move.suffix}")
-        # the user's line behind a move: what left a sum pending, else what needs the value
+        # source: for a reduction, the line that left the sum pending; else the line of the reader
         producer = self.request.flow.producers.get(value)
         self.steps.append(
             Redistribute(
@@ -187,7 +198,7 @@ class Emitter:
         return self.add(value, Copy(result, move.dst, by.stage, once, by.phase))
 
     def transfer(self, copy: Copy, value: str, by: Reader) -> Copy:
-        """From the copy's stage to the reader's."""
+        """Emit a transfer to the reader's stage; return the new copy."""
         result = self.fresh(f"{copy.name}_at{by.stage}")
         self.steps.append(
             Transfer(
@@ -206,22 +217,26 @@ class Emitter:
 
 
 def rearranges(op: Op, rule: Rule) -> bool:
-    """Whether the op is a view of one tensor, with all its elements."""
+    """Whether the op is a view that has all elements of its one operand."""
     if rule.kind != "view" or len(op.operands) != 1 or len(op.results) != 1:
         return False
     result = op.call.results[0]
     return result is not None and math.prod(result.shape) == math.prod(op.call.operands[0].shape)
 
 
-def _smallest(copy: Copy, path: Sequence[Move], num_microbatches: int) -> int:
-    """How many moves of a way to make before a value crosses: it crosses where it is smallest, so
-    that it is gathered on the far side, and once a step rather than with each microbatch."""
+def _moves_before_transfer(copy: Copy, path: Sequence[Move], num_microbatches: int) -> int:
+    """Return how many moves to make before a value is transferred to another stage.
+
+    The value is transferred where its shards are smallest, counted over a training step: so it is
+    gathered after the transfer, and sent once per step rather than in each microbatch if possible.
+    """
     sizes = [copy.spec.max_local_nbytes * (1 if copy.once else num_microbatches)]
     for move in path:
-        times = 1 if copy.once and _whole_in_time(move.dst) else num_microbatches
+        times = 1 if copy.once and _not_split_by_microbatch(move.dst) else num_microbatches
         sizes.append(move.dst.max_local_nbytes * times)
     return max(i for i, size in enumerate(sizes) if size == min(sizes))
 
 
-def _whole_in_time(spec: TensorSpec) -> bool:
+def _not_split_by_microbatch(spec: TensorSpec) -> bool:
+    """Whether the value is the same in every microbatch."""
     return MICROBATCH_AXIS not in spec.mesh.axes or spec.placement(MICROBATCH_AXIS) == REPLICATE

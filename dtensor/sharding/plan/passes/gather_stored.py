@@ -1,17 +1,12 @@
-"""Parameters that are stored split, gathered before use: ZeRO's level 3, and pins that do not line
-up with the program (choose/misaligned.py).
+"""The pass that gathers parameters which are stored split: ZeRO level 3, and misaligned pins.
 
     parameters_dp    all_gather(2 parameters, dp)      before the first step that reads one of them
     mm               mm(x, up_weight_gathered)
 
-A layer's parameters are gathered before their first use in the forward and again in the backward of
-each microbatch, the next layer's while one computes, and dropped after the last use of that phase.
-A parameter that only steps computed once a step read is gathered once. A cast of a parameter to
-fewer bytes happens before the gather. One that is stored split over several axes beside those that
-it is used split over is gathered over each in turn.
-
-What repeats forward steps in the backward (recompute.py) comes before this pass, so that a repeated
-step reads what its own phase gathers. Not here: how storage is split (plan/storage.py).
+The parameters of a layer are gathered in one message before their first use in the forward, again
+in the backward of each microbatch, and dropped after their last use in each. The gather of the next
+layer starts while a layer computes. A cast of a parameter to fewer bytes happens before the gather.
+This pass runs after recompute.py, so that a repeated step reads what is gathered in the backward.
 """
 
 from __future__ import annotations
@@ -36,14 +31,15 @@ from dtensor.sharding.spec.placements import Shard
 from dtensor.sharding.spec.spec import TensorSpec
 
 When = Literal["once", "forward", "backward", "optimizer"]
-At = tuple[int, When]  # a stage, and when a step of it runs
+StageWhen = tuple[int, When]
+"""A stage, and when a step runs on it: once per training step, or in a phase."""
 
 
 def gather_stored(plan: PlanRecord) -> PlanRecord:
-    """The plan in which every use of a parameter that is stored split reads a gathered copy.
+    """Return the plan in which every use of a parameter that is stored split reads a gathered copy.
 
-    Free steps on parameters alone (views, slices, casts) are repeated where they are used: kept
-    from forward to backward, they would keep what was gathered.
+    Views, slices and casts of parameters are repeated in each phase that uses them: if their
+    results were kept from forward to backward, the gathered parameters would be kept too.
     """
     split = {item.name: item for item in plan.inputs if item.held != item.spec}
     return _Gathering(plan, split).run() if split else plan
@@ -51,7 +47,8 @@ def gather_stored(plan: PlanRecord) -> PlanRecord:
 
 @dataclass(slots=True)
 class _Group:
-    """What is gathered as one message; ``members``: the values, each a parameter or its cast."""
+    """The parameters that are gathered in one message. ``members``: parameters, or casts of
+    parameters."""
 
     members: list[str] = field(default_factory=list[str])
     started: bool = False
@@ -60,67 +57,78 @@ class _Group:
 
 @dataclass(slots=True)
 class _Gathering:
+    """The state of the pass. ``split``: the parameters to gather, by name."""
+
     plan: PlanRecord
     split: Mapping[str, PlannedInput]
-    # the free steps by result, groups by layer in order of use, names by value
-    makers: dict[str, Compute | Redistribute] = field(
+    # result -> the local step that makes it from a parameter to gather
+    local_steps: dict[str, Compute | Redistribute] = field(
         default_factory=dict[str, Compute | Redistribute]
     )
-    groups: dict[At, dict[str, _Group]] = field(default_factory=dict[At, dict[str, _Group]])
-    copies: dict[tuple[str, At], str] = field(default_factory=dict[tuple[str, At], str])
+    # layer -> group, in order of first use
+    groups: dict[StageWhen, dict[str, _Group]] = field(
+        default_factory=dict[StageWhen, dict[str, _Group]]
+    )
+    # (value, stage and phase) -> the name of its gathered copy there
+    copies: dict[tuple[str, StageWhen], str] = field(
+        default_factory=dict[tuple[str, StageWhen], str]
+    )
     steps: list[Step] = field(default_factory=list[Step])
     names: set[str] = field(default_factory=set[str])
 
     def run(self) -> PlanRecord:
-        kept = [step for step in self.plan.steps if not self._is_free(step)]
-        made = set(self.plan.value_specs()) - self.makers.keys()
-        self.names = made | {s.bucket for s in kept if isinstance(s, Redistribute)}
-        for step in kept:
+        """Walk the plan twice: to form the groups, then to emit the steps."""
+        other_steps = [step for step in self.plan.steps if not self._is_local(step)]
+        values = set(self.plan.value_specs()) - self.local_steps.keys()
+        self.names = values | {s.bucket for s in other_steps if isinstance(s, Redistribute)}
+        for step in other_steps:
             for stage, value in _uses(step):
-                self._expect(value, stage, _when(step))
+                self._add_to_group(value, stage, _when(step))
         for output in self.plan.outputs:
             for stage, value in output.values:
-                self._expect(value, stage, _when_used(output))
-        for step in kept:
+                self._add_to_group(value, stage, _when_used(output))
+        for step in other_steps:
             reads = [(at, value) for at, value in _uses(step) if self._depends(value)]
-            names = {value: self.read(value, at, _when(step)) for at, value in reads}
+            names = {value: self._read(value, at, _when(step)) for at, value in reads}
             self.steps.append(step.reading(names) if names else step)
         outputs = [
-            replace(o, values=tuple((s, self.read(v, s, _when_used(o))) for s, v in o.values))
+            replace(o, values=tuple((s, self._read(v, s, _when_used(o))) for s, v in o.values))
             for o in self.plan.outputs
         ]
         return replace(self.plan, steps=tuple(self.steps), outputs=tuple(outputs))
 
-    def _is_free(self, step: Step) -> bool:
-        """Whether the step costs nothing and depends on one stored parameter alone."""
+    def _is_local(self, step: Step) -> bool:
+        """Whether the step is a view, slice or narrowing cast of one parameter to gather. If so,
+        record it in ``local_steps``."""
         match step:
             case Compute() if step.is_view or _narrows(step):
-                free = len(step.operands) == 1
+                is_local = len(step.operands) == 1
             case Redistribute():
-                free = step.is_free
+                is_local = step.is_free
             case _:
                 return False
-        if not free or not self._depends(step.reads[0]):
+        if not is_local or not self._depends(step.reads[0]):
             return False
-        self.makers.update((name, step) for name in step.gives)
+        self.local_steps.update((name, step) for name in step.gives)
         return True
 
     def _depends(self, value: str) -> bool:
-        return value in self.split or value in self.makers
+        """Whether the value is a parameter to gather, or made from one by local steps."""
+        return value in self.split or value in self.local_steps
 
     def _base(self, value: str) -> tuple[str, str]:
-        """(the parameter, what is gathered of it): itself, or its cast."""
+        """Return (the parameter, the value to gather): the parameter itself, or its cast."""
         if value in self.split:
             return value, value
-        maker = self.makers[value]
-        if isinstance(maker, Redistribute):
-            return self._base(maker.operands[0])
-        if _narrows(maker) and maker.operands[0] in self.split:
-            return maker.operands[0], value
-        return self._base(maker.operands[0])
+        step = self.local_steps[value]
+        if isinstance(step, Redistribute):
+            return self._base(step.operands[0])
+        if _narrows(step) and step.operands[0] in self.split:
+            return step.operands[0], value
+        return self._base(step.operands[0])
 
-    def _expect(self, value: str, stage: int, when: When) -> None:
-        """Take the value's parameter up in the group of its layer, in order of first use."""
+    def _add_to_group(self, value: str, stage: int, when: When) -> None:
+        """Add the parameter of a value that is used to the group of its layer."""
         if not self._depends(value):
             return
         parameter, member = self._base(value)
@@ -136,27 +144,28 @@ class _Gathering:
         return str(self._cast(member).op.call.result.dtype)
 
     def _cast(self, member: str) -> Compute:
-        maker = self.makers[member]
-        assert isinstance(maker, Compute)
-        return maker
+        step = self.local_steps[member]
+        assert isinstance(step, Compute)
+        return step
 
     # -- second walk: the steps -----------------------------------------------------------------
 
-    def read(self, value: str, stage: int, when: When) -> str:
-        """The name under which a value can be read there; made where it is not."""
+    def _read(self, value: str, stage: int, when: When) -> str:
+        """Return the name with which a step can read the value, after emitting the gather and the
+        local steps that make it, if any."""
         if not self._depends(value):
             return value
-        key: tuple[str, At] = (value, (stage, when))
+        key: tuple[str, StageWhen] = (value, (stage, when))
         if value == self._base(value)[1]:
             self._gather(value, stage, when)
         elif key not in self.copies:
-            self._repeat(self.makers[value], stage, when)
+            self._repeat(self.local_steps[value], stage, when)
         return self.copies[key]
 
-    def _repeat(self, maker: Compute | Redistribute, stage: int, when: When) -> None:
-        operands = {name: self.read(name, stage, when) for name in maker.reads}
-        results = {name: self._named(name, stage, when) for name in maker.gives}
-        repeated = maker.reading(operands).giving(results)
+    def _repeat(self, step: Compute | Redistribute, stage: int, when: When) -> None:
+        operands = {name: self._read(name, stage, when) for name in step.reads}
+        results = {name: self._named(name, stage, when) for name in step.gives}
+        repeated = step.reading(operands).giving(results)
         self.steps.append(replace(repeated, phase=_phase(when), stage=stage, once=when == "once"))
 
     def _named(self, value: str, stage: int, when: When) -> str:
@@ -165,7 +174,8 @@ class _Gathering:
         return name
 
     def _gather(self, member: str, stage: int, when: When) -> None:
-        """At the first use of a group, start the group after it; and itself, if it is the first."""
+        """At the first use of a group, start the gather of the next group; and of the group itself
+        if it has not been started."""
         groups = list(self.groups[stage, when].values())
         at = next(i for i, group in enumerate(groups) if member in group.members)
         if groups[at].used:
@@ -177,6 +187,7 @@ class _Gathering:
                 self._start(group, stage, when)
 
     def _start(self, group: _Group, stage: int, when: When) -> None:
+        """Emit the gather of a group, over each axis in turn."""
         items = [self.split[self._base(member)[0]] for member in group.members]
         values = [self._shard(member, stage, when) for member in group.members]
         for axis in _axes(items[0]):
@@ -205,7 +216,8 @@ class _Gathering:
             self.copies[member, (stage, when)] = name
 
     def _shard(self, member: str, stage: int, when: When) -> tuple[str, TensorSpec]:
-        """What is gathered of a member, and its spec: the parameter as it is held, or its cast."""
+        """Return the name and spec of the shard that is gathered for a member: the stored
+        parameter, or its cast, which is emitted."""
         parameter, _ = self._base(member)
         item = self.split[parameter]
         if member == parameter:
@@ -232,14 +244,15 @@ class _Gathering:
 
 
 def _uses(step: Step) -> list[tuple[int, str]]:
-    """(stage, value) of what a step uses: updated slices are gathered where they are stored."""
+    """Return (stage, value) of each operand that the step needs gathered. An in-place gather of
+    updated slices needs none."""
     if isinstance(step, Redistribute) and step.in_place:
         return []
     return [(stage, value) for stage, value, _ in step.reads_as()]
 
 
 def _axes(item: PlannedInput) -> tuple[str, ...]:
-    """The axes over which a parameter is gathered, the last of the mesh first."""
+    """Return the axes over which a parameter is gathered, the last axis of the mesh first."""
     return tuple(
         axis
         for axis in reversed(item.spec.mesh.axes)
@@ -250,7 +263,7 @@ def _axes(item: PlannedInput) -> tuple[str, ...]:
 def _on_shard(
     cast: Compute, axes: Sequence[str], held: TensorSpec
 ) -> tuple[tuple[str, Strategy], ...]:
-    """The strategies of a cast that is made on what is stored, split over ``axes`` too."""
+    """Return the strategies of a cast of the stored shard, which is split over ``axes`` too."""
     strategies = dict(cast.strategies)
     for axis in axes:
         placed = held.placement(axis)
@@ -262,7 +275,7 @@ def _on_shard(
 
 
 def _narrows(step: Compute) -> bool:
-    """Whether the step casts a value to as many bytes or fewer."""
+    """Whether the step is a cast to a dtype of the same size or smaller."""
     result = step.op.call.results[0]
     (operand,) = step.op.call.operands[:1] or (None,)
     narrower = result and operand and result.dtype.itemsize <= operand.dtype.itemsize

@@ -1,27 +1,15 @@
-"""The pass that decides which writes to state happen in its own storage.
+"""The pass that decides how changed state (buffers, arguments) gets its new contents.
 
-    k1 = index_copy(k, 2, i, x)     the buffer k becomes k1, and nothing reads k itself any more:
-    y = attention(q, k1, ...)       x is written into k at i, and attention reads k
+    k1 = index_copy(k, 2, i, x)     nothing else reads the buffer k, so x is written into k itself
+    y = attention(q, k1, ...)       attention reads k
 
-The pass follows the new contents of a buffer (or of an argument that is changed) back to the old: a
-chain of views, of ops that change some elements (ops/in_place.py), and of ops that put a changed
-view back, for which no code is needed. Then it walks the program once, noting the version of the
-storage that each value is. There are three results, which the plan prints:
+- *in place*: ops write into the storage during the program. All reads see its final contents, and
+  the write is replayable: a second execution after a failure has the same effect, because it
+  overwrites, at a position that depends on no message and on no state written in place.
+- *at the commit*: nothing reads the new contents, so the writing ops run after all ranks agree.
+- *copied*: in all other cases. The new contents are computed separately and copied at the commit.
 
-- *in place*, at the chain's own place: other reads of it in the run see only its final contents,
-  and the write is replayable;
-- *at the commit*: nothing reads the new contents, so the chain runs after all ranks agree;
-- *copied*: otherwise the new contents are computed separately, and copied over the old ones at the
-  commit.
-
-A write is replayable if two executions have the effect of one: it overwrites; its position follows
-from arguments, and from state that no such write changes, without a message (a message of a rank
-that failed is zeros). And the run reads none of the old contents, so a second run reads the same as
-the first, whatever the first has left written.
-
-Invariants: steps are unchanged. With microbatches everything is copied, and so is a parameter that
-is read after it was written. Not here: the code.
-"""
+The steps of the plan are not changed."""
 
 from __future__ import annotations
 
@@ -41,42 +29,47 @@ from dtensor.sharding.spec.spec import alike
 aten: Any = torch.ops.aten
 
 Place = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""A view's begin in a contiguous whole, its shape, its strides."""
+"""The storage offset, shape and strides of a view."""
 
 _PUT_BACK = {
     aten.copy.default: aten.alias.default,
     aten.slice_scatter.default: aten.slice.Tensor,
     aten.select_scatter.default: aten.select.int,
 }
-"""Ops that put a view back, and the view."""
+"""Ops that put a changed view back into its base, with the op that makes the view."""
 
 
 def in_place(plan: PlanRecord) -> PlanRecord:
-    """The plan with a `StateWrite` for each output that is a mutation, on each stage."""
+    """Return the plan with a `StateWrite` for each mutation on each of its stages."""
     inputs = {
         item.label: item for item in plan.inputs if item.kind in ("parameter", "buffer", "argument")
     }
     producers = {name: step for step in plan.steps for name in step.gives}
     writes = [
-        _Storage(plan, inputs[str(o.of)], stage, value, producers).judged()
+        _StorageWrites(plan, inputs[str(o.of)], stage, value, producers).decide()
         for o in plan.outputs
         if o.kind == "mutation"
         for stage, value in o.values
     ]
     changed = {write.name for write in writes}
-    made_values = _Made(producers)
-    while True:  # a write that is demoted may make another one safe, never unsafe
-        written = [write.name for write in writes if write.how == "in place"]
+    dependencies = _Dependencies(producers)
+    while True:  # copying one write may make another write replayable, never the opposite
+        in_place_names = [write.name for write in writes if write.how == "in place"]
         unsafe = next(
-            (w for w in writes if w.how == "in place" and not made_values.safe(w, written)), None
+            (
+                w
+                for w in writes
+                if w.how == "in place" and not dependencies.positions_fixed(w, in_place_names)
+            ),
+            None,
         )
         if unsafe is None:
             break
         why = "its position depends on a message, or on another write before the commit"
         writes[writes.index(unsafe)] = _copied(plan, unsafe, why)
     for number, write in enumerate(writes):
-        others = changed - {*written, write.name}
-        if write.how == "at the commit" and made_values.given(write) & others:
+        others = changed - {*in_place_names, write.name}
+        if write.how == "at the commit" and dependencies.roots_of(write) & others:
             write = _copied(plan, write, "it reads another value that changes at the commit")
         if write.how == "copied":
             write = replace(write, shares=bool(roots(write.value, producers) & changed))
@@ -103,27 +96,35 @@ def _copied(plan: PlanRecord, write: StateWrite, why: str) -> StateWrite:
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """A value that is (a view of) the storage, as of one version of it.
+    """A value that shares the storage.
 
-    places: of the whole and of each view from there.
+    version: how many writes came before it. places: the places of the full tensor and of each view
+    in the chain of views that leads to the value. view: the value as a view on the meta device.
     """
 
     version: int
     places: tuple[Place, ...]
-    seen: torch.Tensor  # on the meta device
+    view: torch.Tensor
 
     @property
     def place(self) -> Place:
         return self.places[-1]
 
 
-class _Kept(Exception):
-    """The reason why it is not written in place."""
+class _NotInPlace(Exception):
+    """The reason why the new contents must be copied."""
 
 
 @dataclass(slots=True)
-class _Storage:
-    """The storage of one input on one stage, and the decision about it."""
+class _StorageWrites:
+    """The writes to the storage of one input on one stage. ``value``: its new contents.
+
+    chain: the results of the steps that lead from the old contents to the new: views (None), and
+    writes, with the index of the operand that is the storage.
+    written: the ops that write, as in `StateWrite.writes`; places: for each, where it writes.
+    versions_read: the versions of the storage that steps and outputs read.
+    copied_bytes: bytes per rank of its parts that are sent or returned.
+    """
 
     plan: PlanRecord
     item: PlannedInput
@@ -131,15 +132,14 @@ class _Storage:
     value: str
     producers: dict[str, Step]
     chain: dict[str, int | None] = field(default_factory=dict[str, int | None])
-    # by result, of the steps from the old contents to the new: the operand that is the storage
     aliases: dict[str, _Alias] = field(default_factory=dict[str, _Alias])
     written: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     places: list[tuple[Place, ...]] = field(default_factory=list[tuple[Place, ...]])
-    # by version, where the write before it was made
-    read: set[int] = field(default_factory=set[int])  # the versions that are read
-    copied: int = 0  # bytes per rank of its parts that are sent or returned
+    versions_read: set[int] = field(default_factory=set[int])
+    copied_bytes: int = 0
 
-    def judged(self) -> StateWrite:
+    def decide(self) -> StateWrite:
+        """Return how the input gets its new contents."""
         producer = self.producers.get(self.value)
         source = producer.op.source if isinstance(producer, Compute) else ""
         write = StateWrite(
@@ -151,32 +151,37 @@ class _Storage:
             source=source,
         )
         try:
-            self._follow()
-            return self._ended(write)
-        except _Kept as error:
+            self._walk()
+            return self._decision(write)
+        except _NotInPlace as error:
             return _copied(self.plan, write, str(error))
 
-    def _follow(self) -> None:
+    def _walk(self) -> None:
+        """Find the chain, then walk the plan and record versions, writes and reads.
+
+        Raises _NotInPlace if the new contents must be copied.
+        """
         item = self.item
         if self.plan.num_microbatches > 1:
-            raise _Kept("it is a sum over microbatches")
+            raise _NotInPlace("it is a sum over microbatches")
         if len(item.stages) > 1 or self.stage not in item.stages:
-            raise _Kept("several stages have it")
-        if item.held != item.spec or not self._traced(self.value):
-            raise _Kept("no op writes to the old contents under their placement")
+            raise _NotInPlace("several stages have it")
+        if item.held != item.spec or not self._find_chain(self.value):
+            raise _NotInPlace("no op writes to the old contents under their placement")
         shape, dtype = item.spec.shape, item.spec.dtype
         storage = torch.empty(shape, dtype=dtype, device="meta")
         self.aliases[item.name] = _Alias(0, (_place(storage),), storage)
         for step in self.plan.steps:
-            self._step(step)
+            self._visit(step)
         for output in self.plan.outputs:
             for _, value in output.values:
                 if value in self.aliases and (output.kind, output.of) != ("mutation", item.label):
-                    self.read.add(self.aliases[value].version)
-                    self._copy(value)
+                    self.versions_read.add(self.aliases[value].version)
+                    self._count_copy(value)
 
-    def _traced(self, value: str) -> bool:
-        """Whether the value is the storage, changed by a chain of writes; which is then known."""
+    def _find_chain(self, value: str) -> bool:
+        """Whether a chain of views and writes leads from the storage to the value. If so, record
+        it in ``chain``."""
         step = self.producers.get(value)
         if value == self.item.name or value in self.chain:
             return True
@@ -188,21 +193,22 @@ class _Storage:
             return False
         op_writes = writes_of(step.op.call)
         if op_writes is None:
-            known = _is_view(step) and self._traced(step.operands[0])
-            if known:
+            is_view = _is_view(step) and self._find_chain(step.operands[0])
+            if is_view:
                 self.chain[value] = None
-            return known
+            return is_view
         for base in op_writes.base:
             held = step.operand_specs[base]
             fits = (held.shape, held.dtype) == (spec.shape, spec.dtype) and alike(held, spec)
-            if fits and self._traced(step.operands[base]):
-                if step.op.call.target in _PUT_BACK and _puts_whole(step):
-                    self._traced(step.operands[1])
+            if fits and self._find_chain(step.operands[base]):
+                if step.op.call.target in _PUT_BACK and _keeps_dtype_and_shape(step):
+                    self._find_chain(step.operands[1])
                 self.chain[value] = base
                 return True
         return False
 
-    def _step(self, step: Step) -> None:
+    def _visit(self, step: Step) -> None:
+        """Record the aliases and the write that the step makes, and the versions that it reads."""
         reads = [name for name in step.reads if name in self.aliases]
         if not reads:
             return
@@ -214,74 +220,80 @@ class _Storage:
                 return
         if isinstance(step, Compute) and name is not None and _is_view(step):
             alias = self.aliases[step.operands[0]]
-            seen = _viewed(step.op.call, alias.seen)
-            if seen is not None:
-                places = (*alias.places, _place(seen))
-                self.aliases[name] = _Alias(alias.version, places, seen)
+            view = _view(step.op.call, alias.view)
+            if view is not None:
+                places = (*alias.places, _place(view))
+                self.aliases[name] = _Alias(alias.version, places, view)
                 return
             if name in self.chain:
-                raise _Kept("a view of it is a copy")
+                raise _NotInPlace("a view of it is a copy")
         for value in reads:
-            self.read.add(self.aliases[value].version)
+            self.versions_read.add(self.aliases[value].version)
             if not isinstance(step, Compute):
-                self._copy(value)
+                self._count_copy(value)
 
-    def _copy(self, value: str) -> None:
-        self.copied += self.plan.value_specs()[value].max_local_nbytes
+    def _count_copy(self, value: str) -> None:
+        self.copied_bytes += self.plan.value_specs()[value].max_local_nbytes
 
     def _puts_back(self, value: str) -> bool:
-        """Whether the op puts back a view that the chain has changed: no code is needed."""
+        """Whether the op that makes ``value`` puts back a view that the chain has changed. The view
+        shares the storage, so no code is needed for this op."""
         step = self.producers[value]
         assert isinstance(step, Compute)
-        puts = step.op.call.target in _PUT_BACK
-        return puts and self.chain[value] is not None and step.operands[1] in self.chain
+        is_put = step.op.call.target in _PUT_BACK
+        return is_put and self.chain[value] is not None and step.operands[1] in self.chain
 
     def _write(self, step: Compute, name: str, base: int) -> None:
+        """Record a write of the chain, or check that it puts a view back where it came from.
+
+        Raises _NotInPlace if the write would differ from the program's meaning.
+        """
         alias = self.aliases[step.operands[base]]
-        now = len(self.written)
+        version = len(self.written)
         if self._puts_back(name):
             source = self.aliases[step.operands[1]]
-            seen = _viewed(_as_view(step.op.call), alias.seen)
-            assert seen is not None
-            since = self.places[alias.version :]
-            fits = source.version == now and source.place == _place(seen)
-            if not (fits and all(source.place in places for places in since)):
-                raise _Kept("a view of it is put back elsewhere")
-            self.aliases[name] = replace(alias, version=now)
+            view = _view(_view_call(step.op.call), alias.view)
+            assert view is not None
+            later_places = self.places[alias.version :]
+            fits = source.version == version and source.place == _place(view)
+            if not (fits and all(source.place in places for places in later_places)):
+                raise _NotInPlace("a view of it is put back elsewhere")
+            self.aliases[name] = replace(alias, version=version)
             return
-        if alias.version != now:
-            raise _Kept("it is written from the contents before another write")
+        if alias.version != version:
+            raise _NotInPlace("it is written from the contents before another write")
         others = [v for at, v in enumerate(step.operands) if at != base]
         if any(v in self.aliases for v in others):
-            raise _Kept("the written value is a view of it")
+            raise _NotInPlace("the written value is a view of it")
         self.written.append((name, base))
         self.places.append(alias.places)
-        self.aliases[name] = replace(alias, version=now + 1)
+        self.aliases[name] = replace(alias, version=version + 1)
 
-    def _ended(self, write: StateWrite) -> StateWrite:
+    def _decision(self, write: StateWrite) -> StateWrite:
+        """Return the write in place or at the commit. Raises _NotInPlace if it must be copied."""
         last, end = len(self.written), self.aliases[self.value]
         if not self.written or end.version != last or end.place != end.places[0]:
-            raise _Kept("no op writes to the old contents")
+            raise _NotInPlace("no op writes to the old contents")
         later = frozenset(v for v, a in self.aliases.items() if a.version)
         settled = tuple(v for v in self.chain if v in later and self._puts_back(v))
         write = replace(write, writes=tuple(self.written), settled=settled, standing=later)
-        if self.read <= {0}:
+        if self.versions_read <= {0}:
             return replace(write, how="at the commit", skipped=later)
-        if self.read != {last}:
-            raise _Kept("the old contents are read too")
+        if self.versions_read != {last}:
+            raise _NotInPlace("the old contents are read too")
         if self.item.kind == "parameter":
-            raise _Kept("it is a parameter, which a failed call must not change")
-        if not all(self._known(name).overwrites for name, _ in self.written):
-            raise _Kept(
+            raise _NotInPlace("it is a parameter, which a failed call must not change")
+        if not all(self._op_writes(name).overwrites for name, _ in self.written):
+            raise _NotInPlace(
                 "the written value depends on the old contents, and is read in the same run"
             )
         standing = frozenset(self.aliases) - {self.item.name}
         skipped = standing - {name for name, _ in self.written}
         return replace(
-            write, how="in place", standing=standing, skipped=skipped, nbytes=self.copied
+            write, how="in place", standing=standing, skipped=skipped, nbytes=self.copied_bytes
         )
 
-    def _known(self, name: str) -> OpWrites:
+    def _op_writes(self, name: str) -> OpWrites:
         step = self.producers[name]
         assert isinstance(step, Compute)
         op_writes = writes_of(step.op.call)
@@ -292,8 +304,8 @@ class _Storage:
 # -- views -----------------------------------------------------------------------------------------
 
 
-def _puts_whole(step: Compute) -> bool:
-    """Whether the value that is put back has the shape, dtype and placement of its target."""
+def _keeps_dtype_and_shape(step: Compute) -> bool:
+    """Whether an op that puts a view back neither casts nor broadcasts it."""
     base, source = step.op.call.operands
     target, held = step.op.call.target, step.operand_specs
     if target is aten.copy.default and not (base == source and alike(held[0], held[1])):
@@ -314,15 +326,15 @@ def _is_view(step: Compute) -> bool:
     return step.op.call.name.rpartition(".")[0] in _VIEWS
 
 
-def _viewed(call: OpCall, storage: Any) -> torch.Tensor | None:
-    """The view of a meta tensor; None where it is a copy."""
-    args = [storage if isinstance(a, Operand) else a for a in call.args]
-    seen: Any = call.target(*args, **dict(call.kwargs))
-    return seen if seen.untyped_storage()._cdata == storage.untyped_storage()._cdata else None
+def _view(call: OpCall, base: Any) -> torch.Tensor | None:
+    """Return the view of the meta tensor ``base`` that the call makes; None if it makes a copy."""
+    args = [base if isinstance(a, Operand) else a for a in call.args]
+    view: Any = call.target(*args, **dict(call.kwargs))
+    return view if view.untyped_storage()._cdata == base.untyped_storage()._cdata else None
 
 
-def _as_view(call: OpCall) -> OpCall:
-    """The view that the call puts back."""
+def _view_call(call: OpCall) -> OpCall:
+    """Return the call that makes the view which ``call`` puts back."""
     return replace(call, target=_PUT_BACK[call.target], args=(call.args[0], *call.args[2:]))
 
 
@@ -330,24 +342,27 @@ def _place(x: torch.Tensor) -> Place:
     return int(x.storage_offset()), tuple(x.shape), x.stride()
 
 
-# -- inputs of values -----------------------------------------------------------------------
+# -- dependencies of writes -----------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class _Made:
+class _Dependencies:
+    """What the positions and values of writes depend on."""
+
     producers: dict[str, Step]
 
-    def safe(self, write: StateWrite, written: Sequence[str]) -> bool:
-        """Whether its positions follow without a message, and from nothing in ``written``."""
-        todo = [v for name, _ in write.writes for v in self._positions(name)]
-        done: set[str] = set()
-        while todo:
-            value = todo.pop()
-            if value in done:
+    def positions_fixed(self, write: StateWrite, in_place_names: Sequence[str]) -> bool:
+        """Whether the positions of the write depend on no message and on none of the inputs
+        ``in_place_names``, which are written in place."""
+        pending = [v for name, _ in write.writes for v in self._positions(name)]
+        visited: set[str] = set()
+        while pending:
+            value = pending.pop()
+            if value in visited:
                 continue
-            done.add(value)
+            visited.add(value)
             step = self.producers.get(value)
-            if value in written:
+            if value in in_place_names:
                 return False
             match step:
                 case None | Compute():
@@ -356,18 +371,19 @@ class _Made:
                     pass
                 case _:
                     return False
-            todo += step.reads if step is not None else ()
+            pending += step.reads if step is not None else ()
         return True
 
-    def given(self, write: StateWrite) -> set[str]:
-        """The inputs whose storage the written values, and the positions, may share."""
-        storages: set[str] = set()
+    def roots_of(self, write: StateWrite) -> set[str]:
+        """Return the values whose storage the written values and the positions may share."""
+        root_values: set[str] = set()
         for name, base in write.writes:
             others = (v for at, v in enumerate(self.producers[name].reads) if at != base)
-            storages |= {root for v in others for root in roots(v, self.producers)}
-        return storages
+            root_values |= {root for v in others for root in roots(v, self.producers)}
+        return root_values
 
     def _positions(self, name: str) -> Iterator[str]:
+        """Yield the operands that determine where the op ``name`` writes."""
         step = self.producers[name]
         assert isinstance(step, Compute)
         op_writes = writes_of(step.op.call)

@@ -1,27 +1,14 @@
-"""Recomputation (activation checkpointing): forward steps run again in the backward, not kept.
-
-    recomputed(plan, frozenset({"blocks.0", "blocks.1"}))
+"""The pass for recomputation (activation checkpointing; Chen et al. 2016, arXiv:1604.06174).
 
       x_1       = add(x, attn)          forward, kept: the next block reads it
-      h         = mm(norm2, up)         forward, dropped when the forward is done with it
-      a         = gelu(h)
-      h_again   = mm(norm2_again, up)   backward, before its first use there
-      a_again   = gelu(h_again)
+      h         = mm(norm2, up)         forward, freed after its last use in the forward
+      h_again   = mm(norm2_again, up)   backward, just before its first use there
 
-A region is one call of a recomputed module (of nested ones the outermost), or the ops of one
-`torch.utils.checkpoint`, on one stage (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-Cost", arXiv:1604.06174). The inputs of a region, its outputs, and the results of its communication
-are kept: a value that was reduced or gathered is not communicated again. The other values of a
-region that the backward reads are computed again from these and from parameters, each just before
-its first use and only as far as it is needed.
-
-Invariants: the collectives are the same as without it; so are all values to the bit, for a repeated
-step is the same op on the same operands, with the same random numbers (they are counted, not
-drawn). A step never runs again on behalf of a result that leaves its region, so new contents of
-buffers are made once. Results of steps that run once a step, not once a microbatch, are kept. It
-runs before `gather_stored`. Not here: the modules of a glob (api/model/parallel.py), the text of
-regions (plan/text/render.py).
-"""
+A region is one call of a recomputed module (the outermost, if nested), or the ops of one
+`torch.utils.checkpoint`, on one stage. Its inputs, outputs and results of communication are kept;
+other values that the backward reads are computed again from these and from parameters. So the
+collectives do not change, nor do values: a repeated step is the same op with the same random
+numbers. New contents of buffers are computed once. The pass runs before gather_stored.py."""
 
 from __future__ import annotations
 
@@ -38,15 +25,18 @@ from dtensor.sharding.plan.steps import (
     unused,
 )
 
-Key = tuple[str, int]  # a region's name, its stage
+RegionKey = tuple[str, int]
+"""The name and the stage of a region."""
 Repeatable = Compute | Redistribute
-Maker = tuple[int, Repeatable]  # the index of a forward step that may run again, the step
+Producer = tuple[int, Repeatable]
+"""A forward step that may run again, with its index."""
 
 
 def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
-    """The plan in which the steps in calls of ``modules``, and in checkpoints, run again.
+    """Return the plan in which forward steps of calls of ``modules`` and of checkpoints run again
+    in the backward.
 
-    ``modules`` are full names. A plan without a backward, or without such ops, is returned
+    ``modules``: full names. A plan without a backward, or without such steps, is returned
     unchanged.
     """
     names = region_names(plan.flow.ops, modules)
@@ -56,20 +46,21 @@ def recomputed(plan: PlanRecord, modules: frozenset[str]) -> PlanRecord:
 
 
 def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
-    """Op name to the name of its region, for forward ops that are in one."""
+    """Return op name -> name of its region, for the forward ops that are in a region."""
     regions: dict[str, str] = {}
-    marked: dict[int, list[Op]] = {}
+    checkpoints: dict[int, list[Op]] = {}
     for op in ops:
         if op.phase == "forward":
             call = next((c for c in op.calls if c.partition("@")[0] in modules), None)
             if call is not None:
                 regions[op.name] = call
             elif op.checkpoint is not None:
-                marked.setdefault(op.checkpoint, []).append(op)
+                checkpoints.setdefault(op.checkpoint, []).append(op)
     taken = set(regions.values())
     sizes = Counter(call for op in ops if op.phase == "forward" for call in op.calls)
-    for number, members in marked.items():
-        # of `checkpoint(block, x)` the call of the block: the outermost that holds it alone
+    for number, members in checkpoints.items():
+        # `checkpoint(block, x)` is named after the call of the block: the outermost module call
+        # that contains exactly the ops of the checkpoint
         shared = (c for c in members[0].calls if all(c in op.calls for op in members))
         name = next((c for c in shared if sizes[c] == len(members)), f"checkpoint {number}")
         name = name if name not in taken else f"checkpoint {number}"
@@ -80,168 +71,185 @@ def region_names(ops: Sequence[Op], modules: frozenset[str]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _Recompute:
+    """The state of the pass. Values are plan names.
+
+    names: op name -> region name. producers: value -> the forward step that makes it without
+    communication. regions: value -> its region, or None. kept: values that must not be repeated.
+    needed: values to repeat. repeated_names: value -> the name of its repetition. taken: names in
+    use. repeats: region -> its repeated steps.
+    """
+
     plan: PlanRecord
     names: Mapping[str, str]
-    makers: dict[str, Maker] = field(default_factory=dict[str, Maker])  # by result
-    homes: dict[str, Key | None] = field(default_factory=dict[str, Key | None])
+    producers: dict[str, Producer] = field(default_factory=dict[str, Producer])
+    regions: dict[str, RegionKey | None] = field(default_factory=dict[str, RegionKey | None])
     kept: dict[str, bool] = field(default_factory=dict[str, bool])
     needed: set[str] = field(default_factory=set[str])
-    again: dict[str, str] = field(default_factory=dict[str, str])
+    repeated_names: dict[str, str] = field(default_factory=dict[str, str])
     steps: list[Step] = field(default_factory=list[Step])
     taken: set[str] = field(default_factory=set[str])
-    repeats: dict[Key, list[Repeatable]] = field(default_factory=dict[Key, list[Repeatable]])
+    repeats: dict[RegionKey, list[Repeatable]] = field(
+        default_factory=dict[RegionKey, list[Repeatable]]
+    )
 
     def run(self) -> PlanRecord:
         plan = self.plan
         buckets = {s.bucket for s in plan.steps if isinstance(s, Redistribute)}
         self.taken = {*plan.value_specs(), *buckets}
-        self._find_homes()
+        self._find_regions()
         self._find_kept()
         self._find_needed()
         if not self.needed:
-            return replace(plan, regions=self._regions())
+            return replace(plan, regions=self._region_records())
         for step in plan.steps:
             if step.phase == "backward":
                 self._repeat([v for v in step.reads if v in self.needed])
-                step = step.reading(self.again)
+                step = step.reading(self.repeated_names)
             self.steps.append(step)
-        return replace(plan, steps=tuple(self.steps), regions=self._regions(), plain=plan)
+        return replace(plan, steps=tuple(self.steps), regions=self._region_records(), plain=plan)
 
     # -- which values are kept -----------------------------------------------------------------
 
-    def _find_homes(self) -> None:
-        """The region of each value that a step of the forward makes without communication.
+    def _find_regions(self) -> None:
+        """Record the producer and the region of each value that a forward step makes without
+        communication.
 
-        A free conversion belongs to no module: it belongs to the region that alone reads it.
+        A local conversion belongs to no module. It belongs to the region of its readers if they are
+        all in one region.
         """
-        readers: dict[str, set[Key | None]] = {}
+        readers: dict[str, set[RegionKey | None]] = {}
         for at in range(len(self.plan.steps) - 1, -1, -1):
             step = self.plan.steps[at]
             if step.phase != "forward" or step.once:
                 continue
-            home: Key | None = None
+            region: RegionKey | None = None
             match step:
                 case Compute(op=op):
-                    home = (self.names[op.name], step.stage) if op.name in self.names else None
+                    region = (self.names[op.name], step.stage) if op.name in self.names else None
                 case Redistribute() if step.is_free:
-                    regions = readers.get(step.name, set())
-                    home = next(iter(regions)) if len(regions) == 1 else None
+                    of_readers = readers.get(step.name, set())
+                    region = next(iter(of_readers)) if len(of_readers) == 1 else None
                 case _:
                     continue
             for name in step.gives:
-                self.makers[name] = (at, step)
-                self.homes[name] = home
+                self.producers[name] = (at, step)
+                self.regions[name] = region
             for name in step.reads:
-                readers.setdefault(name, set()).add(home)
-        for name in reversed(self.makers):  # in program order
-            step = self.makers[name][1]
-            if isinstance(step, Redistribute) and name not in readers:
-                self.homes[name] = self.homes.get(step.operands[0])  # it is communicated further
+                readers.setdefault(name, set()).add(region)
+        for name in reversed(self.producers):  # in program order
+            step = self.producers[name][1]
+            if (
+                isinstance(step, Redistribute) and name not in readers
+            ):  # only communication reads it
+                self.regions[name] = self.regions.get(step.operands[0])
 
     def _find_kept(self) -> None:
-        """Find the kept values: those that another region reads, the results of the step, and views
-        of kept ones."""
+        """Find the values to keep: outputs, values that another region or the end of the step
+        reads, values outside regions, and views of kept values."""
         for step in self.plan.steps:
             phase = step.phase
-            moves = isinstance(step, Redistribute) and not step.is_free
-            if phase == "backward" or (moves and phase == "forward"):
+            communicates = isinstance(step, Redistribute) and not step.is_free
+            if phase == "backward" or (communicates and phase == "forward"):
                 continue  # results of communication are kept; its operands need not be
-            made = step.gives
-            home = self.homes.get(made[0]) if made and made[0] in self.makers else None
+            results = step.gives
+            is_local = bool(results) and results[0] in self.producers
+            region = self.regions.get(results[0]) if is_local else None
             for name in step.reads:
-                if name in self.makers and (home is None or self.homes[name] != home):
+                if name in self.producers and (region is None or self.regions[name] != region):
                     self.kept[name] = True
         for output in self.plan.outputs:
             self.kept.update((name, True) for _, name in output.values)
-        for name in reversed(self.makers):  # operands come first
-            base = self.makers[name][1].viewed
-            if self.homes[name] is None or (base is not None and self._is_kept(base)):
+        for name in reversed(self.producers):  # operands come first
+            base = self.producers[name][1].viewed
+            if self.regions[name] is None or (base is not None and self._is_kept(base)):
                 self.kept[name] = True
 
     def _is_kept(self, value: str) -> bool:
-        return value not in self.makers or self.kept.get(value, False)
+        return value not in self.producers or self.kept.get(value, False)
 
     def _find_needed(self) -> None:
-        """Find the values to repeat: those that the backward reads, and those that they depend
-        on."""
-        waiting = [
+        """Find the values to repeat: values that the backward reads, and values that these depend
+        on, unless they are kept."""
+        pending = [
             name for step in self.plan.steps if step.phase == "backward" for name in step.reads
         ]
-        while waiting:
-            name = waiting.pop()
+        while pending:
+            name = pending.pop()
             if name not in self.needed and not self._is_kept(name):
                 self.needed.add(name)
-                waiting.extend(self.makers[name][1].reads)
+                pending.extend(self.producers[name][1].reads)
 
     # -- the repeated steps ----------------------------------------------------------------------
 
     def _repeat(self, values: Sequence[str]) -> None:
-        """Repeat the steps that make ``values``, in program order, unless they were repeated
-        already."""
-        makers: dict[int, Repeatable] = {}
-        waiting = [name for name in values if name not in self.again]
-        while waiting:
-            at, step = self.makers[waiting.pop()]
-            if at not in makers:
-                makers[at] = step
-                waiting.extend(
-                    name for name in step.reads if name in self.needed and name not in self.again
+        """Emit repetitions of the steps that make ``values``, in program order, unless they were
+        emitted already."""
+        producers: dict[int, Repeatable] = {}
+        pending = [name for name in values if name not in self.repeated_names]
+        while pending:
+            at, step = self.producers[pending.pop()]
+            if at not in producers:
+                producers[at] = step
+                pending.extend(
+                    name
+                    for name in step.reads
+                    if name in self.needed and name not in self.repeated_names
                 )
-        for at in sorted(makers):
-            self._lay_down(makers[at])
+        for at in sorted(producers):
+            self._emit_repetition(producers[at])
 
-    def _lay_down(self, step: Repeatable) -> None:
+    def _emit_repetition(self, step: Repeatable) -> None:
         needed = [name for name in step.gives if name in self.needed]
-        home = self.homes[needed[0]]
-        assert home is not None
+        region = self.regions[needed[0]]
+        assert region is not None
+        names = self.repeated_names
         for name in needed:
-            self.again[name] = unused(f"{name}_again", self.taken)
-        repeated = replace(step.reading(self.again).giving(self.again), phase="backward")
-        self.repeats.setdefault(home, []).append(repeated)
+            names[name] = unused(f"{name}_again", self.taken)
+        repeated = replace(step.reading(names).giving(names), phase="backward")
+        self.repeats.setdefault(region, []).append(repeated)
         self.steps.append(repeated)
 
-    # -- the regions as data
-    # -------------------------------------------------------------------------
+    # -- the regions as data ---------------------------------------------------------------------
 
-    def _regions(self) -> tuple[Region, ...]:
-        """In the order of the forward."""
+    def _region_records(self) -> tuple[Region, ...]:
+        """Return the regions of the plan, in the order of the forward."""
         plan = self.plan
         bases = _bases(plan)
-        always = {item.name for item in plan.inputs}
-        always.update(n for step in plan.steps if step.once for n in step.gives)
-        sent = {  # communicated value to its region
-            result: self.homes.get(operand)
+        not_saved = {item.name for item in plan.inputs}
+        not_saved.update(n for step in plan.steps if step.once for n in step.gives)
+        communicated = {  # result of communication -> its region
+            result: self.regions.get(operand)
             for step in plan.steps
             if isinstance(step, Redistribute) and not step.is_free
             for operand, result in zip(step.operands, step.results)
         }
-        repetitions = {new: old for old, new in self.again.items()}
-        read: dict[Key, dict[str, None]] = {
-            key: {n: None for step in steps for n in step.reads if n not in repetitions}
+        originals = {new: old for old, new in self.repeated_names.items()}
+        read: dict[RegionKey, dict[str, None]] = {
+            key: {n: None for step in steps for n in step.reads if n not in originals}
             for key, steps in self.repeats.items()
         }
         for step in plan.steps:
             for name in step.reads if step.phase == "backward" else ():
-                home = sent.get(name)
-                if home is not None and home in read:
-                    read[home][name] = None
+                region = communicated.get(name)
+                if region is not None and region in read:
+                    read[region][name] = None
         order = {name: at for at, name in enumerate(dict.fromkeys(self.names.values()))}
         regions: list[Region] = []
-        some = {name for name, _ in self.repeats}
-        keys = {h for h in self.homes.values() if h is not None and h[0] not in some}
+        repeating_names = {name for name, _ in self.repeats}
+        keys = {r for r in self.regions.values() if r is not None and r[0] not in repeating_names}
         keys.update(self.repeats)
         for key in sorted(keys, key=lambda k: (order[k[0]], k[1])):
             steps = self.repeats.get(key, [])
             values = (bases.get(name, name) for name in read.get(key, ()))
-            saved = dict.fromkeys(name for name in values if name not in always)
+            saved = dict.fromkeys(name for name in values if name not in not_saved)
             regions.append(
                 Region(
                     name=key[0],
                     stage=key[1],
                     saved=tuple(saved),
-                    communicated=tuple(n for n in saved if sent.get(n) == key),
+                    communicated=tuple(n for n in saved if communicated.get(n) == key),
                     repeated=tuple(
-                        (repetitions[name], name) for step in steps for name in step.gives
+                        (originals[name], name) for step in steps for name in step.gives
                     ),
                     num_ops=sum(step.viewed is None for step in steps),
                     flops=sum(step.flops for step in steps if isinstance(step, Compute)),
@@ -251,7 +259,7 @@ class _Recompute:
 
 
 def _bases(plan: PlanRecord) -> dict[str, str]:
-    """By view, the value of which it is a view in the end."""
+    """Return view -> the value that it is a view of, through chains of views."""
     bases: dict[str, str] = {}
     for step in plan.steps:
         if (base := step.viewed) is not None:
