@@ -1,19 +1,13 @@
-"""Cuts a chain of units into consecutive parts, so that the dearest part is as cheap as possible.
+"""Cuts a chain of units into consecutive parts such that the most expensive part costs least.
 
     chain = Chain(own=(5, 1, 1, 1, 4), sent=(Sent(1, 0, (1,)), ...), ...)
     partition(chain, 2).bounds         # (0, 2, 5): units 0-1 and 2-4
 
-Part k is units bounds[k] to bounds[k+1] - 1. It pays the cost of each of its units, shared costs of
-its units once, and for each of its values that other parts read, once for each such part. Costs are
-integers, so that equal layers tie exactly; ties go to the cut that sends least, then to even parts
-that are cut between modules rather than within, then to earlier cuts.
-
-The search is exact: dynamic programming over prefixes (the linear partition of Skiena, The
-Algorithm Design Manual, 8.5), which counts a value once for any number of readers; if that makes a
-difference (a skip over several parts), then branch and bound. Only the latter has a limit of nodes,
-after which it returns the best cut so far.
-
-Not here: the units (frontend/dataflow/units.py), their costs (unit_costs.py).
+Part k has the units bounds[k] to bounds[k+1] - 1. Its cost is the sum of its units' costs, shared
+costs once, and each value that it sends, once for each other part that reads it. Ties go to the cut
+that sends least, then to even parts, then to cuts between modules, then to earlier cuts. The search
+is dynamic programming over prefixes (Skiena, The Algorithm Design Manual, 8.5), which counts a sent
+value once; if some value is sent to several parts, branch and bound follows, with a node limit.
 """
 
 from __future__ import annotations
@@ -26,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAX_NODES = 100_000
-_WITHIN = 0.02  # of a part's squared cost: unevenness worth a cut within one more module
-_FAR = np.iinfo(np.int64).max // 4  # the cost of a forbidden part
+_MODULE_PENALTY = 0.02  # for each module that a cut splits, in squared relative cost of a part
+_FORBIDDEN = np.iinfo(np.int64).max // 4  # the cost of a forbidden part
 
 Table = NDArray[np.int64]
-"""By first unit and end: [i, j] belongs to the part of units i to j - 1."""
+"""A figure for each possible part: [i, j] is that of units i to j - 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedCost:
-    """A cost that each part with any of the ``units`` pays once; ascending."""
+    """A cost that each part with any of the ``units`` pays once. ``units`` are ascending."""
 
     cost: int
     units: tuple[int, ...]
@@ -43,7 +37,7 @@ class SharedCost:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A value that ``unit`` makes; its part pays ``cost`` for each other part with a reader."""
+    """A value that ``unit`` makes. Its part pays ``cost`` for each other part with a reader."""
 
     cost: int
     unit: int
@@ -52,13 +46,15 @@ class Sent:
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The costs of units, in femtoseconds, and their memory, in bytes.
+    """The costs of units in femtoseconds, integers so that equal layers tie exactly, and their
+    memory in bytes.
 
-    tied: paid once by each part that has some of the units but not all. barred: (u, v): a part that
-    has unit u may not end right before unit v. depth: by unit except the first, the number of
-    modules around both it and the previous one. bytes_held: of parameters and their state;
-    bytes_kept: of a microbatch, for the backward; bytes_passing: the most temporary bytes that a
-    unit needs at a time.
+    own: the cost of each unit. shared: costs that several units share.
+    tied: costs paid once by each part that has some of the units, but not all.
+    barred: pairs (u, v): a part that has unit u must not end right before unit v.
+    depth: for each unit except the first, the number of modules around both it and the unit before.
+    bytes_held: parameters and their state. bytes_kept: values that one microbatch keeps for its
+    backward. bytes_passing: for each unit, the most temporary bytes that it needs at a time.
     """
 
     own: tuple[int, ...]
@@ -72,7 +68,7 @@ class Chain:
     bytes_passing: tuple[int, ...] = ()
 
     def costs(self, bounds: Sequence[int]) -> tuple[int, ...]:
-        """The cost of each part."""
+        """Return the cost of each part."""
         part = {u: k for k in range(len(bounds) - 1) for u in range(bounds[k], bounds[k + 1])}
         costs = [sum(self.own[i:j]) for i, j in itertools.pairwise(bounds)]
         for item in self.shared:
@@ -90,7 +86,8 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """``bounds``: first unit of each part, and the number of units. ``fits``: within memory."""
+    """A cut of a chain. ``bounds``: the first unit of each part, then the number of units;
+    ``fits``: whether all parts are within the memory limit."""
 
     bounds: tuple[int, ...]
     costs: tuple[int, ...]
@@ -104,59 +101,63 @@ def partition(
     in_flight: Sequence[int] = (),
     memory_bytes: float | None = None,
 ) -> Partition | None:
-    """The cut of ``chain`` into ``num_parts``, each of a unit or more; None if there is none.
+    """Return the cheapest cut of ``chain`` into ``num_parts`` parts of at least one unit; None if
+    there is none.
 
     Args:
-        in_flight: by part, the number of microbatches that it keeps at a time (1 by default).
-        memory_bytes: of a part. If no cut is within it, the fullest part is as small as possible.
+        in_flight: the number of microbatches that each part keeps at a time (1 by default).
+        memory_bytes: the limit of each part. If no cut is within it, the cheapest of the cuts with
+            the smallest possible fullest part is returned.
     """
     num = len(chain.own)
-    sent = _sent(chain)
-    cost = _fixed(chain) + sent
-    allowed = np.broadcast_to(_may_be(chain), (num_parts, num, num + 1)).copy()
+    sent = _sent_costs(chain)
+    cost = _unit_costs(chain) + sent
+    allowed = np.broadcast_to(_allowed_parts(chain), (num_parts, num, num + 1)).copy()
     fits = True
     if memory_bytes is not None and chain.bytes_held:
         memory = _memory(chain, num_parts, in_flight)
-        within = allowed & np.stack([table <= memory_bytes for table in memory])
-        if _least([cost] * num_parts, within)[num_parts, num] >= _FAR:
+        within_limit = allowed & np.stack([table <= memory_bytes for table in memory])
+        if _least_maximum([cost] * num_parts, within_limit)[num_parts, num] >= _FORBIDDEN:
             fits = False
-            least = int(_least(memory, allowed)[num_parts, num])
-            within = allowed & np.stack([table <= least for table in memory])
-        allowed = within
-    best = _least([cost] * num_parts, allowed)
-    if best[num_parts, num] >= _FAR:
+            least = int(_least_maximum(memory, allowed)[num_parts, num])
+            within_limit = allowed & np.stack([table <= least for table in memory])
+        allowed = within_limit
+    best = _least_maximum([cost] * num_parts, allowed)
+    if best[num_parts, num] >= _FORBIDDEN:
         return None
-    bounds = _tidy(chain, cost, sent, allowed, int(best[num_parts, num]))
+    bounds = _best_of_ties(chain, cost, sent, allowed, int(best[num_parts, num]))
     if max(chain.costs(bounds)) > best[num_parts, num]:  # a value is sent to several parts
-        bounds = _searched(chain, cost, allowed, bounds)
+        bounds = _branch_and_bound(chain, cost, allowed, bounds)
     return Partition(bounds=bounds, costs=chain.costs(bounds), fits=fits)
 
 
 # -- tables of all parts ---------------------------------------------------------------------------
 
 
-def _any(items: Sequence[SharedCost], num: int) -> Table:
-    """The cost for each part of the items of which it has any unit."""
+def _shared_costs(items: Sequence[SharedCost], num: int) -> Table:
+    """Return, for each part, the sum of the items of which it has at least one unit."""
     table = np.zeros((num, num + 1), np.int64)
     for item in items:
-        before = -1
+        previous = -1
         for unit in item.units:
-            table[before + 1 : unit + 1, unit + 1 :] += item.cost
-            before = unit
+            table[previous + 1 : unit + 1, unit + 1 :] += item.cost
+            previous = unit
     return table
 
 
-def _fixed(chain: Chain) -> Table:
+def _unit_costs(chain: Chain) -> Table:
+    """Return the cost of each part without what it sends."""
     num = len(chain.own)
     sums = np.concatenate([[0], np.cumsum(np.array(chain.own, np.int64))])
-    table = sums[None, :] - sums[:num, None] + _any((*chain.shared, *chain.tied), num)
-    for item in chain.tied:  # all of the units: no sum is needed
+    table = sums[None, :] - sums[:num, None] + _shared_costs((*chain.shared, *chain.tied), num)
+    for item in chain.tied:  # a part with all units of a tied cost does not pay it
         table[: item.units[0] + 1, item.units[-1] + 1 :] -= item.cost
     return table
 
 
-def _sent(chain: Chain) -> Table:
-    """The cost for each part of values that other parts read, as if one part read each."""
+def _sent_costs(chain: Chain) -> Table:
+    """Return the cost of sending, for each part: each of its values that has a reader outside the
+    part counts once."""
     num = len(chain.own)
     table = np.zeros((num, num + 1), np.int64)
     for item in chain.sent:
@@ -166,7 +167,8 @@ def _sent(chain: Chain) -> Table:
     return table
 
 
-def _may_be(chain: Chain) -> NDArray[np.bool_]:
+def _allowed_parts(chain: Chain) -> NDArray[np.bool_]:
+    """Return which parts are allowed: not empty, and not barred."""
     num = len(chain.own)
     table = np.arange(num)[:, None] < np.arange(num + 1)[None, :]
     for unit, end in chain.barred:
@@ -175,93 +177,96 @@ def _may_be(chain: Chain) -> NDArray[np.bool_]:
 
 
 def _memory(chain: Chain, num_parts: int, in_flight: Sequence[int]) -> list[Table]:
-    """By part, its bytes."""
+    """Return the bytes of all possible parts, for each position in the pipeline."""
     num = len(chain.own)
-    held, kept = _any(chain.bytes_held, num), _any(chain.bytes_kept, num)
+    held, kept = _shared_costs(chain.bytes_held, num), _shared_costs(chain.bytes_kept, num)
     passing = np.zeros((num, num + 1), np.int64)
     for first in range(num):
         passing[first, first + 1 :] = np.maximum.accumulate(chain.bytes_passing[first:])
-    flying = [in_flight[k] if k < len(in_flight) else 1 for k in range(num_parts)]
-    tables = {count: held + passing + count * kept for count in set(flying)}
-    return [tables[count] for count in flying]
+    counts = [in_flight[k] if k < len(in_flight) else 1 for k in range(num_parts)]
+    tables = {count: held + passing + count * kept for count in set(counts)}
+    return [tables[count] for count in counts]
 
 
 # -- the search ------------------------------------------------------------------------------------
 
 
-def _least_from(cost: Table, allowed: NDArray[np.bool_]) -> Table:
-    """[k, j]: the least that the dearest of the last k parts of the units from j on costs."""
+def _least_maximum_of_suffixes(cost: Table, allowed: NDArray[np.bool_]) -> Table:
+    """Return table[k, j]: the least possible maximum cost if the units from j on are cut into the
+    last k parts."""
     num_parts, num = len(allowed), len(cost)
-    starts = np.full((num_parts + 1, num + 1), _FAR)
-    starts[0, num] = 0
+    table = np.full((num_parts + 1, num + 1), _FORBIDDEN)
+    table[0, num] = 0
     for k in range(1, num_parts + 1):
-        parts = np.where(allowed[num_parts - k], cost, _FAR)
-        starts[k, :num] = np.maximum(parts, starts[k - 1][None, :]).min(axis=1)
-    return starts
+        parts = np.where(allowed[num_parts - k], cost, _FORBIDDEN)
+        table[k, :num] = np.maximum(parts, table[k - 1][None, :]).min(axis=1)
+    return table
 
 
-def _least(cost: Sequence[Table], allowed: NDArray[np.bool_]) -> Table:
-    """[k, j]: the least that the dearest of k parts of the first j units costs."""
+def _least_maximum(cost: Sequence[Table], allowed: NDArray[np.bool_]) -> Table:
+    """Return table[k, j]: the least possible maximum cost if the first j units are cut into k
+    parts. ``cost``: a table for each part."""
     num_parts, num = len(allowed), allowed.shape[1]
-    ends = np.full((num_parts + 1, num + 1), _FAR)
-    ends[0, 0] = 0
+    table = np.full((num_parts + 1, num + 1), _FORBIDDEN)
+    table[0, 0] = 0
     for k in range(1, num_parts + 1):
-        parts = np.where(allowed[k - 1], cost[k - 1], _FAR)
-        ends[k] = np.maximum(parts, ends[k - 1][:num, None]).min(axis=0)
-    return ends
+        parts = np.where(allowed[k - 1], cost[k - 1], _FORBIDDEN)
+        table[k] = np.maximum(parts, table[k - 1][:num, None]).min(axis=0)
+    return table
 
 
-def _tidy(
-    chain: Chain, cost: Table, sent: Table, allowed: NDArray[np.bool_], most: int
+def _best_of_ties(
+    chain: Chain, cost: Table, sent: Table, allowed: NDArray[np.bool_], max_cost: int
 ) -> tuple[int, ...]:
-    """Among the cuts whose parts cost at most ``most``, the one that sends least; then even parts,
-    and cuts between modules rather than within."""
+    """Return the bounds of the best cut whose parts cost at most ``max_cost``: the one that sends
+    least; of these, one with even parts that is cut between modules rather than within."""
     num_parts, num = len(allowed), len(cost)
     depth = np.array((*chain.depth, *[0] * (num + 1 - len(chain.depth))), np.float64)
-    entered = np.concatenate([[0.0], depth])[:num]  # by first unit of a part
-    uneven = (cost / max(most, 1)) ** 2 + _WITHIN * entered[:, None]
-    terms = [sent.astype(np.float64), uneven]  # one after the other
+    modules_cut = np.concatenate([[0.0], depth])[:num]  # by first unit of a part
+    uneven = (cost / max(max_cost, 1)) ** 2 + _MODULE_PENALTY * modules_cut[:, None]
+    terms = [sent.astype(np.float64), uneven]  # minimized in this order
     sums = [np.full((num_parts + 1, num + 1), np.inf) for _ in terms]
     for total in sums:
         total[0, 0] = 0.0
-    came = np.zeros((num_parts + 1, num + 1), np.int64)
+    first_unit = np.zeros((num_parts + 1, num + 1), np.int64)  # of part k - 1, if it ends at j
     for k in range(1, num_parts + 1):
-        left = allowed[k - 1] & (cost <= most)
+        candidates = allowed[k - 1] & (cost <= max_cost)
         for total, term in zip(sums, terms, strict=True):
-            trial = np.where(left, total[k - 1][:num, None] + term, np.inf)
+            trial = np.where(candidates, total[k - 1][:num, None] + term, np.inf)
             total[k] = trial.min(axis=0)
-            left = left & (trial <= total[k][None, :] * (1 + 1e-12))
-        came[k] = left.argmax(axis=0)
+            candidates = candidates & (trial <= total[k][None, :] * (1 + 1e-12))
+        first_unit[k] = candidates.argmax(axis=0)
     bounds = [num]
     for k in range(num_parts, 0, -1):
-        bounds.append(int(came[k, bounds[-1]]))
+        bounds.append(int(first_unit[k, bounds[-1]]))
     return tuple(reversed(bounds))
 
 
-def _searched(
-    chain: Chain, cost: Table, allowed: NDArray[np.bool_], known: tuple[int, ...]
+def _branch_and_bound(
+    chain: Chain, cost: Table, allowed: NDArray[np.bool_], initial: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Branch and bound: the tables give lower bounds of the parts so far, and of those to come."""
+    """Return the cheapest cut found in `_MAX_NODES` nodes, starting from the cut ``initial``. The
+    tables, which count a sent value once, give lower bounds for the parts of a branch."""
     num_parts, num = len(allowed), len(cost)
-    starts = _least_from(cost, allowed)
-    best, least = known, max(chain.costs(known))
+    suffixes = _least_maximum_of_suffixes(cost, allowed)
+    best, least = initial, max(chain.costs(initial))
     nodes = 0
-    waiting: list[tuple[tuple[int, ...], int]] = [((0,), 0)]
-    while waiting and nodes < _MAX_NODES:
-        bounds, most = waiting.pop()
+    pending: list[tuple[tuple[int, ...], int]] = [((0,), 0)]
+    while pending and nodes < _MAX_NODES:
+        bounds, max_cost = pending.pop()
         nodes += 1
         part = len(bounds) - 1
         if part == num_parts:
-            if bounds[-1] == num and (dearest := max(chain.costs(bounds))) < least:
-                best, least = bounds, dearest
+            if bounds[-1] == num and (highest := max(chain.costs(bounds))) < least:
+                best, least = bounds, highest
             continue
         first = bounds[-1]
         ends = [
-            (max(most, int(cost[first, end]), int(starts[num_parts - part - 1, end])), end)
+            (max(max_cost, int(cost[first, end]), int(suffixes[num_parts - part - 1, end])), end)
             for end in range(first + 1, num + 1)
             if allowed[part, first, end]
         ]
-        for bound, end in sorted(ends, reverse=True):  # the most promising first
+        for bound, end in sorted(ends, reverse=True):  # the lowest bound is popped first
             if bound < least:
-                waiting.append(((*bounds, end), max(most, int(cost[first, end]))))
+                pending.append(((*bounds, end), max(max_cost, int(cost[first, end]))))
     return best

@@ -1,20 +1,13 @@
-"""The costs of a program's units: the chain that is cut into stages.
+"""The costs of a program's units, as the `Chain` that automatic staging cuts into stages.
 
-    whole = plan(request without stages)        # placements, collectives, gradients: all decided
+    whole = plan(request without stages)
     chain_of(whole, parts, uses={"up.weight": (3,)}, axis="pp", depth=...)
 
 ``parts`` is the same program with unit u as its stage u (frontend/dataflow/units.py). Each step of
-the plan is priced by `step_cost`, for all its repetitions in one training step, and counts for the
-unit of its op: a conversion for the unit that needs it, the optimizer's work on a parameter for the
-units that use it. A value that crosses between units is priced as a transfer.
-
-Memory is that of `stage_memory`; for temporary values it counts only the largest op of a unit.
-
-Invariant: on a chain without tensors over dp the prices are those of the plan that stages give;
-else within about 1 %, for each stage has its own buckets, sums gradients where they meet, and need
-not recompute its last ops.
-
-Not here: the norm of clipping, which every stage pays.
+the plan ``whole`` is priced for a full training step and charged to the unit of its op; a
+conversion to the unit that needs it; the update of a parameter to the units that use it. A value
+that one unit makes and another reads is priced as a transfer. The prices are those of the final
+plan with stages within about 1%, because each stage has its own buckets. The norm is not counted.
 """
 
 from __future__ import annotations
@@ -53,19 +46,20 @@ def chain_of(
     depth: tuple[int, ...] = (),
     axis: str,
 ) -> Chain:
-    """The chain of a program's units.
+    """Return the chain of a program's units.
 
     Args:
         whole: the plan of the program without stages.
-        parts: its dataflow with as many stages as there are units.
-        uses: parameter to the units that use it; ``reused`` and ``depth``: of `Chain`.
+        parts: the dataflow of the program, with each unit as a stage.
+        uses: parameter label -> the units that use it.
+        reused, depth: ``barred`` and ``depth`` of the `Chain`.
         axis: the axis of transfers between stages.
     """
     host_bound = PlanTotals(whole).cost.host_bound
     pricing = UnitPricing(whole, parts, uses, axis, host_bound)
     pricing.walk()
     num = parts.num_stages
-    pricing.cross()
+    pricing.price_crossings()
     cost_of_unit = [0] * num
     shared: list[SharedCost] = []
     for units, cost in pricing.costs.items():
@@ -91,7 +85,8 @@ Units = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A value that ``unit`` makes and others read, ``times`` in a step; ``phase``: of its maker."""
+    """A value that ``unit`` makes in ``phase`` and other units read, ``times`` per training
+    step."""
 
     spec: TensorSpec
     unit: int
@@ -102,10 +97,11 @@ class Crossing:
 
 @dataclass(slots=True)
 class UnitPricing:
-    """The shares of units in a plan; ``readers``: by the index of a step its units, after `walk`.
+    """Distributes the costs of a plan's steps over units. Call `walk` first.
 
-    ``uses``: parameter to the units that use it; ``axis``: the axis of transfers between stages;
-    ``host_bound``: whether a unit costs its launches and not the seconds of its device.
+    ``uses``: parameter label -> the units that use it. ``axis``: the axis of transfers between
+    stages. ``host_bound``: whether a unit costs the seconds of its launches instead of the seconds
+    of its device. After `walk`, ``readers`` has the units of each step, by the step's index.
     """
 
     whole: PlanRecord
@@ -116,42 +112,44 @@ class UnitPricing:
     costs: defaultdict[Units, int] = field(default_factory=lambda: defaultdict(int))
     passing: dict[int, int] = field(default_factory=dict[int, int])
     sent: list[Sent] = field(default_factory=list[Sent])
-    at: dict[str, Units] = field(default_factory=dict[str, Units])  # op to its units
-    made: dict[str, Units] = field(default_factory=dict[str, Units])  # plan value to its units
-    readers: dict[int, Units] = field(default_factory=dict[int, Units])  # of a step, by index
+    units_of_op: dict[str, Units] = field(default_factory=dict[str, Units])
+    units_of_value: dict[str, Units] = field(default_factory=dict[str, Units])  # values of the plan
+    readers: dict[int, Units] = field(default_factory=dict[int, Units])
     rules: dict[str, Rule] = field(default_factory=dict[str, Rule])  # by op
 
     # -- seconds -------------------------------------------------------------------------------
 
     def walk(self) -> None:
+        """Charge the seconds of every step to its units."""
         self.rules = {s.op.name: s.rule for s in self.whole.steps if isinstance(s, Compute)}
         stages_of: dict[str, list[int]] = {}
         for op in self.parts.ops:
             stages_of.setdefault(op.copy_of or op.name, []).append(op.stage)
-        self.at = {name: tuple(sorted(set(stages))) for name, stages in stages_of.items()}
-        waiting: list[int] = []  # conversions, made for the next op
+        self.units_of_op = {name: tuple(sorted(set(stages))) for name, stages in stages_of.items()}
+        conversions: list[int] = []  # for the next op
         for index, step in enumerate(self.whole.steps):
             if _converts(step) and step.phase != "optimizer":
-                waiting.append(index)
+                conversions.append(index)
             elif isinstance(step, Compute):
-                units = self.at.get(step.op.name, ())
-                for one in (*waiting, index):
-                    self._count(one, units)
-                waiting = []
+                units = self.units_of_op.get(step.op.name, ())
+                for charged in (*conversions, index):
+                    self._charge(charged, units)
+                conversions = []
             else:
-                self._count(index, self._units(step))
-        for index in waiting:  # of results
-            self._count(index, self._units(self.whole.steps[index]))
+                self._charge(index, self._units(step))
+        for index in conversions:  # of results
+            self._charge(index, self._units(self.whole.steps[index]))
 
-    def _count(self, index: int, units: Units) -> None:
+    def _charge(self, index: int, units: Units) -> None:
+        """Charge the step with this index to ``units``."""
         step = self.whole.steps[index]
         self.readers[index] = units
-        self.made.update(dict.fromkeys(step.gives, units))
+        self.units_of_value.update(dict.fromkeys(step.gives, units))
         times = step_times(self.whole, step)
         compute, communication, host = step_seconds(self.whole, step, 0)
         seconds = times * (host if self.host_bound else compute + communication)
-        for of, part in self._shares(step, units):
-            self.costs[of] += round(seconds * part * SECOND)
+        for payers, share in self._shares(step, units):
+            self.costs[payers] += round(seconds * share * SECOND)
         if isinstance(step, Compute) and not step.is_view:
             specs = (*step.operand_specs, *(s for s in step.result_specs if s is not None))
             size = sum(spec.max_local_nbytes for spec in specs)
@@ -159,7 +157,8 @@ class UnitPricing:
                 self.passing[unit] = max(self.passing.get(unit, 0), size)
 
     def _shares(self, step: Step, units: Units) -> Iterator[tuple[Units, float]]:
-        """The units that pay for a step, and their shares: a message is shared by its values."""
+        """Yield (units that pay for the step, their share of its cost). The cost of a bucket is
+        shared by its values."""
         if isinstance(step, Redistribute) and step.bucket:
             sizes = [move.src.max_local_nbytes for move in step.moves]
             for label, size in zip(step.of, sizes, strict=True):
@@ -168,25 +167,27 @@ class UnitPricing:
             yield units, 1.0
 
     def parts_of_steps(self) -> Iterator[tuple[int, list[tuple[Units, float]]]]:
-        """By index of a step, the units that pay for it, and their shares."""
+        """Yield (index of a step, the units that pay for it with their shares)."""
         for index, units in self.readers.items():
             yield index, list(self._shares(self.whole.steps[index], units))
 
     def _units(self, step: Step) -> Units:
+        """Return the units of a step that is no op: those that use its parameters, or that make
+        its operand."""
         match step:
             case Update(parameter=label) | Accumulate(of=label) if label in self.uses:
                 return self.uses[label]
             case Redistribute(of=labels) if step.in_place:
                 return tuple(sorted({u for label in labels for u in self.uses.get(label, ())}))
             case Redistribute(operands=(operand,), bucket="") | Accumulate(operand=operand):
-                return self.made.get(operand, ())
+                return self.units_of_value.get(operand, ())
             case _:
                 return ()
 
     # -- transfers --------------------------------------------------------------------------
 
-    def cross(self) -> None:
-        """Price the values that a unit makes and others read."""
+    def price_crossings(self) -> None:
+        """Price the transfers of values that one unit makes and others read."""
         for value in self.crossing():
             seconds = self.whole.topology.collective_seconds(
                 "transfer", self.axis, num=2, bytes_sent=value.spec.max_local_nbytes
@@ -195,27 +196,29 @@ class UnitPricing:
             self.sent.append(Sent(cost, value.unit, value.readers))
 
     def crossing(self) -> Iterator[Crossing]:
-        """Values that a unit makes and others read; for a view, the value that it is a view of."""
-        specs, often = self._specs()
-        read: dict[str, set[int]] = {}
-        makers = {name: op for op in self.parts.ops for name in op.results if name is not None}
+        """Yield the values that one unit makes and others read. A view counts as the value that it
+        is a view of."""
+        specs, times = self._transfer_specs()
+        readers_of: dict[str, set[int]] = {}
+        producers = {name: op for op in self.parts.ops for name in op.results if name is not None}
         for op in self.parts.ops:
             for name in op.operands:
                 root = self._root(name)
-                if root in makers and makers[root].stage != op.stage:
-                    read.setdefault(root, set()).add(op.stage)
-        for name, readers in read.items():
+                if root in producers and producers[root].stage != op.stage:
+                    readers_of.setdefault(root, set()).add(op.stage)
+        for name, readers in readers_of.items():
             if name in specs:
-                maker = makers[name]
+                producer = producers[name]
                 yield Crossing(
                     spec=specs[name],
-                    unit=maker.stage,
+                    unit=producer.stage,
                     readers=tuple(sorted(readers)),
-                    phase=maker.phase,
-                    times=often.get(name, 1),
+                    phase=producer.phase,
+                    times=times.get(name, 1),
                 )
 
     def _root(self, name: str) -> str:
+        """Return the value that ``name`` is a view of, through chains of views, or itself."""
         while (op := self.parts.producers.get(name)) is not None:
             rule = self.rules.get(op.copy_of or op.name)
             if rule is None or not rearranges(op, rule):
@@ -223,10 +226,11 @@ class UnitPricing:
             name = op.operands[0]
         return name
 
-    def _specs(self) -> tuple[dict[str, TensorSpec], dict[str, int]]:
-        """By value of the program the spec of its transfer, and how often it is sent."""
+    def _transfer_specs(self) -> tuple[dict[str, TensorSpec], dict[str, int]]:
+        """Return value of the program -> the spec with which it is transferred, and value -> the
+        number of transfers per training step."""
         specs: dict[str, TensorSpec] = {}
-        often: dict[str, int] = {}
+        times: dict[str, int] = {}
         for step in self.whole.steps:
             if not isinstance(step, Compute):
                 continue
@@ -234,29 +238,30 @@ class UnitPricing:
             results = zip(step.op.results, step.result_specs, strict=True)
             for name, spec in (*pairs, *results):
                 if name is not None and spec is not None:
-                    # it is sent where it is smallest between maker and reader
-                    known = specs.setdefault(name, spec)
-                    if spec.max_local_nbytes < known.max_local_nbytes:
+                    # a value is transferred with its smallest spec between producer and reader
+                    smallest = specs.setdefault(name, spec)
+                    if spec.max_local_nbytes < smallest.max_local_nbytes:
                         specs[name] = spec
             for name in step.op.results:
                 if name is not None:
-                    often[name] = step_times(self.whole, step)
-        return specs, often
+                    times[name] = step_times(self.whole, step)
+        return specs, times
 
     def ties(self) -> Iterator[SharedCost]:
-        """Sums over stages of the gradients of parameters that several units use."""
-        trained = self._trained()
+        """Yield the costs of summing gradients over stages, for parameters that several units
+        use."""
+        gradients = self._gradient_bytes()
         for label, units in self.uses.items():
-            if len(units) > 1 and label in trained:
+            if len(units) > 1 and label in gradients:
                 seconds = self.whole.topology.collective_seconds(
-                    "all_reduce", self.axis, num=2, bytes_sent=trained[label]
+                    "all_reduce", self.axis, num=2, bytes_sent=gradients[label]
                 )
                 yield SharedCost(round(seconds * SECOND), units)
 
     # -- bytes ---------------------------------------------------------------------------------
 
-    def _trained(self) -> dict[str, int]:
-        """Parameter to the bytes of its gradient."""
+    def _gradient_bytes(self) -> dict[str, int]:
+        """Return parameter label -> bytes of its gradient."""
         specs = self.whole.value_specs()
         return {
             str(o.of): specs[o.values[0][1]].max_local_nbytes
@@ -265,27 +270,30 @@ class UnitPricing:
         }
 
     def held(self) -> dict[Units, int]:
-        """Bytes of parameters, gradients and the optimizer's state, by units that use them."""
+        """Return the bytes of parameters, gradients and optimizer state, by the units that use
+        them."""
         bytes_by_units: defaultdict[Units, int] = defaultdict(int)
-        trained = self._trained()
+        gradients = self._gradient_bytes()
         for item in self.whole.inputs:
             if item.label in self.uses:
                 bytes_by_units[self.uses[item.label]] += item.held.max_local_nbytes
-                bytes_by_units[self.uses[item.label]] += trained.get(item.label, 0)
+                bytes_by_units[self.uses[item.label]] += gradients.get(item.label, 0)
         for step in updates_of(self.whole.steps):
             if step.parameter in self.uses:
                 bytes_by_units[self.uses[step.parameter]] += step.state_bytes + step.master_bytes
         return bytes_by_units
 
     def kept(self) -> dict[Units, int]:
-        """Bytes of one microbatch that its backward reads, by units of the backward that do."""
+        """Return the bytes of forward values that the backward of a microbatch reads, by the units
+        that read them."""
         bytes_by_units: defaultdict[Units, int] = defaultdict(int)
         for spec, units in self.kept_values():
             bytes_by_units[units] += spec.max_local_nbytes
         return bytes_by_units
 
     def kept_values(self) -> Iterator[tuple[TensorSpec, Units]]:
-        """The values of a microbatch's forward that its backward reads, and the units that do."""
+        """Yield (spec, units that read it) of each forward value that the backward of a microbatch
+        reads. Views count as their base."""
         storage: dict[str, str] = {}
         specs: dict[str, TensorSpec] = {}
         read: defaultdict[str, set[int]] = defaultdict(set)
@@ -308,6 +316,5 @@ class UnitPricing:
 
 
 def _converts(step: Step) -> bool:
-    """Whether a step moves one value alone, because an op or an output needs it under another
-    spec."""
+    """Whether the step converts one value that an op or an output needs under another spec."""
     return isinstance(step, Redistribute) and step.is_alone
