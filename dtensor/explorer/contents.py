@@ -81,7 +81,7 @@ class _Contents:
         self.plan = plan
         self.reasons = Reasons(plan)
         self.sources, self.specs = _Numbered(), _Numbered()
-        self.makers = plan.index.makers
+        self.makers = plan.index.producers
         self.labels = {item.name: item.label for item in plan.inputs}
         self.readers = {name: steps[0] for name, steps in plan.index.readers.items()}
         self.sections: dict[tuple[int, str], list[Step]] = {

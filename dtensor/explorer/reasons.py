@@ -45,7 +45,7 @@ class Reasons:
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ""
         operand, start = step.operands[0], f"on {step.axis}: "
-        if operand not in self.index.makers:
+        if operand not in self.index.producers:
             return ""
         lines = [line for line in self.index.reasons(operand) if line.startswith(start)]
         return f"{operand} {lines[0]}" if lines else ""
@@ -66,12 +66,12 @@ class Reasons:
         and where it is used."""
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ()
-        near = [self.index.makers.get(step.operands[0]), *self.index.readers.get(step.name, ())]
+        near = [self.index.producers.get(step.operands[0]), *self.index.readers.get(step.name, ())]
         pins: list[str] = []
         for one in near:
             for name in one.reads if one is not None and one.op is not None else ():
                 value = name
-                while (maker := self.index.makers.get(value)) and (base := maker.viewed):
+                while (maker := self.index.producers.get(value)) and (base := maker.viewed):
                     value = base
                 pins.append(self.index.pinned.get((step.axis, value), ""))
         return tuple(dict.fromkeys(filter(None, pins)))
@@ -132,5 +132,5 @@ class Reasons:
 
     def _read_by_makers(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
-            if (step := self.index.makers.get(name)) is not None:
+            if (step := self.index.producers.get(name)) is not None:
                 yield from dict.fromkeys(step.reads)

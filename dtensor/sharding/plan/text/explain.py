@@ -1,13 +1,13 @@
-"""Why a value of a plan has its placement, and why each conversion of it is there.
+"""Explains why a value of a plan has its placement, and why each conversion of it exists.
 
-    print(plan.explain("h"))              # a value's name, or a parameter's: "up.weight"
+    print(plan.explain("h"))              # the name of a value, or of a parameter: "up.weight"
     h: f32[8,64@tp]
       h = add(mm, up_bias)    forward    mlp.py:14: h = self.up(x)
       on tp: factor e1 of add is split over 2 ranks; follows the pins, opened by *.up.weight
       read by a = gelu(h)    mlp.py:15
 
-The reasons are read off the plan: the strategy that each axis chose for the op, the pins that
-opened the factor, the conversions. Prices of what was not chosen are not kept, so not told here.
+The reasons come from the plan: the strategy of the op on each axis, the pins that opened the
+factor, and the conversions. The plan does not keep the prices of alternatives.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from dtensor.sharding.spec.placements import Partial, Placement, Replicate, Shar
 
 
 class PlanIndex:
-    """A plan by the names of its values, so that all of them can be explained: made once.
+    """The steps, inputs and pins of a plan, indexed by the names of values.
 
-    makers: the step that makes a value; readers: those that read it, in order; pinned: (axis,
-    value) to what the user wrote; opened: (axis, value) to the pins that reach it, by the order in
-    which they stand.
+    producers: value -> the step that makes it. readers: value -> the steps that read it, in order.
+    pinned: (axis, value) -> the name for which the user wrote the pin. opened: (axis, value) ->
+    the pins that split the value, as {position among the axis's pins: name}. ends: (axis, pinned
+    value) -> why the split ends at an op.
     """
 
     def __init__(self, plan: PlanRecord) -> None:
@@ -49,23 +50,23 @@ class PlanIndex:
         self.inputs = {item.name: item for item in plan.inputs}
         self.names = {item.label: item.name for item in plan.inputs}
         self.pinned = {(axis, value): by for axis, value, by in plan.pinned}
-        self.makers: dict[str, Step] = {}
+        self.producers: dict[str, Step] = {}
         self.readers: dict[str, list[Step]] = defaultdict(list)
         for step in plan.steps:
-            self.makers.update(dict.fromkeys(step.gives, step))
+            self.producers.update(dict.fromkeys(step.gives, step))
             for name in dict.fromkeys(step.reads):
                 self.readers[name].append(step)
         self.opened: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-        self.ends: dict[tuple[str, str], Misaligned] = {}  # by axis and pinned value
+        self.ends: dict[tuple[str, str], Misaligned] = {}
         for axis, opened in plan.opened:
-            for number, each in enumerate(opened):
-                if each.misaligned is not None:
-                    self.ends[axis, each.reached[0]] = each.misaligned
-                for name in each.reached:
-                    self.opened[axis, name][number] = each.by
-        self._more: dict[str, list[str]] = defaultdict(list)  # why it runs again, or is saved
+            for number, pin in enumerate(opened):
+                if pin.misaligned is not None:
+                    self.ends[axis, pin.reached[0]] = pin.misaligned
+                for name in pin.reached:
+                    self.opened[axis, name][number] = pin.by
+        self._recompute_reasons: dict[str, list[str]] = defaultdict(list)
         for region in plan.regions:
-            self._of_region(region)
+            self._add_recompute_reasons(region)
         self._outputs: dict[str, list[str]] = defaultdict(list)
         for output in plan.outputs:
             of = "" if output.kind == "result" else "of "
@@ -73,7 +74,10 @@ class PlanIndex:
                 self._outputs[value].append(f"{output.kind} {of}{output.of}")
 
     def explain(self, name: str) -> str:
-        """The reasons as lines. PlanningError, with near names, where there is no such value."""
+        """Return the spec of a value and the reasons, one per line.
+
+        Raises PlanningError, which lists similar names, if there is no such value.
+        """
         name = self.names.get(name, name)
         if name not in self.specs:
             near = difflib.get_close_matches(name, self.specs, 3)
@@ -83,62 +87,64 @@ class PlanIndex:
         return "\n  ".join([f"{name}: {self.specs[name]}", *self.reasons(name)])
 
     def reasons(self, name: str) -> list[str]:
-        """Of a value: where it comes from, why it lies as it does, where it goes."""
-        item, maker = self.inputs.get(name), self.makers.get(name)
+        """Return the lines that say where a value comes from, why it has its placement, and where
+        it is used."""
+        item, producer = self.inputs.get(name), self.producers.get(name)
         return [
-            *([] if item is None else _input(self, item)),
-            *([] if maker is None else _made_by(self, maker, name)),
-            *self._more.get(name, ()),
-            *_users(self, name),
+            *([] if item is None else _input_lines(self, item)),
+            *([] if producer is None else _producer_lines(self, producer, name)),
+            *self._recompute_reasons.get(name, ()),
+            *_reader_lines(self, name),
             *self._outputs.get(name, ()),
         ]
 
     def openers(self, axis: str, values: Sequence[str]) -> list[str]:
-        """The pins on the axis that reach one of the values, as the user wrote them."""
+        """Return the pins on the axis that split one of the values, by the names for which the user
+        wrote them."""
         pins: dict[int, str] = {}
         for value in values:
             pins |= self.opened.get((axis, value), {})
         return list(dict.fromkeys(pins[number] for number in sorted(pins)))
 
-    def _of_region(self, region: Region) -> None:
-        """Which values run again, or are there because others do."""
-        name = region.name
+    def _add_recompute_reasons(self, region: Region) -> None:
+        """Record which values are repeated or saved because the region is recomputed."""
+        name, reasons = region.name, self._recompute_reasons
         for value, again in region.repeated:
-            self._more[value].append(f"not kept for the backward of {name}: see {again}")
+            reasons[value].append(f"not kept for the backward of {name}: see {again}")
         for _, again in region.repeated:
-            self._more[again].append(
+            reasons[again].append(
                 f"recomputed in the backward of {name}, whose values are not kept"
             )
         for value in region.communicated:
             text = f"saved for {name}: to compute it again it would be communicated"
-            self._more[value].append(text)
+            reasons[value].append(text)
         for value in region.saved:
             if value not in region.communicated:
-                self._more[value].append(f"saved for {name}, which is computed again from it")
+                reasons[value].append(f"saved for {name}, which is computed again from it")
 
 
 # -- where a value comes from --------------------------------------------------------------------
 
 
-def _input(index: PlanIndex, item: PlannedInput) -> list[str]:
+def _input_lines(index: PlanIndex, item: PlannedInput) -> list[str]:
     plan = index.plan
     where = f"    held by stage {' and '.join(map(str, item.stages))}"
     where = where if plan.num_stages > 1 else ""
     lines = [f"{item.kind} {item.label}{where}"]
     if item.stored is not None:
-        what = {1: "its optimizer state", 2: "its gradient and optimizer state"}
-        kept = what.get(item.zero, "it, its gradient and optimizer state")
-        lines.append(f"zero {item.zero}: stores {kept} as {item.stored}")
-    crooked = {pin.axis: pin for pin in item.misaligned}
+        texts = {1: "its optimizer state", 2: "its gradient and optimizer state"}
+        state = texts.get(item.zero, "it, its gradient and optimizer state")
+        lines.append(f"zero {item.zero}: stores {state} as {item.stored}")
+    misaligned = {pin.axis: pin for pin in item.misaligned}
     for axis, placement in item.spec.sharding.items():
-        if pin := crooked.get(axis):
+        if pin := misaligned.get(axis):
             lines.append(
                 f"on {axis}: stored as {pin.placement!r}, pinned by {pin.by}, which does not line "
-                f"up: {pin.why}; gathered before use{_from(pin.source)}"
+                f"up: {pin.why}; gathered before use{_source_text(pin.source)}"
             )
         elif by := index.pinned.get((axis, item.name)):
             end = index.ends.get((axis, item.name))
-            text = f"; its split ends where {end.why}{_from(end.source)}" if end else ""
+            text = f"; its split ends where {end.why}{_source_text(end.source)}" if end else ""
             lines.append(f"on {axis}: {placement!r}, pinned by {by}{text}")
         elif axis == MICROBATCH_AXIS:
             continue
@@ -155,15 +161,16 @@ def _input(index: PlanIndex, item: PlannedInput) -> list[str]:
     return lines
 
 
-def _made_by(index: PlanIndex, step: Step, name: str) -> list[str]:
+def _producer_lines(index: PlanIndex, step: Step, name: str) -> list[str]:
+    """Return the lines about the step that makes the value ``name``."""
     plan = index.plan
     match step:
         case Compute(op=op):
             source = f"    {op.source}: {op.source_text}" if op.source else ""
             once = "    once a step" if step.once else ""
             text = f"{', '.join(step.gives)} = {call_text(op.call, step.operands)}"
-            lines = [f"{text}    {_at(plan, step.stage)}{step.phase}{once}{source}"]
-            return [*lines, *_per_axis(index, step, name)]
+            lines = [f"{text}    {_stage_text(plan, step.stage)}{step.phase}{once}{source}"]
+            return [*lines, *_axis_lines(index, step, name)]
         case Redistribute() if step.bucket:
             at = step.results.index(name)
             move = step.moves[at]
@@ -180,33 +187,34 @@ def _made_by(index: PlanIndex, step: Step, name: str) -> list[str]:
                 "each"
             ]
         case Redistribute() | Transfer():
-            return [f"{_conversion(plan, step)}: {step.why}{_from(step.source)}"]
+            return [f"{_conversion(plan, step)}: {step.why}{_source_text(step.source)}"]
         case Accumulate():
             return [f"the sum over microbatches of {step.operand}, which is for {step.of}"]
         case Norm() | Update():
             return []
 
 
-def _per_axis(index: PlanIndex, step: Compute, name: str) -> list[str]:
+def _axis_lines(index: PlanIndex, step: Compute, name: str) -> list[str]:
+    """Return, for each axis, why the op's result ``name`` has its placement there."""
     inner = index.plan.inner
     strategies = dict(step.strategies)
     spec = step.result_specs[step.results.index(name)]
     assert spec is not None
     return [
-        f"on {axis}: {_reason(index, step, axis, spec.placement(axis), strategies.get(axis))}"
+        f"on {axis}: {_axis_reason(index, step, axis, spec.placement(axis), strategies.get(axis))}"
         for axis in inner.axes
         if inner.axis_size(axis) > 1
     ]
 
 
-def _reason(
+def _axis_reason(
     index: PlanIndex, step: Compute, axis: str, placement: Placement, strategy: Strategy | None
 ) -> str:
     op = step.op
     kind = "replicate" if strategy is None else strategy.kind
     label = "+".join(strategy.factors) if strategy and strategy.factors else kind
     num = index.plan.inner.axis_size(axis)
-    follows = _follows(index, axis, op)
+    follows = _followed_pins(index, axis, op)
     ranks = f"{num} microbatches" if axis == MICROBATCH_AXIS else f"{num} ranks"
     match placement:
         case _ if kind == "stated":
@@ -231,7 +239,7 @@ def _reason(
             return f"replicated; {follows}"
 
 
-def _follows(index: PlanIndex, axis: str, op: Op) -> str:
+def _followed_pins(index: PlanIndex, axis: str, op: Op) -> str:
     if axis == MICROBATCH_AXIS:
         return "the batch is cut into microbatches"
     values = [*op.operands, *(name for name in op.results if name is not None)]
@@ -242,28 +250,28 @@ def _follows(index: PlanIndex, axis: str, op: Op) -> str:
 # -- where a value goes ----------------------------------------------------------------------------
 
 
-def _users(index: PlanIndex, name: str) -> list[str]:
-    """Who reads the value, and the conversions of it."""
+def _reader_lines(index: PlanIndex, name: str) -> list[str]:
+    """Return one line for each step that reads or converts the value."""
     plan, lines = index.plan, list[str]()
     for step in index.readers.get(name, ()):
         match step:
             case Compute():
                 text = call_text(step.op.call, step.operands)
-                lines.append(f"read by {', '.join(step.gives)} = {text}{_from(step.source)}")
+                lines.append(f"read by {', '.join(step.gives)} = {text}{_source_text(step.source)}")
             case Redistribute() if step.in_place:
                 lines.append(f"gathered over {step.axis} within {step.name} when it is updated")
             case Redistribute() if step.bucket:
                 at = step.operands.index(name)
-                what = "the gradient of" if step.noun == "gradient" else "the parameter"
+                noun = "the gradient of" if step.noun == "gradient" else "the parameter"
                 lines.append(
                     f"{step.kind} on {step.axis} within {step.name}, "
-                    f"{size_text(step.moves[at].bytes_sent)} sent: {step.results[at]}, {what} "
+                    f"{size_text(step.moves[at].bytes_sent)} sent: {step.results[at]}, {noun} "
                     f"{step.of[at]}"
                 )
             case Redistribute() if step.tied:
                 lines.append(f"summed over stages {_stages(step)}: {step.of[0]}")
             case Redistribute() | Transfer():
-                lines.append(f"{_conversion(plan, step)}: {step.why}{_from(step.source)}")
+                lines.append(f"{_conversion(plan, step)}: {step.why}{_source_text(step.source)}")
             case Accumulate():
                 lines.append(f"summed over microbatches into {step.result}")
             case Norm():
@@ -274,14 +282,15 @@ def _users(index: PlanIndex, name: str) -> list[str]:
 
 
 def _conversion(plan: PlanRecord, step: Redistribute | Transfer) -> str:
+    """Return the text of a step that converts or transfers one value."""
     times = step_times(plan, step)
-    often = f" x{times}" if times > 1 else ""
+    times_text = f" x{times}" if times > 1 else ""
     if isinstance(step, Transfer):
-        sent = f"{size_text(step.spec.max_local_nbytes)} sent{often}"
+        sent = f"{size_text(step.spec.max_local_nbytes)} sent{times_text}"
         where = f"{plan.stage_axis} {step.stage} -> {step.to_stage}"
         return f"{step.result} = transfer({step.operand}, {where}), {sent}"
     (move,), (operand,) = step.moves, step.operands
-    sent = "free" if step.is_free else f"{size_text(move.bytes_sent)} sent{often}"
+    sent = "free" if step.is_free else f"{size_text(move.bytes_sent)} sent{times_text}"
     text = f"{step.name} = {move.kind}({operand}, {move.axis})"
     return f"{text} from {move.src} to {move.dst}, {sent}"
 
@@ -290,9 +299,9 @@ def _stages(step: Redistribute) -> str:
     return ", ".join(map(str, step.tied))
 
 
-def _at(plan: PlanRecord, stage: int) -> str:
+def _stage_text(plan: PlanRecord, stage: int) -> str:
     return f"stage {stage} " if plan.num_stages > 1 else ""
 
 
-def _from(source: str) -> str:
+def _source_text(source: str) -> str:
     return f"    {source}" if source else ""

@@ -1,18 +1,14 @@
-"""A plan whose repeated layers print once: what `print` shows of a deep model.
+"""Renders the text of a plan in which repeated layers (folding.py) are printed once.
 
     folded     blocks.{0..11} x12: one layer is shown; plan.text(full=True) prints all 412 steps
-    ...
     forward                                                         per rank
-      x               = embedding(embed_weight, tokens)  f32[4,8,16]                      gpt.py:97
       blocks.{0..11}    x12, 32 steps each; of blocks.0, which passes on add_4
         mm            = mm(reshape, permute)             f32[32,48@tp]  6.14 kFLOP x12    gpt.py:51
-    *   mm_1_reduced  = all_reduce(mm_1, tp)             f32[32,16]     512 B sent x12    gpt.py:57
 
-Names are those of the layer that is shown, so that `plan.explain` knows them. ``x12`` at a cost: in
-each of 12 layers, so that what is printed adds up to the totals; ``x2 x12``: in two microbatches.
-``passes on``: what later layers read of it. Where more than MANY steps are left, neighbouring ones
-of one line of source that only compute share a line, which names its last value. Invariant: a step
-that communicates always has a line of its own. Not here: what counts as repeated (folding.py).
+Names are those of the layer that is shown. ``x12``: the cost arises in each of 12 layers; ``x2
+x12``: also in each of two microbatches. ``passes on``: the values that later layers read. If more
+than MAX_STEP_LINES steps remain, neighbouring local steps from one source line share a line; a step
+that communicates always has its own line.
 """
 
 from __future__ import annotations
@@ -36,11 +32,12 @@ from dtensor.sharding.plan.text.render import (
 )
 from dtensor.sharding.plan.text.words import flop_text, op_text, wrapped
 
-MANY = 150
+MAX_STEP_LINES = 150
 
 
 def render_folded(totals: PlanTotals) -> str:
-    """The text; that of `render` where no layers are alike."""
+    """Return the text of the plan with repeated layers printed once; without repeated layers, the
+    text of `render`."""
     plan = totals.plan
     sections = {
         (stage, name): steps
@@ -48,11 +45,11 @@ def render_folded(totals: PlanTotals) -> str:
         for name, steps in steps_by_section(plan, stage).items()
     }
     runs = dict(zip(sections, runs_of(plan, sections.values()), strict=True))
-    folded = [run for found in runs.values() for run in found]
+    folded = [run for section_runs in runs.values() for run in section_runs]
     if not folded:
         return render(totals)
-    left = sum(map(len, sections.values())) - sum((r.count - 1) * r.period for r in folded)
-    share = left > MANY
+    num_shown = sum(map(len, sections.values())) - sum((r.count - 1) * r.period for r in folded)
+    share = num_shown > MAX_STEP_LINES
 
     def lines(stage: int, name: str, steps: Sequence[Step]) -> list[Line | str]:
         return list(_lines(plan, stage, steps, runs[stage, name], share))
@@ -61,7 +58,7 @@ def render_folded(totals: PlanTotals) -> str:
 
 
 def _note(plan: PlanRecord, folded: Sequence[Run], share: bool) -> list[str]:
-    """What is left out of the text."""
+    """Return the lines of the head that say what the text leaves out."""
     layers = {name: run.count for run in folded for name in run.layers}
     text = f"{', '.join(f'{name} x{count}' for name, count in layers.items())}: one layer is shown"
     if share:
@@ -73,26 +70,30 @@ def _note(plan: PlanRecord, folded: Sequence[Run], share: bool) -> list[str]:
 def _lines(
     plan: PlanRecord, stage: int, steps: Sequence[Step], runs: Sequence[Run], share: bool
 ) -> Iterator[Line | str]:
-    """A section's lines; of a run a title, then those of the layer that is shown."""
+    """Yield the lines of a section: for each run of layers, a title and the lines of one layer.
 
-    def each(those: Sequence[Step]) -> Iterator[tuple[int, Line]]:
+    ``share``: whether neighbouring local steps from one source line share a line.
+    """
+
+    def numbered_lines(some_steps: Sequence[Step]) -> Iterator[tuple[int, Line]]:
         at = 0
-        for group in _statements(those) if share else ([step] for step in those):
-            yield at, line_of(plan, group[0], stage) if len(group) == 1 else _statement(group)
+        for group in _statements(some_steps) if share else ([step] for step in some_steps):
+            yield at, line_of(plan, group[0], stage) if len(group) == 1 else _statement_line(group)
             at += len(group)
 
     done = 0
     for run in runs:
-        yield from (line for _, line in each(steps[done : run.start]))
+        yield from (line for _, line in numbered_lines(steps[done : run.start]))
         yield _title(run)
-        for at, line in each(run.steps(steps)):
-            yield _of_layer(line, run, steps, at)
+        for at, line in numbered_lines(run.steps(steps)):
+            yield _layer_line(line, run, steps, at)
         done = run.stop
-    yield from (line for _, line in each(steps[done:]))
+    yield from (line for _, line in numbered_lines(steps[done:]))
 
 
 def _title(run: Run) -> str:
-    """Which layers, how many, and what goes from one to the next."""
+    """Return the title of a run: the layers, their number, and the values that one layer passes to
+    the next."""
     text = f"{', '.join(run.layers)}    x{run.count}, {count_text(run.period, 'step')} each"
     text += f"; of {run.first}"
     if run.passed:
@@ -101,8 +102,9 @@ def _title(run: Run) -> str:
     return text
 
 
-def _of_layer(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Line:
-    """A line of the shown layer: what it costs is marked with the number of layers."""
+def _layer_line(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Line:
+    """Return a line of the shown layer, with the number of layers after its cost, and with the
+    labels of all layers."""
     more = line.more
     if more:
         alike = run.alike(steps, offset)
@@ -115,7 +117,7 @@ def _of_layer(line: Line, run: Run, steps: Sequence[Step], offset: int) -> Line:
 
 
 def _statements(steps: Sequence[Step]) -> Iterator[list[Step]]:
-    """Neighbouring steps of one line of source that only compute; others each alone."""
+    """Group neighbouring local steps from one source line. Other steps are groups of one step."""
     for source, group in itertools.groupby(steps, _local_source):
         if source is None:
             yield from ([step] for step in group)
@@ -124,12 +126,14 @@ def _statements(steps: Sequence[Step]) -> Iterator[list[Step]]:
 
 
 def _local_source(step: Step) -> str | None:
-    computes = step.op is not None or (step.moves and not step.sends)
-    return step.source if computes else None
+    """Return the source line of a step that does not communicate; None for other steps."""
+    is_local = step.op is not None or (step.moves and not step.sends)
+    return step.source if is_local else None
 
 
-def _statement(steps: Sequence[Step]) -> Line:
-    """What several steps compute and convert, and how many of them are views."""
+def _statement_line(steps: Sequence[Step]) -> Line:
+    """Return the line that several steps share: their ops and conversions with counts, the number
+    of views, and the name and type of the last result."""
     counts: dict[str, int] = {}
     flops = views = 0
     for step in steps:

@@ -1,12 +1,10 @@
-"""Which of the user's patterns became one op, and which did not and why.
+"""Renders the tables of `Plan.recognised`: patterns that became one op, and patterns left as
+written, with the reason. Repeated layers share a row; rows are in program order.
 
     recognised
       dt.attention  model.layers.*.self_attn  x32  sdpa_attention.py:193
     as written
       rope          model.layers.*.self_attn  x32  its halves are not those of one tensor
-
-Repeated layers are one row. Invariant: the rows are in the order of the program. Not here: what is
-recognised (frontend/capture/recognise).
 """
 
 from __future__ import annotations
@@ -21,26 +19,27 @@ _NOTHING = "nothing of this program is a pattern that is looked for"
 
 
 def recognised_text(recognised: Iterable[Recognised]) -> str:
-    """The two tables; a sentence where both are empty."""
+    """Return the two tables; a sentence if there are no patterns."""
     counts = Counter(
-        (each.op or each.what, _place(each), _why(each), each.op) for each in recognised
+        (each.op or each.what, _module_pattern(each), _note(each), each.op) for each in recognised
     )
     parts: list[str] = []
-    for title, wanted in (("recognised", True), ("as written", False)):
+    for title, became_op in (("recognised", True), ("as written", False)):
         rows = [
-            (f"  {name}", place, f"x{count}", why)
-            for (name, place, why, op), count in counts.items()
-            if bool(op) == wanted
+            (f"  {name}", module, f"x{count}", note)
+            for (name, module, note, op), count in counts.items()
+            if bool(op) == became_op
         ]
         if rows:
             parts += [title, *table(rows, left=4)]
     return "\n".join(parts) or _NOTHING
 
 
-def _place(each: Recognised) -> str:
-    """The path of a module, of repeated layers with a star for the number."""
+def _module_pattern(each: Recognised) -> str:
+    """Return the path of the module with a star for each layer number."""
     return ".".join("*" if part.isdigit() else part for part in each.module.split("."))
 
 
-def _why(each: Recognised) -> str:
+def _note(each: Recognised) -> str:
+    """Return the reason, if any, and the source line."""
     return "  ".join(text for text in (each.reason, each.source) if text)

@@ -1,28 +1,14 @@
-"""The text of a Plan: its head, inputs, one step a line with bytes sent and FLOP, totals.
+"""Renders the text of a plan: head, inputs, one line per step with bytes sent or FLOP, totals.
 
     plan mlp    mesh(tp=2)    stage 0 of 1    all ranks identical
-    axis tp     splits up.weight dim 0 (4096), with down.weight, up.bias; opened by *.up.weight
-
     forward                                                         per rank
       h = mm(x, w1)               f32[512,4096@tp]          2.15 GFLOP    mlp.py:14
     * y = all_reduce(p, tp)       f32[512,1024]             2.0 MiB sent  mlp.py:16
 
-    recompute                                                       per rank
-      blocks.{0..11}    12 regions, each
-        saves           4.0 KiB: mm_1_reduced, x (of blocks.0)
-        repeats         10 ops, 65.54 kFLOP
-
-    memory per rank                       communication per rank and step
-      parameters           2.0 MiB          tp  forward    4 all_reduce    2.0 MiB sent
-
-A line that communicates has ``*`` in its first column; a free conversion (slice, fill, relabel) has
-none. A transfer is marked on the stage that sends it; the other stage says receive. Bytes are
-binary (KiB), FLOP are decimal (GFLOP). ``x8``: once for each of 8 microbatches. A plan of several
-stages has its sections, a column of memory and lines of communication for each.
-
-Every step of one rank of every stage is printed; ranks of a stage run the same steps, and if their
-shards differ in size the head says so; regions that save and repeat the same are one entry. The
-text depends on the plan alone. Not here: the reason for a step (explain.py), its cost (cost/).
+``*`` marks a step that communicates (a transfer on the stage that sends it). ``x8``: once for each
+of 8 microbatches. Bytes are binary (KiB), FLOP decimal (GFLOP). Each stage has its own sections.
+All ranks of a stage run the same steps; if their shards differ in size, the head says so. The text
+depends only on the plan.
 """
 
 from __future__ import annotations
@@ -63,9 +49,9 @@ from dtensor.sharding.spec.placements import Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
 
 SECTIONS = ("once a step", "forward", "backward", "optimizer")
-UPDATED = "updated"  # the end of the optimizer's section: messages after the update
+UPDATED = "updated"  # in-place gathers, which end the optimizer section, after the updates
 WIDTH = 100
-# Widths of columns; longer text shifts its own line, not all lines.
+# Maximum widths of columns. Longer text shifts the rest of its own line only.
 MAX_TEXT, MAX_TYPE = 48, 30
 _MAX_NAME, _MAX_COST = 20, 24
 _REGION_NAME = 18
@@ -73,7 +59,8 @@ _REGION_NAME = 18
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A printed line in columns; ``more`` follows it, indented. ``inner``: of a repeated layer."""
+    """The columns of a printed line. ``more``: complete lines that follow it; ``inner``: whether
+    the step belongs to a repeated layer, whose lines are indented."""
 
     mark: str
     name: str
@@ -90,10 +77,10 @@ def render(
     lines: Callable[[int, str, Sequence[Step]], list[Line | str]] | None = None,
     note: Sequence[str] = (),
 ) -> str:
-    """The text of the plan; deterministic, without a trailing newline.
+    """Return the text of the plan, without a trailing newline.
 
-    ``lines``: of the steps of a stage's section; by default each step has its own. ``note``: their
-    description in the head.
+    ``lines``: returns the lines for (stage, section name, its steps); by default each step has one
+    line. ``note``: lines of the head that describe ``lines``.
     """
     plan = totals.plan
     text = [
@@ -127,7 +114,8 @@ def render(
 
 
 def hint_lines(plan: PlanRecord) -> list[str]:
-    """The pins whose opposite would be cheaper; empty unless hints were requested."""
+    """Return the lines about pins whose opposite would be cheaper; [] if hints were not requested
+    or none was found."""
     return [line for hint in plan.hints for line in wrapped(_hint(hint), "", WIDTH)]
 
 
@@ -135,12 +123,13 @@ def hint_lines(plan: PlanRecord) -> list[str]:
 
 
 def steps_by_section(plan: PlanRecord, stage: int) -> dict[str, list[Step]]:
-    """The printed steps of a stage, in order, without the updates, which are printed together."""
+    """Return section name -> the steps of the stage in order. Updates are left out: they are
+    printed together (`_updates`)."""
     sections = {name: list[Step]() for name in (*SECTIONS, UPDATED)}
     for step in plan.steps:
         if step.is_on(stage) and not isinstance(step, Update):
-            last = isinstance(step, Redistribute) and step.in_place
-            sections[UPDATED if last else SECTIONS[0] if step.once else step.phase].append(step)
+            in_place = isinstance(step, Redistribute) and step.in_place
+            sections[UPDATED if in_place else SECTIONS[0] if step.once else step.phase].append(step)
     return sections
 
 
@@ -152,17 +141,17 @@ def _title(plan: PlanRecord, section: str) -> str:
 
 
 def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
-    """The line of a step for a stage."""
+    """Return the line of a step, as printed for ``stage``."""
     match step:
         case Compute():
-            return _compute(step)
+            return _compute_line(step)
         case Redistribute():
-            return _bucket(plan, step) if step.bucket else _moved(plan, step, stage)
+            return _bucket_line(plan, step) if step.bucket else _move_line(plan, step, stage)
         case Transfer():
             where = f"{step.operand}, {plan.stage_axis} {step.stage} -> {step.to_stage}"
             sends = step.stage == stage
             text = f"{'transfer' if sends else 'receive'}({where})"
-            sent = _sent(plan, step, stage)
+            sent = _sent_text(plan, step, stage)
             mark = "*" if sends else ""
             return Line(mark, step.result, text, str(step.spec), sent, step.source)
         case Accumulate():
@@ -176,14 +165,14 @@ def line_of(plan: PlanRecord, step: Step, stage: int) -> Line:
             if step.scaled:
                 text += ", unscaled"
             mark = "*" if plan.mesh.size > 1 else ""
-            return Line(mark, step.result, text, "f32[]", _sent(plan, step, stage))
+            return Line(mark, step.result, text, "f32[]", _sent_text(plan, step, stage))
         case Update():
             raise AssertionError("updates are printed together")
         case _:
             assert_never(step)
 
 
-def _compute(step: Compute) -> Line:
+def _compute_line(step: Compute) -> Line:
     return Line(
         "",
         ", ".join(step.gives),
@@ -194,8 +183,8 @@ def _compute(step: Compute) -> Line:
     )
 
 
-def _moved(plan: PlanRecord, step: Redistribute, stage: int) -> Line:
-    """The line of one moved value, or of the stage's value of a tie."""
+def _move_line(plan: PlanRecord, step: Redistribute, stage: int) -> Line:
+    """Return the line of a step that moves one value, or that sums a gradient over tied stages."""
     at = step.tied.index(stage) if step.tied else 0
     over = f" stages {', '.join(map(str, step.tied))}" if step.tied else ""
     return Line(
@@ -203,34 +192,35 @@ def _moved(plan: PlanRecord, step: Redistribute, stage: int) -> Line:
         step.results[at],
         f"{step.kind}({step.operands[at]}, {step.axis}{over})",
         str(next(spec for on, _, spec in step.gives_as() if on == stage)),
-        _sent(plan, step, stage),
+        _sent_text(plan, step, stage),
         step.source or ", ".join(step.of),
     )
 
 
-def _bucket(plan: PlanRecord, step: Redistribute) -> Line:
+def _bucket_line(plan: PlanRecord, step: Redistribute) -> Line:
     gathers = step.kind == "all_gather"
     size = sum((m.dst if gathers else m.src).max_local_nbytes for m in step.moves)
     src, dst = step.moves[0].src.dtype, step.moves[0].dst.dtype
-    wider = f", to {dtype_name(dst)}" if src != dst else ""  # 16 bits that are summed in 32
+    cast = f", to {dtype_name(dst)}" if src != dst else ""  # sends 16 bits, sums in float32
     noun = f"updated {step.noun}" if step.in_place else step.noun
     return Line(
         "*",
         step.name,
         f"{step.kind}({count_text(len(step.of), noun)}, {step.axis})",
-        f"one bucket of {size_text(size)}{wider}",
-        _sent(plan, step, step.stage),
+        f"one bucket of {size_text(size)}{cast}",
+        _sent_text(plan, step, step.stage),
         step.source,
         more=members(step.of),
     )
 
 
 def members(labels: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines that list the parameters of a step."""
     return tuple(wrapped(", ".join(collapse(labels)), "      of ", WIDTH))
 
 
 def _updates(plan: PlanRecord, stage: int) -> list[Line]:
-    """One line for each optimizer, with the parameters that it updates."""
+    """Return one line for each optimizer, with the parameters that it updates."""
     groups: dict[str, list[Update]] = {}
     for step in updates_of(plan.steps, [stage]):
         groups.setdefault(step.optimizer, []).append(step)
@@ -252,15 +242,16 @@ def _updates(plan: PlanRecord, stage: int) -> list[Line]:
 
 
 def _state_writes(plan: PlanRecord, stage: int) -> list[str]:
-    """One line for writes of the same kind on one line of the user."""
-    alike: dict[tuple[str, ...], list[StateWrite]] = {}
+    """Return the lines of the writes to state. Writes of one kind on one line of the user's code
+    are listed together."""
+    groups: dict[tuple[str, ...], list[StateWrite]] = {}
     for write in plan.state_writes:
         if write.stage == stage:
-            how = {"in place": "in place", "at the commit": "in place, at the commit"}
-            each = how.get(write.how, f"computed, and copied at the commit: {write.why}")
-            alike.setdefault((each, write.source), []).append(write)
+            texts = {"in place": "in place", "at the commit": "in place, at the commit"}
+            how = texts.get(write.how, f"computed, and copied at the commit: {write.why}")
+            groups.setdefault((how, write.source), []).append(write)
     lines: list[str] = []
-    for (how, source), writes in alike.items():
+    for (how, source), writes in groups.items():
         nbytes = sum(write.nbytes * (1 + write.shares) for write in writes)
         copied = f", {size_text(nbytes)} copied" if nbytes else ""
         names = ", ".join(collapse([write.of for write in writes]))
@@ -269,7 +260,8 @@ def _state_writes(plan: PlanRecord, stage: int) -> list[str]:
     return lines
 
 
-def _sent(plan: PlanRecord, step: Step, stage: int) -> str:
+def _sent_text(plan: PlanRecord, step: Step, stage: int) -> str:
+    """Return the bytes that the step sends on the stage, ``2.0 MiB sent x8``; "" if none."""
     collectives = [c for c in collectives_of(plan, step) if c.stage == stage]
     if not collectives:
         return ""
@@ -279,14 +271,16 @@ def _sent(plan: PlanRecord, step: Step, stage: int) -> str:
 
 
 def count_text(number: int, noun: str) -> str:
+    """Return the number with its noun: ``1 view``, ``2 views``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 # -- columns -------------------------------------------------------------------------------------
 
 
-def _widths(given: Sequence[Line | str]) -> tuple[int, int, int, int]:
-    lines = [line for line in given if isinstance(line, Line)]
+def _widths(lines_and_titles: Sequence[Line | str]) -> tuple[int, int, int, int]:
+    """Return the widths of the columns name, text, type and cost."""
+    lines = [line for line in lines_and_titles if isinstance(line, Line)]
 
     def widest(texts: Iterable[str], limit: int) -> int:
         return max((len(t) for t in texts if len(t) <= limit), default=0)
@@ -300,7 +294,8 @@ def _widths(given: Sequence[Line | str]) -> tuple[int, int, int, int]:
 
 
 def _columns(lines: Sequence[Line | str], widths: tuple[int, int, int, int]) -> list[str]:
-    """Lines with their columns aligned: a text that is too long borrows from the next column."""
+    """Return the lines with aligned columns. A text that is too long uses the space of the next
+    column."""
     name_width, text_width, type_width, cost_width = widths
     rows: list[str] = []
     for line in lines:
@@ -341,12 +336,13 @@ def _autocast(plan: PlanRecord) -> list[str]:
 
 
 def _ranks(plan: PlanRecord, stage: int) -> str:
-    """Whether all ranks of the stage hold shards of the same sizes."""
+    """Return whether all ranks of the stage hold shards of the same sizes, as text with the first
+    exception."""
     uneven: list[str] = []
-    sizes_of: dict[TensorSpec, list[tuple[str, list[int]]]] = {}
-    for name, spec in _held(plan, stage):
-        if (uneven_axes := sizes_of.get(spec)) is None:
-            uneven_axes = sizes_of[spec] = list(_uneven_axes(spec))
+    uneven_axes_of: dict[TensorSpec, list[tuple[str, list[int]]]] = {}
+    for name, spec in _stage_values(plan, stage):
+        if (uneven_axes := uneven_axes_of.get(spec)) is None:
+            uneven_axes = uneven_axes_of[spec] = list(_uneven_axes(spec))
         for axis, sizes in uneven_axes:
             uneven.append(f"{name} {spec} holds {', '.join(map(str, sizes))} over {axis}")
     if not uneven:
@@ -356,7 +352,7 @@ def _ranks(plan: PlanRecord, stage: int) -> str:
 
 
 def _uneven_axes(spec: TensorSpec) -> Iterator[tuple[str, list[int]]]:
-    """The axes that split a dim unevenly, and by rank of each its part of the dim."""
+    """Yield (axis, the length of each rank's shard) for the axes that split a dim unevenly."""
     for axis, placement in spec.sharding.items():
         if isinstance(placement, Shard):
             num = spec.mesh.axis_size(axis)
@@ -365,7 +361,8 @@ def _uneven_axes(spec: TensorSpec) -> Iterator[tuple[str, list[int]]]:
                 yield axis, sizes
 
 
-def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
+def _stage_values(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
+    """Yield (name, spec) of each value on the stage, without results of buckets and ties."""
     for item in plan.inputs:
         if stage in item.stages:
             yield item.name, item.base
@@ -376,7 +373,8 @@ def _held(plan: PlanRecord, stage: int) -> Iterable[tuple[str, TensorSpec]]:
 
 
 def _axes(totals: PlanTotals) -> list[str]:
-    """The splits of each axis, and the pins that opened them; repeated layers as one line."""
+    """Return the lines of the axes: their splits and the pins that cause them. Repeated layers
+    share a line."""
     plan = totals.plan
     opened = dict(plan.opened)
     lines: list[str] = []
@@ -384,7 +382,7 @@ def _axes(totals: PlanTotals) -> list[str]:
         start = f"axis {axis}    "
         if axis == plan.stage_axis:
             lines.append(f"{start}stages: {', '.join(map(str, range(plan.num_stages)))}")
-            lines += _chosen(totals)
+            lines += _auto_stages(totals)
             continue
         groups: dict[tuple[str, int, int, tuple[str, ...]], list[list[str]]] = {}
         for item in opened.get(axis, ()):
@@ -398,13 +396,15 @@ def _axes(totals: PlanTotals) -> list[str]:
                 text += f", with {', '.join(collapse(others))}"
             lines += wrapped(f"{text}; opened by {by}", start, WIDTH)
         if not groups:
-            one = plan.mesh.axis_size(axis) == 1
-            lines.append(start + ("one rank" if one else "splits nothing: no pin opens a factor"))
+            single = plan.mesh.axis_size(axis) == 1
+            text = "one rank" if single else "splits nothing: no pin opens a factor"
+            lines.append(start + text)
     return lines
 
 
-def _chosen(totals: PlanTotals) -> list[str]:
-    """The stages that "auto" chose, and the cost of the slowest relative to the mean."""
+def _auto_stages(totals: PlanTotals) -> list[str]:
+    """Return the lines of the stages that "auto" chose, with the cost of the slowest stage relative
+    to the mean; [] if stages are stated."""
     plan = totals.plan
     if not plan.auto:
         return []
@@ -416,7 +416,7 @@ def _chosen(totals: PlanTotals) -> list[str]:
 
 
 def _stored(plan: PlanRecord) -> list[str]:
-    """The state that is stored split, and its axis."""
+    """Return the lines of state that is stored split: by misaligned pins, and by ZeRO."""
     groups: dict[Misaligned, list[str]] = {}
     for item in plan.inputs:
         for pin in item.misaligned:
@@ -432,14 +432,15 @@ def _stored(plan: PlanRecord) -> list[str]:
     if plan.zero is None:
         return lines
     axis, level = plan.zero
-    whole = [i.label for i in plan.inputs if i.kind == "parameter" and i.stored is None]
-    kept = f"; whole: {', '.join(collapse(whole))}" if whole else ""
-    text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{kept})"
+    unsplit = [i.label for i in plan.inputs if i.kind == "parameter" and i.stored is None]
+    exceptions = f"; whole: {', '.join(collapse(unsplit))}" if unsplit else ""
+    text = f"{axis}: {level} ({LEVELS[level]} stored over {axis}{exceptions})"
     return [*lines, *wrapped(text, "zero    ", WIDTH)]
 
 
 def _statistics(plan: PlanRecord) -> list[str]:
-    """The modules that take the statistics of one microbatch, not of the batch."""
+    """Return the lines of the modules that take statistics of each microbatch instead of the
+    batch."""
     if not plan.by_microbatch:
         return []
     text = (
@@ -450,7 +451,7 @@ def _statistics(plan: PlanRecord) -> list[str]:
 
 
 def _inputs(plan: PlanRecord, stage: int) -> list[str]:
-    """Every input of the stage with its placement; repeated layers as one line."""
+    """Return the lines of the stage's inputs with their specs. Repeated layers share a line."""
     groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for item in plan.inputs:
         if stage in item.stages:
@@ -469,16 +470,17 @@ def _inputs(plan: PlanRecord, stage: int) -> list[str]:
 
 
 def _hint(hint: Hint) -> str:
-    cheap = f"{seconds_text(hint.opposite_seconds)}, {size_text(hint.opposite_bytes_sent)} sent"
-    dear = f"{seconds_text(hint.seconds)}, {size_text(hint.bytes_sent)} sent"
+    opposite = f"{seconds_text(hint.opposite_seconds)}, {size_text(hint.opposite_bytes_sent)} sent"
+    stated = f"{seconds_text(hint.seconds)}, {size_text(hint.bytes_sent)} sent"
     return (
-        f'hint: "{hint.by}" with {hint.axis}={hint.opposite!r} would cost {cheap} a step; '
-        f"{hint.axis}={hint.stated!r} as stated costs {dear}"
+        f'hint: "{hint.by}" with {hint.axis}={hint.opposite!r} would cost {opposite} a step; '
+        f"{hint.axis}={hint.stated!r} as stated costs {stated}"
     )
 
 
 def _regions(plan: PlanRecord) -> list[str]:
-    """The section, after an empty line; nothing without regions."""
+    """Return the section of recomputed regions, after an empty line; [] without regions. Regions
+    that save and repeat the same amounts share an entry."""
     if not plan.regions:
         return []
     specs = plan.value_specs()
@@ -491,11 +493,12 @@ def _regions(plan: PlanRecord) -> list[str]:
     lines = ["", f"{'recompute':<64}{per}"]
     for (_, nbytes, *_), members in groups.items():
         assert isinstance(nbytes, int)
-        lines += _entry(plan, members, nbytes)
+        lines += _region_entry(plan, members, nbytes)
     return lines
 
 
-def _entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str]:
+def _region_entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str]:
+    """Return the lines of regions with equal amounts; ``nbytes``: what each of them saves."""
     first, several = members[0], len(members) > 1
     where = f"stage {first.stage}, " if plan.num_stages > 1 else ""
     each = ", each" if first.repeated else ""
@@ -511,8 +514,8 @@ def _entry(plan: PlanRecord, members: Sequence[Region], nbytes: int) -> list[str
     start = f"    {'saves':<{_REGION_NAME - 2}}"
     lines += wrapped(f"{size_text(nbytes)}: {saved}{of_first}", start, WIDTH)
     if first.communicated:
-        kept = f"not communicated again: {', '.join(first.communicated)}"
-        lines += wrapped(f"{kept}{of_first}", " " * len(start), WIDTH)
+        communicated = f"not communicated again: {', '.join(first.communicated)}"
+        lines += wrapped(f"{communicated}{of_first}", " " * len(start), WIDTH)
     lines.append(f"    {'repeats':<{_REGION_NAME - 2}}{ops}, {flop_text(first.flops)}")
     return lines
 
@@ -538,17 +541,18 @@ def _memory(totals: PlanTotals) -> list[str]:
     if any(held > 1 for held in plan.in_flight):
         rows.append(["    microbatches in flight", *map(str, plan.in_flight)])
     if plan.copies:
-        kept = f"  kept to undo a step, x{plan.copies}"
-        rows.append([kept, *(size_text(m.snapshots) for m in memory)])
+        title = f"  kept to undo a step, x{plan.copies}"
+        rows.append([title, *(size_text(m.snapshots) for m in memory)])
     if any(m.not_at_once for m in memory):
         rows.append(["  not at once", *(size_text(-m.not_at_once) for m in memory)])
     rows.append(["  total", *(size_text(m.total) for m in memory)])
-    above = above_memory(totals)
-    return [*table(rows), *([f"! {above}"] if above else [])]
+    warning = memory_warning(totals)
+    return [*table(rows), *([f"! {warning}"] if warning else [])]
 
 
-def above_memory(totals: PlanTotals) -> str:
-    """The warning that the fullest rank holds more than its device has; or ""."""
+def memory_warning(totals: PlanTotals) -> str:
+    """Return the warning that the fullest rank needs more memory than its device has; "" if it
+    fits."""
     if totals.fits:
         return ""
     fullest, limit = totals.memory.total, totals.plan.topology.memory_bytes
@@ -556,7 +560,7 @@ def above_memory(totals: PlanTotals) -> str:
 
 
 def _communication(totals: PlanTotals) -> list[str]:
-    """Messages and bytes by stage, axis, phase and kind."""
+    """Return the table of messages and bytes sent, by stage, axis, phase and kind."""
     plan, order = totals.plan, {"forward": 0, "backward": 1, "optimizer": 2}
     axes = plan.mesh.axes
     keys = sorted(totals.sent, key=lambda key: (axes.index(key[0]), order[key[1]], key[2]))
@@ -579,18 +583,18 @@ def _communication(totals: PlanTotals) -> list[str]:
 def _time(totals: PlanTotals) -> list[str]:
     plan, cost = totals.plan, totals.cost
     flops = [work.flops for work in totals.stages]
-    shown = _by_stage(plan, flops)
+    compute = _by_stage(plan, flops)
     if plan.plain is not None:
         plain = PlanTotals(plan.plain).stages
-        more = [work.flops - less.flops for work, less in zip(totals.stages, plain, strict=True)]
-        shown += f"; recomputed {_by_stage(plan, more)} of it"
+        repeated = [a.flops - b.flops for a, b in zip(totals.stages, plain, strict=True)]
+        compute += f"; recomputed {_by_stage(plan, repeated)} of it"
     bound, parts = cost_text(cost)
     if plan.num_stages > 1:
         parts.append(f"bubble {cost.bubble:.0%}")
-    one = "stage" if plan.num_stages == len(plan.hosted) else "rank"
-    where = f" of the slowest {one}" if plan.num_stages > 1 else ""
+    noun = "stage" if plan.num_stages == len(plan.hosted) else "rank"
+    where = f" of the slowest {noun}" if plan.num_stages > 1 else ""
     return [
-        f"compute per rank and step    {shown}",
+        f"compute per rank and step    {compute}",
         f"predicted{where}    {seconds_text(cost.seconds)} a step ({plan.topology.title}){bound}: "
         f"{', '.join(parts)}",
     ]
@@ -602,6 +606,6 @@ def _by_stage(plan: PlanRecord, flops: Sequence[int]) -> str:
 
 
 def _stage_names(plan: PlanRecord) -> list[str]:
-    """The stages' names; empty for one stage."""
+    """Return the names of the stages; [] if there is one stage."""
     several = plan.num_stages > 1
     return [f"stage {stage}" for stage in range(plan.num_stages)] if several else []

@@ -25,7 +25,7 @@ from dtensor.sharding.plan.cost.totals import PlanTotals, SentTotals
 from dtensor.sharding.plan.record import PlanRecord
 from dtensor.sharding.plan.steps import updates_of
 from dtensor.sharding.plan.storage import LEVELS
-from dtensor.sharding.plan.text.render import above_memory
+from dtensor.sharding.plan.text.render import memory_warning
 from dtensor.sharding.plan.text.words import (
     collapse,
     cost_text,
@@ -142,7 +142,7 @@ def _memory(totals: PlanTotals) -> list[Row]:
     where = where if totals.plan.num_stages > 1 else ""
     parts = ", ".join(f"{what} {size_text(size)}" for what, size in held.items() if size)
     parts += f", not at once {size_text(-most.not_at_once)}" if most.not_at_once else ""
-    above = above_memory(totals)
+    above = memory_warning(totals)
     text = f"{size_text(most.total)}{where}" + (f": {parts}" if parts else "")
     text += f"; {above}" if above else ""
     return [(line,) for line in wrapped(text, "", WIDTH - _TITLE)]

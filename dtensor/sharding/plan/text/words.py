@@ -1,11 +1,8 @@
-"""The words of a printed plan: sizes with units, calls, names of repeated layers.
+"""Formats the parts of a printed plan: sizes with units, calls, names of repeated layers, tables.
 
-    size_text(2097152)                        # "2.0 MiB"
-    flop_text(2_147_483_648)                  # "2.15 GFLOP"
-    collapse(["a.0.w", "b", "a.1.w"])         # ("a.{0..1}.w", "b")
-
-Invariants: `collapse` keeps the order of first appearance, and what it writes in braces stands
-for the names it was given and no others. Not here: the lines of a plan.
+size_text(2097152)                        # "2.0 MiB"
+flop_text(2_147_483_648)                  # "2.15 GFLOP"
+collapse(["a.0.w", "b", "a.1.w"])         # ("a.{0..1}.w", "b")
 """
 
 from __future__ import annotations
@@ -24,15 +21,15 @@ from dtensor.sharding.ops.call import OpCall, Operand, target_name
 from dtensor.sharding.plan.record import Cost
 
 _NUMBER = re.compile(r"\d+")
-# Where and how a result is laid out is decided by placements, not by the program's arguments.
-# Seed and step are given anew at each run.
-_SILENT = frozenset(
+# Keyword arguments that are not printed: placements decide where and how a result is stored, and
+# each run passes its own seed and step.
+_HIDDEN_ARGUMENTS = frozenset(
     {"at_seed", "at_step", "device", "layout", "memory_format", "non_blocking", "pin_memory"}
 )
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes in binary units: ``512 B``, ``2.0 MiB``."""
+    """Return bytes in binary units: ``512 B``, ``2.0 MiB``."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -42,7 +39,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def cost_text(cost: Cost) -> tuple[str, list[str]]:
-    """``, host-bound`` or nothing, and the parts of a step's seconds."""
+    """Return ", host-bound" or "", and the parts of a step's seconds as texts."""
     parts = [
         f"compute {seconds_text(cost.compute_seconds)}",
         f"communication {seconds_text(cost.communication_seconds)}",
@@ -53,7 +50,7 @@ def cost_text(cost: Cost) -> tuple[str, list[str]]:
 
 
 def flop_text(flops: int) -> str:
-    """FLOP in decimal units: ``512 FLOP``, ``2.15 GFLOP``."""
+    """Return FLOP in decimal units: ``512 FLOP``, ``2.15 GFLOP``."""
     count = float(flops)
     for unit in ("", "k", "M", "G", "T"):
         if count < 1000:
@@ -63,7 +60,7 @@ def flop_text(flops: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``1.25 ms``."""
+    """Return seconds with a decimal unit: ``1.25 ms``."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale:
             return f"{seconds / scale:.2f} {unit}"
@@ -71,34 +68,35 @@ def seconds_text(seconds: float) -> str:
 
 
 def op_text(call: OpCall) -> str:
-    """``mm`` for aten.mm.default, ``dt.attention`` for the project's own."""
+    """Return the printed name of the op of a call (`op_name`)."""
     return op_name(call.target)
 
 
 @cache
 def op_name(target: Callable[..., Any]) -> str:
+    """Return ``mm`` for aten.mm.default, ``dt.attention`` for dt.attention.default."""
     parts = target_name(target).split(".")
     return ".".join(parts[1:2] if parts[0] == "aten" else parts[:2])
 
 
 def call_text(call: OpCall, operands: Sequence[str]) -> str:
-    """``mm(x, w1)``: the plan's values for tensors, literals as they are."""
-    shown = [_argument(value, operands) for value in call.args]
-    shown += [
-        f"{key}={_argument(value, operands)}"
+    """Return the text of a call with its operands' names and its literals: ``mm(x, w1)``."""
+    arguments = [_argument_text(value, operands) for value in call.args]
+    arguments += [
+        f"{key}={_argument_text(value, operands)}"
         for key, value in call.kwargs
-        if key not in _SILENT and value is not None
+        if key not in _HIDDEN_ARGUMENTS and value is not None
     ]
-    return f"{op_text(call)}({', '.join(shown)})"
+    return f"{op_text(call)}({', '.join(arguments)})"
 
 
-def _argument(value: object, operands: Sequence[str]) -> str:
+def _argument_text(value: object, operands: Sequence[str]) -> str:
     match value:
         case Operand(index):
             return operands[index]
         case list() | tuple():
             items = cast(Iterable[object], value)
-            return f"[{', '.join(_argument(item, operands) for item in items)}]"
+            return f"[{', '.join(_argument_text(item, operands) for item in items)}]"
         case torch.dtype():
             return dtype_name(value)
         case str():
@@ -108,9 +106,10 @@ def _argument(value: object, operands: Sequence[str]) -> str:
 
 
 def collapse(names: Iterable[str], instead: str | None = None) -> tuple[str, ...]:
-    """Names that differ in integers only, as one: ``blocks.{0..11}.up.weight``.
+    """Combine names that differ only in integers into one: ``blocks.{0..11}.up.weight``.
 
-    ``instead`` replaces every integer and says less: ``blocks.*.up.weight``.
+    A combined name stands for exactly the given names. With ``instead``, every integer is replaced
+    by that text: ``blocks.*.up.weight``. The order is that of first appearance.
     """
     groups: dict[str, dict[str, None]] = {}
     for name in names:
@@ -119,12 +118,13 @@ def collapse(names: Iterable[str], instead: str | None = None) -> tuple[str, ...
         return tuple(pattern.replace("#", instead) for pattern in groups)
     patterns: list[str] = []
     for pattern, members in groups.items():
-        patterns += _one_pattern(pattern, list(members))
+        patterns += _with_braces(pattern, list(members))
     return tuple(patterns)
 
 
-def _one_pattern(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names as one glob where the integers at each place vary on their own."""
+def _with_braces(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return the names as one text with braces if they are all combinations of the integers at each
+    place; else the names unchanged."""
     columns = list(zip(*(_NUMBER.findall(name) for name in names), strict=True))
     choices = [tuple(sorted(dict.fromkeys(column), key=_by_number)) for column in columns]
     if len(names) == 1 or set(itertools.product(*choices)) != set(zip(*columns, strict=True)):
@@ -150,7 +150,8 @@ def _braces(numbers: Sequence[str]) -> str:
 
 
 def wrapped(text: str, start: str, width: int) -> list[str]:
-    """``text`` after ``start``, in lines of ``width`` that are indented alike."""
+    """Wrap ``text`` to lines of ``width``. The first line begins with ``start``, the others are
+    indented by its length."""
     return textwrap.wrap(
         text,
         width,
@@ -162,7 +163,8 @@ def wrapped(text: str, start: str, width: int) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Columns aligned: the first ``left`` to the left, the others to the right."""
+    """Return the rows as lines with aligned columns: the first ``left`` columns to the left, the
+    others to the right."""
     num = max((len(row) for row in rows), default=0)
     widths = [max((len(row[i]) for row in rows if i < len(row)), default=0) for i in range(num)]
     return [
