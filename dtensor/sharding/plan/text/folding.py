@@ -1,17 +1,13 @@
-"""Repeated layers of a plan: runs of steps that are the same but for the number of their layer.
+"""Finds repeated layers in a plan: runs of steps that are equal except for the layer's number.
 
-    runs_of(plan, [forward, backward])    # of 32 layers, 93 steps of each in the forward:
+    runs_of(plan, [forward, backward])    # 32 layers of 93 steps each in the forward
     [[Run(start=23, period=93, count=32, shown=0, layers=("blocks.{0..31}",), passed=("x_2",))],
      [Run(start=14, period=115, count=32, shown=31, ...)]]
 
-Steps are the same if their printed text is: call and numbers, types, bytes sent, FLOP, the user's
-line. Labels and module paths may differ in their numbers, by the same difference from each layer to
-the next; operands are the same value of the next layer, the same value for all layers, or a value
-that the previous layer passes on. The number of a random op may rise likewise.
-
-Invariants: runs of a list do not overlap and are in order; a layer that differs in anything is in
-none. Repetitions without a number in a label or a path (a loop) are no run: no name tells them
-apart. Not here: how runs print (render.py).
+Two steps are equal if they print the same call, types, bytes, FLOP and source line. The numbers in
+their labels must differ by the same amount from each layer to the next. Their operands must be
+corresponding values of their layers, values that all layers read, or values passed from layer to
+layer. Repetitions whose labels have no numbers (a loop) are not runs, as layers would have no name.
 """
 
 from __future__ import annotations
@@ -37,8 +33,9 @@ from dtensor.sharding.plan.text.words import call_text, collapse
 class Run:
     """``count`` layers of ``period`` steps each, from ``start`` on.
 
-    shown: the layer that is printed, as a rule that of the smallest number; first: its name;
-    layers: the names of all; passed: values of the shown layer that those after it read.
+    shown: the index of the layer that is printed, usually the layer with the smallest number.
+    first: the name of the shown layer. layers: the names of all layers. passed: values of the
+    shown layer that later layers read.
     """
 
     start: int
@@ -53,37 +50,40 @@ class Run:
     def stop(self) -> int:
         return self.start + self.period * self.count
 
-    def steps(self, of: Sequence[Step]) -> Sequence[Step]:
-        """The steps of the shown layer."""
+    def steps(self, section: Sequence[Step]) -> Sequence[Step]:
+        """Return the steps of the shown layer. ``section``: the list in which the run was found."""
         first = self.start + self.shown * self.period
-        return of[first : first + self.period]
+        return section[first : first + self.period]
 
-    def alike(self, of: Sequence[Step], offset: int) -> Sequence[Step]:
-        """The step at ``offset`` of every layer."""
-        return of[self.start + offset : self.stop : self.period]
-
-
-def runs_of(plan: PlanRecord, lists: Iterable[Sequence[Step]]) -> list[list[Run]]:
-    """The runs of each list, in order; a list may read values of those before it."""
-    places = _Found({item.name: item.label for item in plan.inputs})
-    return [_List(places, steps).runs() for steps in lists]
+    def alike(self, section: Sequence[Step], offset: int) -> Sequence[Step]:
+        """Return the step at ``offset`` of every layer."""
+        return section[self.start + offset : self.stop : self.period]
 
 
-# A name that two layers may spell differently: (kind, name) with the kinds "value", "label" and
-# "number".
+def runs_of(plan: PlanRecord, sections: Iterable[Sequence[Step]]) -> list[list[Run]]:
+    """Return the runs of each list of steps, in order. A list may read values of earlier lists."""
+    shared = _SharedState({item.name: item.label for item in plan.inputs})
+    return [_RunFinder(shared, steps).runs() for steps in sections]
+
+
 _Ref = tuple[str, str | int]
-# The relation of a layer's name to the name in the layer before it.
+"""A name in a step that may differ between layers: (kind, name), where the kind is "value", "label"
+or "number"."""
 _Relation = tuple[Hashable, ...]
+"""How a name of a layer is related to the corresponding name of the layer before."""
 _SAME: _Relation = ("same",)
 _OUTSIDE: _Relation = ("outside",)
-"""Both values are from before the run: later layers must show that they are passed to its first
-layers, or it is no run."""
+"""Both names are different values from before the run. This is allowed for the first layers only
+if later layers show that these values are passed from layer to layer."""
 
 
 @dataclass(slots=True)
-class _Found:
-    """The state over the lists so far: interned keys, and by value its places (run, layer, offset,
-    index)."""
+class _SharedState:
+    """What is known from earlier lists.
+
+    labels: input -> its label. keys: key of a step -> its number. places: value -> its places, each
+    (number of the run, layer, offset in the layer, index among the step's results).
+    """
 
     labels: dict[str, str]
     keys: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
@@ -93,31 +93,35 @@ class _Found:
     num_runs: int = 0
 
 
-class _List:
-    """One list of steps, in which runs are searched."""
+class _RunFinder:
+    """Finds the runs in one list of steps.
 
-    def __init__(self, found: _Found, steps: Sequence[Step]) -> None:
-        self.found = found
+    keys: a number for each step; steps with equal numbers print the same except for names. refs:
+    the names in each step that may differ between layers. indices: key -> the steps that have it.
+    """
+
+    def __init__(self, shared: _SharedState, steps: Sequence[Step]) -> None:
+        self.shared = shared
         self.steps = steps
         unique = iter(range(-1, -len(steps) - 1, -1))
         self.keys = [
-            next(unique) if key is None else found.keys.setdefault(key, len(found.keys))
+            next(unique) if key is None else shared.keys.setdefault(key, len(shared.keys))
             for key in map(_key, steps)
         ]
         self.refs = [list(_refs(step)) for step in steps]
-        self.at: dict[int, list[int]] = {}
+        self.indices: dict[int, list[int]] = {}
         for index, key in enumerate(self.keys):
-            self.at.setdefault(key, []).append(index)
+            self.indices.setdefault(key, []).append(index)
 
     def runs(self) -> list[Run]:
         runs: list[Run] = []
         start = 0
         while start < len(self.steps):
-            period, extent = self._periodic(start)
+            period, extent = self._repetition(start)
             if not period:
                 start += 1
                 continue
-            begin = self._begin(start, period, extent)
+            begin = self._first_layer(start, period, extent)
             run = self._run(begin, period, (start + extent - begin) // period)
             match run:
                 case Run():
@@ -131,69 +135,72 @@ class _List:
                     assert_never(run)
         return runs
 
-    def _periodic(self, start: int) -> tuple[int, int]:
-        """(period, steps) of the repetition from ``start`` on that folds most steps; zeros if none.
-
-        Steps are compared without their operands here.
-        """
-        keys, best, most = self.keys, (0, 0), 0
-        for other in self.at[keys[start]]:
-            period = other - start
+    def _repetition(self, start: int) -> tuple[int, int]:
+        """Return (period, number of steps) of the repetition from ``start`` on that folds most
+        steps; (0, 0) if there is none. Only keys are compared, not operands."""
+        keys, best, most_folded = self.keys, (0, 0), 0
+        for next_start in self.indices[keys[start]]:
+            period = next_start - start
             if period <= 0 or (best[0] and period % best[0] == 0 and period < best[1]):
                 continue
             if start + 2 * period > len(keys):
                 break
-            first, extent = keys[start:other], period
+            first, extent = keys[start:next_start], period
             while keys[start + extent : start + extent + period] == first:
                 extent += period
-            if extent - period > most:
-                most = extent - period
+            if extent - period > most_folded:
+                most_folded = extent - period
                 while start + extent < len(keys) and keys[start + extent] == first[extent % period]:
                     extent += 1
                 best = (period, extent)
         return best
 
-    def _begin(self, start: int, period: int, extent: int) -> int:
-        """The begin of the layers: the place at which a period has the fewest numbered modules."""
+    def _first_layer(self, start: int, period: int, extent: int) -> int:
+        """Return where the first layer of a repetition starts: at the step from which one period
+        touches the fewest numbered modules."""
 
-        def concerned(begin: int) -> int:
-            refs = [ref for found in self.refs[begin : begin + period] for ref in found]
+        def num_modules(begin: int) -> int:
+            refs = [ref for step_refs in self.refs[begin : begin + period] for ref in step_refs]
             labels = [name for kind, name in refs if kind == "label"]
-            labels += [self.found.labels.get(str(name), "") for _, name in refs]
-            return len({_layer(str(label)) for label in labels})
+            labels += [self.shared.labels.get(str(name), "") for _, name in refs]
+            return len({_numbered_module(str(label)) for label in labels})
 
-        return min(range(start, start + extent % period + 1), key=concerned)
+        return min(range(start, start + extent % period + 1), key=num_modules)
 
     def _run(
         self, start: int, period: int, count: int
     ) -> Run | Literal["not alike", "not numbered"]:
-        """The run of as many layers as have related operands."""
-        own: dict[str, tuple[int, int, int]] = {}
+        """Return the run of the first layers, as many as have related names; or why there is none.
+
+        ``count``: the number of repetitions from ``start`` on. ``common`` has, for each step of a
+        layer and each of its names, the relations that hold between all layers so far.
+        """
+        results: dict[str, tuple[int, int, int]] = {}  # value -> (layer, offset, index of result)
         for index in range(start, start + period * count):
             for number, name in enumerate(self.steps[index].gives):
                 layer, offset = divmod(index - start, period)
-                own[name] = (layer, offset, number)
-        agreed: list[list[set[_Relation]]] = []
+                results[name] = (layer, offset, number)
+        common: list[list[set[_Relation]]] = []
         layers = 1
         for layer in range(1, count):
-            now: list[list[set[_Relation]]] = []
+            extended: list[list[set[_Relation]]] = []
             for offset in range(period):
                 index = start + layer * period + offset
                 pairs = zip(self.refs[index - period], self.refs[index], strict=True)
-                now.append([self._relations(a, b, own, layer) for a, b in pairs])
-                if agreed:
-                    now[-1] = [_both(x, y) for x, y in zip(agreed[offset], now[-1], strict=True)]
-            if not all(relations for relations_of in now for relations in relations_of):
+                extended.append([self._relations(a, b, results, layer) for a, b in pairs])
+                if common:
+                    extended[-1] = [
+                        _common(x, y) for x, y in zip(common[offset], extended[-1], strict=True)
+                    ]
+            if not all(relations for of_step in extended for relations in of_step):
                 break
-            agreed, layers = now, layer + 1
-        if layers == 1 or any(
-            _OUTSIDE in relations for relations_of in agreed for relations in relations_of
-        ):
+            common, layers = extended, layer + 1
+        if layers == 1 or any(_OUTSIDE in relations for of_step in common for relations in of_step):
             return "not alike"
         numbered = [
             (offset, number, relation)
-            for offset, relations_of in enumerate(agreed)
-            for number, relations in enumerate(relations_of)
+            for offset, of_step in enumerate(common)
+            for number, relations in enumerate(of_step)
             for relation in relations
             if relation[0] == "label"
         ]
@@ -201,21 +208,22 @@ class _List:
             return "not numbered"
         names: list[list[str]] = [[] for _ in range(layers)]
         for layer in range(layers):
-            for offset, number, (_, _, by) in numbered:
+            for offset, number, (_, _, differences) in numbered:
                 name = self.refs[start + layer * period + offset][number][1]
-                names[layer].append(_until(self.found.labels.get(str(name), str(name)), by))
+                label = self.shared.labels.get(str(name), str(name))
+                names[layer].append(_layer_name(label, differences))
         shown = 0 if _first_number(names[0]) <= _first_number(names[-1]) else layers - 1
-        if not self._is_clear(agreed, start + shown * period):
+        if not self._is_unambiguous(common, start + shown * period):
             shown += 1 if shown == 0 else -1
-        self._register(start, period, layers, agreed)
-        places = {(o, n): name for name, (layer, o, n) in own.items() if layer == shown}
+        self._record_places(start, period, layers, common)
+        places = {(o, n): name for name, (layer, o, n) in results.items() if layer == shown}
         passed = [
             name
             for (offset, number), name in sorted(places.items())
             if any(
                 relation[:3] == ("own", offset, number) and relation[3]
-                for relations_of in agreed
-                for relations in relations_of
+                for of_step in common
+                for relations in of_step
                 for relation in relations
             )
         ]
@@ -225,23 +233,27 @@ class _List:
             count=layers,
             shown=shown,
             first=", ".join(collapse(dict.fromkeys(names[shown]))),
-            layers=collapse(dict.fromkeys(name for relations_of in names for name in relations_of)),
+            layers=collapse(dict.fromkeys(name for of_layer in names for name in of_layer)),
             passed=tuple(dict.fromkeys(passed)),
         )
 
-    def _is_clear(self, agreed: Sequence[Sequence[set[_Relation]]], start: int) -> bool:
-        """Whether each name that the layer reads is related in one way: a value that all layers
-        read may also be the one passed to the first."""
-        ways: dict[_Ref, set[_Relation]] = {}
-        for offset, relations_of in enumerate(agreed):
-            for ref, relations in zip(self.refs[start + offset], relations_of, strict=True):
-                ways[ref] = ways.get(ref, relations) & relations
-        return all(ways.values())
+    def _is_unambiguous(self, common: Sequence[Sequence[set[_Relation]]], start: int) -> bool:
+        """Whether each name in the layer at ``start`` has the same relation at all its uses there.
+        In the first layer, a value that all layers read may also be the one passed to it."""
+        relations_of: dict[_Ref, set[_Relation]] = {}
+        for offset, of_step in enumerate(common):
+            for ref, relations in zip(self.refs[start + offset], of_step, strict=True):
+                relations_of[ref] = relations_of.get(ref, relations) & relations
+        return all(relations_of.values())
 
     def _relations(
-        self, a: _Ref, b: _Ref, places: dict[str, tuple[int, int, int]], layer: int
+        self, a: _Ref, b: _Ref, results: dict[str, tuple[int, int, int]], layer: int
     ) -> set[_Relation]:
-        """Every relation of ``b``, a name in ``layer``, to ``a`` in the layer before."""
+        """Return all relations of ``b``, a name in ``layer``, to ``a``, the corresponding name in
+        the layer before; an empty set if the names are not related.
+
+        ``results``: value of the repetition -> (layer, offset, index of the result).
+        """
         (kind, first), (_, second) = a, b
         if kind == "number":
             return {("number", int(second) - int(first))}
@@ -249,45 +261,45 @@ class _List:
         if kind == "label":
             return _label_relations(first, second)
         if first == second:
-            return set() if first in places else {_SAME}
-        place, after = places.get(first), places.get(second)
-        if after is not None:
-            # from the same number of layers back, or passed to the first layers from outside
-            passed = place is None and after[0] == 0
-            if not passed and place != (after[0] - 1, *after[1:]):
+            return set() if first in results else {_SAME}
+        place, place_after = results.get(first), results.get(second)
+        if place_after is not None:
+            # corresponding values, or the first is passed into the first layer from outside
+            from_outside = place is None and place_after[0] == 0
+            if not from_outside and place != (place_after[0] - 1, *place_after[1:]):
                 return set()
-            return {("own", *after[1:], layer - after[0])}
-        labels = self.found.labels
+            return {("own", *place_after[1:], layer - place_after[0])}
+        labels = self.shared.labels
         if first in labels and second in labels:
             return _label_relations(labels[first], labels[second])
         relations: set[_Relation] = {
             ("of", run, offset, index, later[1] - layer)
-            for run, layer, offset, index in self.found.places.get(first, ())
-            for later in self.found.places.get(second, ())
+            for run, layer, offset, index in self.shared.places.get(first, ())
+            for later in self.shared.places.get(second, ())
             if (later[0], *later[2:]) == (run, offset, index)
         }
         return relations or ({_OUTSIDE} if place is None else set())
 
-    def _register(
-        self, start: int, period: int, count: int, agreed: Sequence[Sequence[set[_Relation]]]
+    def _record_places(
+        self, start: int, period: int, count: int, common: Sequence[Sequence[set[_Relation]]]
     ) -> None:
-        """Note the places of the run's values, for later lists; values passed to the first layers
-        count as values of layers before them."""
-        run, places = self.found.num_runs, self.found.places
-        self.found.num_runs += 1
+        """Record the places of the run's values for later lists. Values that are passed into the
+        first layers count as values of layers with negative numbers."""
+        run, places = self.shared.num_runs, self.shared.places
+        self.shared.num_runs += 1
         for index in range(start, start + period * count):
             layer, offset = divmod(index - start, period)
             for number, name in enumerate(self.steps[index].gives):
                 places.setdefault(name, []).append((run, layer, offset, number))
-        for offset, relations_of in enumerate(agreed):
-            for at, relations in enumerate(relations_of):
+        for offset, of_step in enumerate(common):
+            for at, relations in enumerate(of_step):
                 for relation in relations:
                     match relation:
-                        case ("own", int() as made, int() as number, int() as back):
-                            for layer in range(back):
+                        case ("own", int() as result_offset, int() as number, int() as distance):
+                            for layer in range(distance):
                                 name = str(self.refs[start + layer * period + offset][at][1])
                                 places.setdefault(name, []).append(
-                                    (run, layer - back, made, number)
+                                    (run, layer - distance, result_offset, number)
                                 )
                         case _:
                             pass
@@ -297,22 +309,22 @@ class _List:
 
 
 def _key(step: Step) -> Hashable | None:
-    """A key that is equal for steps with the same text except names; None for steps that are never
-    part of a layer."""
+    """Return a key that is equal for steps which print the same except for names; None for a step
+    that is never part of a layer."""
     match step:
         case Compute(op=op):
             call = op.call
             if is_random(call):
                 call = replace(call, kwargs=tuple(k for k in call.kwargs if k[0] != "op"))
-            named = tuple(name is not None for name in step.results)
+            has_result = tuple(name is not None for name in step.results)
             text = call_text(call, ("_",) * len(step.operands))
             place = (op.source, without_numbers(op.module), step.phase, step.stage, step.once)
             specs = (step.operand_specs, step.result_specs)
-            return (text, named, place, specs, step.flops, step.rule.kind, step.strategies)
+            return (text, has_result, place, specs, step.flops, step.rule.kind, step.strategies)
         case Redistribute() if not step.tied:
-            of = tuple(map(without_numbers, step.of))
+            labels = tuple(map(without_numbers, step.of))
             place = (step.source, step.phase, step.stage, step.once)
-            return (step.moves, place, step.in_place, bool(step.bucket), of)
+            return (step.moves, place, step.in_place, bool(step.bucket), labels)
         case Accumulate():
             return (step.src, step.dst, step.stage, without_numbers(step.of))
         case _:
@@ -320,7 +332,8 @@ def _key(step: Step) -> Hashable | None:
 
 
 def _refs(step: Step) -> Iterator[_Ref]:
-    """The names that layers may spell differently, in an order that equal keys share."""
+    """Yield the names in a step that may differ between layers. Steps with equal keys yield
+    corresponding names in the same order."""
     for name in step.reads:
         yield "value", name
     for label in step.labels:
@@ -329,13 +342,13 @@ def _refs(step: Step) -> Iterator[_Ref]:
         yield "number", dict(step.op.call.kwargs)["op"]
 
 
-def _both(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:
-    """The relations that hold for all layers so far. A value from outside the run may come from its
-    first layers from now on."""
-    kept = before & now
+def _common(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:
+    """Return the relations of earlier layers that the next layer has too. If earlier layers read
+    values from outside, the next layer may read results of the first layers instead."""
+    common = before & now
     if _OUTSIDE in before:
-        kept |= {relation for relation in now if relation[0] == "own"}
-    return kept
+        common |= {relation for relation in now if relation[0] == "own"}
+    return common
 
 
 # -- numbers of layers -----------------------------------------------------------------------------
@@ -343,11 +356,14 @@ def _both(before: set[_Relation], now: set[_Relation]) -> set[_Relation]:
 
 @cache
 def _path(label: str) -> tuple[str, tuple[int, ...]]:
-    """("blocks.*.up", (3,)) of "blocks.3.up"."""
+    """Return the label without numbers, and its numbers: "blocks.3.up" gives ("blocks.*.up",
+    (3,))."""
     return without_numbers(label), tuple(int(p) for p in label.split(".") if p.isdigit())
 
 
 def _label_relations(first: str, second: str) -> set[_Relation]:
+    """Return the relation of two labels: equal, or equal except for numbers, with the differences
+    of the numbers."""
     if first == second:
         return {_SAME}
     (pattern, before), (other, after) = _path(first), _path(second)
@@ -356,18 +372,20 @@ def _label_relations(first: str, second: str) -> set[_Relation]:
     return {("label", pattern, tuple(y - x for x, y in zip(before, after, strict=True)))}
 
 
-def _layer(label: str) -> str:
-    """``blocks.3`` of "blocks.3.up": up to its first number; nothing where it has none."""
+def _numbered_module(label: str) -> str:
+    """Return the label up to its first number, ``blocks.3`` for "blocks.3.up"; "" if it has no
+    number."""
     parts = label.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
 
 
-def _until(label: str, by: Hashable) -> str:
-    """The label up to the first number that rises."""
-    parts, numbers = label.split("."), iter(cast(tuple[int, ...], by))
+def _layer_name(label: str, differences: Hashable) -> str:
+    """Return the label up to the first number that changes from layer to layer. ``differences``:
+    the change of each number."""
+    parts, changes = label.split("."), iter(cast(tuple[int, ...], differences))
     for index, part in enumerate(parts):
-        if part.isdigit() and next(numbers):
+        if part.isdigit() and next(changes):
             return ".".join(parts[: index + 1])
     raise AssertionError(label)
 

@@ -1,14 +1,12 @@
-"""What a plan says of placements that are seldom meant.
+"""Finds placements that the user probably did not intend, and renders the plan's lines about them.
 
     ends    a.weight as Shard(0) on tp, which does not line up: ... 144 B sent a step; fix: ...
     warning tp splits 2% of the parameters (up.bias), ...
     hint    3 all_reduces over tp, and 1 with "up.weight" and "down.weight" turned round: ...
     repeats the 2 ranks of tp repeat the same work: 36% of the FLOP of each, ...
 
-Invariants: no "ends" for a plan whose pins all line up; no other line for a training step whose
-axes each split an input, the stages or a tenth of the parameters, whose attention is split or
-stated as whole, and whose pairs are the right way round. Not here: the comparison of two plans
-(plan/swapped_pairs.py).
+All except "ends" are for training steps only. An axis gets no warning if it splits an input, the
+stages or a tenth of the parameters, and splits attention or has stated replicas there.
 """
 
 from __future__ import annotations
@@ -24,30 +22,31 @@ from dtensor.sharding.plan.text.words import collapse, op_text, size_text, wrapp
 from dtensor.sharding.spec.placements import REPLICATE, Shard
 
 WIDTH = 100
-_LEAST = 0.1
-"""Of the parameters, by their elements: an axis that splits less is warned of."""
-_MOST_REPEATED = 0.05
-"""Of the FLOP of a rank: what all ranks of an axis may compute alike without a warning; of an axis
-that splits the batch or weights, attention alone counts."""
+_MIN_SPLIT_FRACTION = 0.1
+"""An axis that splits a smaller fraction of the parameters' elements gets a warning."""
+_MAX_REPEATED_FRACTION = 0.05
+"""The fraction of a rank's FLOP that all ranks of an axis may repeat without a warning. If the axis
+splits the batch or weights, only attention counts as repeated."""
 
 
 def notices_of(plan: PlanRecord) -> list[str]:
-    """The lines; none of most plans."""
+    """Return the lines "warning", "repeats" and "hint"; [] for most plans."""
     lines: list[str] = []
     if not updates_of(plan.steps):
         return lines
     for axis in plan.mesh.axes:
-        if text := _splits_little(plan, axis):
+        if text := _little_split_text(plan, axis):
             lines += wrapped(text, "warning  ", WIDTH)
-        elif text := _repeats(plan, axis):
+        elif text := _repeated_work_text(plan, axis):
             lines += wrapped(text, "repeats  ", WIDTH)
     for pair in plan.swapped:
-        lines += wrapped(_swapped(pair), "hint  ", WIDTH)
+        lines += wrapped(_swapped_text(pair), "hint  ", WIDTH)
     return lines
 
 
 def split_ends(plan: PlanRecord) -> list[str]:
-    """The pins whose split ends at an op that it does not line up with, and what that sends."""
+    """Return the lines "ends": pins whose split ends at an op that they do not line up with, and
+    the bytes that are sent as a consequence."""
     groups: dict[Misaligned, tuple[dict[str, None], dict[str, None]]] = {}
     for _, opened in plan.opened:
         for item in opened:
@@ -76,33 +75,35 @@ def split_ends(plan: PlanRecord) -> list[str]:
 
 
 def _redistributed_bytes(plan: PlanRecord, axis: str, ops: Collection[str]) -> int:
-    """The bytes that a rank sends over the axis in a step to bring split operands to the ops."""
-    makers = {name: step for step in plan.steps for name in step.gives if name}
-    waiting = [n for step in plan.steps if step.op and step.op.name in ops for n in step.reads]
-    moved: dict[str, Step] = {}
-    while waiting:
-        name = waiting.pop()
-        step = makers.get(name)
-        if step is None or name in moved:
+    """Return the bytes that a rank sends over the axis in a step to convert the operands of these
+    ops, searching back through conversions, views and elementwise ops."""
+    producers = {name: step for step in plan.steps for name in step.gives if name}
+    pending = [n for step in plan.steps if step.op and step.op.name in ops for n in step.reads]
+    conversions: dict[str, Step] = {}
+    while pending:
+        name = pending.pop()
+        step = producers.get(name)
+        if step is None or name in conversions:
             continue
         if any(m.axis == axis and not m.reduces for m in step.moves):
-            moved[name] = step
+            conversions[name] = step
         if step.moves or step.viewed:
-            waiting.append(step.reads[0])
-        elif isinstance(step, Compute) and not step.flops:  # an elementwise op, as a bias
+            pending.append(step.reads[0])
+        elif isinstance(step, Compute) and not step.flops:  # elementwise, such as adding a bias
             shapes = [spec.shape for _, _, spec in step.gives_as()][:1]
-            waiting += [read for _, read, spec in step.reads_as() if [spec.shape] == shapes]
+            pending += [read for _, read, spec in step.reads_as() if [spec.shape] == shapes]
     return sum(
-        c.bytes_sent * c.times for step in moved.values() for c in collectives_of(plan, step)
+        c.bytes_sent * c.times for step in conversions.values() for c in collectives_of(plan, step)
     )
 
 
-def _splits_little(plan: PlanRecord, axis: str) -> str:
+def _little_split_text(plan: PlanRecord, axis: str) -> str:
+    """Return the warning about an axis that splits (almost) nothing; "" if it splits enough."""
     used = (plan.stage_axis, None if plan.zero is None else plan.zero[0])
     if plan.mesh.axis_size(axis) == 1 or axis in used:
         return ""
-    labels, share = _split_by(plan, axis)
-    if share >= _LEAST:
+    labels, share = _split_parameters(plan, axis)
+    if share >= _MIN_SPLIT_FRACTION:
         return ""
     stated = [by for on, _, by in plan.pinned if on == axis]
     if labels:
@@ -121,9 +122,9 @@ def _splits_little(plan: PlanRecord, axis: str) -> str:
     )
 
 
-def _split_by(plan: PlanRecord, axis: str) -> tuple[list[str], float]:
-    """The parameters that the axis splits, and which part of the parameters they are; 1 where it
-    splits an argument."""
+def _split_parameters(plan: PlanRecord, axis: str) -> tuple[list[str], float]:
+    """Return the parameters that the axis splits, and their fraction of all parameters; the
+    fraction is 1 if the axis splits an argument."""
     split = [i for i in plan.inputs if isinstance(i.base.sharding.get(axis), Shard)]
     elements = {i.label: prod(i.base.shape) for i in plan.inputs if i.kind == "parameter"}
     labels = [item.label for item in split if item.label in elements]
@@ -137,27 +138,28 @@ def _splits_argument(plan: PlanRecord, axis: str) -> bool:
 
 
 def repeated_work(plan: PlanRecord) -> str:
-    """The warning of a training step, a line for each axis whose ranks compute the same; "" for a
-    step that splits its work over every axis, or states `Replicate()` on the others."""
-    return "\n".join(filter(None, (_repeats(plan, axis) for axis in plan.mesh.axes)))
+    """Return the warning about repeated work of a training step, one line for each axis whose ranks
+    repeat the same work; "" if every axis splits work or has a stated `Replicate()`."""
+    return "\n".join(filter(None, (_repeated_work_text(plan, axis) for axis in plan.mesh.axes)))
 
 
-def _repeats(plan: PlanRecord, axis: str) -> str:
+def _repeated_work_text(plan: PlanRecord, axis: str) -> str:
+    """Return the warning about work that all ranks of the axis repeat; "" if there is little."""
     size = plan.mesh.axis_size(axis)
-    little = _split_by(plan, axis)[1] < _LEAST
-    if size == 1 or axis == plan.stage_axis or _states_replicas(plan, axis, little):
+    splits_little = _split_parameters(plan, axis)[1] < _MIN_SPLIT_FRACTION
+    if size == 1 or axis == plan.stage_axis or _states_replicas(plan, axis, splits_little):
         return ""
-    computed = [(s, s.flops * step_times(plan, s)) for s in plan.steps if isinstance(s, Compute)]
-    repeated = [(step, flops) for step, flops in computed if not _is_placed(step, axis)]
-    if not little:  # other weights are whole as stated, such as a head's
+    ops = [(s, s.flops * step_times(plan, s)) for s in plan.steps if isinstance(s, Compute)]
+    repeated = [(step, flops) for step, flops in ops if not _is_placed(step, axis)]
+    if not splits_little:  # then other replicated weights, such as a head's, are intended
         repeated = [(s, flops) for s, flops in repeated if _attends(s)]
-    total, same = (sum(flops for _, flops in each) for each in (computed, repeated))
-    if same <= _MOST_REPEATED * total:
+    total, same = (sum(flops for _, flops in pairs) for pairs in (ops, repeated))
+    if same <= _MAX_REPEATED_FRACTION * total:
         return ""
-    longest = max(repeated, key=lambda each: each[1])[0]
+    longest = max(repeated, key=lambda op_and_flops: op_and_flops[1])[0]
     most = op_text(longest.op.call) + f" at {longest.source}" * bool(longest.source)
     meant = f"inputs=dict({axis}=dt.Replicate())"
-    if little:
+    if splits_little:
         fix = (
             f"inputs=dict({axis}=dt.Row()) splits the batch, and "
             f'{{"*.weight": dict({axis}=dt.Row())}} splits weights'
@@ -165,7 +167,7 @@ def _repeats(plan: PlanRecord, axis: str) -> str:
     else:
         if _splits_argument(plan, axis):
             meant = f'{{"*.weight": dict({axis}=dt.Replicate())}} of the weights before it'
-        fix = _lining_up(plan, axis) or (
+        fix = _aligned_fix(plan, axis) or (
             f"step.plan(...).explain({longest.gives[0]!r}) says why it is not split"
         )
     return (
@@ -176,25 +178,30 @@ def _repeats(plan: PlanRecord, axis: str) -> str:
 
 
 def _attends(step: Compute) -> bool:
-    """Whether the step is attention, or a product of attention that a model writes out."""
+    """Whether the step is attention, or a batched product, as in attention that a model writes
+    out."""
     return step.rule.kind == "attention" or step.op.call.name == "aten.bmm.default"
 
 
-def _lining_up(plan: PlanRecord, axis: str) -> str:
-    """The fix of the first pin on the axis whose split ends at an op; "" if all pins line up."""
+def _aligned_fix(plan: PlanRecord, axis: str) -> str:
+    """Return the fix of the first misaligned pin on the axis that has one; "" if none has."""
     pins = ((item.label, item.misaligned) for _, opened in plan.opened for item in opened)
-    lines_up = (f"{i} as {pin.fix}" for i, pin in pins if pin and pin.fix and pin.axis == axis)
-    return next(lines_up, "")
+    fixes = (f"{i} as {pin.fix}" for i, pin in pins if pin and pin.fix and pin.axis == axis)
+    return next(fixes, "")
 
 
-def _states_replicas(plan: PlanRecord, axis: str, little: bool) -> bool:
-    """Whether an argument is stated as `Replicate()` on the axis; or a matrix is, if the axis
-    splits more than a ``little`` or another axis splits the batch. Otherwise the weights may be
-    replicas for data parallelism, and the batch forgotten."""
+def _states_replicas(plan: PlanRecord, axis: str, splits_little: bool) -> bool:
+    """Whether the user stated replicas on the axis, so that repeated work is intended.
+
+    A stated `Replicate()` of an argument counts. That of a weight matrix counts only if the axis
+    splits more than a little, or if some axis splits the batch: otherwise the user may have stated
+    replicas for data parallelism and forgotten to split the batch.
+    """
     stated = {value for on, value, _ in plan.pinned if on == axis}
-    counts = not little or any(_splits_argument(plan, other) for other in plan.mesh.axes)
+    batch_split = any(_splits_argument(plan, other) for other in plan.mesh.axes)
+    weights_count = not splits_little or batch_split
     return any(
-        item.kind == "argument" or (counts and len(item.base.shape) > 1)
+        item.kind == "argument" or (weights_count and len(item.base.shape) > 1)
         for item in plan.inputs
         if item.name in stated and item.base.sharding.get(axis) == REPLICATE
     )
@@ -206,7 +213,7 @@ def _is_placed(step: Compute, axis: str) -> bool:
     return any(spec.sharding.get(axis, REPLICATE) != REPLICATE for spec in specs)
 
 
-def _swapped(pair: SwappedPair) -> str:
+def _swapped_text(pair: SwappedPair) -> str:
     summed, given = (", ".join(map(repr, collapse(names))) for names in (pair.summed, pair.given))
     plural = "s" * (pair.other_num != 1)
     return (
