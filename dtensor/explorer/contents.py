@@ -1,18 +1,12 @@
-"""The contents of a page about one plan, as data for JSON.
+"""The data of a page about one plan, for JSON. Steps, costs and reasons are those of plan.text.
 
-    contents(plan)["head"]["seconds"]     # of a step
-    contents(plan)["steps"][0]            # {"n": "permute", "c": "permute(up_weight, [1, 0])", ...}
-
-A step has: section ``g``, kind ``k`` (op, view, move, comm, end), names ``n``, call ``c``, numbers
-of its types ``t``, cost in words ``w``, FLOP ``f``, seconds ``z`` of computing and ``y`` of
-communicating each time, source ``o`` (a number of "sources"), module ``m`` (of "modules"), ``r``
-the run of layers it is shown for (of "runs"), ``e`` its reason. A collective also has ``v`` its
-kind, ``a`` its axes, ``b`` bytes each time, ``q`` the specs it moves from and to, ``p`` the pins
-that opened it, ``l`` those it meets, ``j`` other causes, ``h`` the hints and whether they remove
-it, ``d`` the reason for its operand's placement. Equal lines and types are stored once, by number.
-
-Invariants: steps are those of the printed plan, in which one layer represents equal ones; seconds
-and bytes are those of plan.cost and plan.collectives. Not here: the look of the page.
+A step has ``g`` its section, ``k`` kind (op, view, move, comm, end), ``n`` names of results, ``c``
+call, ``t`` types (indices into "specs") or ``w`` their text, ``f`` FLOP, ``z`` and ``y`` seconds of
+one computation and communication, ``o`` source line (index into "sources"), ``m`` module (index
+into "modules"), ``r`` run of layers that it stands for (index into "runs"), ``e`` reason. A
+collective also has ``v`` kind, ``a`` axes, ``b`` bytes of one execution, ``q`` specs before and
+after, ``p`` pins that cause it, ``l`` pins nearby, ``j`` option that causes it, ``h`` hints, each
+with 1 if it removes the collective, ``d`` reason for its operand's placement.
 """
 
 from __future__ import annotations
@@ -53,21 +47,22 @@ from dtensor.sharding.spec.mesh import MICROBATCH_AXIS
 from dtensor.sharding.spec.placements import Partial, Placement, Shard, index_sets, length
 from dtensor.sharding.spec.spec import TensorSpec
 
-_MOST_INTERVALS = 24
-"""Most intervals of a dim on one rank that a page draws."""
+_MAX_INTERVALS = 24
+"""How many intervals of a dim on one rank a page draws."""
 
 
 def contents(plan: Plan) -> dict[str, Any]:
+    """Return the data of the page about a plan, which can be written as JSON."""
     return _Contents(plan).data()
 
 
 def title_of(plan: Plan) -> str:
-    """``GPT (loss_fn)``: the class of the model, and the function that is planned."""
+    """Return the class of the model and the function that is planned: ``GPT (loss_fn)``."""
     return plan.name if plan.model in ("", plan.name) else f"{plan.model} ({plan.name})"
 
 
 class _Numbered:
-    """Items by number: each once, in the order of first use."""
+    """Numbers items in the order of first use; calling it returns the number of an item."""
 
     def __init__(self) -> None:
         self.numbers: dict[Any, int] = {}
@@ -77,11 +72,14 @@ class _Numbered:
 
 
 class _Contents:
+    """Collects the data of a page. ``rows``: (kind of a collective, its label) -> the index of its
+    step, to which the timeline refers."""
+
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.reasons = Reasons(plan)
         self.sources, self.specs = _Numbered(), _Numbered()
-        self.makers = plan.index.producers
+        self.producers = plan.index.producers
         self.labels = {item.name: item.label for item in plan.inputs}
         self.readers = {name: steps[0] for name, steps in plan.index.readers.items()}
         self.sections: dict[tuple[int, str], list[Step]] = {
@@ -102,16 +100,16 @@ class _Contents:
 
     def data(self) -> dict[str, Any]:
         plan = self.plan
-        shown: list[dict[str, Any]] = []
+        sections: list[dict[str, Any]] = []
         for (stage, name), steps in self.sections.items():
             first = len(self.steps)
-            self._section(len(shown), stage, name, steps)
+            self._add_section(len(sections), stage, name, steps)
             if name == "optimizer":
-                self._updates(len(shown), stage)
+                self._add_updates(len(sections), stage)
             if len(self.steps) > first:
                 in_microbatch = name in (SECTIONS[1], SECTIONS[2])
                 times = plan.num_microbatches if in_microbatch else 1
-                shown.append({"stage": stage, "name": name, "times": times})
+                sections.append({"stage": stage, "name": name, "times": times})
         inputs = list(self._inputs())
         return {
             "title": title_of(plan),
@@ -124,7 +122,7 @@ class _Contents:
             "head": self._head(),
             "axes": [self._axis(axis) for axis in plan.mesh.axes],
             "hints": [_hint(hint) for hint in plan.hints],
-            "sections": shown,
+            "sections": sections,
             "runs": self.runs,
             "steps": self.steps,
             "inputs": inputs,
@@ -149,37 +147,42 @@ class _Contents:
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _section(self, number: int, stage: int, name: str, steps: Sequence[Step]) -> None:
+    def _add_section(self, number: int, stage: int, name: str, steps: Sequence[Step]) -> None:
         done = 0
         for run in self.runs_in[stage, name]:
-            self._plain(number, stage, steps[done : run.start])
+            self._add_single_steps(number, stage, steps[done : run.start])
             self.runs.append(
                 {"l": ", ".join(run.layers), "x": run.count, "n": run.period, "o": run.first}
             )
             for offset, step in enumerate(run.steps(steps)):
                 alike = run.alike(steps, offset)
-                self._step(number, stage, step, alike, len(self.runs) - 1)
+                self._add_step(number, stage, step, alike, len(self.runs) - 1)
             done = run.stop
-        self._plain(number, stage, steps[done:])
+        self._add_single_steps(number, stage, steps[done:])
 
-    def _plain(self, number: int, stage: int, steps: Sequence[Step]) -> None:
+    def _add_single_steps(self, number: int, stage: int, steps: Sequence[Step]) -> None:
         for step in steps:
-            self._step(number, stage, step, [step], None)
+            self._add_step(number, stage, step, [step], None)
 
-    def _step(
-        self, number: int, stage: int, step: Step, alike: Sequence[Step], run: int | None
+    def _add_step(
+        self, section: int, stage: int, step: Step, alike: Sequence[Step], run: int | None
     ) -> None:
+        """Add the data of a step, and its cost to its module.
+
+        ``section`` and ``run``: indices, None if the step is in no run; ``alike``: the steps of all
+        layers that it stands for.
+        """
         plan = self.plan
         line = line_of(plan, step, stage)
         messages = [c for c in collectives_of(plan, step) if c.stage == stage]
         compute, communication, _ = step_seconds(plan, step, stage)
         results = list(step.gives_as())
         row: dict[str, Any] = {
-            "g": number,
+            "g": section,
             "k": _kind(step, bool(messages)),
             "n": line.name,
             "c": line.text,
-            "m": self.tree.node(self._module(step, stage)),
+            "m": self.tree.part_of(self._module(step, stage)),
         }
         if results and not (isinstance(step, Redistribute) and step.bucket):
             row["t"] = [self.specs(spec) for *_, spec in results]
@@ -192,41 +195,42 @@ class _Contents:
         if communication:
             row["y"] = communication
         if line.source and step.source:
-            row["o"] = self.sources(_line(step, line.source, self.makers, self.readers))
+            row["o"] = self.sources(_source(step, line.source, self.producers, self.readers))
         if run is not None:
             row["r"] = run
-        row["e"] = self.reasons.why(results[0][1]) if results else self.reasons.end(step)
+        row["e"] = self.reasons.why(results[0][1]) if results else self.reasons.step_reason(step)
         if messages:
-            self._collective(row, step, messages)
-            for one in alike:
-                self.rows.setdefault((messages[0].kind, one.label), len(self.steps))
+            self._add_collective(row, step, messages)
+            for layer_step in alike:
+                self.rows.setdefault((messages[0].kind, layer_step.label), len(self.steps))
         self.steps.append({key: value for key, value in row.items() if value not in ("", [])})
         times = step_times(plan, step) * len(alike)
-        self.tree.charge(
+        self.tree.add_cost(
             row["m"],
             compute=compute * times,
             communication=communication * times,
             flops=row.get("f", 0) * times,
             sent=sum(c.bytes_sent for c in messages) * times,
         )
-        self.tree.hold(row["m"], 0, (stage,))
+        self.tree.add_parameters(row["m"], 0, (stage,))
 
-    def _collective(
+    def _add_collective(
         self, row: dict[str, Any], step: Step, messages: Sequence[PlannedCollective]
     ) -> None:
+        """Add what only collectives have to the data of a step."""
         first = messages[0]
-        pins, met = self.reasons.pins(step), self.reasons.met(step)
+        pins, nearby = self.reasons.pins(step), self.reasons.nearby_pins(step)
         row["v"] = first.kind
         row["a"] = list(dict.fromkeys(c.axis for c in messages))
         row["b"] = sum(c.bytes_sent for c in messages)
-        row["d"] = self.reasons.cause(step)
+        row["d"] = self.reasons.operand_reason(step)
         row["p"] = list(pins)
-        row["l"] = [by for by in met if by not in pins]
-        row["j"] = self.reasons.states(step)
+        row["l"] = [by for by in nearby if by not in pins]
+        row["j"] = self.reasons.option(step)
         row["h"] = [
             [n, int((c.kind, c.axis, c.phase, c.source) in self.plan.hints[n].removed)]
             for c in messages[:1]
-            for n in self.reasons.hints(c.kind, c.axis, c.phase, c.source, (*pins, *met))
+            for n in self.reasons.hints(c.kind, c.axis, c.phase, c.source, (*pins, *nearby))
         ]
         match step:
             case Redistribute(moves=(move, *_)) if not step.tied:
@@ -238,23 +242,24 @@ class _Contents:
             case _:
                 pass
 
-    def _updates(self, number: int, stage: int) -> None:
-        """One row for each optimizer and part of the tree."""
+    def _add_updates(self, section: int, stage: int) -> None:
+        """Add one row for the updates of each optimizer and part of the tree."""
         groups: dict[tuple[str, int], list[Update]] = {}
         for step in updates_of(self.plan.steps, [stage]):
-            node = self.tree.node(step.parameter.rpartition(".")[0])
-            groups.setdefault((step.optimizer, node), []).append(step)
-        for (optimizer, node), steps in groups.items():
+            part = self.tree.part_of(step.parameter.rpartition(".")[0])
+            groups.setdefault((step.optimizer, part), []).append(step)
+        for (optimizer, part), steps in groups.items():
             compute = sum(step_seconds(self.plan, step, stage)[0] for step in steps)
             state = sum(step.state_bytes + step.master_bytes for step in steps)
             labels = ", ".join(collapse(step.parameter for step in steps))
-            row = {"g": number, "k": "end", "n": optimizer, "c": f"update of {labels}", "m": node}
+            row = {"g": section, "k": "end", "n": optimizer, "c": f"update of {labels}", "m": part}
             row |= {"z": compute, "st": state}
             self.steps.append(row)
-            self.tree.charge(node, compute=compute, communication=0, flops=0, sent=0)
+            self.tree.add_cost(part, compute=compute, communication=0, flops=0, sent=0)
 
     def _module(self, step: Step, stage: int) -> str:
-        """The module under which a step is shown: its own, or the module of the value it moves."""
+        """Return the module under which a step is shown: the module of its op, or of the value that
+        it moves."""
         match step:
             case Compute(op=op):
                 return op.module
@@ -271,14 +276,14 @@ class _Contents:
                 return ""
 
     def _module_of(self, name: str, step: Step) -> str:
-        """The module of the op that makes the value, else of the input, else of the op that reads
-        it."""
-        maker: Step | None = step
+        """Return the module of the op that makes the value ``name``, else of the input, else of the
+        op that reads the result of ``step``."""
+        producer: Step | None = step
         for _ in range(8):
-            maker = self.makers.get(name)
-            if isinstance(maker, Compute) and maker.op.module:
-                return maker.op.module
-            match maker:
+            producer = self.producers.get(name)
+            if isinstance(producer, Compute) and producer.op.module:
+                return producer.op.module
+            match producer:
                 case Redistribute(operands=(name,), bucket="") | Transfer(operand=name):
                     pass
                 case _:
@@ -286,23 +291,24 @@ class _Contents:
         if "." in self.labels.get(name, ""):
             return self.labels[name].rpartition(".")[0]
         reader = self.readers.get(step.gives[0])
-        return reader.op.module if isinstance(reader, Compute) and maker is None else ""
+        return reader.op.module if isinstance(reader, Compute) and producer is None else ""
 
     # -- inputs ----------------------------------------------------------------------------------
 
     def _inputs(self) -> Iterator[dict[str, Any]]:
-        """The inputs; those of equal layers, which differ in the layer's number, once."""
+        """Yield the data of the inputs. Inputs of equal layers share an entry."""
         groups: dict[tuple[object, ...], list[PlannedInput]] = {}
         for item in self.plan.inputs:
             path, _, name = item.label.rpartition(".")
-            key = (self.tree.first_of(path), name, item.kind, item.spec, item.held, item.stages)
+            module = self.tree.representative(path)
+            key = (module, name, item.kind, item.spec, item.held, item.stages)
             groups.setdefault(key, []).append(item)
         for items in groups.values():
             first = items[0]
-            node = self.tree.node(first.label.rpartition(".")[0])
+            part = self.tree.part_of(first.label.rpartition(".")[0])
             nbytes = sum(item.held.max_local_nbytes for item in items)
             if first.kind in ("parameter", "buffer"):
-                self.tree.hold(node, nbytes, first.stages)
+                self.tree.add_parameters(part, nbytes, first.stages)
             yield {
                 "l": ", ".join(collapse(item.label for item in items)),
                 "n": first.name,
@@ -310,7 +316,7 @@ class _Contents:
                 "x": len(items),
                 "t": self.specs(first.held),
                 "u": self.specs(first.spec),
-                "m": node,
+                "m": part,
                 "s": list(first.stages),
                 "b": nbytes,
                 "e": self.reasons.why(first.name),
@@ -321,8 +327,9 @@ class _Contents:
     def _head(self) -> dict[str, Any]:
         plan = self.plan
         totals, topology = plan.totals, plan.topology
-        cost, held = totals.cost, totals.memory
-        memory = {**asdict(held), "not_at_once": -held.not_at_once}  # a sum
+        cost, memory = totals.cost, totals.memory
+        # with a negative not_at_once, the total is the sum of all
+        memory_by_kind = {**asdict(memory), "not_at_once": -memory.not_at_once}
         by_kind = totals.most_sent(lambda key: (key[0], key[2]))
         return {
             "seconds": cost.seconds,
@@ -334,18 +341,18 @@ class _Contents:
             "bubble": cost.bubble,
             "hardware": topology.title,
             "device": topology.memory_bytes,
-            "memory": memory,
+            "memory": memory_by_kind,
             "stage_memory": [memory.total for memory in totals.stage_memory],
             "flops": max(work.flops for work in totals.ranks),
             "sent": totals.bytes_sent,
             "collectives": totals.num_collectives,
-            # [axis, kind, how many, bytes, seconds] of the rank that sends most
+            # [axis, kind, number, bytes, seconds] of the rank that sends most
             "by_kind": [[*key, *astuple(sent)] for key, sent in by_kind.items()],
             "num_steps": len(plan.steps),
         }
 
     def _axis(self, axis: str) -> dict[str, Any]:
-        """The splits of an axis, and the pins that opened them."""
+        """Return the data of an axis: its splits, and the pins that cause them."""
         plan = self.plan
         groups: dict[tuple[str, int, int, tuple[str, ...]], tuple[list[str], list[str]]] = {}
         for item in dict(plan.opened).get(axis, ()):
@@ -388,16 +395,17 @@ def _kind(step: Step, sends: bool) -> str:
             return "end"
 
 
-def _line(
-    step: Step, source: str, makers: Mapping[str, Step], readers: Mapping[str, Step]
+def _source(
+    step: Step, source: str, producers: Mapping[str, Step], readers: Mapping[str, Step]
 ) -> tuple[str, str]:
-    """The user's line and its text, which an op on the same line knows."""
-    near: list[Step | None] = [step]
-    near += [makers.get(name) for name in step.reads]
-    near += [readers.get(name) for name in step.gives]
-    for one in near:
-        if isinstance(one, Compute) and one.op.source == source and one.op.source_text:
-            return source, one.op.source_text
+    """Return (the user's line, its text). The text is taken from an op on the same line: the step,
+    or a neighbouring step."""
+    candidates: list[Step | None] = [step]
+    candidates += [producers.get(name) for name in step.reads]
+    candidates += [readers.get(name) for name in step.gives]
+    for other in candidates:
+        if isinstance(other, Compute) and other.op.source == source and other.op.source_text:
+            return source, other.op.source_text
     return source, ""
 
 
@@ -415,7 +423,7 @@ def _hint(hint: Hint) -> dict[str, Any]:
 
 
 def _spec(spec: TensorSpec) -> dict[str, Any]:
-    """Its text, shape, and by axis the part of each coordinate."""
+    """Return the data of a spec: its text, shape, and the shard of each rank on each axis."""
     mesh = spec.mesh
     data: dict[str, Any] = {"t": str(spec), "s": list(spec.shape), "z": spec.dtype.itemsize}
     placed = {
@@ -433,12 +441,13 @@ def _spec(spec: TensorSpec) -> dict[str, Any]:
 
 
 def _placement(placement: Placement, shape: Sequence[int], num: int) -> list[Any]:
-    """["+", "sum"] pending; or [dim, [[intervals, length], ...]] by coordinate."""
+    """Return ["+", "sum"] for a pending sum; [dim, [[intervals, length] of each rank]] for a
+    split."""
     match placement:
         case Partial(op):
             return ["+", op]
         case Shard(dim):
             sets = index_sets(placement, shape[dim], num)
-            return [dim, [[list(held[:_MOST_INTERVALS]), length(held)] for held in sets]]
+            return [dim, [[list(held[:_MAX_INTERVALS]), length(held)] for held in sets]]
         case _:
             raise AssertionError(placement)

@@ -1,14 +1,11 @@
-"""A plan, or several side by side, as one HTML file that opens from disk: `plan.save("plan.html")`.
+"""Writes one plan, or several side by side, as a self-contained HTML file.
 
-    save_pages("plans.html", {"tp4": first, "dp2tp2": second})    # gives the path
+    save_pages("plans.html", {"tp4": first, "dp2tp2": second})    # returns the path
     page({"tp4": first})                                          # the text of the file
 
-The file holds page.html, page.css and page.js as they lie beside this one, and the plans as JSON in
-an element that no script runs from. It loads nothing, from no network.
-
-Invariants: the same plans give the same bytes; no text of a plan can end the element that it stands
-in, as every "<" of it is written as an escape. Not here: what is shown (contents.py), how it looks
-(page.css), what it does (page.js).
+The file contains page.html, page.css, page.js, and the plans (contents.py) as JSON in an element
+that is not a script. It loads nothing from a network. The same plans give the same bytes. Every "<"
+in a plan's text is escaped, so no text can end its element.
 """
 
 from __future__ import annotations
@@ -28,42 +25,43 @@ _SUFFIXES = (".html", ".htm")
 
 
 def save_pages(path: str | os.PathLike[str], plans: Mapping[str, Plan]) -> Path:
-    """Write a page of the plans to ``path``, by name; of several, how they differ is shown first.
+    """Write a page about the plans, given by name, to ``path``. With several plans, the page shows
+    first how they differ.
 
-    Returns where it was written. PlanningError for a path that ends in neither .html nor .htm, one
-    in a folder that is not there, and what is no plan; OSError where it cannot be written.
+    Returns the written path. Raises PlanningError if the path ends in neither .html nor .htm, if
+    its folder does not exist, or if a value is not a plan; OSError if the file cannot be written.
     """
-    where = checked_path(path)
+    checked = checked_path(path)
     text = page(plans)
-    where.write_text(text, encoding="utf-8")
-    return where
+    checked.write_text(text, encoding="utf-8")
+    return checked
 
 
 def checked_path(path: str | os.PathLike[str]) -> Path:
-    """PlanningError for where no page can be written."""
+    """Return the path. Raises PlanningError if no page can be written there."""
     fix = 'plan.save("plan.html")'
     check_kind("the path of a page", path, str | os.PathLike, "a path", fix)
-    where = Path(path)
-    if where.suffix.lower() not in _SUFFIXES:
-        name = where.name or "plan"
+    checked = Path(path)
+    if checked.suffix.lower() not in _SUFFIXES:
+        name = checked.name or "plan"
         raise PlanningError(
-            f"{str(where)!r} does not end in .html, and a plan is saved as a page.\n"
-            f"fix: {str(where.with_name(name).with_suffix('.html'))!r}"
+            f"{str(checked)!r} does not end in .html, and a plan is saved as a page.\n"
+            f"fix: {str(checked.with_name(name).with_suffix('.html'))!r}"
         )
-    if where.is_dir():
+    if checked.is_dir():
         raise PlanningError(
-            f"{str(where)!r} is a folder.\nfix: {str(where / 'plan.html')!r}, a file in it"
+            f"{str(checked)!r} is a folder.\nfix: {str(checked / 'plan.html')!r}, a file in it"
         )
-    if not where.parent.is_dir():
+    if not checked.parent.is_dir():
         raise PlanningError(
-            f"there is no folder {str(where.parent)!r} to save {where.name!r} in.\n"
-            f"fix: make it first, or save in a folder that is there: {where.name!r}"
+            f"there is no folder {str(checked.parent)!r} to save {checked.name!r} in.\n"
+            f"fix: make it first, or save in a folder that is there: {checked.name!r}"
         )
-    return where
+    return checked
 
 
 def page(plans: Mapping[str, Plan]) -> str:
-    """The text of the file."""
+    """Return the text of the HTML file. Raises PlanningError if a value is not a plan."""
     fix = 'save_pages("plans.html", {"tp4": plan, "dp2tp2": other})'
     check_kind("the first argument of save_pages", plans, Mapping, "a dict of name to plan", fix)
     if not plans:
@@ -77,23 +75,24 @@ def page(plans: Mapping[str, Plan]) -> str:
     title = " and ".join(plans) if len(plans) > 1 else f"plan of {title_of(first)} on {first.mesh}"
     parts = {
         "title": html.escape(title),
-        "style": _file("page.css"),
+        "style": _read_file("page.css"),
         "data": _escaped(json.dumps(data, separators=(",", ":"), allow_nan=False)),
-        "script": _file("page.js"),
+        "script": _read_file("page.js"),
     }
-    before, *rest = _file("page.html").split("{{")
+    before, *pieces = _read_file("page.html").split("{{")
     text = [before]
-    for piece in rest:
+    for piece in pieces:
         name, _, after = piece.partition("}}")
         text += [parts[name], after]
     return "".join(text)
 
 
 def _escaped(text: str) -> str:
-    """JSON in which nothing opens or closes an element, and no line ends inside a string."""
+    """Return JSON with escapes for the characters that open or close an HTML element, and for
+    Unicode line separators."""
     codes = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
     return text.translate(codes)
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return (files("dtensor.explorer") / name).read_text(encoding="utf-8")

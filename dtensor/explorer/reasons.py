@@ -1,13 +1,12 @@
-"""The reasons for a value's placement, the pins that opened a collective, and hints to remove it.
+"""The reasons that a page shows for placements and collectives.
 
     reasons = Reasons(plan)
     reasons.why("mm_1_reduced")       # the lines of plan.explain, without the first
-    reasons.pins(step)                # ("*.up.weight",): those that opened the collective's axis
-    reasons.met(step)                 # ("*.down.weight",): of parameters beside the moved value
-    reasons.hints(step)               # numbers of plan.hints about those pins
+    reasons.pins(step)                # ("*.up.weight",): pins that cause the collective
+    reasons.nearby_pins(step)         # ("*.down.weight",): pins of parameters next to the value
+    reasons.hints(kind, axis, ...)    # indices of the hints in plan.hints about the collective
 
-Invariant: only hints that `plan.hints` has planned and priced claim to remove a collective. Not
-here: the words, which are those of plan/text/explain.py.
+Only hints in `plan.hints`, which are planned and priced, claim to remove a collective.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from dtensor.sharding.plan.steps import (
 )
 from dtensor.sharding.plan.text.words import collapse
 
-_DEEPEST = 12
-"""How many ops back from a collective's operand a pin is searched."""
+_MAX_DEPTH = 12
+"""How many ops back from a collective's operand pins are searched."""
 
 
 class Reasons:
-    """The reasons of one plan; see the module."""
+    """The reasons for the placements and collectives of one plan."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.index = plan.index
 
     def why(self, name: str) -> str:
-        """The text of plan.explain for a value, without its type."""
+        """Return the text of plan.explain for a value, without its type."""
         return "\n".join(self.index.reasons(name))
 
-    def cause(self, step: Step) -> str:
-        """The reason, for a conversion, why its operand has its placement on the conversion's
-        axis."""
+    def operand_reason(self, step: Step) -> str:
+        """Return why the operand of a conversion has its placement on the conversion's axis; "" for
+        another step."""
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ""
         operand, start = step.operands[0], f"on {step.axis}: "
@@ -51,7 +50,8 @@ class Reasons:
         return f"{operand} {lines[0]}" if lines else ""
 
     def pins(self, step: Step) -> tuple[str, ...]:
-        """The names of the pins that opened the split of the step's axis; () if there are none."""
+        """Return the pins that cause the split of the step's operands over its axis, by the names
+        for which the user wrote them."""
         match step:
             case Redistribute() if not step.in_place and not step.tied:
                 openers = [
@@ -61,30 +61,30 @@ class Reasons:
                 openers = []
         return tuple(dict.fromkeys(openers))
 
-    def met(self, step: Step) -> tuple[str, ...]:
-        """The pins on the axis of parameters that are operands where a conversion's value is made,
-        and where it is used."""
+    def nearby_pins(self, step: Step) -> tuple[str, ...]:
+        """Return the pins on a conversion's axis of the parameters that are operands of the ops
+        which produce or read the converted value; () for another step."""
         if not isinstance(step, Redistribute) or not step.is_alone:
             return ()
-        near = [self.index.producers.get(step.operands[0]), *self.index.readers.get(step.name, ())]
+        producer = self.index.producers.get(step.operands[0])
         pins: list[str] = []
-        for one in near:
-            for name in one.reads if one is not None and one.op is not None else ():
+        for near in (producer, *self.index.readers.get(step.name, ())):
+            for name in near.reads if near is not None and near.op is not None else ():
                 value = name
-                while (maker := self.index.producers.get(value)) and (base := maker.viewed):
+                while (producer := self.index.producers.get(value)) and (base := producer.viewed):
                     value = base
                 pins.append(self.index.pinned.get((step.axis, value), ""))
         return tuple(dict.fromkeys(filter(None, pins)))
 
-    def states(self, step: Step) -> str:
-        """The user's statement, other than a pin, that causes a collective."""
+    def option(self, step: Step) -> str:
+        """Return the user's option, such as ``zero=``, that causes a collective; "" if pins do."""
         match step:
             case Redistribute() if step.bucket:
                 axis, level = self.plan.zero or ("", 0)
                 return f"zero={{{axis!r}: {level}}}" if axis == step.axis else ""
             case Transfer() | Redistribute(tied=(_, *_)):
-                how = "stages that are found" if self.plan.auto else "stages="
-                return f"{how} on {self.plan.stage_axis}"
+                option = "stages that are found" if self.plan.auto else "stages="
+                return f"{option} on {self.plan.stage_axis}"
             case Norm():
                 return "grad_scaler=" if step.max_norm == math.inf else "clip_grad_norm="
             case _:
@@ -93,14 +93,16 @@ class Reasons:
     def hints(
         self, kind: str, axis: str, phase: str, source: str, pins: Iterable[str]
     ) -> list[int]:
-        """The hints that remove such a collective, then those about its pins, by number."""
+        """Return the indices in plan.hints of the hints that remove such a collective, followed by
+        hints about ``pins``."""
         about = [n for n, h in enumerate(self.plan.hints) if h.axis == axis and h.by in set(pins)]
         key = (kind, axis, phase, source)
         removing = [n for n, h in enumerate(self.plan.hints) if key in h.removed]
         return list(dict.fromkeys((*removing, *about)))
 
-    def end(self, step: Step) -> str:
-        """The reason for a step without a result that explain could name."""
+    def step_reason(self, step: Step) -> str:
+        """Return the reason for a step that has no results for plan.explain to name: the norm, or
+        a gather of updated parameters."""
         match step:
             case Norm():
                 parts = ["the global norm of all gradients: each rank squares its own, ranks and "]
@@ -120,17 +122,18 @@ class Reasons:
                 return ""
 
     def _openers(self, axis: str, name: str) -> list[str]:
-        """The pins nearest to a value, going back from it through the ops that make it."""
-        level, seen = [name], {name}
-        for _ in range(_DEEPEST):
+        """Return the pins nearest to a value that split something over the axis, searching back
+        through the ops that produce the value."""
+        level, visited = [name], {name}
+        for _ in range(_MAX_DEPTH):
             openers = [by for n in level for by in self.index.opened.get((axis, n), {}).values()]
             if openers or not level:
                 return list(dict.fromkeys(openers))
-            level = [n for n in self._read_by_makers(level) if n not in seen]
-            seen.update(level)
+            level = [n for n in self._operands_of_producers(level) if n not in visited]
+            visited.update(level)
         return []
 
-    def _read_by_makers(self, names: Iterable[str]) -> Iterator[str]:
+    def _operands_of_producers(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
             if (step := self.index.producers.get(name)) is not None:
                 yield from dict.fromkeys(step.reads)

@@ -1,13 +1,11 @@
-"""A plan's program on the virtual clock, as a page draws it: spans by rank, and what is held when.
+"""The simulated timeline of a plan as data for a page: spans and held bytes of each rank.
 
     timeline(plan, rows)      # {"seconds": ..., "ranks": [{"rank": 0, "lanes": [...], ...}], ...}
 
-A span is [begin, duration, kind, name, source, row]: times in nanoseconds, name and source numbers
-of ``words``, row the collective that a message is, or -1. ``held`` is [[from when, bytes], ...].
-
-Invariants: where spans are more than a page should hold, those shorter than ``grain`` that stand in
-one grain are one, as long as their sum, and ``grain`` says so; likewise the most that is held in a
-grain stands for it. Not here: the clock (runtime/simulate/simulator.py).
+A span is [begin, duration, kind, name, source, row]: times in nanoseconds; name and source as
+indices into ``words``; row as the index of the collective's step, or -1. ``held`` is [[time,
+bytes], ...]. If there are too many spans, those shorter than ``grain`` seconds that begin in one
+interval of that length are merged; likewise, the maximum of held bytes stands for an interval.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ from dtensor.runtime.simulate.simulator import simulate
 from dtensor.runtime.simulate.trace import Kind, Span, Trace
 from dtensor.sharding.plan.plan import Plan
 
-_MOST_SPANS, _MOST_HELD = 16_000, 4_000
-_NS = 1e9
+_MAX_SPANS, _MAX_HELD = 16_000, 4_000
+_NANOSECONDS = 1e9
 KINDS = get_args(Kind)
 
 
 class _Words:
-    """Strings, each once; a string's number."""
+    """Numbers strings in the order of first use; calling it returns the number of a string."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -37,20 +35,21 @@ class _Words:
 
 
 def simulated(plan: Plan) -> Trace:
-    """One run of the plan's program under its schedule."""
+    """Return the trace of one simulated run of the plan under its schedule."""
     timetable = plan.timetable
     return simulate(plan, timetable.grid if isinstance(timetable, GridTimetable) else None)
 
 
 def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:
-    """``rows``: of a collective's kind and what it reads, the row of the page."""
+    """Return the timeline. ``rows``: (kind of a collective, its label) -> index of its step on the
+    page."""
     trace = simulated(plan)
     words = _Words()
     grain = _grain(trace)
     lanes: dict[int, list[list[list[Any]]]] = {rank: [] for rank in trace.ranks}
     for (rank, _), spans in sorted(trace.lanes().items()):
-        lanes[rank].append(_drawn(spans, grain, words, rows))
-    step = trace.seconds / max(1, _MOST_HELD // max(1, len(trace.ranks)))
+        lanes[rank].append(_boxes(spans, grain, words, rows))
+    interval = trace.seconds / max(1, _MAX_HELD // max(1, len(trace.ranks)))
     return {
         "seconds": trace.seconds,
         "idle": trace.idle,
@@ -65,7 +64,7 @@ def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:
                 "messages": trace.spent(rank, "communication"),
                 "peak": peak,
                 "lanes": lanes[rank],
-                "held": _held(held, step),
+                "held": _levels(held, interval),
             }
             for rank, peak, held in zip(trace.ranks, trace.peak_bytes, trace.held_bytes)
         ],
@@ -73,38 +72,39 @@ def timeline(plan: Plan, rows: Mapping[tuple[str, str], int]) -> dict[str, Any]:
 
 
 def _grain(trace: Trace) -> float:
-    """The seconds under which spans are drawn together; 0 where there are few."""
+    """Return the duration in seconds below which spans are merged; 0 if there are few spans."""
     grain = 0.0
     lanes = trace.lanes()
-    while sum(_pieces(spans, grain) for spans in lanes.values()) > _MOST_SPANS:
+    while sum(_num_boxes(spans, grain) for spans in lanes.values()) > _MAX_SPANS:
         grain = grain * 2 or trace.seconds / 4096
     return grain
 
 
-def _place(span: Span, grain: float) -> tuple[float, str]:
-    """Equal for spans that are drawn together."""
+def _merge_key(span: Span, grain: float) -> tuple[float, str]:
+    """Return a key that is equal for neighbouring spans that are merged."""
     small = span.seconds < grain
     return (span.begin // grain, span.kind) if small else (span.begin, "")
 
 
-def _pieces(spans: Sequence[Span], grain: float) -> int:
-    return sum(1 for _ in itertools.groupby(spans, lambda span: _place(span, grain)))
+def _num_boxes(spans: Sequence[Span], grain: float) -> int:
+    return sum(1 for _ in itertools.groupby(spans, lambda span: _merge_key(span, grain)))
 
 
-def _drawn(
+def _boxes(
     spans: Sequence[Span], grain: float, words: _Words, rows: Mapping[tuple[str, str], int]
 ) -> list[list[Any]]:
+    """Return the spans as data, after merging."""
     boxes: list[list[Any]] = []
-    for _, group in itertools.groupby(spans, lambda span: _place(span, grain)):
-        those = list(group)
-        first = those[0]
-        name = first.name if len(those) == 1 else f"{first.name} and {len(those) - 1} more"
-        row = _row(first, rows) if len(those) == 1 else -1
-        seconds = sum(span.seconds for span in those)
+    for _, group in itertools.groupby(spans, lambda span: _merge_key(span, grain)):
+        merged = list(group)
+        first = merged[0]
+        name = first.name if len(merged) == 1 else f"{first.name} and {len(merged) - 1} more"
+        row = _row(first, rows) if len(merged) == 1 else -1
+        seconds = sum(span.seconds for span in merged)
         boxes.append(
             [
-                round(first.begin * _NS),
-                round(seconds * _NS),
+                round(first.begin * _NANOSECONDS),
+                round(seconds * _NANOSECONDS),
                 KINDS.index(first.kind),
                 words(name),
                 words(first.source or ""),
@@ -115,26 +115,27 @@ def _drawn(
 
 
 def _row(span: Span, rows: Mapping[tuple[str, str], int]) -> int:
-    """Which collective it is, or waits for."""
-    verb, what = span.label.verb, span.label.what
-    return rows.get(("transfer" if verb in ("send", "receive") else verb, what), -1)
+    """Return the row of the collective that the span is, or waits for; -1 if there is none."""
+    verb, label = span.label.verb, span.label.what
+    return rows.get(("transfer" if verb in ("send", "receive") else verb, label), -1)
 
 
-def _held(changes: Sequence[tuple[float, int]], step: float) -> list[list[int]]:
-    """What is held from when on; where changes are many, the most within each step."""
-    if len(changes) > _MOST_HELD and step:
-        most: dict[int, int] = {}
+def _levels(changes: Sequence[tuple[float, int]], interval: float) -> list[list[int]]:
+    """Return [nanoseconds, bytes held from then on] for each change. If there are many changes,
+    only the maximum in each ``interval`` of seconds is returned."""
+    if len(changes) > _MAX_HELD and interval:
+        maxima: dict[int, int] = {}
         before = 0
-        for when, held in changes:
-            at = int(when / step)
-            most[at] = max(most.get(at, before), held)
+        for seconds, held in changes:
+            number = int(seconds / interval)
+            maxima[number] = max(maxima.get(number, before), held)
             before = held
-        changes = [(at * step, held) for at, held in most.items()]
+        changes = [(number * interval, held) for number, held in maxima.items()]
     levels: list[list[int]] = []
-    for when, held in changes:
-        at = round(when * _NS)
-        if levels and levels[-1][0] == at:
+    for seconds, held in changes:
+        nanoseconds = round(seconds * _NANOSECONDS)
+        if levels and levels[-1][0] == nanoseconds:
             levels[-1][1] = max(levels[-1][1], held)
         elif not levels or levels[-1][1] != held:
-            levels.append([at, held])
+            levels.append([nanoseconds, held])
     return levels

@@ -1,13 +1,11 @@
-"""The tree of a plan's modules, layers that are alike as one.
+"""The tree of a plan's modules, in which equal layers are one part.
 
-    tree = Tree(plan, runs_by_section)
-    node = tree.node("blocks.3.attn")      # of `blocks.{0..11}` x12, which has an `attn`
+    tree = Tree(plan, runs_by_stage)
+    tree.part_of("blocks.3.attn")          # the index of the part `attn` of `blocks.{0..11}` x12
     tree.parts                             # parents before their children
 
-Modules are alike where plan/text/folding.py found their steps so: a layer that differs in anything
-is a part of its own. The root is the program, and what is in no module is the root's own.
-
-Invariant: a module is in one part. Not here: what a part costs (contents.py adds it up).
+Modules are equal if plan/text/folding.py finds that their steps are. The root is the program; steps
+outside modules belong to it. contents.py adds the costs of steps to the parts.
 """
 
 from __future__ import annotations
@@ -25,58 +23,64 @@ ROOT = 0
 
 @dataclass(slots=True, kw_only=True)
 class ModulePart:
-    """A module, or several alike; ``label``: below its parent's."""
+    """A module, or ``count`` equal modules.
+
+    ``label``: its name within the parent; ``parent``: an index, None for the root. The costs are
+    of one rank in one step and include the children: seconds of ``compute`` and ``communication``,
+    FLOP, bytes ``sent``, and bytes of ``parameters`` that it holds.
+    """
 
     label: str
     parent: int | None
     count: int = 1
     stages: set[int] = field(default_factory=set[int])
-    compute: float = 0.0  # seconds of a rank in a step; those of its children included
+    compute: float = 0.0
     communication: float = 0.0
     flops: int = 0
-    sent: int = 0  # bytes
-    parameters: int = 0  # bytes that a rank holds
+    sent: int = 0
+    parameters: int = 0
 
 
 class Tree:
-    """See the module."""
+    """The parts of a plan's module tree. ``runs``: stage -> (the steps of a section, a run of equal
+    layers among them)."""
 
     def __init__(
         self, plan: Plan, runs: Mapping[int, Sequence[tuple[Sequence[Step], Run]]]
     ) -> None:
-        self._same: dict[str, str] = {}
-        self._members: dict[str, list[str]] = {}
-        self._nodes: dict[str, int] = {"": ROOT}
+        self._equal_to: dict[str, str] = {}  # module -> an equal module that comes before it
+        self._members: dict[str, list[str]] = {}  # representative -> all equal modules
+        self._indices: dict[str, int] = {"": ROOT}  # representative -> index of its part
         self.parts: list[ModulePart] = [ModulePart(label=plan.name, parent=None)]
         paths = [op.module for op in plan.flow.ops]
         paths += [item.label.rpartition(".")[0] for item in plan.inputs]
-        for found in runs.values():
-            for steps, run in found:
-                self._join(steps, run)
+        for stage_runs in runs.values():
+            for steps, run in stage_runs:
+                self._join_layers(steps, run)
         for path in dict.fromkeys(_prefixes(paths)):
-            self._members.setdefault(self._found(path), []).append(path)
-        for item in plan.inputs:  # parts in the order in which the model has them
+            self._members.setdefault(self._representative(path), []).append(path)
+        for item in plan.inputs:  # so that parts have the order of the model
             if item.kind == "parameter":
-                self.node(item.label.rpartition(".")[0])
+                self.part_of(item.label.rpartition(".")[0])
 
-    def node(self, path: str) -> int:
-        """The number of the part that a module is in."""
+    def part_of(self, path: str) -> int:
+        """Return the index of the part of a module, after adding the part if it is new."""
         key, at = "", ROOT
         for name in path.split(".") if path else ():
-            key = self._found(f"{key}.{name}" if key else name)
-            if key not in self._nodes:
-                self._nodes[key] = len(self.parts)
+            key = self._representative(f"{key}.{name}" if key else name)
+            if key not in self._indices:
+                self._indices[key] = len(self.parts)
                 members = self._members.get(key, [key])
                 names = collapse(member.rpartition(".")[2] for member in members)
                 self.parts.append(ModulePart(label=", ".join(names), parent=at, count=len(members)))
-            at = self._nodes[key]
+            at = self._indices[key]
         return at
 
-    def charge(
-        self, node: int, *, compute: float, communication: float, flops: int, sent: int
+    def add_cost(
+        self, index: int, *, compute: float, communication: float, flops: int, sent: int
     ) -> None:
-        """Add what a step costs to its part, and to those around it."""
-        at: int | None = node
+        """Add the cost of a step to the part with this index and to all its ancestors."""
+        at: int | None = index
         while at is not None:
             part = self.parts[at]
             part.compute += compute
@@ -85,49 +89,56 @@ class Tree:
             part.sent += sent
             at = part.parent
 
-    def hold(self, node: int, nbytes: int, stages: Iterable[int]) -> None:
-        """Add a parameter's bytes likewise."""
-        at: int | None = node
+    def add_parameters(self, index: int, nbytes: int, stages: Iterable[int]) -> None:
+        """Add bytes of parameters and stages to the part with this index and to all its
+        ancestors."""
+        at: int | None = index
         while at is not None:
             self.parts[at].parameters += nbytes
             self.parts[at].stages.update(stages)
             at = self.parts[at].parent
 
-    def first_of(self, path: str) -> str:
-        """The path with each module's representative in its place."""
+    def representative(self, path: str) -> str:
+        """Return the path of a module with each layer replaced by its representative."""
         key = ""
         for name in path.split(".") if path else ():
-            key = self._found(f"{key}.{name}" if key else name)
+            key = self._representative(f"{key}.{name}" if key else name)
         return key
 
-    def _join(self, steps: Sequence[Step], run: Run) -> None:
+    def _join_layers(self, steps: Sequence[Step], run: Run) -> None:
+        """Record that corresponding modules of the run's layers are equal."""
         for offset in range(run.period):
-            alike = [s.op.module for s in run.alike(steps, offset) if s.op is not None]
-            for other in alike[1:]:
-                self._unite(alike[0], other)
+            modules = [s.op.module for s in run.alike(steps, offset) if s.op is not None]
+            for other in modules[1:]:
+                self._join(modules[0], other)
 
-    def _unite(self, first: str, second: str) -> None:
+    def _join(self, first: str, second: str) -> None:
+        """Record that two modules are equal up to the first name in which their paths differ."""
         a, b = first.split("."), second.split(".")
         if len(a) != len(b) or a == b:
             return
         at = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-        one, other = self._found(".".join(a[: at + 1])), self._found(".".join(b[: at + 1]))
-        if one != other:
-            self._same[max(one, other, key=_order)] = min(one, other, key=_order)
+        a_key = self._representative(".".join(a[: at + 1]))
+        b_key = self._representative(".".join(b[: at + 1]))
+        if a_key != b_key:
+            self._equal_to[max(a_key, b_key, key=_order)] = min(a_key, b_key, key=_order)
 
-    def _found(self, path: str) -> str:
-        while path in self._same:
-            path = self._same[path]
+    def _representative(self, path: str) -> str:
+        """Return the first of the modules that are equal to this one. ``path`` must have
+        representatives in place of its parents."""
+        while path in self._equal_to:
+            path = self._equal_to[path]
         return path
 
 
 def _order(path: str) -> tuple[int, tuple[tuple[int, str], ...]]:
-    """Numbers by size."""
+    """Return a sort key in which numbers of layers are compared as numbers."""
     parts = path.split(".")
     return len(parts), tuple((int(p) if p.isdigit() else -1, p) for p in parts)
 
 
 def _prefixes(paths: Iterable[str]) -> Iterable[str]:
+    """Yield each module path and the paths of its ancestors, ancestors first."""
     for path in paths:
         parts = path.split(".") if path else []
         for length in range(1, len(parts) + 1):
