@@ -445,7 +445,7 @@ def test_what_is_touched_is_fetched_alone() -> None:
         put: list[Any] = []
         session_for(twins.mesh).cluster.put = put.append  # type: ignore[method-assign]
         twins.train(1)
-        assert not put and not home.touched  # it was not written, so it was not sent
+        assert not put and not home.read_copies  # it was not written, so it was not sent
         with torch.no_grad():
             twins.net.scale.add_(1)
         del session_for(twins.mesh).cluster.put

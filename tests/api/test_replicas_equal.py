@@ -96,9 +96,9 @@ def test_a_copy_that_was_changed_on_a_cpu_is_found() -> None:
     run = Run.of("tp2", make=sgd)
     with dt.launch(run.mesh) as _:
         float(run.step(*batches(1)[0]))
-        from dtensor.api.store.session import session_at_hand
+        from dtensor.api.store.session import existing_session
 
-        session = session_at_hand(run.mesh)
+        session = existing_session(run.mesh)
         assert session is not None
         stored = session.model_home(run.model).owner.stored["norm.weight"]
         value = session.cluster.get([(stored.label,), ()]).get()[0][0]

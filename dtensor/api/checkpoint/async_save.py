@@ -37,9 +37,9 @@ from dtensor.api.checkpoint.exit_status import not_zero
 from dtensor.api.checkpoint.matching import OWN, keys_in_state
 from dtensor.api.model.initial_values import labels_in_state
 from dtensor.api.model.parallel import ParallelModule
-from dtensor.api.store.default_home import kept
+from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome
-from dtensor.api.store.session import MeshSession, launched, session_at_hand
+from dtensor.api.store.session import MeshSession, existing_session, launched
 from dtensor.api.values.lazy_parameters import (
     LazyOptimizerState,
     holder_of,
@@ -241,7 +241,7 @@ def submitted(
 ) -> Saved:
     with CALL_LOCK, held_back():  # it only begins here
         model.look()
-        session = session_at_hand(model.mesh)
+        session = existing_session(model.mesh)
         if session is not None and launched() is not None:
             _hold_what_is_on_meta(session, model)
         model_home = session.model_homes.get(id(model)) if session is not None else None
@@ -307,7 +307,7 @@ def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
     labels = set(labels_in_state(model.module, model.seen).values()) & tensors.keys()
     missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
     if missing:
-        homes = kept(model, session.ranks, session.model_homes.get(id(model)))
+        homes = current_homes(model, session.ranks, session.model_homes.get(id(model)))
         session.hold(model, {label: homes[label] for label in missing})
 
 
@@ -353,7 +353,9 @@ def _locate_optimizer(
         for (label, key), stored in home.owner.stored.items():
             name = keys[id(home.parameters[label])]
             state.on_ranks["optimizer", "state", name, key] = stored
-        entries = {p: read_whole(state_of_parameter) for p, state_of_parameter in home.rest.items()}
+        entries = {
+            p: read_whole(state_of_parameter) for p, state_of_parameter in home.unplaced.items()
+        }
     else:
         held: object = optimizer.state
         entries = held.refresh() if isinstance(held, LazyOptimizerState) else dict(optimizer.state)

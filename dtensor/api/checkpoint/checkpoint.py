@@ -40,9 +40,9 @@ from dtensor.api.checkpoint.async_save import Saved, SaveOptions, submitted
 from dtensor.api.checkpoint.matching import OWN, matched, matched_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.step.wrapped_optimizers import checked_optional
-from dtensor.api.store.default_home import kept
+from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome
-from dtensor.api.store.session import MeshSession, launched, session_at_hand
+from dtensor.api.store.session import MeshSession, existing_session, launched
 from dtensor.api.values.lazy_parameters import fault_in, holder_of, make_plain
 from dtensor.api.values.on_disk import OnDisk
 from dtensor.api.values.randomness import restore_counts
@@ -161,7 +161,7 @@ def load(
     values = matched(checkpoint, model, convert=dtype == "model")
     saved_state = None if optimizer is None else matched_state(checkpoint, model, optimizer)
     with CALL_LOCK:
-        session = session_at_hand(model.mesh) if launched() is not None else None
+        session = existing_session(model.mesh) if launched() is not None else None
         if (
             session is None
             and saved_state is not None
@@ -265,7 +265,7 @@ def _fill_ranks(
     """Each rank reads its shards of all values."""
     model_home = session.model_home(model)
     model_home.settle()
-    tensors, homes = model.seen.tensors, kept(model, session.ranks, model_home)
+    tensors, homes = model.seen.tensors, current_homes(model, session.ranks, model_home)
     folder = os.path.abspath(checkpoint.path)
     wanted = {stored.name: homes[label] for label, stored in values.items()}
     model_home.store.load(
@@ -277,7 +277,7 @@ def _fill_ranks(
         _leave_other_holder(tensors[label], model_home)
     model.initial.leave_on_disk({n: s for n, s in values.items() if tensors[n].is_meta})
     model_home.keep({label: tensors[label] for label in values})
-    model_home.stale |= values.keys() & model_home.own.keys()
+    model_home.stale |= values.keys() & model_home.local_tensors.keys()
     model_home.changed = any(
         tensors[label].is_meta for label in model_home.stored.keys() - values.keys()
     )

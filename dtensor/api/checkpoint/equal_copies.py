@@ -23,7 +23,7 @@ from torch import Tensor
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.step.wrapped_optimizers import checked_optional
 from dtensor.api.store.home import ModelHome
-from dtensor.api.store.session import session_at_hand
+from dtensor.api.store.session import existing_session
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK
@@ -64,7 +64,7 @@ def check_replicas(model: ParallelModule, optimizer: torch.optim.Optimizer | Non
     optimizer = checked_optional(optimizer)
     with CALL_LOCK:
         model.look()
-        session = session_at_hand(model.mesh)
+        session = existing_session(model.mesh)
         home = None if session is None else session.model_homes.get(id(model))
         if session is None or home is None:
             raise PlanningError(
@@ -105,7 +105,7 @@ def _begun(home: ModelHome, values: Paths) -> Callable[[], Unequal]:
         try:
             return list(unequal(values, run.get()))
         except DaftError as error:
-            raise home.session.told(error) from error.__cause__
+            raise home.session.with_loss_note(error) from error.__cause__
 
     return found
 

@@ -50,11 +50,11 @@ from dtensor.api.generation.programs import (
 )
 from dtensor.api.generation.requests import TextRequest
 from dtensor.api.model.parallel import ParallelModule, check_parallel
-from dtensor.api.store.default_home import kept
-from dtensor.api.store.meshes import listed, ranks_of_meshes
+from dtensor.api.store.default_home import current_homes
+from dtensor.api.store.meshes import meshes_text, ranks_of_meshes
 from dtensor.api.store.program_cache import ClusterProgram, ProgramCache
 from dtensor.api.store.session import MeshSession, launched, session_for
-from dtensor.api.store.store import across, inner_name
+from dtensor.api.store.store import name_on_ranks, with_mesh_ranks
 from dtensor.daft import DaftError, Future, Stored
 from dtensor.errors import PlanningError, check_number
 from dtensor.frontend.call_lock import CALL_LOCK
@@ -142,8 +142,8 @@ class DisaggregatedPrefill:
             self._settle()
         if launched() is None:
             places = ranks_of_meshes((self.other.mesh, self.model.mesh), ranks)
-            source = kept(self.own, places[self.other.mesh], None)
-            target = kept(self.caches, places[self.model.mesh], None)
+            source = current_homes(self.own, places[self.other.mesh], None)
+            target = current_homes(self.caches, places[self.model.mesh], None)
             return self._planned(length, 0, slot, source, target, torch.device("cpu"))
         if ranks is not None:
             raise PlanningError(
@@ -271,9 +271,9 @@ class DisaggregatedPrefill:
         with CALL_LOCK:
             model_home = there.model_home(self.caches)
             model_home.settle()
-            there.hold(self.caches, kept(self.caches, there.ranks, model_home))
+            there.hold(self.caches, current_homes(self.caches, there.ranks, model_home))
             lend([live], (0,))
-            fed["live"] = Stored(inner_name(there, live.name))
+            fed["live"] = Stored(name_on_ranks(there, live.name))
             program = self._program(length, at.row, slot)
             handle = program.handle
             fed[FROM], fed[TO] = at.row % self._together[0], slot % self._together[1]
@@ -294,7 +294,7 @@ class DisaggregatedPrefill:
         try:
             run.check()
         except DaftError as error:
-            raise self._there.told(error) from error.__cause__
+            raise self._there.with_loss_note(error) from error.__cause__
 
     def _program(self, length: int, row: int, slot: int) -> ClusterProgram:
         key = length, row // self._together[0], slot // self._together[1]
@@ -309,16 +309,16 @@ class DisaggregatedPrefill:
         source, target = self._kept(here, there)
         plan = self._planned(length, row, slot, source, target, cluster.device)
         names = {
-            label: (inner_name(here, moved.here.label), inner_name(there, moved.there.label))
+            label: (name_on_ranks(here, moved.here.label), name_on_ranks(there, moved.there.label))
             for label, moved in plan.transfers.items()
         }
-        state = {inner_name(there, target[name].label): name for name in ("request", "knobs")}
+        state = {name_on_ranks(there, target[name].label): name for name in ("request", "knobs")}
         sampling = _with_row(target["request"], slot)  # on the ranks of `live`, too
         tables = {rank: RowTables(state, {"live": "now"}) for rank in sampling.ranks}
         program = row_program(
             plan, cluster.size, cluster.device, names, length=length, tables=tables
         )
-        return ClusterProgram(cluster, cluster.load(across(cluster, program)))
+        return ClusterProgram(cluster, cluster.load(with_mesh_ranks(cluster, program)))
 
     def _planned(
         self,
@@ -342,8 +342,10 @@ class DisaggregatedPrefill:
     def _kept(
         self, here: MeshSession, there: MeshSession
     ) -> tuple[Mapping[str, StoredTensor], Mapping[str, StoredTensor]]:
-        source = kept(self.own, here.ranks, here.model_homes.get(id(self.own)))
-        return source, kept(self.caches, there.ranks, there.model_homes.get(id(self.caches)))
+        source = current_homes(self.own, here.ranks, here.model_homes.get(id(self.own)))
+        return source, current_homes(
+            self.caches, there.ranks, there.model_homes.get(id(self.caches))
+        )
 
     def _sessions(self) -> tuple[MeshSession, MeshSession]:
         self.check_launched()
@@ -354,10 +356,10 @@ class DisaggregatedPrefill:
         running, meshes = launched(), (self.other.mesh, self.model.mesh)
         places = {} if running is None else running.launch.places
         if not places.keys() >= set(meshes):
+            present = f"the running one has {meshes_text(places)}" if places else "none is running"
             raise PlanningError(
                 f"prompts are prefilled on {meshes[0]} and decoded on {meshes[1]}, which needs a "
-                f"launch that has the ranks of both; "
-                f"{f'the running one has {listed(places)}' if places else 'none is running'}.\n"
+                f"launch that has the ranks of both; {present}.\n"
                 f"fix: with dt.launch({meshes[0]!r}, {meshes[1]!r}): ..."
             )
 

@@ -376,9 +376,9 @@ def launch(
     if ranks is None and len(meshes) == 1 and isinstance(mesh := meshes[0], Mesh):
         places, size = {mesh: None}, mesh.size
     else:
-        from dtensor.api.store.meshes import by_position, ranks_of_meshes
+        from dtensor.api.store.meshes import ranks_of_meshes, split_positional
 
-        stated, backend, device = by_position(meshes, backend, device)
+        stated, backend, device = split_positional(meshes, backend, device)
         stated_ranks = ranks_of_meshes(stated, ranks)
         size = 1 + max(map(max, stated_ranks.values()))
         alone = ranks is None and len(stated) == 1

@@ -66,14 +66,14 @@ def _profiled(
     steps: list[TimedStep] = []
     plain: list[float] = []
     for _ in range(n):
-        noted, timed = _timed(session, step, read)
+        recorded, timed = _timed(session, step, read)
         steps.append(timed)
         plain.append(_plain(session, step, read))
     planned = plans.latest
     assert planned is not None, "a run has a plan"
     measured = Measured(
-        program=noted.handle.program,
-        lists=noted.handle.report.lists,
+        program=recorded.handle.program,
+        lists=recorded.handle.report.lists,
         ranks=session.ranks,
         floors=floors,
         steps=steps,
@@ -87,35 +87,35 @@ def _plain(
 ) -> float:
     """Seconds of a step without stamps."""
     begin = time.monotonic()
-    with session.noting("compiled"):
+    with session.recording_run("compiled"):
         result = step()
-    noted, _ = _results(session, result, read)
+    recorded, _ = _results(session, result, read)
     read(result)
-    return time.monotonic() - begin - noted.settling
+    return time.monotonic() - begin - recorded.settling
 
 
 def _timed(
     session: MeshSession, step: Callable[[], object], read: Callable[[object], None]
 ) -> tuple[TimedRun, TimedStep]:
     begin = time.monotonic()
-    with session.noting("timed"):
+    with session.recording_run("timed"):
         result = step()
-    noted, outputs = _results(session, result, read)
-    came = noted.returned if session.cluster.immediate else time.monotonic()
+    recorded, outputs = _results(session, result, read)
+    came = recorded.returned if session.cluster.immediate else time.monotonic()
     read(result)
-    seconds = time.monotonic() - begin - noted.settling
-    run = came - noted.called
-    return noted, TimedStep(controller=seconds - run, run=run, outputs=outputs)
+    seconds = time.monotonic() - begin - recorded.settling
+    run = came - recorded.called
+    return recorded, TimedStep(controller=seconds - run, run=run, outputs=outputs)
 
 
 def _results(
     session: MeshSession, result: object, read: Callable[[object], None]
 ) -> tuple[TimedRun, list[dict[str, object]]]:
-    """The run that was noted, and what each rank gave; raises what the step raises."""
-    noted, session.noted = session.noted, None
-    assert noted is not None, "a step is a run"
+    """The run that was recorded, and what each rank gave; raises what the step raises."""
+    recorded, session.recorded_run = session.recorded_run, None
+    assert recorded is not None, "a step is a run"
     try:
-        return noted, noted.future.get()
+        return recorded, recorded.future.get()
     except DaftError as error:
         read(result)
-        raise session.told(error) from error.__cause__
+        raise session.with_loss_note(error) from error.__cause__

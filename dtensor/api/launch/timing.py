@@ -133,14 +133,14 @@ def trace(
         session = session_for(step.model.mesh)
     else:
         session = session_for(step.mesh_of(BoundCall.of(step.fn, batch, kwargs)))
-    with session.noting("timed"):
+    with session.recording_run("timed"):
         result = step(*batch, **kwargs)
     if isinstance(result, Loss):
         result.tensor()  # raises its failure, so that the next step does not
-    noted, session.noted = session.noted, None
-    assert noted is not None
-    outputs = noted.future.get()
-    return measured(noted.handle, outputs, time.monotonic() - noted.called, session.ranks)
+    recorded, session.recorded_run = session.recorded_run, None
+    assert recorded is not None
+    outputs = recorded.future.get()
+    return measured(recorded.handle, outputs, time.monotonic() - recorded.called, session.ranks)
 
 
 def _check_step(verb: str, step: object) -> None:

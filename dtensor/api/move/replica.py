@@ -36,7 +36,7 @@ from torch import nn
 from dtensor.api.model.parallel import ParallelModule, check_parallel, parallelize
 from dtensor.api.model.stating.roles_of_weights import StatedRoles
 from dtensor.api.model.stating.stages import Stages
-from dtensor.api.store.default_home import kept
+from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.meshes import ranks_of_meshes
 from dtensor.api.store.session import MeshSession, launched, session_for
 from dtensor.api.store.store import Moving
@@ -131,7 +131,10 @@ def _plan_of(
     if launched() is None:
         places = ranks_of_meshes((policy.mesh, actor.mesh), ranks)
         numbers = places[policy.mesh], places[actor.mesh]
-        source, target = kept(policy, numbers[0], None), kept(actor, numbers[1], None)
+        source, target = (
+            current_homes(policy, numbers[0], None),
+            current_homes(actor, numbers[1], None),
+        )
         return _planned(policy, actor, source, target, torch.device("cpu"), topology)
     if ranks is not None:
         raise PlanningError(
@@ -139,8 +142,8 @@ def _plan_of(
             "fix: leave ranks out"
         )
     here, there = session_for(policy.mesh), session_for(actor.mesh)
-    source = kept(policy, here.ranks, here.model_homes.get(id(policy)))
-    target = kept(actor, there.ranks, there.model_homes.get(id(actor)))
+    source = current_homes(policy, here.ranks, here.model_homes.get(id(policy)))
+    target = current_homes(actor, there.ranks, there.model_homes.get(id(actor)))
     return _planned(policy, actor, source, target, here.cluster.device, topology)
 
 
@@ -208,8 +211,8 @@ class _Pair:
     def run(self) -> None:
         self.source.settle()
         self.target.store.look()
-        here = kept(self.policy, self.here.ranks, self.source)
-        where = kept(self.actor, self.there.ranks, self.target)
+        here = current_homes(self.policy, self.here.ranks, self.source)
+        where = current_homes(self.actor, self.there.ranks, self.target)
         if self.plan is None or self.made != (here, where):
             device = self.here.cluster.device
             self.plan = _planned(self.policy, self.actor, here, where, device)
@@ -221,7 +224,7 @@ class _Pair:
             {name: (target.owner, labels[name]) for name in self.plan.transfers},
             key=("sync", id(self.policy), id(self.actor)),
             note="it was a sync, which changed nothing: the actor is unchanged.",
-            undone=self._let_go,
+            on_undo=self._forget_missing,
         )
         if self.there.at_once:
             self.read(moving)
@@ -231,7 +234,7 @@ class _Pair:
         target.changed = target.unsaved = False
         target.saved = "the policy's values are where they were", self.actor.steps.present()
 
-    def _let_go(self) -> None:
+    def _forget_missing(self) -> None:
         """Forget values that the actor's ranks lack after a failed sync: no other place has
         them."""
         holders = self.actor.initial.holders

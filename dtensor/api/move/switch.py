@@ -49,11 +49,11 @@ from dtensor.api.step.training import (
     grid_of,
 )
 from dtensor.api.step.wrapped_optimizers import torchs_own
-from dtensor.api.store.default_home import kept
+from dtensor.api.store.default_home import current_homes
 from dtensor.api.store.home import ModelHome, OptimizerHome
 from dtensor.api.store.meshes import not_launched
-from dtensor.api.store.optimizer_state import updated_by
-from dtensor.api.store.session import Launch, MeshSession, homes_in, launched
+from dtensor.api.store.optimizer_state import updated_state
+from dtensor.api.store.session import Launch, MeshSession, launched, planned_homes
 from dtensor.api.store.store import Owner
 from dtensor.api.values.lazy_parameters import Entries
 from dtensor.daft.cluster.subcluster import SubCluster
@@ -161,7 +161,7 @@ class _PlannedStep:
         plan = self.planned.plan
         items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
         read = next(r for part, r in self.planned.models.by_part(items) if part is self.other)
-        return homes_in(plan, read, prefix, numbers)
+        return planned_homes(plan, read, prefix, numbers)
 
     def updated(
         self, optimizer: str, numbers: Sequence[int]
@@ -170,7 +170,7 @@ class _PlannedStep:
         rule, options = rule_of(self.step.optimizer), self.step.optimizer.param_groups
         keys, groups = tuple(map(rule.keys, options)), self.step._groups()
         labels = self.planned.models.labels
-        return updated_by(numbers, self.planned.plan, groups, keys, optimizer, labels, rule)
+        return updated_state(numbers, self.planned.plan, groups, keys, optimizer, labels, rule)
 
     def settle(self) -> None:
         """Settle the plan's choices in ``other``, as a run does."""
@@ -255,7 +255,7 @@ class _Switch:
         """By its name in the plan, each value on ranks, with its old and its new home."""
         self.into: dict[str, tuple[Owner[Any], Any]] = {}
         if model_home is not None:
-            stated = kept(other, numbers, None)
+            stated = current_homes(other, numbers, None)
             _check_here(model_home, stated)
             for step in steps:
                 self.by_steps |= step.homes(model_home.prefix, numbers)
@@ -305,7 +305,7 @@ class _Switch:
                 _settle_state(state, own, there)
             del self.here.model_homes[id(self.model)]
             there.model_homes[id(self.model)] = model_home
-        self.here.left.add(id(self.model))
+        self.here.moved_models.add(id(self.model))
 
     def _move(self, there: MeshSession) -> None:
         """Move the values to their new ranks; the old ones stay until then."""
@@ -344,7 +344,7 @@ def _gathered(state: _MovedState) -> Entries:
     home = state.home
     if not home.current:
         return {}
-    gathered = {parameter: dict(entries) for parameter, entries in home.rest.items()}
+    gathered = {parameter: dict(entries) for parameter, entries in home.unplaced.items()}
     left = {which: home.owner.stored[which] for which in state.left}
     for parameter, entries in home.model_home.gather_values(home, left).items():
         gathered.setdefault(parameter, {}).update(entries)
@@ -354,7 +354,7 @@ def _gathered(state: _MovedState) -> Entries:
 def _settle_state(state: _MovedState, rest: Entries, there: MeshSession) -> None:
     """The moved state is in place; the next step puts the missing entries."""
     home = state.home
-    home.updated, home.placed, home.rest = frozenset(), None, rest
+    home.updated, home.placed, home.unplaced = frozenset(), None, rest
     there.put([{home.name: home.rule.on_rank(home.masters)} for _ in range(there.mesh.size)])
 
 
@@ -429,7 +429,9 @@ def _optimizers(
 
 def _is_left(session: MeshSession, model: ParallelModule) -> bool:
     """Whether its ranks are free for the model: it was there, or the models there have left."""
-    return id(model) in session.left or (bool(session.left) and not session.model_homes)
+    return id(model) in session.moved_models or (
+        bool(session.moved_models) and not session.model_homes
+    )
 
 
 def _ranks_of(

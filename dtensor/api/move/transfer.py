@@ -26,7 +26,7 @@ import torch
 
 from dtensor.api.eager.tensor import DTensor, check_placements
 from dtensor.api.eager.values import fresh_name
-from dtensor.api.store.meshes import listed
+from dtensor.api.store.meshes import meshes_text
 from dtensor.api.store.session import MeshSession, launched, session_for
 from dtensor.errors import PlanningError, check_kind
 from dtensor.frontend.call_lock import CALL_LOCK
@@ -139,7 +139,8 @@ def _target(
     if mesh.size > launch.cluster.size:
         raise PlanningError(
             f"{mesh} has {mesh.size} ranks, the running launch has {launch.cluster.size} "
-            f"({listed(launch.places)}); fix: launch the larger mesh and transfer to the smaller"
+            f"({meshes_text(launch.places)}); "
+            f"fix: launch the larger mesh and transfer to the smaller"
         )
     chosen = tuple(range(mesh.size)) if ranks is None else tuple(ranks)
     if len(set(chosen)) != mesh.size or not set(chosen) <= set(range(launch.cluster.size)):

@@ -57,7 +57,7 @@ class Loss(ReadsAsFloat):
             self._session.launch.failure_was_read |= self._session.cluster.failure is not None
             if isinstance(error, TaskError) and self._line is not None:
                 error.locate(self._line)
-            raise self._session.told(error) from error.__cause__
+            raise self._session.with_loss_note(error) from error.__cause__
         except BaseException:  # an interrupt: the loss was not read
             self.was_read = was_read
             raise

@@ -1,14 +1,12 @@
-"""How a module's values are kept on a mesh, each of them, before a program has said and after.
+"""The homes of a module's parameters and buffers on a mesh, before and after a program fixed them.
 
-    kept(model, session.ranks, resident)    # {"up.weight": StoredTensor(... f32[64@tp,16] ...)}
+    homes = current_homes(model, session.ranks, model_home)
+    homes["up.weight"]                                   # StoredTensor(... f32[64@tp,16] ...)
 
-A program keeps what it uses as its plan says. A sync moves all values, and may come before any
-program: then a value is kept as other programs of the model have settled it, or as stated; whole
-where nothing is, or a role whose dims a program shows. With ZeRO-3 a parameter is split over its
-axis besides, and stages say which ranks have it. Where a plan then says something else,
-`keep_as_planned` has the ranks cut the values anew among themselves.
-
-Not here: putting values there (session.py), moving them to another mesh (replica.py).
+A plan fixes the homes of the values that its program uses. A sync moves all values and may precede
+any program. It then uses a default home: the placement that another program of the model settled,
+else the stated placement, else replicated (also for a role, whose dims only a program shows).
+ZeRO-3 also splits a parameter over its axis, and a value of a stage is on the ranks of that stage.
 """
 
 from __future__ import annotations
@@ -30,11 +28,12 @@ from dtensor.sharding.spec.spec import make_spec
 from dtensor.sharding.spec.stored import StoredTensor
 
 
-def kept(
+def current_homes(
     model: ParallelModule, numbers: Sequence[int], model_home: ModelHome | None
 ) -> dict[str, StoredTensor]:
-    """Every parameter and buffer, by label, as it is on a cluster, or would be put there now;
-    ``numbers``: what each rank of the mesh is in the launch."""
+    """Return the home of every parameter and buffer, by label: the present one, or the one where it
+    would be put now. ``numbers``: the launch's number of each rank of the mesh; ``model_home``:
+    None if no value of the model is on the ranks."""
     homes: dict[str, StoredTensor] = {}
     for label, tensor in model.seen.tensors.items():
         if model_home is not None and label in model_home.stored:
@@ -42,21 +41,27 @@ def kept(
         elif model_home is not None and label in model_home.owner.settled:
             homes[label] = model_home.owner.settled[label]
         else:
-            called = label if model_home is None else model_home.name(label)
-            homes[label] = _as_stated(model, label, tensor, called, numbers)
+            name = label if model_home is None else model_home.name(label)
+            homes[label] = _stated_home(model, label, tensor, name, numbers)
     return homes
 
 
-def keep_as_planned(model_home: ModelHome, planned: Mapping[str, StoredTensor]) -> None:
-    """A program has values there; those that are as none had said yet are moved."""
-    name, most = type(model_home.model.module).__name__, bucket_bytes(model_home.cluster.device)
-    plan = partial(plan_sync, name, bucket_bytes=most)
+def move_to_planned_homes(model_home: ModelHome, planned: Mapping[str, StoredTensor]) -> None:
+    """Settle the homes that a program's plan gives to values. Values that are in another default
+    home are moved between ranks."""
+    name = type(model_home.model.module).__name__
+    plan = partial(plan_sync, name, bucket_bytes=bucket_bytes(model_home.cluster.device))
     model_home.store.settle(model_home.owner, planned, plan)
 
 
-def _as_stated(
-    model: ParallelModule, label: str, tensor: torch.Tensor, called: str, numbers: Sequence[int]
+def _stated_home(
+    model: ParallelModule,
+    label: str,
+    tensor: torch.Tensor,
+    stored_name: str,
+    numbers: Sequence[int],
 ) -> StoredTensor:
+    """Return the default home of a value that no program has used: as settled or stated."""
     name, stated = model.seen.names[label], model.settled.get(label, {})
     if label not in model.settled:
         placements = next((p.placements for p in model.placements if p.name == name), {})
@@ -69,7 +74,7 @@ def _as_stated(
     stages = model.stage_plan
     everyone = tuple(range(model.mesh.size))
     if not stages.axis or stages.waiting or name not in stages.held:
-        return StoredTensor.of(called, spec, everyone, numbers)
-    mine = {model.homes[stage] for stage in stages.held[name]}
-    at = [r for r in everyone if model.mesh.coordinates(r)[stages.axis] in mine]
-    return StoredTensor.of(called, spec, at, numbers)
+        return StoredTensor.of(stored_name, spec, everyone, numbers)
+    indices = {model.homes[stage] for stage in stages.held[name]}
+    at = [r for r in everyone if model.mesh.coordinates(r)[stages.axis] in indices]
+    return StoredTensor.of(stored_name, spec, at, numbers)

@@ -1,9 +1,9 @@
-"""A tensor of a launch as calls take it: its shards stand on the ranks, under a name.
+"""The interface through which plans and programs see a `DTensor`: its shards are on the ranks.
 
-    x.spec, x.held, x.session      # of a DTensor: what plans and programs ask of it
+    x.spec, x.held, x.session, x.name
 
-`DTensor` (eager/tensor.py) is the only kind; what plans and loads programs knows but this. Layouts
-are interned: equal ones are one object, compared by identity, for specs take longer to compare.
+`DTensor` (eager/tensor.py) is the only subclass. Layouts are interned: equal layouts are one
+object, so that they are compared by identity, which is faster than comparing specs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How a whole tensor looks: its spec, and its strides as on one device."""
+    """The spec of a global tensor, and the strides that it would have on one device."""
 
     spec: TensorSpec
     strides: tuple[int, ...]
@@ -40,12 +40,12 @@ def contiguous_layout(spec: TensorSpec) -> Layout:
 
 @cache
 def contiguous(layout: Layout) -> Layout:
-    """The same spec without other strides; equal specs are told by identity then."""
+    """Return the layout of the same spec with contiguous strides."""
     return contiguous_layout(layout.spec)
 
 
 class TensorHandle(torch.Tensor):
-    """Global ``shape`` and ``dtype``; the shards are stored under ``name`` on the ranks."""
+    """A tensor with a global ``shape`` and ``dtype`` whose shards are on the ranks."""
 
     @property
     def session(self) -> MeshSession:
@@ -57,10 +57,10 @@ class TensorHandle(torch.Tensor):
 
     @property
     def held(self) -> Layout:
-        """Its spec as a layout, the same object for equal specs."""
+        """The spec as a contiguous layout: the same object for equal specs."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Under which its shards stand in the ranks' tables."""
+        """The name of the shards in the ranks' tables."""
         raise NotImplementedError

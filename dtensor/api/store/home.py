@@ -1,25 +1,14 @@
-"""The homes of a model's values: its state on a cluster, and the module's tensors meanwhile.
+"""A model's state on the ranks, and the module's lazy tensors while it is there.
 
-    model_home.keep("up.weight", tensor)  # its shards were put: the tensor is lazy from now on
+    model_home.keep({"up.weight": tensor})     # its shards were put: the tensor becomes lazy
     model_home.wrote({"up.weight"})            # a step changed the shards
-    tensor.sum()                               # bring: gathered, written in place, plain again
-    model_home.settle()                        # before the next step: if the tensor was written,
-                                               # it is put anew; else it is evicted again
-    model_home.come_home()                     # the launch ends: every value returns, in place
+    tensor.sum()                               # bring: gather, write in place, make plain
+    model_home.settle()                        # before a step: put it again if written, else evict
+    model_home.come_home()                     # the launch ends: gather every value in place
 
-Each value has one home. A tensor that was put is a lazy remote tensor until the user reads it. A
-tensor that was read is compared with a copy of the value that was brought, before the next program
-runs, so a write through it is never missed. A step without reads in between checks one thing:
-whether the tensors were written. A tensor that has left the module comes home with its state, and
-leaves the ranks. An optimizer's state follows the same rules: `opt.state` is an
-`LazyOptimizerState` while the ranks have it, and entries that were read are put anew. Names here
-are labels (labels.py).
-
-Tensors on the meta device have no memory to come home to: they stay on the ranks, and
-`InitialValues.holder` knows their holder.
-
-Not here: what is put where (session.py, optimizer_state.py), whole states in and out
-(state_dict.py).
+A tensor that the user read is compared, before the next program, with a copy of the value that was
+gathered, so that no write is missed. Tensors on the meta device have no memory: they stay on the
+ranks, and `InitialValues.holders` names their holder. Names here are labels (labels.py).
 """
 
 from __future__ import annotations
@@ -64,33 +53,26 @@ _version = attrgetter("_version")
 
 @dataclass(slots=True, repr=False)
 class OptimizerHome:
-    """One torch optimizer and its state on the ranks. The fields: its label among the model's
-    values, whether the ranks hold masters, and ``optimizer.state``, first as the user gave it.
-
-    ``parameters``: the labels of parameters that have state on the ranks; ``keys``: of the state,
-    by group; ``rule``: the rule of its class; ``ghost``: the object that advances numbers on the
-    optimizer itself; ``groups``: of labels, and ``trained``: those that the last plan updates;
-    ``owner``: of its values in the store, by parameter and key, including those that are absent
-    until a first step; ``updated``: those that the last plan updates; ``rest``: entries that no
-    program here has used, perhaps ``on_disk``; ``placed``: the last plan.
-    """
+    """One torch optimizer and its state on the ranks. While the ranks have the state,
+    ``optimizer.state`` is a `LazyOptimizerState`."""
 
     optimizer: torch.optim.Optimizer
-    label: str
-    masters: bool
-    keys: tuple[tuple[str, ...], ...]
+    label: str  # the optimizer's label among the model's values
+    masters: bool  # whether the ranks hold master weights
+    keys: tuple[tuple[str, ...], ...]  # the keys of the state, by parameter group
     rule: OptimizerRule
     model_home: ModelHome
-    given: InitVar[Entries]
-    rest: Entries
-    placed: Plan | None = None
-    parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    given: InitVar[Entries]  # `optimizer.state` as the user gave it
+    unplaced: Entries  # entries that no program here has used; still on disk if `on_disk`
+    placed: Plan | None = None  # the last plan whose state was put
+    parameters: dict[str, Tensor] = field(default_factory=dict[str, Tensor])  # with state on ranks
+    # the stored state by (label, key), including values that are absent until the first step:
     owner: Owner[tuple[str, str]] = field(default_factory=Owner[tuple[str, str]])
-    updated: frozenset[tuple[str, str]] = frozenset()
+    updated: frozenset[tuple[str, str]] = frozenset()  # the state that the last plan updates
     on_disk: bool = False
-    groups: tuple[tuple[str, ...], ...] = ()
-    trained: frozenset[str] = frozenset()
-    shadow: ShadowOptimizer | None = None
+    groups: tuple[tuple[str, ...], ...] = ()  # the labels of each parameter group
+    trained: frozenset[str] = frozenset()  # labels of the parameters that the last plan updates
+    shadow: ShadowOptimizer | None = None  # advances the numbers on the optimizer itself
     state: LazyOptimizerState = field(init=False)
 
     def __post_init__(self, given: Entries) -> None:
@@ -105,32 +87,33 @@ class OptimizerHome:
     @property
     def current(self) -> bool:
         """Whether the ranks' state is still the optimizer's: the user has neither read nor replaced
-        it."""
-        held: object = self.optimizer.state
-        return held is self.state and not self.state.touched
+        ``optimizer.state``."""
+        present: object = self.optimizer.state
+        return present is self.state and not self.state.touched
 
     def values(self, *, wait: bool = True) -> dict[tuple[str, str], StoredTensor]:
-        """The state on the ranks, by parameter and key. A parameter's entries exist from its first
-        step on. Waits for running steps. Entries that no program has updated are in ``rest``,
-        whole."""
+        """Return the state on the ranks, by (label, key): values that a step has made, or that were
+        put. Waits for running steps, unless ``wait`` is False. The state that no program has
+        updated is in ``unplaced``."""
         for settle in self.model_home.settling if wait else ():
             settle()
-        return {k: one for k, one in self.owner.stored.items() if self.owner.is_there(k)}
+        return {key: value for key, value in self.owner.stored.items() if self.owner.is_there(key)}
 
     def ended(self, updated: frozenset[tuple[str, str]]) -> None:
-        """A step that updated these has ended without failure."""
+        """Record that a step that updated this state has ended without failure."""
         self.model_home.store.written(self.owner, updated)
 
     def take_rule(self, rule: OptimizerRule) -> None:
-        """Use another rule from now on: its options have changed."""
+        """Use another rule from now on, because the optimizer's options have changed."""
         self.rule, shadow = rule, rule.shadow({})
         if shadow is not None and self.shadow is not None:
             shadow.parameters, shadow.state = self.shadow.parameters, self.shadow.state
         self.shadow = shadow
 
     def advance(self) -> Callable[[], None]:
-        """A step was called: write its changes of the groups' options and of the attributes to the
-        optimizer. Returns the function that reverts them, if the step is undone."""
+        """Write to the optimizer what a called step changes in the groups' options and the
+        optimizer's attributes. Return the function that reverts the changes, for a step that is
+        undone."""
         if self.shadow is None:
             return _nothing
         from dtensor.runtime.optimizer.elementwise.shadow_optimizer import advance
@@ -138,54 +121,51 @@ class OptimizerHome:
         return advance(self.optimizer, self.shadow, self.groups, self.trained)
 
     def come_home(self) -> None:
+        """Make ``optimizer.state`` a plain dict of gathered state, unless the user has replaced
+        it."""
         if self.current:
             self.optimizer.state = self.state.plain()
 
-    def let_go(self, labels: Set[str]) -> None:
-        """Bring the state of these parameters home, since it is put no more, and delete it on the
-        ranks."""
-        left = {which: one for which, one in self.owner.stored.items() if which[0] in labels}
+    def bring_and_delete(self, labels: Set[str]) -> None:
+        """Gather the state of parameters that have left the module, and delete it on the ranks."""
+        stored = {key: value for key, value in self.owner.stored.items() if key[0] in labels}
         if self.current:
-            for parameter, entries in self.model_home.gather_values(self, left).items():
-                self.rest.setdefault(parameter, {}).update(entries)
-        self.model_home.store.forget(self.owner, left, delete=True)
+            for parameter, entries in self.model_home.gather_values(self, stored).items():
+                self.unplaced.setdefault(parameter, {}).update(entries)
+        self.model_home.store.forget(self.owner, stored, delete=True)
         for label in labels & self.parameters.keys():
             del self.parameters[label]
-        self.updated, self.placed = self.updated - left.keys(), None
+        self.updated, self.placed = self.updated - stored.keys(), None
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class ModelHome:
-    """A model's state on the ranks of a session's mesh: labels begin with ``prefix``.
-
-    ``own``: label to the module's tensor whose shards were put, without those on meta; ``owner``:
-    of parameters and buffers in the store, by label; ``gradients``: of the gradients that a step
-    keeps, by name; ``stale``: labels whose shards are newer than the module's memory; ``touched``:
-    label to a copy of the value that the user has read.
-    """
+    """A model's state on the ranks of a session's mesh."""
 
     model: ParallelModule
-    prefix: str
+    prefix: str  # of the values' names in the ranks' tables, before the label
     session: MeshRanks
-    loads: int
-    owner: Owner[str] = field(default_factory=Owner[str])
-    gradients: Owner[str] = field(default_factory=Owner[str])
+    loads: int  # `model.loads` when the values were put
+    owner: Owner[str] = field(default_factory=Owner[str])  # parameters and buffers, by label
+    gradients: Owner[str] = field(default_factory=Owner[str])  # that a step keeps, by name
     optimizers: dict[int, OptimizerHome] = field(default_factory=dict)  # by id(optimizer)
-    placed: Plan | None = None  # the last that `place` was given: all its values are on the ranks
-    own: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    stale: set[str] = field(default_factory=set[str])
-    touched: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    changed: bool = False  # its values differ from the initial ones
-    unsaved: bool = False  # and were not gathered since
-    looked: int = 0  # the number of `model.seen` when it was settled
-    lost: str = ""  # `gone`, once the launch has ended
+    placed: Plan | None = None  # the plan last given to `place`: its values are on the ranks
+    # the module's tensors whose shards were put, by label, except tensors on the meta device:
+    local_tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    stale: set[str] = field(default_factory=set[str])  # labels: the shards are newer than memory
+    # copies of the values that the user has read since the last program, by label:
+    read_copies: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    changed: bool = False  # whether the values differ from the initial ones
+    unsaved: bool = False  # whether they changed since they were last gathered
+    seen_number: int = 0  # the number of `model.seen` when this home was last settled
+    lost: str = ""  # why the values are lost, once the launch has ended
     saved: tuple[str, int] = ("", 0)  # where the last copy of the state is, and its step
     settling: list[Callable[[], None]] = field(default_factory=list[Any])  # waits for its steps
     trained_by: dict[int, Any] = field(default_factory=dict)  # by id(optimizer), its last step
-    _versions: dict[str, int] = field(default_factory=dict[str, int])
-    _counted: list[Tensor] = field(default_factory=list[Tensor])  # as `_versions`, for speed
-    _counts: list[int] = field(default_factory=list[int])
-    _ahead: int = 1  # how many tensors the next read fetches
+    _versions: dict[str, int] = field(default_factory=dict[str, int])  # torch's, by label
+    _versioned: list[Tensor] = field(default_factory=list[Tensor])  # the same as two lists, for
+    _last_versions: list[int] = field(default_factory=list[int])  # the check before each step
+    _fetch_size: int = 1  # the number of tensors that the next read fetches
 
     @property
     def mesh(self) -> Mesh:
@@ -209,122 +189,124 @@ class ModelHome:
 
     @property
     def gone(self) -> str:
-        """Why the values are out of reach for good, or ""."""
+        """Why the values are lost, as the text after a value's name; "" if they are not."""
         if not self.lost and self.cluster.failure is not None:
             return self._failed(self.cluster.failure)
         return self.lost
 
     @property
     def on_meta(self) -> bool:
-        """Whether tensors of the model have no memory here."""
-        return len(self.own) < len(self.stored)
+        """Whether tensors of the model are on the meta device."""
+        return len(self.local_tensors) < len(self.stored)
 
     # -- the user's side --------------------------------------------------------------------------
 
     def bring(self, tensors: Sequence[Tensor]) -> None:
-        """See `lazy_parameters.ValueHolder`. Reads in order fetch more and more tensors at a
-        time."""
+        """See `lazy_parameters.ValueHolder`. Reads in the module's order fetch more and more
+        tensors at a time."""
         labels = [label_of(tensor) for tensor in tensors]
         if self.gone:
             name = self.model.seen.name(labels[0])
             raise RuntimeError(f"{name} {self.gone}") from self.cluster.failure
         if not self.stale.isdisjoint(labels):
             self.refresh([*labels, *self._following(labels[-1])])
-            self._ahead *= 2
+            self._fetch_size *= 2
         with plainly():
             for label, tensor in zip(labels, tensors, strict=True):
                 make_plain(tensor)
-                self.touched[label] = tensor.detach().clone()
+                self.read_copies[label] = tensor.detach().clone()
 
     def give_up(self, tensor: Tensor) -> None:
         """See `lazy_parameters.ValueHolder`: a lost value no longer belongs to this object."""
 
     def _following(self, label: str) -> list[str]:
-        """Stale labels after this one, as many as a read fetches, and one bucket at most."""
-        order = list(self.own)
-        rest = [n for n in order[order.index(label) + 1 :] if n in self.stale][: self._ahead - 1]
-        return list(next(buckets({label: self.stored[label] for label in rest}), {}))
+        """Return the stale labels after this one that are fetched with it: at most one bucket."""
+        order = list(self.local_tensors)
+        later = [n for n in order[order.index(label) + 1 :] if n in self.stale]
+        wanted = {label: self.stored[label] for label in later[: self._fetch_size - 1]}
+        return list(next(buckets(wanted), {}))
 
     def refresh(self, labels: Iterable[str]) -> None:
-        """Update their memory, in place, a bucket at a time; it does not count as a read."""
-        known = self.stale & self.own.keys()
-        wanted = [label for label in dict.fromkeys(labels) if label in known]
-        self._refuse(self._written(wanted))
-        with waits_may_act():  # signals may act
+        """Update the memory of stale tensors in place, a bucket at a time, without marking the
+        tensors as read. Raises PlanningError if one was written through a view."""
+        stale = self.stale & self.local_tensors.keys()
+        wanted = [label for label in dict.fromkeys(labels) if label in stale]
+        self._refuse_written(self._written(wanted))
+        with waits_may_act():
             self._fetch(wanted)
 
     def _fetch(self, wanted: Sequence[str]) -> None:
         for bucket in buckets({label: self.stored[label] for label in wanted}):
             with plainly():
                 for label, value in self.gather([*bucket]).items():
-                    tensor = self.own[label]
+                    tensor = self.local_tensors[label]
                     with torch.inference_mode() if tensor.is_inference() else nullcontext():
                         tensor.copy_(value)
             self.stale.difference_update(bucket)
             self._note_versions(bucket)
 
     def settle(self) -> None:
-        """Before a program runs: put tensors that the user has written, and evict the others
-        again."""
-        if self.touched:
-            self._settle_touched()
-        if self.looked != self.model.seen.number:
+        """Before a program runs, evict the tensors that the user has read. Forget the shards of
+        tensors that the user has written, so that they are put again."""
+        if self.read_copies:
+            self._settle_read()
+        if self.seen_number != self.model.seen.number:
             self._settle_changed()
         with as_it_is():
-            written = list(map(_version, self._counted)) != self._counts
+            written = list(map(_version, self._versioned)) != self._last_versions
         if written:
             self._settle_written()
-        if self.on_meta:  # another mesh may have that now
+        if self.on_meta:  # another mesh may hold these values now
             holders = self.model.initial.holders
             self.forget([n for n in self.stored if holders.get(n, self) is not self])
 
-    def _settle_touched(self) -> None:
-        touched, self.touched = self.touched, {}
+    def _settle_read(self) -> None:
+        copies, self.read_copies = self.read_copies, {}
         changed: list[str] = []
-        for label, shown in touched.items():
-            tensor = self.own[label]
-            for holder, _ in by_holder([tensor]):  # another mesh has it now
+        for label, copy in copies.items():
+            tensor = self.local_tensors[label]
+            for holder, _ in by_holder([tensor]):  # another mesh holds the tensor now
                 holder.bring([tensor])
-            if _same(tensor, shown):
+            if _same(tensor, copy):
                 evict(tensor, self, label)
             else:
                 changed.append(label)
-        self._note_versions(touched)
+        self._note_versions(copies)
         self.forget(changed)
 
     def _settle_changed(self) -> None:
-        """A tensor that has left the module comes home with its state, and leaves the ranks. One
-        without memory here stays on the ranks, for when it returns."""
-        there = self.model.seen.tensors
-        gone = [label for label in self.own if label not in there]
-        self.refresh(gone)
+        """Gather tensors that have left the module, with their optimizer state, and delete them on
+        the ranks. Tensors on the meta device stay on the ranks, in case they return."""
+        present = self.model.seen.tensors
+        removed = [label for label in self.local_tensors if label not in present]
+        self.refresh(removed)
         for home in self.optimizers.values():
-            home.let_go(set(gone))
-        for label in gone:
-            if holder_of(self.own[label]) is self:
-                make_plain(self.own[label])
-        self.forget(gone, delete=True)
+            home.bring_and_delete(set(removed))
+        for label in removed:
+            if holder_of(self.local_tensors[label]) is self:
+                make_plain(self.local_tensors[label])
+        self.forget(removed, delete=True)
         self.session.drop()
         self.store.unsettle(self.owner, self.owner.settled.keys() - self.model.labels.known)
-        self.looked, self.placed = self.model.seen.number, None
+        self.seen_number, self.placed = self.model.seen.number, None
 
     def _settle_written(self) -> None:
-        """Put tensors that were written through an older view; their memory must have been
-        current."""
-        written = self._written(self.own)
-        self._refuse([label for label in written if label in self.stale])
+        """Forget the shards of tensors that were written through an older view, so that they are
+        put again. Raises PlanningError if their memory was stale."""
+        written = self._written(self.local_tensors)
+        self._refuse_written([label for label in written if label in self.stale])
         for label in written:
-            if holder_of(self.own[label]) is self:
-                make_plain(self.own[label])
+            if holder_of(self.local_tensors[label]) is self:
+                make_plain(self.local_tensors[label])
         self.forget(written)
 
     def _written(self, labels: Iterable[str]) -> list[str]:
-        """The labels whose tensors were written since their versions were noted."""
-        known = self._versions
-        return [n for n in labels if n in known and known[n] != _version_of(self.own[n])]
+        """Return the labels whose tensors were written since their versions were noted."""
+        noted = self._versions
+        return [n for n in labels if n in noted and noted[n] != _version_of(self.local_tensors[n])]
 
-    def _refuse(self, written: Sequence[str]) -> None:
-        """Refuse a write to memory that was stale."""
+    def _refuse_written(self, written: Sequence[str]) -> None:
+        """Raises PlanningError if tensors were written whose memory was stale."""
         if written:
             raise PlanningError(
                 f"{self.model.seen.name(written[0])} was written through a view of it that was "
@@ -334,12 +316,13 @@ class ModelHome:
             )
 
     def forget(self, labels: Sequence[str], *, delete: bool = False) -> None:
-        """Their shards are no longer valid; `MeshSession.place` puts the module's values."""
+        """Drop the records of these values, so that `MeshSession.place` puts the module's values
+        again. ``delete``: delete the shards too."""
         if labels:
             self.store.forget(self.owner, labels, delete=delete)
             for label in labels:
-                for known in (self.own, self._versions):
-                    known.pop(label, None)
+                for table in (self.local_tensors, self._versions):
+                    table.pop(label, None)
             self.stale.difference_update(labels)
             self.placed = None
             self._note_versions(())
@@ -347,46 +330,47 @@ class ModelHome:
     # -- the ranks' side --------------------------------------------------------------------------
 
     def keep(self, tensors: dict[str, Tensor]) -> None:
-        """The shards of these tensors were put, and hold their values from now on."""
+        """Make these tensors lazy: their shards were put, and hold their values from now on."""
         for label, tensor in tensors.items():
-            self.touched.pop(label, None)
+            self.read_copies.pop(label, None)
             if self.cluster.device.type == "meta":
-                continue  # it computes nothing: the values are here
+                continue  # ranks on meta compute nothing: the module keeps its values
             if tensor.is_meta:
-                before = self.model.initial.holders.get(label)
-                self.changed |= before is not None and before.changed
+                previous = self.model.initial.holders.get(label)
+                self.changed |= previous is not None and previous.changed
                 self.model.initial.holders[label] = self
             else:
-                self.own[label] = tensor
+                self.local_tensors[label] = tensor
                 evict(tensor, self, label)
-        self._note_versions(self.own.keys() & tensors)
+        self._note_versions(self.local_tensors.keys() & tensors)
 
     def wrote(self, labels: frozenset[str], optimizer: OptimizerHome | None = None) -> None:
-        """A program that was called changes these, and the optimizer's state."""
+        """Record that a submitted program changes these values and the optimizer's state."""
         if self.cluster.device.type != "meta":
             if optimizer is not None:
                 optimizer.state.changed()
             self.stale |= labels
-            self._ahead = 1
+            self._fetch_size = 1
             self.changed = self.unsaved = True
 
     def gather(self, labels: Sequence[str]) -> dict[str, Tensor]:
-        """The whole values, on the CPU. Waits for running steps."""
+        """Return the full values on the CPU. Waits for running steps. Raises RuntimeError if they
+        are lost."""
         if self.lost:
             raise RuntimeError(f"{self.model.seen.name(labels[0])} {self.lost}")
         values = self.store.get({label: self.stored[label] for label in labels})
         return {label: value for label, value in values if value is not None}
 
     def gather_optimizer(self, home: OptimizerHome) -> Entries:
-        """Parameter to its state entries, whole, where the parameter is."""
-        held = [p for group in home.optimizer.param_groups for p in group["params"]]
-        gathered: Entries = {parameter: {} for parameter in held}  # in this order, as torch has it
-        rest = home.rest
+        """Return the full state entries of each parameter, on the parameter's device."""
+        parameters = [p for group in home.optimizer.param_groups for p in group["params"]]
+        gathered: Entries = {parameter: {} for parameter in parameters}  # in torch's order
+        unplaced = home.unplaced
         if home.on_disk:
             from dtensor.api.values.on_disk import read_whole
 
-            rest = {parameter: read_whole(entries) for parameter, entries in rest.items()}
-        gathered |= {parameter: dict(entries) for parameter, entries in rest.items()}
+            unplaced = {parameter: read_whole(entries) for parameter, entries in unplaced.items()}
+        gathered |= {parameter: dict(entries) for parameter, entries in unplaced.items()}
         for parameter, entries in self.gather_values(home, home.owner.stored).items():
             gathered.setdefault(parameter, {}).update(entries)
         return {parameter: entries for parameter, entries in gathered.items() if entries}
@@ -394,7 +378,7 @@ class ModelHome:
     def gather_values(
         self, home: OptimizerHome, wanted: Mapping[tuple[str, str], StoredTensor]
     ) -> Entries:
-        """Parameter to those of its state entries that are ``wanted`` and exist, whole."""
+        """Return the full state entries of each parameter that are ``wanted`` and exist."""
         gathered: Entries = {}
         for (label, key), value in self.store.get(wanted):
             if value is not None:
@@ -409,7 +393,8 @@ class ModelHome:
     # -- the end ----------------------------------------------------------------------------------
 
     def end(self, bring_home: bool) -> None:
-        """The cluster is about to end."""
+        """Before the cluster ends, gather the values if ``bring_home``; otherwise, or if the
+        cluster has failed, mark values that are only on the ranks as lost."""
         failure = self.cluster.failure
         if failure is not None:
             self.leave(self._failed(failure))
@@ -428,14 +413,14 @@ class ModelHome:
                     self.leave(self._failed(self.cluster.failure))
 
     def come_home(self) -> None:
-        """Bring every value home that can come, in place. A model on meta stays on the ranks, its
-        optimizer's state too.
+        """Copy every value that is newer on the ranks into the module's memory. The values and the
+        optimizer state of a model on the meta device are not copied.
 
-        PlanningError, when all is home, where a view of a stale value was written.
+        Raises PlanningError, after copying, if a view of a stale value was written.
         """
-        away = [label for label in self.own if label in self.stale]
-        written = self._written(away)
-        self._fetch(away)
+        stale = [label for label in self.local_tensors if label in self.stale]
+        written = self._written(stale)
+        self._fetch(stale)
         if not self.on_meta:
             for home in self.optimizers.values():
                 home.come_home()
@@ -443,25 +428,26 @@ class ModelHome:
             f"is on the meta device: its value was on {self.mesh}, in a launch that has ended.\n"
             f"fix: {self._remedy('the result of dt.gather_state_dict(model, opt) in the launch')}"
         )
-        self._refuse(written)
+        self._refuse_written(written)
 
     def leave(self, why: str) -> None:
-        """Values that are only on the cluster are lost; ``why`` is the text after their name."""
+        """Mark the values that are only on the cluster as lost, and make the other tensors plain.
+        ``why``: the text of a later error, after the value's name."""
         self.lost = why
         for home in self.optimizers.values():
             if home.current and home.state.stale:
                 home.state.gone = f"the state of {type(home.optimizer).__name__} {why}"
             else:
                 home.come_home()
-        for label, tensor in self.own.items():
+        for label, tensor in self.local_tensors.items():
             if holder_of(tensor) is self and label not in self.stale:
                 make_plain(tensor)
         holders = self.model.initial.holders
         for label in [label for label in holders if holders[label] is self and not self.changed]:
-            del holders[label]  # a new one is the same
+            del holders[label]  # the next launch makes the same initial values
 
     def _failed(self, failure: Exception) -> str:
-        """The text why values on a failed cluster are lost."""
+        """Return the text that says why values on a failed cluster are lost."""
         reason = str(failure).partition("\n")[0]
         return (
             f"is lost: its value was on {self.mesh}, which failed ({reason}).\n"
@@ -475,33 +461,33 @@ class ModelHome:
 
     def _note_versions(self, labels: Iterable[str]) -> None:
         for label in labels:
-            if not self.own[label].is_inference():  # inference tensors have none
-                self._versions[label] = _version_of(self.own[label])
-        self._counted = [self.own[label] for label in self._versions]
-        self._counts = list(self._versions.values())
+            if not self.local_tensors[label].is_inference():  # they have no version
+                self._versions[label] = _version_of(self.local_tensors[label])
+        self._versioned = [self.local_tensors[label] for label in self._versions]
+        self._last_versions = list(self._versions.values())
 
 
 def check_apart(tensors: Mapping[str, Tensor], written: Set[str]) -> None:
-    """PlanningError where a tensor that a program changes shares memory with another one: on the
-    ranks only one of them would change."""
+    """Raises PlanningError if a tensor that a program changes shares memory with another tensor: on
+    the ranks only one of the two would change."""
     with as_it_is():
-        each = {id(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))}
+        distinct = {id(tensor): (name, tensor) for name, tensor in reversed(list(tensors.items()))}
         spans = sorted(
             (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
-            for name, tensor in each.values()
+            for name, tensor in distinct.values()
             if tensor.nbytes and not tensor.is_meta and _is_dense(tensor)
         )
-    for (_, end, one), (begin, _, other) in pairwise(spans):
-        if begin < end and not written.isdisjoint((one, other)):
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin < end and not written.isdisjoint((first, second)):
             raise PlanningError(
-                f"{one} and {other} share memory without being one tensor, so on the ranks they "
+                f"{first} and {second} share memory without being one tensor, so on the ranks they "
                 f"would change apart.\n"
-                f"fix: make them one, as in `module.{other} = module.{one}`, or copy one of them"
+                f"fix: make them one, as in `module.{second} = module.{first}`, or copy one of them"
             )
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill the memory from the first to the last."""
+    """Return whether the elements fill the memory from the first to the last without gaps."""
     steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return 1 + sum(steps) == tensor.numel()
 
@@ -511,9 +497,9 @@ def _version_of(tensor: Tensor) -> int:
         return tensor._version
 
 
-def _same(tensor: Tensor, shown: Tensor) -> bool:
-    alike = tensor.shape == shown.shape and tensor.dtype == shown.dtype
-    return alike and tensor.device == shown.device and torch.equal(tensor, shown)
+def _same(tensor: Tensor, copy: Tensor) -> bool:
+    alike = tensor.shape == copy.shape and tensor.dtype == copy.dtype
+    return alike and tensor.device == copy.device and torch.equal(tensor, copy)
 
 
 def _nothing() -> None:

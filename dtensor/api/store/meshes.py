@@ -1,11 +1,10 @@
-"""The meshes of a launch: which of its ranks are those of each, and how messages list them.
+"""The ranks of each mesh of a launch, and the text in which messages list them.
 
     train, play = Mesh(dp=2), Mesh(tp=2, name="play")
     ranks_of_meshes((train, play), None)               # {train: (0, 1), play: (2, 3)}
     ranks_of_meshes((train, play), {play: (1, 0)})     # {train: (0, 1), play: (1, 0)}: shared
 
-Invariant: the ranks are distinct in each mesh, and those of all together are 0, 1, ... without a
-gap. Not here: what of a mesh is on its ranks (session.py).
+Invariant: the ranks of one mesh are distinct; the ranks of all meshes are 0, 1, ... without a gap.
 """
 
 from __future__ import annotations
@@ -21,41 +20,39 @@ from dtensor.sharding.spec.mesh import Mesh, check_mesh
 _FIX = "ranks={play: (0, 1)}: mesh to numbers of ranks of the launch"
 
 
-def by_position(
-    given: Sequence[Mesh | str], backend: Backend, device: str
+def split_positional(
+    arguments: Sequence[Mesh | str], backend: Backend, device: str
 ) -> tuple[tuple[Mesh, ...], Backend, str]:
-    """The meshes that `launch` is given, and the backend and the device that may stand after them.
-
-    PlanningError for what is neither.
-    """
-    meshes = tuple(takewhile(lambda one: isinstance(one, Mesh), given))
-    rest = given[len(meshes) :]
-    if not meshes or (rest and not isinstance(rest[0], str)):
-        check_mesh(rest[0] if rest else None)
-    if len(rest) > 2 or not all(isinstance(one, str) for one in rest):
+    """Split the positional arguments of `launch` into the meshes, the backend and the device; the
+    last two may be missing. Raises PlanningError for other arguments."""
+    meshes = tuple(takewhile(lambda argument: isinstance(argument, Mesh), arguments))
+    words = arguments[len(meshes) :]
+    if not meshes or (words and not isinstance(words[0], str)):
+        check_mesh(words[0] if words else None)
+    if len(words) > 2 or not all(isinstance(word, str) for word in words):
         raise PlanningError(
             f"launch takes meshes, then a backend and a device at most; after {meshes[-1]!r} come "
-            f"{', '.join(map(repr, rest))}.\n"
+            f"{', '.join(map(repr, words))}.\n"
             f'fix: dt.launch(train, play, backend="ray", device="cpu")'
         )
-    return cast(Any, (meshes, *rest, *(backend, device)[len(rest) :]))
+    return cast(Any, (meshes, *words, *(backend, device)[len(words) :]))
 
 
-def listed(places: Mapping[Mesh, tuple[int, ...]]) -> str:
-    """Meshes and their ranks, as a message has them."""
-    texts = [f"{mesh} on ranks {_numbers(ranks)}" for mesh, ranks in places.items()]
+def meshes_text(places: Mapping[Mesh, tuple[int, ...]]) -> str:
+    """Return the text of a message that lists meshes and their ranks."""
+    texts = [f"{mesh} on ranks {_ranks_text(ranks)}" for mesh, ranks in places.items()]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 def not_launched(mesh: Mesh, places: Mapping[Mesh, tuple[int, ...]]) -> PlanningError:
-    """For a program for a mesh that the running launch does not have."""
+    """Return the error for a program whose mesh is not in the running launch."""
     if len(places) == 1:
         return PlanningError(
             f"the running launch is on {next(iter(places))}, this program is for {mesh}; "
             f"fix: dt.launch({mesh!r}), or leave the launch first"
         )
     return PlanningError(
-        f"this program is for {mesh}, and the running launch has {listed(places)}.\n"
+        f"this program is for {mesh}, and the running launch has {meshes_text(places)}.\n"
         f"fix: dt.launch({', '.join(map(repr, (*places, mesh)))}), or use one of its meshes"
     )
 
@@ -63,14 +60,14 @@ def not_launched(mesh: Mesh, places: Mapping[Mesh, tuple[int, ...]]) -> Planning
 def ranks_of_meshes(
     meshes: Sequence[Mesh], stated: Mapping[Mesh, Sequence[int]] | None
 ) -> dict[Mesh, tuple[int, ...]]:
-    """Mesh to the launch's numbers of its ranks, in its order. One that is not stated gets those
-    after all ranks of the meshes before it.
+    """Return the launch's rank numbers of each mesh, in the mesh's order. A mesh that is not in
+    ``stated`` gets the numbers after all ranks of the meshes before it.
 
-    PlanningError for a mesh that is there twice, or that is stated and not there; for ranks that
-    are not those of a mesh; for a rank of no mesh.
+    Raises PlanningError if a mesh occurs twice, if a stated mesh is not in ``meshes``, if the
+    stated ranks do not fit their mesh, or if a rank belongs to no mesh.
     """
     check_kind("ranks", stated, Mapping | None, "a dict", _FIX)
-    wanted = dict(stated or {})
+    stated = dict(stated or {})
     for mesh in meshes:
         if meshes.count(mesh) > 1:
             axes = "".join(f"{axis}={size}, " for axis, size in mesh.shape.items())
@@ -78,33 +75,34 @@ def ranks_of_meshes(
                 f"the launch has {mesh} twice: equal meshes are one mesh.\n"
                 f'fix: name= for one of them, as in dt.Mesh({axes}name="play")'
             )
-    for mesh in wanted:
+    for mesh in stated:
         check_mesh(mesh)
         if mesh not in meshes:
             raise PlanningError(
-                f"ranks= states those of {mesh}, and the launch has "
-                f"{', '.join(map(str, meshes))}.\n"
+                f"ranks= names {mesh}, which is not a mesh of this launch "
+                f"({', '.join(map(str, meshes))}).\n"
                 f"fix: dt.launch({', '.join(map(repr, (*meshes, mesh)))}, ranks=...)"
             )
     places: dict[Mesh, tuple[int, ...]] = {}
     end = 0
     for mesh in meshes:
         numbers = tuple(range(end, end + mesh.size))
-        if mesh in wanted:
-            numbers = _checked(mesh, wanted[mesh])
+        if mesh in stated:
+            numbers = _check_ranks(mesh, stated[mesh])
         places[mesh] = numbers
         end = max(end, *(rank + 1 for rank in numbers))
     free = sorted(set(range(end)).difference(*places.values()))
     if free:
         raise PlanningError(
-            f"ranks= leaves {_named(free)} of the launch without a mesh: the highest that is "
+            f"ranks= leaves {_named_ranks(free)} of the launch without a mesh: the highest that is "
             f"stated is {end - 1}.\n"
             f"fix: number the ranks of the launch from 0, without a gap"
         )
     return places
 
 
-def _checked(mesh: Mesh, ranks: object) -> tuple[int, ...]:
+def _check_ranks(mesh: Mesh, ranks: object) -> tuple[int, ...]:
+    """Return the stated ranks of a mesh. Raises PlanningError if they do not fit it."""
     fix = f"ranks={{{mesh!r}: {tuple(range(mesh.size))}}}"
     check_kind(f"ranks= of {mesh}", ranks, list | tuple | range, "a list of ranks", fix)
     assert isinstance(ranks, list | tuple | range)
@@ -122,12 +120,12 @@ def _checked(mesh: Mesh, ranks: object) -> tuple[int, ...]:
     return numbers
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    """0..3, or 2, 0."""
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as text: "0..3" if they are consecutive, else "2, 0"."""
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}..{ranks[-1]}"
     return ", ".join(map(str, ranks))
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,15 +1,13 @@
-"""An optimizer's state, from the controller to the tables of a session's ranks.
+"""Placing an optimizer's state: from the controller into the tables of a session's ranks.
 
     home = place_optimizer(session, model, adamw, groups, plan, stages, models, masters=False)
     stored = home.owner.stored["up.weight", "exp_avg"]
     stored.label         # "model 0: optimizer 0: exp_avg of up.weight"
     stored.spec          # f32[64@dp,16]: [16,16] on each of ranks 0, 1, 2, 3
 
-Each value that the plan's update reads has a name there and is cut by the plan; a `step` is a
-number on all ranks. A value that an earlier program has put there, and that was not read since,
-stays. Values that no update reads are kept whole (`OptimizerHome.rest`), for an update that does.
-
-Not here: its way back (home.py), its names and updates (runtime/optimizer/shard_optimizer.py).
+The plan's update reads each value under a name, cut as the plan says; a `step` is a number on all
+ranks. A value that an earlier program has put stays there, unless the user has read it since.
+Values that no update has read yet stay on the controller (`OptimizerHome.unplaced`).
 """
 
 from __future__ import annotations
@@ -55,13 +53,13 @@ def place_optimizer(
     *,
     masters: bool,
 ) -> OptimizerHome:
-    """Put the values of the state that the plan's update reads into the ranks' tables; again those
-    that the user has read since. A tensor of its parameter's shape is cut by the plan's spec of the
-    state, numbers are replicated; values that do not exist yet are absent (shard_optimizer.py). The
-    updater is put beside them.
+    """Put the state that the plan's update reads into the ranks' tables, and return its home. State
+    that the user has read since it was put is put again. A tensor of its parameter's shape is cut
+    by the plan's spec of the state; numbers are replicated; values that do not exist yet are absent
+    (shard_optimizer.py). The rank's updater is put too.
 
-    PlanningError if two steps share an optimizer and only one of them uses masters, or if a state
-    lacks a value that the class reads.
+    Raises PlanningError if two steps share an optimizer and only one of them uses masters, or if
+    the state of a parameter lacks a value that the optimizer's class reads.
     """
     model_home = session.model_home(model)
     home = model_home.optimizers.get(id(optimizer))
@@ -75,12 +73,12 @@ def place_optimizer(
     session.place(models, plan, stages)
     rule = rule_of(optimizer)
     keys = tuple(map(rule.keys, optimizer.param_groups))
-    known_so = home is not None and home.rule is rule and home.keys == keys
-    if home is not None and known_so and home.current and home.placed is plan:
+    unchanged = home is not None and home.rule is rule and home.keys == keys
+    if home is not None and unchanged and home.current and home.placed is plan:
         return home
     own_label = home.label if home else f"optimizer {len(model_home.optimizers)}"
     name = model_home.name(own_label)
-    updated = updated_by(session.ranks, plan, groups, keys, name, models.labels, rule)
+    updated = updated_state(session.ranks, plan, groups, keys, name, models.labels, rule)
     known = {} if home is None else home.owner.stored
     cast = set[tuple[str, str]]() if home is None else _check_as_before(home, updated)
     elsewhere = any(w in known and not set(updated[w].at) <= set(known[w].at) for w in updated)
@@ -91,7 +89,7 @@ def place_optimizer(
         kept_by = (optimizer, own_label, masters, keys, rule, model_home, entries, dict(entries))
         before = {} if home is None else home.parameters
         home = OptimizerHome(*kept_by, parameters=before)
-        home.shadow = _ghost(model, rule, entries)
+        home.shadow = _shadow_of(model, rule, entries)
         if isinstance(held, LazyOptimizerState) and held.on_disk is not None:
             home.on_disk = True
             home.state.changed()
@@ -112,8 +110,11 @@ def place_optimizer(
     return home
 
 
-def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> ShadowOptimizer | None:
-    """A ghost for existing states: it gets their numbers, and the keys of other entries."""
+def _shadow_of(
+    model: ParallelModule, rule: OptimizerRule, entries: Entries
+) -> ShadowOptimizer | None:
+    """Return the shadow optimizer for existing state: it has the state's numbers, and the keys of
+    the other entries. None if the rule needs no shadow."""
     states: dict[str, Mapping[str, Any]] = {
         label: state for p, state in entries.items() if (label := model.labels.of(p)) is not None
     }
@@ -132,29 +133,33 @@ def _ghost(model: ParallelModule, rule: OptimizerRule, entries: Entries) -> Shad
 def _put_state(
     session: MeshSession, home: OptimizerHome, new: Mapping[tuple[str, str], StoredTensor]
 ) -> None:
-    """Put values of the state: existing ones from ``home.rest``, on disk or here."""
+    """Put values of the state, taking existing values from ``home.unplaced``."""
     parameters = home.parameters
-    there: defaultdict[str, set[str]] = defaultdict(set)
+    keys_on_ranks: defaultdict[str, set[str]] = defaultdict(set)
     for label, key in home.values(wait=False):
-        there[label].add(key)
+        keys_on_ranks[label].add(key)
     given: dict[tuple[str, str], tuple[Source, StoredTensor]] = {}
     for (label, key), stored in new.items():
-        entries = _with_memory(home.rest.get(parameters[label], {}), label, home.optimizer)
+        entries = _materialize_meta_state(
+            home.unplaced.get(parameters[label], {}), label, home.optimizer
+        )
         value = entries.get(key)
         if value is None:
-            known = there[label] | {k for k, entry in entries.items() if entry is not None}
-            _check_made(home, label, key, known - {MASTER}, parameters[label])
+            known = keys_on_ranks[label] | {k for k, e in entries.items() if e is not None}
+            _check_no_key_missing(home, label, key, known - {MASTER}, parameters[label])
         else:
-            value = _as_stored(value, stored.spec, key, label, home.rule)
+            value = _converted_to_spec(value, stored.spec, key, label, home.rule)
             stored = replace(stored, spec=replace(stored.spec, dtype=value.dtype))
-            there[label].add(key)
+            keys_on_ranks[label].add(key)
         given[label, key] = value, stored
     session.launch.store.put(home.owner, given)
-    if home.rest:
-        home.rest = _left(home.rest, {(parameters[label], key) for label, key in new})
+    if home.unplaced:
+        home.unplaced = _without_placed(
+            home.unplaced, {(parameters[label], key) for label, key in new}
+        )
 
 
-def updated_by(
+def updated_state(
     numbers: Sequence[int],
     plan: Plan,
     groups: Sequence[Sequence[str]],
@@ -163,10 +168,14 @@ def updated_by(
     labels: Mapping[str, str],
     rule: OptimizerRule,
 ) -> dict[tuple[str, str], StoredTensor]:
-    """The values of the state that the plan's update has, by label and key; ``groups``: the names
-    of their parameters, ``keys``: of the state in each, ``labels``: by name, ``numbers``: of
-    the mesh's ranks in the launch."""
-    keys_by_name = {n: own for group, own in zip(groups, keys, strict=True) for n in group}
+    """Return the homes of the state that the plan's update reads, by (label, key).
+
+    Args:
+        numbers: the launch's numbers of the mesh's ranks.
+        groups, keys: for each parameter group, its parameters' names, and the keys of their state.
+        labels: the label of each parameter's name.
+    """
+    keys_by_name = {n: k for group, k in zip(groups, keys, strict=True) for n in group}
     items = {item.label: item for item in plan.inputs if item.kind == "parameter"}
     stored: dict[tuple[str, str], StoredTensor] = {}
     for step in updates_of(plan.steps):
@@ -174,12 +183,12 @@ def updated_by(
         label = labels[step.parameter]
         state = on_mesh(plan, item.state)
         wide = replace(state, dtype=torch.float32) if masters else state
-        unsplit = (REPLICATE,) * len(state.placements)
+        replicated = (REPLICATE,) * len(state.placements)
         for key in (*keys_by_name[step.parameter], *([MASTER] if masters else [])):
             name, entry = value_name(optimizer, key, label), rule.entry(key)
             if entry.number:
                 dtype = entry.dtype(torch.float32)
-                spec = TensorSpec(entry.shape, dtype, state.mesh, unsplit)
+                spec = TensorSpec(entry.shape, dtype, state.mesh, replicated)
             else:
                 spec = replace(wide, dtype=entry.dtype(wide.dtype)) if key != MASTER else wide
             stored[label, key] = StoredTensor.of(name, spec, holders(plan, item), numbers)
@@ -212,56 +221,59 @@ def _check_as_before(
     return cast
 
 
-def _left(rest: Entries, taken: Set[tuple[torch.Tensor, str]]) -> Entries:
-    """The entries that are not on the ranks; a master of a parameter that has none any more is
-    dropped."""
-    old = {(parameter, MASTER) for parameter, _ in taken}
+def _without_placed(unplaced: Entries, placed: Set[tuple[torch.Tensor, str]]) -> Entries:
+    """Return the entries without those that were placed, and without the masters of parameters
+    whose state was placed."""
+    masters = {(parameter, MASTER) for parameter, _ in placed}
     remaining = {
-        parameter: {k: v for k, v in entries.items() if (parameter, k) not in taken | old}
-        for parameter, entries in rest.items()
+        parameter: {k: v for k, v in entries.items() if (parameter, k) not in placed | masters}
+        for parameter, entries in unplaced.items()
     }
     return {parameter: entries for parameter, entries in remaining.items() if entries}
 
 
-def _with_memory(
+def _materialize_meta_state(
     entries: Mapping[str, Any], label: str, optimizer: torch.optim.Optimizer
 ) -> Mapping[str, Any]:
-    """A parameter's state; on the meta device it has values only if it is Adagrad's initial state,
-    the same number everywhere."""
-    empty = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_meta}
-    begins = optimizer.defaults.get("initial_accumulator_value")
-    for key, value in empty.items():
-        if key != "sum" or begins is None or value.is_complex() or float(entries["step"]) != 0:
+    """Return a parameter's state with values in place of tensors on the meta device. Only Adagrad's
+    initial state can be on the meta device: it is one number everywhere. Raises PlanningError for
+    other tensors on the meta device."""
+    on_meta = {k: v for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_meta}
+    initial = optimizer.defaults.get("initial_accumulator_value")
+    for key, value in on_meta.items():
+        if key != "sum" or initial is None or value.is_complex() or float(entries["step"]) != 0:
             raise PlanningError(
                 f"{key} of {label} is on the meta device and has no value.\n"
                 f"fix: dt.load_state_dict(model, opt, state), which keeps the values"
             )
-        filled = torch.full((), begins, dtype=value.dtype).expand(value.shape)
+        filled = torch.full((), initial, dtype=value.dtype).expand(value.shape)
         entries = {**entries, key: filled}
     return entries
 
 
-def _check_made(
-    home: OptimizerHome, label: str, key: str, there: Set[str], of: torch.Tensor
+def _check_no_key_missing(
+    home: OptimizerHome, label: str, key: str, keys: Set[str], parameter: torch.Tensor
 ) -> None:
-    """PlanningError if a parameter has a state without this value: torch would not find it."""
-    if key == MASTER or home.rule.entry(key).late or not there:
+    """Raises PlanningError if a parameter has a state with some ``keys`` but without ``key``, which
+    torch's optimizer would not find."""
+    if key == MASTER or home.rule.entry(key).late or not keys:
         return
     groups = home.optimizer.param_groups
-    group = next(g for g in groups if any(p is of for p in g["params"]))
-    if home.rule.makes_missing(home.optimizer, group, there):
+    group = next(g for g in groups if any(p is parameter for p in g["params"]))
+    if home.rule.makes_missing(home.optimizer, group, keys):
         return
     raise PlanningError(
         f"{type(home.optimizer).__name__} reads {key} of {label}, whose state has only "
-        f"{', '.join(sorted(there))}.\n"
+        f"{', '.join(sorted(keys))}.\n"
         f"fix: the options with which the state was made, or a separate optimizer"
     )
 
 
-def _as_stored(
+def _converted_to_spec(
     value: Any, spec: TensorSpec, key: str, label: str, rule: OptimizerRule
 ) -> torch.Tensor | OnDisk:
-    """A given value of a state, of the spec's shape and, but for a number, its dtype."""
+    """Return a value of the state with the spec's shape, and with its dtype unless the value is a
+    number. Raises PlanningError for another shape."""
     entry = rule.entry(key)
     if not isinstance(value, torch.Tensor | OnDisk):
         value = torch.tensor(value, dtype=spec.dtype if entry.python is not None else None)
@@ -272,7 +284,7 @@ def _as_stored(
             f"{key} of {label} has the shape {list(value.shape)}, and is read as {spec}.\n"
             f"fix: load the state of the same optimizer and model"
         )
-    keeps = entry.number or not value.dtype.is_floating_point
+    keeps_dtype = entry.number or not value.dtype.is_floating_point
     if isinstance(value, OnDisk):
-        return value if keeps else replace(value, dtype=spec.dtype)
-    return value.detach() if keeps else value.detach().to(spec.dtype)
+        return value if keeps_dtype else replace(value, dtype=spec.dtype)
+    return value.detach() if keeps_dtype else value.detach().to(spec.dtype)

@@ -1,4 +1,4 @@
-"""Programs that a cluster has loaded, and caches of them, from which old ones are unloaded.
+"""Programs that a cluster has loaded, and caches that unload the programs used longest ago.
 
     moves = ProgramCache[ClusterProgram](64)
     program = moves.get(key) or moves.load(key, lambda: ClusterProgram(cluster, cluster.load(move)))
@@ -67,8 +67,8 @@ class ProgramCache(Generic[P]):
         return list(self._programs)
 
     def get(self, key: Hashable, made_for: object = None) -> P | None:
-        """Return the program of a key, which is now the one used last; None if there is none. A
-        program that was made for another object is unloaded, and None is returned."""
+        """Return the program of a key and mark it as used last. Return None if there is no program,
+        or if it was made for another object; it is unloaded then."""
         entry = self._programs.get(key)
         if entry is None:
             return None
@@ -89,7 +89,7 @@ class ProgramCache(Generic[P]):
 
     def evict(self, limit: int | None = None) -> None:
         """Unload the programs used longest ago while more than ``limit`` are loaded (by default the
-        cache's own limit). Those with a run in flight stay."""
+        cache's limit). Programs with a run in flight stay."""
         excess = len(self._programs) - (self.limit if limit is None else limit)
         for key, (program, _) in list(self._programs.items())[: max(0, excess)]:
             if not program.is_running:

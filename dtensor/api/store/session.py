@@ -5,16 +5,10 @@
     session.run(handle, inputs, keep={"output 0": "value 3"})
     session.launch.store.fetch([session.stored("value 3", spec)])
 
-A `Launch` has a session for each mesh that it was started with, and for each mesh that a transfer
-has put values on. Outside a launch there is an implicit in-process one per mesh. There is none
-while a launch was made and is not started: programs meant for its ranks would run in this process.
-
-A parallelized module becomes resident at first use: the controller's values are cut into shards and
-put on the ranks, and the module's tensors are lazy (home.py). Leaving a launch brings them home in
-place, by an exception too as long as the ranks live. With ``bring_home=False``, and where the
-cluster has failed, changed values are lost, and reading them is an error.
-
-Not here: how a launch begins and ends (launching.py), an optimizer's state (optimizer_state.py).
+A `Launch` has a session for each of its meshes and for each mesh that a transfer has put values on.
+Outside a launch, each mesh has an implicit in-process session; but while a launch was made and not
+started, `session_for` raises, because the program was meant for the ranks of the launch. A module's
+values are put on the ranks at first use, and return when the launch ends (home.py).
 """
 
 from __future__ import annotations
@@ -36,7 +30,7 @@ import torch
 from dtensor.api.model.models import Models
 from dtensor.api.model.parallel import ParallelModule
 from dtensor.api.model.stating.stages import StagePlan
-from dtensor.api.store.default_home import keep_as_planned
+from dtensor.api.store.default_home import move_to_planned_homes
 from dtensor.api.store.home import ModelHome, OptimizerHome
 from dtensor.api.store.store import Source as TensorSource
 from dtensor.api.store.store import TensorStore
@@ -65,7 +59,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """An output of a run that comes back with it, besides staying on the ranks."""
+    """An output of a run that is returned to the controller with the run, and also stays on the
+    ranks."""
 
     run: Future
     output: str
@@ -76,8 +71,9 @@ LocalKind = Literal["generated", "inductor"]
 
 @dataclass(frozen=True, slots=True)
 class TimedRun:
-    """A run within `noting`. ``called``, ``returned``: times of the monotonic clock; ``settling``:
-    the seconds for which the call first waited for earlier calls."""
+    """A run within `recording_run`. ``called``, ``returned``: when the call began and returned, by
+    the monotonic clock; ``settling``: the seconds for which the call first waited for earlier
+    calls."""
 
     handle: Handle
     future: Future
@@ -93,19 +89,20 @@ class MeshSession:
     def __init__(self, mesh: Mesh, cluster: Cluster, launch: Launch) -> None:
         self.mesh = mesh
         self.cluster = cluster
-        at = tuple(range(mesh.size))
-        self._at = at
-        self._ranks: tuple[int, ...] = cluster.ranks if isinstance(cluster, SubCluster) else at
+        all_ranks = tuple(range(mesh.size))
+        self._all_ranks = all_ranks
+        is_part = isinstance(cluster, SubCluster)
+        self._ranks: tuple[int, ...] = cluster.ranks if is_part else all_ranks
         self.launch = launch
         self.mode: Mode = launch.mode
-        self.noted: TimedRun | None = None  # the last run of those that are `noting`
-        self._noting = False
+        self.recorded_run: TimedRun | None = None  # the last run within `recording_run`
+        self._is_recording = False
         self.model_homes: dict[int, ModelHome] = {}
         self.loaded: dict[object, Any] = {}
         self.garbage: list[StoredTensor] = []
-        self.settling: list[Callable[[], None]] = []  # wait for running calls
-        self.undone: dict[str, int] = {}  # undone runs, by the name they count under
-        self.left: set[int] = set()  # ids of models that a switch moved to another mesh
+        self.settling: list[Callable[[], None]] = []  # functions that wait for running calls
+        self.undone: dict[str, int] = {}  # the number of undone runs, by `Counted.key`
+        self.moved_models: set[int] = set()  # ids of models that a switch moved to another mesh
 
     @property
     def closed(self) -> bool:
@@ -113,29 +110,30 @@ class MeshSession:
 
     @property
     def recoveries(self) -> Sequence[Recovered]:
-        """The losses of the launch's ranks that were recovered so far; empty in-process."""
+        """The losses of ranks that the launch has recovered from; empty in-process."""
         return self.cluster.recoveries
 
     @property
     def local(self) -> LocalKind:
-        """The kind of local code."""
+        """How ops on local tensors are compiled: see `launch`."""
         return self.launch.local
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The numbers that the launch has for the mesh's ranks."""
+        """The launch's numbers of the mesh's ranks."""
         return self._ranks
 
     def stored(self, label: str, spec: TensorSpec, at: Sequence[int] | None = None) -> StoredTensor:
-        """A value that is, or will be, on these ranks of the mesh; by default on those of the
-        spec."""
-        if at is None and not spec.on:  # so is each result of an eager op
-            return StoredTensor(label, spec, self._at, self._ranks)
+        """Return the record of a value on these ranks of the mesh; by default on the ranks that its
+        spec names."""
+        if at is None and not spec.on:  # the fast case: each result of an eager op
+            return StoredTensor(label, spec, self._all_ranks, self._ranks)
         return StoredTensor.of(label, spec, holders_of(spec) if at is None else at, self.ranks)
 
     # -- values -----------------------------------------------------------------------------------
 
     def check(self) -> None:
+        """Raises RuntimeError if the launch has ended."""
         if self.closed:
             raise RuntimeError(
                 "the launch that this value belongs to has ended, and its shards with it; "
@@ -147,50 +145,51 @@ class MeshSession:
         try:
             self.cluster.put(values, drop=self._garbage(), wait=wait)
         except DaftError as error:
-            raise self.told(error) from error.__cause__
+            raise self.with_loss_note(error) from error.__cause__
 
     def returned(self, of: Returned, ranks: Sequence[int]) -> list[torch.Tensor]:
-        """Shards of a run that came back with it, copies of them. Waits for that run alone."""
+        """Return copies of the shards that a run returned. Waits for this run only."""
         self.check()
         try:
             if self.cluster.failure is not None:
                 raise self.cluster.failure
             results = of.run.get()
         except DaftError as error:
-            raise self.told(error) from error.__cause__
+            raise self.with_loss_note(error) from error.__cause__
         return [results[r][of.output].clone() for r in ranks]
 
-    def told(self, error: DaftError) -> DaftError:
-        """The error; where the state is lost with it, its text names the last saved state."""
+    def with_loss_note(self, error: DaftError) -> DaftError:
+        """Return the error. If it is the cluster's failure, add a note, once, that the state is
+        lost and where its last copy is."""
         launch = self.launch
-        if error is self.cluster.failure and not launch.said_lost:
-            launch.said_lost = True
+        if error is self.cluster.failure and not launch.loss_was_noted:
+            launch.loss_was_noted = True
             meshes = ""
             if len(launch.sessions) > 1:
-                from dtensor.api.store.meshes import listed
+                from dtensor.api.store.meshes import meshes_text
 
-                meshes = f", on all meshes of the launch: {listed(launch.places)}"
+                meshes = f", on all meshes of the launch: {meshes_text(launch.places)}"
             parts = [f"the state on the ranks is lost{meshes}"]
             for home in launch.model_homes:
-                where, step = home.saved
-                back = home.model.steps.present() - step
-                parts.append(f"{where}, of step {step}, {back} before this one")
+                place, step = home.saved
+                age = home.model.steps.present() - step
+                parts.append(f"{place}, of step {step}, {age} before this one")
             error.add_note("; ".join(parts))
-        return error.with_traceback(None)  # of an earlier raise, which does not help the user
+        return error.with_traceback(None)  # the traceback of an earlier raise does not help
 
     def forget(self, stored: StoredTensor) -> None:
-        """Called when a value is garbage: its shards are dropped with the next put or run."""
+        """Have the shards of a value that is garbage dropped with the next put or run."""
         if not self.closed:
             self.garbage.append(stored)
 
     def drop(self) -> None:
-        """Delete unreferenced values, now."""
+        """Delete the shards of garbage now."""
         garbage = self._garbage()
         if garbage:
             self.cluster.delete([garbage.get(rank, ()) for rank in range(self.mesh.size)])
 
     def _garbage(self) -> dict[int, list[str]]:
-        """The names of unreferenced values, by rank; the caller must drop them."""
+        """Take the names of garbage, by rank. The caller must drop them on the ranks."""
         names: dict[int, list[str]] = {}
         if self.garbage:
             garbage, self.garbage = self.garbage, []
@@ -207,52 +206,56 @@ class MeshSession:
         counted: Counted | None = None,
         returned: Collection[str] = (),
     ) -> Future:
-        """``returned``: those of ``keep`` that come back too."""
+        """Run a program once. ``keep``: {output: name under which it stays on the ranks};
+        ``returned``: the outputs in ``keep`` that are also returned to the controller."""
         self.check()
         begin = time.monotonic()
-        if self._noting:
-            self.cluster.get([()] * self.mesh.size).get()  # earlier calls have ended
+        if self._is_recording:
+            self.cluster.get([()] * self.mesh.size).get()  # wait for earlier calls
         called = time.monotonic()
         try:
             future = self.cluster.submit(
                 RunRequest(handle, inputs, self.mode, keep, counted, returned, self._garbage())
             )
         except DaftError as error:
-            raise self.told(error) from error.__cause__
-        if not self._noting:
+            raise self.with_loss_note(error) from error.__cause__
+        if not self._is_recording:
             return future
-        self.noted = TimedRun(handle, future, called, called - begin, time.monotonic())
+        self.recorded_run = TimedRun(handle, future, called, called - begin, time.monotonic())
         return future
 
     @property
     def at_once(self) -> bool:
-        """Whether a run has ended when `run` returns, so that its failure can be raised there."""
+        """Whether a run has ended when `run` returns, so that the caller can raise its failure."""
         return self.cluster.immediate or self.mode == "interpreted"
 
     def counted(self, name: str, counter: Counter, *, takes: bool) -> Counted:
-        """A run that ``counter`` counts, under a name of this session."""
+        """Return how the ranks count a run that ``counter`` counts on the controller."""
         counter.present()
         key = f"{name} {counter.resets}"
         return Counted(key, self.undone.get(key, 0), STEP, takes)
 
     def give_back(self, counter: Counter, resets: int, counted: Counted) -> None:
-        """The run, before which the counter had ``resets`` resets, was undone: the next run takes
-        its number."""
+        """Record that a run was undone, so that the next run takes its number. ``resets``: the
+        counter's number of resets before the run."""
         self.undone[counted.key] = self.undone.get(counted.key, 0) + 1
         counter.give_back(resets)
 
     @contextmanager
-    def noting(self, mode: Mode) -> Iterator[None]:
-        """Within: runs are in that mode, and the last of them is ``noted``."""
-        before, self.mode, self.noted, self._noting = self.mode, mode, None, True
+    def recording_run(self, mode: Mode) -> Iterator[None]:
+        """Within the block, run programs in this mode, and record the last run in
+        ``recorded_run``."""
+        before, self.mode, self.recorded_run, self._is_recording = self.mode, mode, None, True
         try:
             yield
         finally:
-            self.mode, self._noting = before, False
+            self.mode, self._is_recording = before, False
 
     # -- models -----------------------------------------------------------------------------------
 
     def model_home(self, model: ParallelModule) -> ModelHome:
+        """Return the model's home, which is made at first use. Values that were loaded since into
+        the module are put again."""
         model_home = self.model_homes.get(id(model))
         if model_home is None:
             model_home = ModelHome(model, self.new_prefix(), self, model.loads)
@@ -261,11 +264,11 @@ class MeshSession:
                 "the controller has the values that were put there",
                 model.steps.present(),
             )
-            model_home.looked = model.seen.number
+            model_home.seen_number = model.seen.number
         if model_home.loads != model.loads:  # other values were loaded for tensors on meta
             model_home.loads = model.loads
-            brought = model.initial.loaded.keys() | model.initial.on_disk
-            model_home.forget([label for label in model_home.stored if label in brought])
+            loaded = model.initial.loaded.keys() | model.initial.on_disk
+            model_home.forget([label for label in model_home.stored if label in loaded])
             model_home.saved = (
                 "the controller has the values that were loaded",
                 model.steps.present(),
@@ -273,12 +276,12 @@ class MeshSession:
         return model_home
 
     def new_prefix(self) -> str:
-        """The prefix of the labels of one more model's values."""
+        """Return a new prefix for the names of a model's values."""
         self.launch.num_models += 1
         return f"model {self.launch.num_models - 1}: "
 
     def place(self, models: Models, plan: Plan, stages: StagePlan) -> None:
-        """Put the parameters and buffers that a program needs where they are missing."""
+        """Put the parameters and buffers that a program reads on the ranks that lack them."""
         model_homes = [self.model_home(model) for model in models.parts.values()]
         for model_home in model_homes:
             model_home.settle()
@@ -288,8 +291,8 @@ class MeshSession:
         items = {i.label: i for i in plan.inputs if i.kind in ("parameter", "buffer")}
         for model, read in models.by_part(items):
             model_home = self.model_home(model)
-            homes = homes_in(plan, read, model_home.prefix, self.ranks)
-            keep_as_planned(model_home, homes)
+            homes = planned_homes(plan, read, model_home.prefix, self.ranks)
+            move_to_planned_homes(model_home, homes)
             self.hold(model, homes)
             model_home.placed = plan
 
@@ -298,8 +301,8 @@ class MeshSession:
         written: Iterable[tuple[ParallelModule, frozenset[str]]],
         optimizer: OptimizerHome | None = None,
     ) -> None:
-        """A program that was called changes these of each module, by label, and an optimizer's
-        state."""
+        """Mark these labels of each module, and an optimizer's state, as changed by a submitted
+        program."""
         for model, labels in written:
             model_home = self.model_home(model)
             home = (
@@ -309,27 +312,28 @@ class MeshSession:
                 model_home.wrote(labels, home)
 
     def hold(self, model: ParallelModule, wanted: Mapping[str, StoredTensor]) -> None:
-        """Put those of these values that are missing, by label."""
+        """Put the values that are missing in these homes, by label. Raises PlanningError if a value
+        is stored with another spec."""
         model_home = self.model_home(model)
-        given: dict[str, tuple[TensorSource, StoredTensor]] = {}
+        missing: dict[str, tuple[TensorSource, StoredTensor]] = {}
         for label, home in wanted.items():
-            known = model_home.stored.get(label)
-            if known is not None and known.spec != home.spec:
+            stored = model_home.stored.get(label)
+            if stored is not None and stored.spec != home.spec:
                 raise PlanningError(
-                    f"{model.seen.name(label)} is stored as {known.spec}, this program needs it "
+                    f"{model.seen.name(label)} is stored as {stored.spec}, this program needs it "
                     f"stored as {home.spec}"
                 )
-            if known is None or not set(home.at) <= set(known.at):
-                given[label] = _source(model, label, home.spec), home
-        self.launch.store.put(model_home.owner, given)
-        model_home.keep({label: model.seen.tensors[label] for label in given})
+            if stored is None or not set(home.at) <= set(stored.at):
+                missing[label] = _source(model, label, home.spec), home
+        self.launch.store.put(model_home.owner, missing)
+        model_home.keep({label: model.seen.tensors[label] for label in missing})
 
 
 class Launch:
-    """A cluster, and a session for each mesh on its ranks; ``mode`` and ``local`` hold for all.
+    """A cluster, and a session for each mesh on its ranks.
 
-    Meshes may share ranks: each has its own names there. With a lost rank the values of all meshes
-    are lost; a call that fails affects only its run.
+    Meshes may share ranks; each mesh has its own names there. If a rank is lost, the values of all
+    meshes are lost. A call that fails affects only its own run.
     """
 
     def __init__(self, cluster: Cluster, mode: Mode, local: LocalKind = "generated") -> None:
@@ -338,20 +342,20 @@ class Launch:
         self.local: LocalKind = local
         self.sessions: dict[Mesh, MeshSession] = {}
         self.store = TensorStore(self)
-        self.num_models = 0  # models so far
-        self.num_programs = 0  # programs with their own constants
-        self.saves: list[Any] = []  # `Saved`s (checkpoint.py), the launch waits for their end
+        self.num_models = 0  # the number of prefixes given to models so far
+        self.num_programs = 0  # the number of programs so far, for the names of constants
+        self.saves: list[Any] = []  # `Saved`s (async_save.py), which the launch waits for
         self.closed: bool = False
         self.failure_was_read = False
-        self.said_lost = False
+        self.loss_was_noted = False
 
     def add(self, mesh: Mesh, ranks: tuple[int, ...] | None = None) -> MeshSession:
-        """The session of one more mesh, on these ranks; or of the only one, on all."""
+        """Add a session for a mesh on these ranks, by default on all ranks of the cluster."""
         self.sessions[mesh] = MeshSession(mesh, self.part(mesh, ranks), self)
         return self.sessions[mesh]
 
     def part(self, mesh: Mesh, ranks: tuple[int, ...] | None) -> Cluster:
-        """These ranks, or all, for one more mesh."""
+        """Return the part of the cluster that has these ranks; None: the whole cluster."""
         if ranks is None:
             return self.cluster
         return SubCluster(self.cluster, ranks, f"part {len(self.sessions)}: ", str(mesh))
@@ -366,7 +370,8 @@ class Launch:
         return [r for session in self.sessions.values() for r in session.model_homes.values()]
 
     def settle(self, *, saves: bool = True) -> None:
-        """Wait for everything in flight; raises a failure that was not read, of a save too."""
+        """Wait for everything in flight. Raises a failure that was not read, of a save too unless
+        ``saves`` is False."""
         if not self.failure_was_read:
             for session in self.sessions.values():
                 for wait in session.settling:
@@ -375,46 +380,47 @@ class Launch:
                 try:
                     self.cluster.check_undone()
                 except DaftError as error:
-                    told = next(iter(self.sessions.values())).told
-                    raise told(error) from error.__cause__
+                    with_loss_note = next(iter(self.sessions.values())).with_loss_note
+                    raise with_loss_note(error) from error.__cause__
         for saved in self.saves if saves else ():
             saved.settle()
 
     def close(self, *, bring_home: bool = True) -> None:
-        """Bring changed values home, unless ``bring_home`` is False or it is impossible; then end
-        the ranks."""
+        """Copy changed values into the modules, if ``bring_home`` and if the cluster has not
+        failed; then end the ranks."""
         if self.closed:
             return
         for saved in self.saves:
             saved.join()
         with CALL_LOCK:
             try:
-                self._end_residents(bring_home)
+                self._end_model_homes(bring_home)
                 if bring_home and self.cluster.failure is None:
-                    self._tell_of_unsaved()
+                    self._warn_of_unsaved()
             finally:
                 self.closed = True
                 self.cluster.close()
 
-    def _end_residents(self, bring_home: bool) -> None:
-        failed: list[Exception] = []
+    def _end_model_homes(self, bring_home: bool) -> None:
+        """End the home of each model, even if another one fails; then raise the first failure."""
+        errors: list[Exception] = []
         for model_home in self.model_homes:
             try:
                 model_home.end(bring_home)
-            except (DaftError, PlanningError) as error:  # of this model
-                failed.append(error)
-            except BaseException:  # a second signal: the rest is lost
+            except (DaftError, PlanningError) as error:
+                errors.append(error)
+            except BaseException:  # a second signal: the values of the other models are lost
                 self.cluster.interrupted()
-                for left in self.model_homes:
-                    if not left.lost:
-                        left.end(bring_home)
+                for other in self.model_homes:
+                    if not other.lost:
+                        other.end(bring_home)
                 raise
-        for error in failed[:1]:
+        for error in errors[:1]:
             raise error
 
-    def _tell_of_unsaved(self) -> None:
-        own = (model_home for model_home in self.model_homes if model_home.model.source is None)
-        count = sum(1 for model_home in own if model_home.on_meta and model_home.unsaved)
+    def _warn_of_unsaved(self) -> None:
+        homes = [home for home in self.model_homes if home.model.source is None]  # no replicas
+        count = sum(1 for home in homes if home.on_meta and home.unsaved)
         if count:
             warnings.warn(
                 f"the launch ended with changed state of {count} model(s) on the meta device that "
@@ -424,10 +430,10 @@ class Launch:
             )
 
 
-def homes_in(
+def planned_homes(
     plan: Plan, read: Mapping[str, PlannedInput], prefix: str, numbers: Sequence[int]
 ) -> dict[str, StoredTensor]:
-    """By label, the homes of the parameters and buffers that a plan reads."""
+    """Return the homes of the parameters and buffers that a plan reads, by label."""
     return {
         label: StoredTensor.of(f"{prefix}{label}", on_mesh(plan, i.held), holders(plan, i), numbers)
         for label, i in read.items()
@@ -435,7 +441,8 @@ def homes_in(
 
 
 def _source(model: ParallelModule, label: str, spec: TensorSpec) -> TensorSource:
-    """The source of a parameter or buffer for the ranks; checked as soon as its value is here."""
+    """Return the source of a parameter or buffer. Raises PlanningError, or the source does when it
+    makes the value, if the value does not have the planned shape and dtype."""
     tensor, name = model.seen.tensors[label].detach(), model.seen.name(label)
     source = model.initial.source(label)
     if source is not None:
@@ -443,15 +450,16 @@ def _source(model: ParallelModule, label: str, spec: TensorSpec) -> TensorSource
     if not tensor.is_meta:
         _check_as_planned(name, tensor, spec)
 
-    def whole() -> torch.Tensor:
+    def make() -> torch.Tensor:
         value = model.initial.value(label, tensor)
         _check_as_planned(name, value, spec)
         return value
 
-    return whole
+    return make
 
 
 def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None:
+    """Raises PlanningError if a value does not have the shape and dtype of its planned spec."""
     if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
         raise PlanningError(
             f"{label} is {type_text(value)} now, and the program was planned for {spec}.\n"
@@ -462,7 +470,7 @@ def _check_as_planned(label: str, value: torch.Tensor, spec: TensorSpec) -> None
 # -- which session ---------------------------------------------------------------------------------
 
 launches: list[Launch] = []
-"""The running session, if there is one."""
+"""The running launch, if there is one."""
 _implicit: dict[Mesh, MeshSession] = {}
 _unstarted: list[_Unstarted] = []
 """The latest launch, until it is started or closed."""
@@ -532,18 +540,19 @@ def check_started() -> None:
             )
 
 
-def _lose() -> None:
-    """The running session was ended half-way by a second signal."""
+def _interrupt_clusters() -> None:
+    """After a second signal has ended a call half-way, mark all clusters as failed."""
     for launch in (*launches, *(session.launch for session in _implicit.values())):
         launch.cluster.interrupted()
 
 
-when_forced.append(_lose)
+when_forced.append(_interrupt_clusters)
 
 
 def session_for(mesh: Mesh) -> MeshSession:
-    """The session of the running launch, or the implicit in-process one of the mesh. PlanningError
-    where a launch waits to be started."""
+    """Return the mesh's session in the running launch, or else its implicit in-process session.
+    Raises PlanningError if the running launch does not have the mesh, or if a launch was made and
+    not started."""
     for launch in launches[-1:]:  # before CALL_LOCK is taken, as most callers hold it
         if (session := launch.sessions.get(mesh)) is not None:
             return session
@@ -561,21 +570,20 @@ def session_for(mesh: Mesh) -> MeshSession:
         return _implicit[mesh]
 
 
-def session_at_hand(mesh: Mesh) -> MeshSession | None:
-    """As `session_for`, or None where there is no session yet."""
+def existing_session(mesh: Mesh) -> MeshSession | None:
+    """Return the mesh's session as `session_for` does, or None if there is no session yet."""
     session = launches[-1].sessions.get(mesh) if launches else None
     return session or _implicit.get(mesh)
 
 
-_planned_for: ContextVar[str | None] = ContextVar("planned_for", default=None)
+_stated_device: ContextVar[str | None] = ContextVar("planned_for", default=None)
 
 
 @contextmanager
 def planning_for(device: str | None) -> Iterator[None]:
-    """Within, in this thread, programs are for a device of this type; None: for the launch's.
-
-    PlanningError for a type that is none, and for another one than the running launch's.
-    """
+    """Within the block, in this thread, plan programs for this type of device; None: the type of
+    the running launch. Raises PlanningError for an unknown type, or if the running launch has
+    another one."""
     if device is not None:
         check_word("device", device, ("cpu", "cuda"))
         if launches and device != _launched_device():
@@ -583,16 +591,16 @@ def planning_for(device: str | None) -> Iterator[None]:
                 f'device="{device}", and the running launch has "{_launched_device()}".\n'
                 f"fix: leave device out: a plan within a launch is for its device"
             )
-    before = _planned_for.set(device)
+    before = _stated_device.set(device)
     try:
         yield
     finally:
-        _planned_for.reset(before)
+        _stated_device.reset(before)
 
 
 def program_device() -> str:
-    """The type of the device that programs are for: "cuda" or "cpu"."""
-    return _planned_for.get() or _launched_device()
+    """Return the type of device that programs are planned for: "cuda" or "cpu"."""
+    return _stated_device.get() or _launched_device()
 
 
 def _launched_device() -> str:
@@ -601,5 +609,5 @@ def _launched_device() -> str:
 
 
 def launched() -> MeshSession | None:
-    """The session of the first mesh of the running launch."""
+    """Return the session of the running launch's first mesh; None if no launch is running."""
     return next(iter(launches[-1].sessions.values())) if launches else None
