@@ -111,7 +111,7 @@ def test_ranks_in_order_or_as_stated() -> None:
         ((TRAIN, PLAY), {PLAY: (0, True)}, "different numbers of ranks"),
         ((TRAIN, PLAY), {PLAY: 0}, "not a list of ranks"),
         ((TRAIN, PLAY), {PLAY: (5, 4)}, "leaves ranks 2, 3 of the launch without a mesh"),
-        ((TRAIN,), {PLAY: (0, 1)}, "the launch has mesh"),
+        ((TRAIN,), {PLAY: (0, 1)}, "is not a mesh of this launch"),
         ((TRAIN, PLAY), {"play": (0, 1)}, "not a Mesh"),
         ((TRAIN, PLAY), (0, 1), "not a dict"),
         ((), None, "not a Mesh"),
