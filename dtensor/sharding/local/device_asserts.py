@@ -34,8 +34,7 @@ def _embedding_backward(grad: Tensor, ids: Tensor, num_rows: int, *rest: object)
 
 
 def _bags(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: object, **more: object) -> None:
-    """Check that the offsets start with 0 and do not decrease; bag i has the ids from offset i to
-    the next offset."""
+    """Check that the offsets of the bags start with 0 and do not decrease."""
     check_range(ids, weight.shape[0])
     num_ids = ids.numel()
     check = "offsets", num_ids

@@ -36,8 +36,7 @@ def mean_over(
 
 
 def in_float32(op: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Return the op's result on float32 copies of its 16-bit operands, in float32: a part of a sum
-    that is not rounded yet."""
+    """Run the op on float32 copies of 16-bit operands, for a part of a sum that is not rounded."""
     return op(*map(_wide, args), **kwargs).float()
 
 
@@ -55,8 +54,7 @@ def _narrow_dtype(args: Sequence[Any]) -> torch.dtype | None:
 def filled(
     x: Tensor, shape: Sequence[int], value: float | bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a new tensor filled with ``value`` on x's device: the result of a reduction on a rank
-    without elements."""
+    """Return a new tensor like x filled with ``value``: the result of an empty reduction."""
     return x.new_full(tuple(shape), value, dtype=dtype)
 
 
@@ -148,8 +146,7 @@ def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def zeros(x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the result of a rank without elements: an empty shard, or a part of a sum that is
-    0."""
+    """Return the result of a rank without elements: empty, or a part of a sum that is 0."""
     return x.new_zeros(tuple(shape), dtype=dtype)
 
 
@@ -164,8 +161,7 @@ def many_zeros(
 
 
 def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> Tensor:
-    """Return the result of a convolution without images, input channels or output channels: the
-    bias, or zeros."""
+    """Return a convolution without images or channels: the bias, or zeros."""
     y = x.new_zeros(tuple(shape))
     return y if bias is None else y + bias.view(1, -1, *(1 for _ in shape[2:]))
 
@@ -173,8 +169,7 @@ def empty_convolution(x: Tensor, bias: Tensor | None, shape: Sequence[int]) -> T
 def empty_convolution_backward(
     grad: Tensor, shapes: Sequence[Sequence[int] | None]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a convolution without images, input channels or output channels: all
-    are zeros but the gradient of the bias, which does not depend on the input."""
+    """Return the gradients of a convolution without images or channels: zeros, but for the bias."""
     x, weight, bias = shapes
     dims = [d for d in range(grad.dim()) if d != 1]
     return (
@@ -260,8 +255,7 @@ def flash_attention_backward(
 def attention_of_heads(
     op: Callable[..., Any], kv_heads: Sequence[int], q: Tensor, k: Tensor, v: Tensor, *args: Any
 ) -> Any:
-    """Call an attention op with these heads of k and v [b g s d]. Each of them serves the same
-    number of query heads."""
+    """Call an attention op with these heads of k and v [b g s d], shared evenly by query heads."""
     return op(q, picked(k, 1, kv_heads), picked(v, 1, kv_heads), *args)
 
 

@@ -43,8 +43,7 @@ def spread(x: Tensor, num_heads: int) -> Tensor:
 
 
 def gather_groups(grad: Tensor, num_groups: int) -> Tensor:
-    """Return the gradient of `spread`: [b h s d] -> [b g s d], summed over each group's query
-    heads."""
+    """Return the gradient of `spread`: [b h s d] -> [b g s d], summed over query heads."""
     b, h, s, d = grad.shape
     if h == num_groups:
         return grad
@@ -73,16 +72,14 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def rows_first(out: Tensor) -> Tensor:
-    """Return out[b h t d] with the memory of a contiguous [b t h d], as CUDA's backward kernel
-    assumes."""
+    """Return out[b h t d] with the memory of a [b t h d], as CUDA's backward kernel assumes."""
     return aligned(out.transpose(1, 2).contiguous()).transpose(1, 2)
 
 
 def _attention_math(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return attention and its log-sum-exp for operands that CUDA's kernel does not take. k and v
-    have as many heads as q."""
+    """Return attention and its lse by plain ops. k and v have as many heads as q."""
     scores = _scores(q, k, is_causal, scale)
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp().to(v.dtype) @ v, lse

@@ -85,8 +85,7 @@ def _weights_and_grad(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the softmax [b h t s] and the gradient of its argument, the scores. k and v have as
-    many heads as q."""
+    """Return the softmax [b h t s] and the gradient of the scores. k and v have q's heads."""
     p = (_scores(q, k, mask, scale) - lse[..., None]).exp()
     inner = (grad.to(p.dtype) * out.to(p.dtype)).sum(-1, keepdim=True)
     return p, p * ((grad @ v.mT).to(p.dtype) - inner)
@@ -200,8 +199,7 @@ def _efficient_backward(
 
 
 def _sees_nothing(bias: Tensor) -> Tensor:
-    """Return a mask [b|1 h|1 t|1] of the queries that see no key. CUDA's kernel does not define
-    their results."""
+    """Return the queries that see no key, whose results CUDA's kernel does not define."""
     return (bias == -math.inf).all(-1)
 
 

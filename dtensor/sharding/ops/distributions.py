@@ -206,8 +206,7 @@ def _polynomial(x: Tensor, terms: Sequence[float]) -> Tensor:
 
 
 def _log(x: Tensor) -> Tensor:
-    """Return the natural logarithm of positive float64 numbers, with a relative error of about
-    1e-15."""
+    """Return the natural logarithm of positive float64 numbers, to a relative 1e-15."""
     mantissa, exponent = torch.frexp(x)
     small = mantissa < math.sqrt(0.5)
     mantissa = torch.where(small, mantissa * 2.0, mantissa)

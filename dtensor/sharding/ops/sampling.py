@@ -26,8 +26,7 @@ from dtensor.sharding.ops.philox import Key, philox
 
 
 def uniform_of(seed: Tensor, at: Tensor) -> Tensor:
-    """Return a random number in [0, 1) for each (seed, position), both int64[n], as float64[n] with
-    53 random bits."""
+    """Return float64[n] in [0, 1) with 53 random bits, one number for each (seed, position)."""
     zero = torch.zeros(1, 1, dtype=torch.int64, device=seed.device)
     column = zero.expand(seed.shape[0], 1)
     high, low, _, _ = philox(zero, column, Key(seed[:, None], at[:, None], 0))

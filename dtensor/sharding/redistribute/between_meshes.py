@@ -110,7 +110,7 @@ class TransferPlan:
         )
 
     def stays(self, piece: Piece) -> bool:
-        """Return whether the target rank of the piece has it already."""
+        """Return whether the piece's target rank holds it already."""
         return not self.distinct and piece.source_rank == piece.target_rank
 
 
@@ -184,8 +184,7 @@ def box_of(spec: TensorSpec, rank: int) -> Where:
 
 
 def is_neutral(spec: TensorSpec, rank: int) -> bool:
-    """Return whether the rank's shard of a pending value is the identity of the reduction, as it is
-    away from coordinate 0."""
+    """Return whether the rank's shard of a pending value is the reduction's identity."""
     coordinates = spec.mesh.coordinates(rank)
     return any(
         isinstance(p, Partial) and REDUCTIONS[p.op].identity is not None and coordinates[axis] > 0
@@ -226,8 +225,7 @@ def _pieces(
 
 
 def _slowest_axis(topology: Topology, meshes: Sequence[Mesh]) -> tuple[float, float]:
-    """Return the largest latency and the smallest bandwidth that the topology states for an axis
-    of the meshes."""
+    """Return the largest latency and the smallest bandwidth of the meshes' axes."""
     axes = sorted({axis for mesh in meshes for axis in mesh.axes})
     latencies = [topology.latency_of(a) for a in axes if _is_stated(topology.latency, a)]
     bandwidths = [topology.bandwidth_of(a) for a in axes if _is_stated(topology.bandwidth, a)]

@@ -145,8 +145,7 @@ class Topology:
         return exchanges * self.latency_of(axis) + bytes_sent / self.bandwidth_of(axis)
 
     def launch_seconds(self, kind: str, num: int = 1) -> float:
-        """Return the seconds in which the host launches a local "op", or a collective over ``num``
-        ranks."""
+        """Return the seconds to launch a local "op" or a collective over ``num`` ranks."""
         launches = 1 if kind in ("op", "transfer") else COLLECTIVES[kind].launches(num)
         return launches * self.launch_latency
 

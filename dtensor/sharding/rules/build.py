@@ -114,8 +114,7 @@ def _inexact(dtype: torch.dtype) -> bool:
 
 
 def operand_index(call: OpCall, position: int, name: str) -> int | None:
-    """Return the index of the operand that is this argument; None if the argument is a literal or
-    left out."""
+    """Return the index of the operand that is this argument; None if it is not a tensor."""
     value = call.arg(position, name)
     return value.index if isinstance(value, Operand) else None
 
@@ -200,8 +199,7 @@ def sized(position: int) -> Localizer:
 
 
 def retarget(call: OpCall, target: Callable[..., Any], *args: Any, **kwargs: Any) -> OpCall:
-    """Return a call of ``target`` with these arguments, and the operands and results of
-    ``call``."""
+    """Return a call of ``target`` with these arguments and the tensors of ``call``."""
     return OpCall(
         target=target,
         args=args,

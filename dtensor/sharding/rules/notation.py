@@ -90,8 +90,7 @@ def parse_rule(
 
 
 def pattern_terms(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the tokens of the dims of each operand, and of each result. Raises PlanningError if
-    the pattern is malformed."""
+    """Return the tokens of each operand and of each result. Raises PlanningError if malformed."""
     left, arrow, right = pattern.partition("->")
     if not arrow:
         raise PlanningError(f"the rule {pattern!r} has no '->'")

@@ -49,8 +49,7 @@ def register(names: str | Sequence[str], builder: Builder) -> None:
 
 
 def rule_for(call: OpCall) -> Rule:
-    """Return the rule of this call. Raises NoRule if the op has no rule, or none for these
-    arguments."""
+    """Return the rule of this call. Raises NoRule if its op or its arguments have none."""
     builder = _BUILDERS.get(call.name)
     if builder is None:
         raise no_rule(call, "it is not in the tables of dtensor.sharding.rules")
@@ -108,8 +107,7 @@ def _exact_literal(value: object) -> object:
 
 
 def no_rule(call: OpCall, reason: str) -> NoRule:
-    """Return the error for a call without a rule. It names the operands and shows how to add a
-    rule."""
+    """Return the error for a call without a rule, which shows how to add one."""
     operands = ", ".join(str(meta) for meta in call.operands) or "no tensors"
     op = call.name
     if not op.startswith("aten."):

@@ -50,8 +50,7 @@ class FactorSharding:
     unit: int = 1
 
     def of_one_block(self, size: int) -> FactorSharding:
-        """Return the sharding of a factor of another size in one block, with the same unit if the
-        unit divides the size."""
+        """Return the sharding in one block of a factor of ``size``, with this unit if it fits."""
         return FactorSharding((size,), self.unit if size % self.unit == 0 else 1)
 
     def cut_again(self, num: int) -> FactorSharding:
@@ -363,8 +362,7 @@ class Rule:
 
     @cached_property
     def fixed_strategies(self) -> tuple[Strategy, ...]:
-        """The strategies that split nothing: all replicated, and a pending sum through each jointly
-        linear set of operands."""
+        """The strategies that split nothing: all replicated, and those with pending sums."""
         everything = Strategy(
             (REPLICATE,) * len(self.operands), (REPLICATE,) * len(self.results), "replicate"
         )
@@ -390,8 +388,7 @@ class Rule:
         return tuple(f for f in seen if f not in self.whole and self.size[f] > 1)
 
     def strategies(self, num: int) -> tuple[Strategy, ...]:
-        """Return all strategies that split factors in one block, for comparison with brute
-        force."""
+        """Return all strategies that split factors in one block, to compare with brute force."""
         strategies: dict[Strategy, None] = dict.fromkeys(self.fixed_strategies)
         partners = self.partners()
         for factor in self.factors():

@@ -107,8 +107,7 @@ class Mesh:
         return math.prod(size for _, size in self._axes)
 
     def axis_size(self, axis: str) -> int:
-        """Return the number of ranks along the axis. Raises PlanningError if the mesh has no such
-        axis."""
+        """Return the number of ranks along the axis. Raises PlanningError if there is none."""
         if axis in self._sizes:
             return self._sizes[axis]
         raise PlanningError(f"{self} has no axis {axis!r}; its axes are {', '.join(self.axes)}")
@@ -119,8 +118,7 @@ class Mesh:
         return self.axes.index(axis)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the rank's position along each axis, by axis name. Raises PlanningError if the
-        mesh has no such rank."""
+        """Return the rank's position along each axis. Raises PlanningError for a missing rank."""
         if not 0 <= rank < self.size:
             raise PlanningError(f"rank {rank} is not in {self}, which has ranks 0..{self.size - 1}")
         result: dict[str, int] = {}
@@ -136,8 +134,7 @@ class Mesh:
         return rank
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Return the ranks that have the coordinates of ``rank`` on all axes but ``axis``, in order
-        and including ``rank``."""
+        """Return the ranks, in order, that differ from ``rank`` at most along ``axis``."""
         coordinates = self.coordinates(rank)
         return tuple(self.rank({**coordinates, axis: i}) for i in range(self.axis_size(axis)))
 

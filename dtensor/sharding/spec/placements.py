@@ -140,8 +140,7 @@ def Column(*, blocks: int | Sequence[int] = 1, unit: int = 1) -> Shard:
 
 
 def check_split(stated: object, dim: object, blocks: object, unit: object) -> None:
-    """Raise PlanningError, naming ``stated``, unless all are whole numbers and blocks and unit at
-    least 1."""
+    """Raise PlanningError unless all are whole numbers, and blocks and unit at least 1."""
     sizes = [blocks]
     if isinstance(blocks, list | tuple):
         sizes = list(cast(Sequence[object], blocks))
@@ -154,8 +153,7 @@ def check_split(stated: object, dim: object, blocks: object, unit: object) -> No
 
 
 def block_sizes(blocks: int | tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Return the sizes of the blocks of a dim of ``size``. Raises PlanningError if they do not fill
-    the dim."""
+    """Return the sizes of a dim's blocks. Raises PlanningError if they do not fill ``size``."""
     if isinstance(blocks, tuple):
         if sum(blocks) != size:
             raise PlanningError(
@@ -186,8 +184,7 @@ def options_of(cut: Cut) -> tuple[str, ...]:
 
 
 def blocks_of(shard: Shard, size: int) -> tuple[int, ...]:
-    """Return the sizes of the shard's blocks in a dim of ``size``. Raises PlanningError if they do
-    not fill the dim."""
+    """Return the sizes of the shard's blocks. Raises PlanningError if they do not fill ``size``."""
     return block_sizes(shard.blocks, size)
 
 

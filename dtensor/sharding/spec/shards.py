@@ -94,14 +94,12 @@ def overlap(
     sender: Mapping[str, int],
     receiver: Mapping[str, int],
 ) -> Where:
-    """Return the global indices that ``sender`` holds under ``src`` and ``receiver`` holds under
-    ``dst``."""
+    """Return the global indices that ``sender`` holds under src and ``receiver`` under dst."""
     return tuple(map(intersect, held(src, sender), held(dst, receiver)))
 
 
 def positions(have: Sequence[Intervals], wanted: Sequence[Intervals]) -> Where:
-    """Return the local positions of the ``wanted`` global indices in a shard that holds the global
-    indices ``have``."""
+    """Return where the ``wanted`` global indices are in a shard that holds ``have``."""
     result: list[Intervals] = []
     for held_intervals, wanted_intervals in zip(have, wanted, strict=True):
         intervals: list[tuple[int, int]] = []
@@ -152,8 +150,7 @@ def block(x: torch.Tensor, where: Where) -> torch.Tensor:
 
 
 def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -> torch.Tensor:
-    """Return a tensor of ``shape`` whose block ``wheres[i]`` is ``pieces[i]``. The blocks must fill
-    it."""
+    """Return a tensor of ``shape`` whose block ``wheres[i]`` is ``pieces[i]`` for all i."""
     dim = _cat_dim(shape, wheres)
     if dim is not None:
         return torch.cat(list(pieces), dim)
@@ -165,8 +162,7 @@ def join(pieces: Sequence[torch.Tensor], shape: Sequence[int], *wheres: Where) -
 
 
 def _cat_dim(shape: Sequence[int], wheres: Sequence[Where]) -> int | None:
-    """Return the dim along which `torch.cat` of the blocks gives the tensor; None if there is
-    none."""
+    """Return the dim along which `torch.cat` joins the blocks; None if there is none."""
     partial = [
         dim for dim, size in enumerate(shape) if any(where[dim] != ((0, size),) for where in wheres)
     ]

@@ -74,8 +74,7 @@ class TensorSpec:
             self._check_pending(REDUCTIONS[op])
 
     def _check_pending(self, reduction: Reduction) -> None:
-        """Raise PlanningError if a value of this shape, dtype and sharding cannot be pending under
-        the reduction."""
+        """Raise PlanningError if this spec cannot be pending under the reduction."""
         if reduction.takes(self.shape, self.dtype) and reduction.unit == 1:
             return
         text = f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
@@ -126,8 +125,7 @@ class TensorSpec:
         return held
 
     def cuts(self, dim: int, *, but: str = "") -> list[tuple[Shard, int]]:
-        """Return (placement, axis size) of each axis that splits ``dim``, except the axis
-        ``but``."""
+        """Return (placement, axis size) of each axis but ``but`` that splits ``dim``."""
         return [
             (placement, self.mesh.axis_size(axis))
             for axis, placement in self.sharding.items()

@@ -123,8 +123,7 @@ def _index_put(call: OpCall) -> Rule:
 
 
 def _masked_index(call: OpCall) -> Rule:
-    """Return the rule of _unsafe_masked_index: x at the indices where the mask is true, and a
-    number elsewhere."""
+    """Return the rule of x at the indices where the mask is true, else a number."""
     x, terms, result = _index_terms(call, 2)
     mask = _broadcast(result, call, 1)
     linear = _LINEAR if call.args[3] == 0 else ()
@@ -132,7 +131,7 @@ def _masked_index(call: OpCall) -> Rule:
 
 
 def _masked_index_put(call: OpCall) -> Rule:
-    """Return the rule of an op that adds values at the indices where the mask is true."""
+    """Return the rule of adding values at the indices where the mask is true."""
     x, terms, result = _index_terms(call, 2)
     last = len(call.operands) - 1
     mask, values = _broadcast(result, call, 1), _broadcast(result, call, last)

@@ -106,8 +106,7 @@ def _pinv(call: OpCall) -> Rule:
 
 
 def _cross(call: OpCall) -> Rule:
-    """Return the rule of a cross product. The dim of the three components is whole; the other dims
-    are broadcast."""
+    """Return the rule of a cross product, whose dim of three components is whole."""
     wide = call.result.shape
     rank = len(wide)
     if any(len(meta.shape) != rank for meta in call.operands):

@@ -42,8 +42,7 @@ _PRODUCT: Groups = ((0,), (1,))
 
 
 def _added(product: str, result: str, flops: str) -> Builder:
-    """Return a builder for ``beta * x + alpha * a b``: x, which is broadcast to the result, must be
-    pending if k is split."""
+    """Return a builder for ``beta * x + alpha * a b``; x must be pending if k is split."""
 
     def build(call: OpCall) -> Rule:
         shape = call.operands[0].shape
@@ -128,8 +127,7 @@ def _groups(call: OpCall, q: int, k: int) -> dict[str, int]:
 
 
 def _with_used_heads(q: int) -> Localizer:
-    """Return a localizer that passes only the key and value heads that the rank's query heads
-    use."""
+    """Return a localizer that passes only the key heads that the rank's query heads use."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
         group = call.operands[q].shape[1] // max(1, call.operands[q + 1].shape[1])
@@ -292,8 +290,7 @@ def _grouped_mm(call: OpCall) -> Rule:
 
 
 def _held_groups(call: OpCall, local: Local, operand: int | None) -> list[int] | None:
-    """Return the groups that the rank holds in dim 0 of this operand (None: of the result); None if
-    it holds all groups."""
+    """Return the rank's groups in dim 0 of this operand (None: the result); None: all groups."""
     if operand is None:
         total, held = call.result.shape[0], local.result_intervals(0, 0)
     else:

@@ -29,8 +29,7 @@ ByElement = Literal["sum", "max", "min"]
 
 
 def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> str:
-    """Return the pattern of a reduction over ``dims``, ``d0 d1 -> d0``. ``whole``: the reduced dims
-    may not be split."""
+    """Return the pattern ``d0 d1 -> d0``, in which ``dims`` are reduced, and whole if ``whole``."""
     factors = names(len(call.operands[0].shape), dims if whole else ())
     output = [f for i, f in enumerate(factors) if i not in dims]
     if keepdim:

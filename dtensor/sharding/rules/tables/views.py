@@ -85,8 +85,7 @@ class _Matching:
         before: tuple[int, ...],
         after: tuple[int, ...],
     ) -> tuple[int, int]:
-        """Add whole factors up to the next boundary that both shapes have. Return the indices of
-        the dims after it."""
+        """Add whole factors up to the next common boundary; return the dims after it."""
         self.left[i - 1].append(self.new(left, whole=True))
         self.right[j - 1].append(self.new(right, whole=True))
         while left != right:
