@@ -221,12 +221,7 @@ _flash_attention = flash_attention_for_cpu  # calling it is faster than calling 
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    attn_mask: Tensor | None,
-    scale: float | None,
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, attn_mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """Call the CPU kernel of attention, which is right only if the last dim has stride 1."""
     q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]
@@ -244,8 +239,10 @@ def flash_attention_backward(
     attn_mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Call the backward of the CPU kernel, which also needs a last dim of stride 1."""
+    """Call the backward of the CPU kernel. It also needs a last dim of stride 1, and assumes that
+    lse [b h t] has the memory of a contiguous [b t h], as its forward returns it."""
     grad, q, k, v, out = (x if x.stride(-1) == 1 else x.contiguous() for x in (grad, q, k, v, out))
+    lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         grad, q, k, v, out, lse, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )

@@ -17,6 +17,7 @@ Invariants of all dt ops: they do not alias or mutate inputs; they are right if 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,15 +102,30 @@ def _attention_math_backward(
     return ds @ k, ds.mT @ q, p.to(grad.dtype).mT @ grad
 
 
-def _attention_empty(q: Tensor, k: Tensor) -> bool:
+def is_empty(q: Tensor, k: Tensor) -> bool:
     return q.numel() == 0 or k.numel() == 0
+
+
+def efficient_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor,
+    is_causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Call the backward of CUDA's memory-efficient kernel. k and v have as many heads as q."""
+    padded_lse = lse.new_full((*lse.shape[:2], -(-q.shape[2] // 32) * 32), math.inf)
+    padded_lse[..., : lse.shape[2]] = lse  # the weights of a row with an lse of inf are 0
+    no_seed = torch.empty((), dtype=torch.int64, device=q.device)
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        aligned(grad), aligned(q), aligned(k), aligned(v), bias, rows_first(out), padded_lse,
+        no_seed, no_seed, 0.0, (True, True, True, False), is_causal, scale=scale,
+    )  # fmt: skip
+    return dq, dk, dv
 
 
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = accumulation_dtype(q.dtype)
-    if _attention_empty(q, k):
+    if is_empty(q, k):
         lse = torch.full(q.shape[:3], float("-inf"), dtype=lse_dtype, device=q.device)
         return torch.zeros_like(q), lse
     if q.device.type == "cpu":  # its kernel takes grouped heads
@@ -158,24 +174,14 @@ def _attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
-    if _attention_empty(q, k):
+    if is_empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     num = groups if q.device.type == "cpu" else q.shape[1]
     ks, vs = spread(k, num), spread(v, num)
     if q.device.type == "cpu":
-        # the kernel assumes that lse has the memory of a contiguous [b t h], as its forward returns
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         dq, dk, dv = flash_attention_backward(grad, q, ks, vs, out, lse, is_causal, None, scale)
     elif efficient_on_cuda(q):
-        padded_rows = -(-q.shape[2] // 32) * 32
-        padded_lse = lse.new_full((*lse.shape[:2], padded_rows), float("inf"))
-        padded_lse[..., : lse.shape[2]] = lse
-        no_seed = torch.empty((), dtype=torch.int64, device=q.device)
-        dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            aligned(grad), aligned(q), aligned(ks), aligned(vs), None, rows_first(out),
-            padded_lse, no_seed, no_seed,
-            0.0, (True, True, True, False), is_causal, scale=scale,
-        )  # fmt: skip
+        dq, dk, dv = efficient_backward(grad, q, ks, vs, None, out, lse, is_causal, scale)
     else:
         dq, dk, dv = _attention_math_backward(grad, q, ks, vs, out, lse, is_causal, scale)
     dk, dv = gather_groups(dk, groups), gather_groups(dv, groups)

@@ -30,9 +30,10 @@ from dtensor.sharding.local.local_forms import flash_attention, flash_attention_
 from dtensor.sharding.ops.attention import (
     aligned,
     check_heads,
+    efficient_backward,
     efficient_on_cuda,
     gather_groups,
-    rows_first,
+    is_empty,
     spread,
 )
 from dtensor.sharding.ops.library import LIBRARY, define, laid_as
@@ -123,15 +124,11 @@ def _seen_and_hidden(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, 
     )
 
 
-def _is_empty(q: Tensor, k: Tensor) -> bool:
-    return q.numel() == 0 or k.numel() == 0
-
-
 def _attention_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     lse_dtype = accumulation_dtype(q.dtype)
-    if _is_empty(q, k):
+    if is_empty(q, k):
         return torch.zeros_like(q), torch.zeros(q.shape[:3], dtype=lse_dtype, device=q.device)
     if q.device.type == "cpu":
         out, lse = flash_attention(q, k, v, False, _bias(mask, q), scale)
@@ -160,42 +157,21 @@ def _attention_masked_backward(
     lse: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_empty(q, k):
+    if is_empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.device.type == "cpu":
-        # the kernel assumes that lse has the memory of a contiguous [b t h], as its forward returns
-        lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
         bias = _bias(mask, q)
         grads = flash_attention_backward(grad, q, k, v, out, lse, False, bias, scale)
     elif efficient_on_cuda(q):
-        grads = _efficient_backward(grad, q, k, v, _bias(mask, q), out, lse, scale)
+        ks, vs, bias = spread(k, q.shape[1]), spread(v, q.shape[1]), _bias(mask, q)
+        lse = torch.where(_sees_nothing(bias), math.inf, lse)
+        bias = _padded(bias, q, ks)
+        dq, dk, dv = efficient_backward(grad, q, ks, vs, bias, out, lse, False, scale)
+        grads = dq, gather_groups(dk, k.shape[1]), gather_groups(dv, k.shape[1])
     else:
         grads = written_out_backward(grad, q, k, v, mask, out, lse, scale)
     dq, dk, dv = (laid_as(x, dx.to(x.dtype)) for x, dx in zip((q, k, v), grads, strict=True))
     return dq, dk, dv
-
-
-def _efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    groups = k.shape[1]
-    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
-    padded_rows = -(-q.shape[2] // 32) * 32
-    padded_lse = lse.new_full((*lse.shape[:2], padded_rows), math.inf)  # inf: their weights are 0
-    padded_lse[..., : lse.shape[2]] = torch.where(_sees_nothing(bias), math.inf, lse)
-    no_seed = torch.empty((), dtype=torch.int64, device=q.device)
-    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        aligned(grad), aligned(q), aligned(k), aligned(v), _padded(bias, q, k), rows_first(out),
-        padded_lse, no_seed, no_seed, 0.0, (True, True, True, False), False, scale=scale,
-    )  # fmt: skip
-    return dq, gather_groups(dk, groups), gather_groups(dv, groups)
 
 
 def _sees_nothing(bias: Tensor) -> Tensor:

@@ -89,10 +89,7 @@ def held(spec: TensorSpec, at: Mapping[str, int]) -> Where:
 
 
 def overlap(
-    src: TensorSpec,
-    dst: TensorSpec,
-    sender: Mapping[str, int],
-    receiver: Mapping[str, int],
+    src: TensorSpec, dst: TensorSpec, sender: Mapping[str, int], receiver: Mapping[str, int]
 ) -> Where:
     """Return the global indices that ``sender`` holds under src and ``receiver`` under dst."""
     return tuple(map(intersect, held(src, sender), held(dst, receiver)))

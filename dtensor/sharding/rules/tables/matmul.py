@@ -114,11 +114,11 @@ def _attention_masked_backward(call: OpCall, h: str, g: str) -> Rule:
     return replace(rule, flops=_attention_flops(rule) * 5 // 2)
 
 
-def _mask_term(call: OpCall, mask: int, heads: str) -> str:
+def _mask_term(call: OpCall, mask: int, heads: str, queries: str = "t") -> str:
     """Return the term of a mask: its dims, aligned from the right, are those of the scores or 1."""
     shape = call.operands[mask].shape
-    named = ["b", heads, "t", "s!"][4 - len(shape) :]
-    return " ".join("1" if n == 1 else f for f, n in zip(named, shape, strict=True))
+    factors = ["b", heads, queries, "s!"][4 - len(shape) :]
+    return " ".join("1" if n == 1 else f for f, n in zip(factors, shape, strict=True))
 
 
 def _groups(call: OpCall, q: int, k: int) -> dict[str, int]:
@@ -194,12 +194,8 @@ def _masked_terms(call: OpCall, q: int, dropout_at: int) -> tuple[str, str, str,
     t = "t!" if args[dropout_at + 1] else "t"
     if call.operands[q + 1].shape[1] != call.operands[q].shape[1]:
         raise no_rule(call, "its keys have another number of heads than its queries")
-    mask = ""
-    mask_index = operand_index(call, len(call.args), "attn_mask")
-    if mask_index is not None:
-        shape = call.operands[mask_index].shape
-        named = ["b", "h", t, "s!"][4 - len(shape) :]
-        mask = ", " + " ".join("1" if n == 1 else f for f, n in zip(named, shape, strict=True))
+    index = operand_index(call, len(call.args), "attn_mask")
+    mask = "" if index is None else f", {_mask_term(call, index, 'h', t)}"
     return f"b h {t} e!", "b h s! e!", f"b h {t}", mask
 
 

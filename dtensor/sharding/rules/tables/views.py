@@ -77,13 +77,7 @@ class _Matching:
         return name
 
     def add_whole(
-        self,
-        i: int,
-        j: int,
-        left: int,
-        right: int,
-        before: tuple[int, ...],
-        after: tuple[int, ...],
+        self, i: int, j: int, left: int, right: int, before: tuple[int, ...], after: tuple[int, ...]
     ) -> tuple[int, int]:
         """Add whole factors up to the next common boundary; return the dims after it."""
         self.left[i - 1].append(self.new(left, whole=True))
