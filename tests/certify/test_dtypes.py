@@ -10,7 +10,7 @@ from tests.extras import missing
 pytest.importorskip("transformers", reason=missing("transformers"))
 
 from dtensor.api.rule import op_overloads
-from dtensor.sharding.rules.dtypes import Dtypes, Half, beside_indices
+from dtensor.sharding.rules.dtypes import Dtypes, Half, same_float_dtype
 from dtensor.sharding.rules.tables.dtypes import DTYPES
 from dtensor.testing.oracle import call_of
 from tests.certify.dtypes import disagreements, varied_operands
@@ -36,8 +36,8 @@ NEITHER: dict[str, object] = {
     "aten.convolution_backward.default": "same",
     "aten.gelu_backward.default": "promote",
     "aten.native_layer_norm_backward.default": "promote",
-    "aten.nll_loss2d_backward.default": beside_indices,
-    "aten.nll_loss_backward.default": beside_indices,
+    "aten.nll_loss2d_backward.default": same_float_dtype,
+    "aten.nll_loss_backward.default": same_float_dtype,
     "dt.add_layer_norm.default": "same",
     "dt.add_rms_norm.default": "promote",
     "dt.bias_gelu_backward.default": "same",

@@ -30,7 +30,7 @@ from dtensor.sharding.plan.dataflow import Dataflow, Input, Output
 from dtensor.sharding.plan.planner import plan
 from dtensor.sharding.plan.request import Request
 from dtensor.sharding.plan.steps import Redistribute
-from dtensor.sharding.redistribute.moves import WORTH, Move, moves, seconds
+from dtensor.sharding.redistribute.moves import MIN_SAVING, Move, moves, seconds
 from dtensor.sharding.redistribute.topology import Topology
 from dtensor.sharding.spec.mesh import Mesh
 from dtensor.sharding.spec.placements import (
@@ -294,5 +294,5 @@ def check_price(src: TensorSpec, dst: TensorSpec, best: Best, topology: Topology
     by_bytes = 1.25 if len(src.mesh.axes) < 3 else 2.0
     if any(isinstance(p, Partial) for p in src.placements):
         by_bytes *= max(src.mesh.shape.values()) / 2
-    bound = by_bytes if topology == SMALL else 1 / (1 - WORTH)
+    bound = by_bytes if topology == SMALL else 1 / (1 - MIN_SAVING)
     assert price <= bound * least * (1 + 1e-9), f"{src} -> {dst}: {price}, least {least}"

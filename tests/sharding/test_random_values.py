@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dtensor.sharding.ops.philox as philox_file
-from dtensor.sharding.ops.distributions import integers, keep, normal, normal_of, uniform
+from dtensor.sharding.ops.distributions import integers, keep_mask, normal, normal_of, uniform
 from dtensor.sharding.ops.philox import Key, Place, philox, words
 from dtensor.sharding.ops.sampling import uniform_of
 from dtensor.sharding.spec.shards import block
@@ -56,7 +56,9 @@ def test_a_part_is_a_part_of_the_whole(shape: tuple[int, ...], dtype: torch.dtyp
             assert torch.equal(
                 draw(place, key, dtype, CPU), block(draw(whole, key, dtype, CPU), pieces)
             )
-        assert torch.equal(keep(place, key, 0.3, CPU), block(keep(whole, key, 0.3, CPU), pieces))
+        assert torch.equal(
+            keep_mask(place, key, 0.3, CPU), block(keep_mask(whole, key, 0.3, CPU), pieces)
+        )
 
 
 def test_each_part_of_the_key_matters() -> None:
@@ -79,7 +81,7 @@ def test_moments() -> None:
     assert abs(float(z.mean())) < 4 / math.sqrt(count)
     assert abs(float(z.var()) - 1) < 4 * math.sqrt(2 / count)
     assert abs(float((z**4).mean()) - 3) < 4 * math.sqrt(96 / count)
-    kept = keep(place, key, 0.3, CPU).double()
+    kept = keep_mask(place, key, 0.3, CPU).double()
     assert abs(float(kept.mean()) - 0.7) < 4 * math.sqrt(0.21 / count)
 
 
@@ -108,7 +110,7 @@ def test_numbers_on_a_gpu_need_little_memory_beside_themselves(
     with memory:
         match kind:
             case "keep":
-                made = keep(place, key, 0.1, meta)
+                made = keep_mask(place, key, 0.1, meta)
             case "uniform":
                 made = uniform(place, key, torch.float32, meta)
             case "integers":

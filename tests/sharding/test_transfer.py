@@ -20,7 +20,7 @@ from dtensor.sharding.redistribute.between_meshes import (
     TransferPlan,
     box_of,
     holders_of,
-    is_neutral,
+    holds_identity,
     plan_transfer,
 )
 from dtensor.sharding.redistribute.sync_plan import SyncPlan, plan_sync
@@ -87,7 +87,7 @@ def test_each_rank_receives_only_what_it_lacks_and_values_are_exact(
     size = max(source.mesh.size, target.mesh.size)
     for rank in range(target.mesh.size):
         lacking: set[tuple[int, ...]] = set()
-        if not is_neutral(target, rank):
+        if not holds_identity(target, rank):
             lacking = elements(box_of(target, rank))
             if rank in plan.here.ranks:
                 lacking -= elements(plan.here.where(rank))

@@ -37,14 +37,14 @@ from dtensor.sharding.ops.library import LIBRARY, define, laid_as, local_index
 # -- attention ---------------------------------------------------------------------------------
 
 
-def spread(x: Tensor, num_heads: int) -> Tensor:
+def repeat_groups(x: Tensor, num_heads: int) -> Tensor:
     """Return k or v [b g s d] with each group repeated for its query heads, [b h s d]."""
     groups = x.shape[1]
     return x if groups == num_heads else x.repeat_interleave(num_heads // groups, dim=1)
 
 
-def gather_groups(grad: Tensor, num_groups: int) -> Tensor:
-    """Return the gradient of `spread`: [b h s d] -> [b g s d], summed over query heads."""
+def sum_groups(grad: Tensor, num_groups: int) -> Tensor:
+    """Return the gradient of `repeat_groups`: [b h s d] -> [b g s d], summed over query heads."""
     b, h, s, d = grad.shape
     if h == num_groups:
         return grad
@@ -131,13 +131,13 @@ def _attention(
     if q.device.type == "cpu":  # its kernel takes grouped heads
         out, lse = flash_attention(q, k, v, is_causal, None, scale)
     elif efficient_on_cuda(q):
-        k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+        k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
         out, lse, _, _ = torch.ops.aten._scaled_dot_product_efficient_attention(
             aligned(q), aligned(k), aligned(v), None, True, 0.0, is_causal, scale=scale
         )
         lse = lse[..., : q.shape[2]]  # the kernel pads the row dim
     else:
-        k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+        k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
         out, lse = _attention_math(q, k, v, is_causal, scale)
     # the kernels return dense results: strides equal to q's are those of empty_like(q)
     out = out if out.stride() == q.stride() else laid_as(q, out)
@@ -177,14 +177,14 @@ def _attention_backward(
     if is_empty(q, k):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     num = groups if q.device.type == "cpu" else q.shape[1]
-    ks, vs = spread(k, num), spread(v, num)
+    ks, vs = repeat_groups(k, num), repeat_groups(v, num)
     if q.device.type == "cpu":
         dq, dk, dv = flash_attention_backward(grad, q, ks, vs, out, lse, is_causal, None, scale)
     elif efficient_on_cuda(q):
         dq, dk, dv = efficient_backward(grad, q, ks, vs, None, out, lse, is_causal, scale)
     else:
         dq, dk, dv = _attention_math_backward(grad, q, ks, vs, out, lse, is_causal, scale)
-    dk, dv = gather_groups(dk, groups), gather_groups(dv, groups)
+    dk, dv = sum_groups(dk, groups), sum_groups(dv, groups)
     pairs = ((q, dq), (k, dk), (v, dv))
     dq, dk, dv = (laid_as(x, dx.to(x.dtype)) for x, dx in pairs)
     return dq, dk, dv

@@ -32,9 +32,9 @@ from dtensor.sharding.ops.attention import (
     check_heads,
     efficient_backward,
     efficient_on_cuda,
-    gather_groups,
     is_empty,
-    spread,
+    repeat_groups,
+    sum_groups,
 )
 from dtensor.sharding.ops.library import LIBRARY, define, laid_as
 
@@ -48,7 +48,7 @@ def written_out(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return what attention_masked returns, as plain ops, whose rules can split the keys."""
-    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
     scores = _scores(q, k, mask, scale)
     maximum = scores.amax(-1, keepdim=True)
     maximum = torch.where(maximum == -math.inf, 0, maximum)
@@ -69,11 +69,11 @@ def written_out_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups = k.shape[1]
-    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
     p, ds = _weights_and_grad(grad, q, k, v, mask, out, lse, scale)
     ds = (ds * scale).to(q.dtype)
     dk, dv = ds.mT @ q, p.to(grad.dtype).mT @ grad
-    return ds @ k, gather_groups(dk, groups), gather_groups(dv, groups)
+    return ds @ k, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
 def _weights_and_grad(
@@ -133,7 +133,7 @@ def _attention_masked(
     if q.device.type == "cpu":
         out, lse = flash_attention(q, k, v, False, _bias(mask, q), scale)
     elif efficient_on_cuda(q):
-        k, v, bias = spread(k, q.shape[1]), spread(v, q.shape[1]), _bias(mask, q)
+        k, v, bias = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1]), _bias(mask, q)
         out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
             aligned(q), aligned(k), aligned(v), _padded(bias, q, k), True, 0.0, False, scale=scale
         )
@@ -163,11 +163,11 @@ def _attention_masked_backward(
         bias = _bias(mask, q)
         grads = flash_attention_backward(grad, q, k, v, out, lse, False, bias, scale)
     elif efficient_on_cuda(q):
-        ks, vs, bias = spread(k, q.shape[1]), spread(v, q.shape[1]), _bias(mask, q)
+        ks, vs, bias = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1]), _bias(mask, q)
         lse = torch.where(_sees_nothing(bias), math.inf, lse)
         bias = _padded(bias, q, ks)
         dq, dk, dv = efficient_backward(grad, q, ks, vs, bias, out, lse, False, scale)
-        grads = dq, gather_groups(dk, k.shape[1]), gather_groups(dv, k.shape[1])
+        grads = dq, sum_groups(dk, k.shape[1]), sum_groups(dv, k.shape[1])
     else:
         grads = written_out_backward(grad, q, k, v, mask, out, lse, scale)
     dq, dk, dv = (laid_as(x, dx.to(x.dtype)) for x, dx in zip((q, k, v), grads, strict=True))
@@ -236,7 +236,7 @@ def _grad(ctx: Any, grad: Tensor | None, _lse: None) -> tuple[Any, ...]:
     if not ctx.needs_input_grad[3]:
         return (*grads, None, None)
     q, k, v, mask, out, lse = saved
-    k, v = spread(k, q.shape[1]), spread(v, q.shape[1])
+    k, v = repeat_groups(k, q.shape[1]), repeat_groups(v, q.shape[1])
     _, scores_grad = _weights_and_grad(grad, q, k, v, mask, out, lse, ctx.scale)
     return (*grads, scores_grad.sum_to_size(mask.shape).to(mask.dtype), None)
 

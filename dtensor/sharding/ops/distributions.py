@@ -23,7 +23,7 @@ from dtensor.sharding.ops.philox import Key, Place, words
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
-def keep(place: Place, key: Key, p: float, device: torch.device) -> Tensor:
+def keep_mask(place: Place, key: Key, p: float, device: torch.device) -> Tensor:
     """Return a mask that is True with probability 1 - p, to a resolution of 2**-32."""
     drop = round(p * 2**32)
     return _fill(place, key, torch.bool, device, 1, lambda word: word[0] >= drop)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor.sharding.ops.distributions import integers, keep, normal, uniform
+from dtensor.sharding.ops.distributions import integers, keep_mask, normal, uniform
 from dtensor.sharding.ops.library import LIBRARY, define, note_plain
 from dtensor.sharding.ops.philox import Key, Place
 from dtensor.sharding.spec.placements import Intervals
@@ -126,7 +126,7 @@ _define_factory("random_integers", "int low, int high, ", _integers)
 
 
 def _dropout(x: Tensor, p: float, **at: Any) -> tuple[Tensor, Tensor]:
-    kept = keep(*_place_and_key(x.shape, **at), p, x.device)
+    kept = keep_mask(*_place_and_key(x.shape, **at), p, x.device)
     return _masked(x, kept, p), kept
 
 

@@ -183,7 +183,7 @@ def box_of(spec: TensorSpec, rank: int) -> Where:
     return held(spec, spec.mesh.coordinates(rank))
 
 
-def is_neutral(spec: TensorSpec, rank: int) -> bool:
+def holds_identity(spec: TensorSpec, rank: int) -> bool:
     """Return whether the rank's shard of a pending value is the reduction's identity."""
     coordinates = spec.mesh.coordinates(rank)
     return any(
@@ -203,7 +203,7 @@ def _pieces(
         holders.setdefault(here.where(rank), []).append(number)
     all_pieces: list[Piece] = []
     for rank, target in there.numbers.items():
-        if is_neutral(there.spec, rank):
+        if holds_identity(there.spec, rank):
             continue
         wanted = there.where(rank)
         pieces: list[Piece] = []

@@ -42,13 +42,13 @@ from dtensor.sharding.spec.spec import TensorSpec
 
 MoveKind = str
 """A name in `MOVES`: of a collective, or of a move without messages."""
-WORTH = 0.01
+MIN_SAVING = 0.01
 """The fraction of the price that a path through intermediate shardings must save, because it has
 more collectives."""
 MAX_EXPANDED = 100
 """The maximum number of shardings that a search through intermediate shardings visits. This covers
 nearly all shardings of two axes; on three axes the search may miss the best path."""
-_TIE = 1e-13
+_SECONDS_PER_MOVE = 1e-13
 """Seconds added for each move, so that of paths with equal price the shorter one is chosen."""
 
 
@@ -144,9 +144,9 @@ def _path(
     if direct is None or whole or (num_changed < 2 and _unevenness(src) < 1.5):
         return direct
     price = _price(direct, topology)
-    if price - _min_latency(src, dst, topology) < WORTH * price:
+    if price - _min_latency(src, dst, topology) < MIN_SAVING * price:
         return direct
-    return _search(src, dst, topology, below=(1 - WORTH) * price) or direct
+    return _search(src, dst, topology, below=(1 - MIN_SAVING) * price) or direct
 
 
 def _price(path: Sequence[Move], topology: Topology) -> float:
@@ -195,7 +195,7 @@ def _search(
             for option in options:
                 move = _move(spec, axis, option)
                 if move is not None and move.dst.placements not in visited:
-                    price = cost + move.seconds(topology) + _TIE
+                    price = cost + move.seconds(topology) + _SECONDS_PER_MOVE
                     remaining = 0.0 if below is None else _min_latency(move.dst, dst, topology)
                     if below is None or price + remaining < below:
                         heapq.heappush(queue, (price, next(tie), move.dst, (*path, move)))

@@ -72,7 +72,7 @@ def make(
     return replace(rule, flops=2 * math.prod(rule.size[factor] for factor in flops.split()))
 
 
-def of_kind(kind: Kind, builder: Builder) -> Builder:
+def with_kind(kind: Kind, builder: Builder) -> Builder:
     """Return a builder of the same rules with this kind instead of "compute"."""
     return lambda call: replace(builder(call), kind=kind)
 
@@ -119,7 +119,7 @@ def operand_index(call: OpCall, position: int, name: str) -> int | None:
     return value.index if isinstance(value, Operand) else None
 
 
-def joint(call: OpCall, *arguments: tuple[int, str]) -> Groups:
+def joint_group(call: OpCall, *arguments: tuple[int, str]) -> Groups:
     """Return one linear group of the operands at these arguments; no group if one of the arguments
     is a literal other than 0."""
     group: list[int] = []
@@ -145,7 +145,7 @@ def full_names(text: str) -> list[str]:
     return full
 
 
-def names(count: int, whole: Iterable[int] = ()) -> list[str]:
+def factor_names(count: int, whole: Iterable[int] = ()) -> list[str]:
     """Return a factor for each dim, ``["d0", "d1!", "d2"]``; dims in ``whole`` may not be split."""
     whole_set = set(whole)
     return [f"d{i}!" if i in whole_set else f"d{i}" for i in range(count)]
@@ -156,7 +156,7 @@ def whole_dims(prefix: str, rank: int) -> str:
     return " ".join(f"{prefix}{i}!" for i in range(rank))
 
 
-def broadcast(factors: Sequence[str], sizes: Sequence[int], wide: Sequence[int]) -> str:
+def broadcast_term(factors: Sequence[str], sizes: Sequence[int], wide: Sequence[int]) -> str:
     """Return the dims of a tensor of these sizes as text: the last of the factors, with 1 for a dim
     that is broadcast against the sizes ``wide``."""
     start = len(factors) - len(sizes)
@@ -166,7 +166,7 @@ def broadcast(factors: Sequence[str], sizes: Sequence[int], wide: Sequence[int])
     )
 
 
-def replaced(dims: Sequence[str], at: int, *texts: str) -> str:
+def replace_dim(dims: Sequence[str], at: int, *texts: str) -> str:
     """Return ``dims`` as text, with dim ``at`` replaced by ``texts``, or dropped without texts."""
     return " ".join([*dims[:at], *texts, *dims[at + 1 :]])
 
@@ -183,17 +183,17 @@ def num_pairs(call: OpCall, first: int) -> int:
     return math.prod(np.broadcast_shapes(a.shape, b.shape))
 
 
-def flat(intervals: Intervals) -> list[int]:
+def flatten_intervals(intervals: Intervals) -> list[int]:
     """Return intervals as the flat list [start, stop, start, ...] that ops of ``dt`` take."""
     return [point for interval in intervals for point in interval]
 
 
-def share(intervals: Intervals, start: int, stop: int) -> int:
+def count_within(intervals: Intervals, start: int, stop: int) -> int:
     """Return how many indices of the intervals lie in ``start:stop``."""
     return length(intersect(intervals, ((start, stop),))) if stop > start else 0
 
 
-def sized(position: int) -> Localizer:
+def with_local_sizes(position: int) -> Localizer:
     """Return a localizer that replaces the sizes at this argument by those of the rank's result."""
     return lambda call, local: call.with_arg(position, list(local.result_shape()))
 

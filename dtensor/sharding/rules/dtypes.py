@@ -35,7 +35,7 @@ def accepts(dtypes: Dtypes, operands: tuple[torch.dtype, ...]) -> bool:
             return dtypes(operands)
 
 
-def beside_indices(operands: tuple[torch.dtype, ...]) -> bool:
+def same_float_dtype(operands: tuple[torch.dtype, ...]) -> bool:
     """Return whether all float operands have one dtype. Integers and bools are indices or masks."""
     return len({dtype for dtype in operands if dtype.is_floating_point or dtype.is_complex}) < 2
 

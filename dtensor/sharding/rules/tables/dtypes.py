@@ -19,7 +19,7 @@ import torch
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules.build import full_names, retarget
-from dtensor.sharding.rules.dtypes import Dtypes, Half, beside_indices
+from dtensor.sharding.rules.dtypes import Dtypes, Half, same_float_dtype
 from dtensor.sharding.rules.rule import Parts
 
 # Backwards of norms are missing: torch's meta kernels state bfloat16 for their float32 statistics.
@@ -37,7 +37,7 @@ _OPS_BY_DTYPES: dict[Dtypes, str] = {
         linalg_householder_product log_sigmoid_backward ormqr polar reflection_pad1d_backward
         reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward
         replication_pad2d_backward replication_pad3d_backward triangular_solve""",
-    beside_indices: """
+    same_float_dtype: """
         vdot _embedding_bag _embedding_bag_backward _embedding_bag_per_sample_weights_backward
         _segment_reduce_backward _unsafe_index_put _unsafe_masked_index_put_accumulate
         adaptive_max_pool2d_backward adaptive_max_pool3d_backward index_add index_copy index_put

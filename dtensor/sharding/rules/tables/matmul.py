@@ -25,12 +25,12 @@ from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.ops.heads import copies_for, positions_of
 from dtensor.sharding.rules.build import (
     Groups,
-    broadcast,
+    broadcast_term,
     make,
-    of_kind,
     operand_index,
     pattern,
     retarget,
+    with_kind,
 )
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule, Strategy
@@ -48,7 +48,7 @@ def _added(product: str, result: str, flops: str) -> Builder:
         shape = call.operands[0].shape
         if result == "m" and shape != call.operands[1].shape[:1]:
             raise no_rule(call, "its first tensor is broadcast: torch then errs on empty shards")
-        addend = broadcast(result.split(), shape, call.result.shape)
+        addend = broadcast_term(result.split(), shape, call.result.shape)
         return make(
             call,
             f"{addend}, {product} -> {result}",
@@ -80,7 +80,7 @@ def _by_heads(build: Callable[[OpCall, str, str], Rule], q: int) -> Builder:
         grouped, cut = build(call, "(g r)", "g"), build(call, "h", "g!")
         return replace(grouped, fallback=cut, localize=_with_used_heads(q))
 
-    return of_kind("attention", by_heads)
+    return with_kind("attention", by_heads)
 
 
 def _attention(call: OpCall, h: str, g: str) -> Rule:
@@ -322,7 +322,7 @@ RULES: dict[str, Builder] = {
     "dt.attention_backward.default": _by_heads(_attention_backward, 1),
     "dt.attention_masked.default": _by_heads(_attention_masked, 0),
     "dt.attention_masked_backward.default": _by_heads(_attention_masked_backward, 1),
-    "dt.pick_heads.default": of_kind("view", _pick_heads),
+    "dt.pick_heads.default": with_kind("view", _pick_heads),
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _masked,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _masked_backward,
     "aten._trilinear.default": _trilinear,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dtensor.sharding.ops.call import OpCall
-from dtensor.sharding.rules.build import Groups, full_names, joint, make, of_kind
+from dtensor.sharding.rules.build import Groups, full_names, joint_group, make, with_kind
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 
@@ -43,7 +43,7 @@ def each(call: OpCall) -> Groups:
 
 def jointly(*arguments: tuple[int, str]) -> Linearity:
     """The op is linear in these arguments together, unless one is a literal other than 0."""
-    return lambda call: joint(call, *arguments)
+    return lambda call: joint_group(call, *arguments)
 
 
 first = jointly((0, "self"))  # copies, quotients, and backwards, whose operand 0 is the gradient
@@ -96,6 +96,6 @@ RULES: dict[str, Builder] = {
     name: pointwise(linearity) for linearity, ops in _LINEARITY.items() for name in full_names(ops)
 }
 RULES["aten._to_copy.default"] = _cast
-RULES["dt.annotate.default"] = RULES["dt.annotate_backward.default"] = of_kind(
+RULES["dt.annotate.default"] = RULES["dt.annotate_backward.default"] = with_kind(
     "mark", pointwise(first)
 )

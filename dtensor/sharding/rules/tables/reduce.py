@@ -17,7 +17,14 @@ import torch
 
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, num_pairs, resolve_dims, retarget
+from dtensor.sharding.rules.build import (
+    Groups,
+    factor_names,
+    make,
+    num_pairs,
+    resolve_dims,
+    retarget,
+)
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import is_split
@@ -30,7 +37,7 @@ ByElement = Literal["sum", "max", "min"]
 
 def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> str:
     """Return the pattern ``d0 d1 -> d0``, in which ``dims`` are reduced, and whole if ``whole``."""
-    factors = names(len(call.operands[0].shape), dims if whole else ())
+    factors = factor_names(len(call.operands[0].shape), dims if whole else ())
     output = [f for i, f in enumerate(factors) if i not in dims]
     if keepdim:
         output = ["1" if i in dims else f for i, f in enumerate(factors)]
@@ -115,7 +122,7 @@ def _mean(call: OpCall) -> Rule:
     return make(call, text, linear=_SUM, localize=localize)
 
 
-def along(position: int, *, linear: Groups = (), default: int | None = None) -> Builder:
+def along_dim(position: int, *, linear: Groups = (), default: int | None = None) -> Builder:
     """Return a builder for ops whose tensors have the same number of dims and need one dim whole.
 
     ``position``: of the argument that is this dim. Another dim is one factor if all tensors have
@@ -175,7 +182,7 @@ def _refuse_offsets(call: OpCall) -> None:
 
 def _terms_around(dim: int, rank: int) -> tuple[str, str, str]:
     """Return the terms of the dims before ``dim``, of ``dim`` (whole), and of the dims after."""
-    dims = names(rank, (dim,))
+    dims = factor_names(rank, (dim,))
     return " ".join(dims[:dim]), dims[dim], " ".join(dims[dim + 1 :])
 
 
@@ -246,16 +253,16 @@ RULES: dict[str, Builder] = {
     "aten.count_nonzero.dim_IntList": reduction("sum", linear=()),
     "aten.nansum.default": reduction("sum", linear=()),
     "aten.prod.default": reduction(None, keepdim_at=0),
-    "aten.softmax.int": along(1),
-    "aten._softmax.default": along(1),
-    "aten._safe_softmax.default": along(1),
-    "aten.log_softmax.int": along(1),
-    "aten._log_softmax.default": along(1),
-    "aten._softmax_backward_data.default": along(2, linear=_BACKWARD),
-    "aten._log_softmax_backward_data.default": along(2, linear=_BACKWARD),
-    "aten.cumsum.default": along(1, linear=_SUM),
-    "aten.cumprod.default": along(1),
-    "aten.flip.default": along(1, linear=_SUM),
+    "aten.softmax.int": along_dim(1),
+    "aten._softmax.default": along_dim(1),
+    "aten._safe_softmax.default": along_dim(1),
+    "aten.log_softmax.int": along_dim(1),
+    "aten._log_softmax.default": along_dim(1),
+    "aten._softmax_backward_data.default": along_dim(2, linear=_BACKWARD),
+    "aten._log_softmax_backward_data.default": along_dim(2, linear=_BACKWARD),
+    "aten.cumsum.default": along_dim(1, linear=_SUM),
+    "aten.cumprod.default": along_dim(1),
+    "aten.flip.default": along_dim(1, linear=_SUM),
     "aten.segment_reduce.default": _segments,
     "aten._segment_reduce_backward.default": _segments_backward,
     "aten.mse_loss.default": _mse_loss,

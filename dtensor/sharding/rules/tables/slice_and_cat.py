@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from dtensor.sharding.ops.call import Local, OpCall
-from dtensor.sharding.rules.build import Groups, make, names, replaced, retarget, share, sized
+from dtensor.sharding.rules.build import (
+    Groups,
+    count_within,
+    factor_names,
+    make,
+    replace_dim,
+    retarget,
+    with_local_sizes,
+)
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import Intervals
@@ -54,12 +62,12 @@ def _slice_texts(
 ) -> tuple[str, str, dict[str, int]]:
     """Return the terms of the whole tensor and of the slice ``lo:hi`` of ``dim``, and the sizes of
     the parts before, in and after the slice."""
-    dims = names(len(shape))
+    dims = factor_names(len(shape))
     sizes = {"a": lo, "s": hi - lo, "c": shape[dim] - hi}
     if step != 1:
-        return replaced(dims, dim, "w!"), replaced(dims, dim, "v!"), sizes
+        return replace_dim(dims, dim, "w!"), replace_dim(dims, dim, "v!"), sizes
     piece = "s" if hi > lo else "y!"
-    return replaced(dims, dim, _sum_text([*sizes.items()])), replaced(dims, dim, piece), sizes
+    return replace_dim(dims, dim, _sum_text([*sizes.items()])), replace_dim(dims, dim, piece), sizes
 
 
 def _local_bounds(held: Intervals, lo: int, hi: int, step: int) -> tuple[int, int]:
@@ -67,8 +75,8 @@ def _local_bounds(held: Intervals, lo: int, hi: int, step: int) -> tuple[int, in
     dim. With a step other than 1 the rank holds the whole dim."""
     if step != 1:
         return lo, hi
-    start = share(held, 0, lo)
-    return start, start + share(held, lo, hi)
+    start = count_within(held, 0, lo)
+    return start, start + count_within(held, lo, hi)
 
 
 def _slice(call: OpCall) -> Rule:
@@ -122,67 +130,67 @@ def _slice_scatter(call: OpCall) -> Rule:
 
 
 def _select_scatter(call: OpCall) -> Rule:
-    dims = names(len(call.operands[0].shape))
+    dims = factor_names(len(call.operands[0].shape))
     dim: int = call.args[2] % len(dims)
-    x = replaced(dims, dim, "w!")
-    return make(call, f"{x}, {replaced(dims, dim)} -> {x}", linear=((0, 1),))
+    x = replace_dim(dims, dim, "w!")
+    return make(call, f"{x}, {replace_dim(dims, dim)} -> {x}", linear=((0, 1),))
 
 
 def _select(call: OpCall) -> Rule:
-    dims = names(len(call.operands[0].shape))
+    dims = factor_names(len(call.operands[0].shape))
     dim: int = call.args[1] % len(dims)
-    return make(call, f"{replaced(dims, dim, 'w!')} -> {replaced(dims, dim)}", linear=_LINEAR)
+    return make(call, f"{replace_dim(dims, dim, 'w!')} -> {replace_dim(dims, dim)}", linear=_LINEAR)
 
 
 def _select_backward(call: OpCall) -> Rule:
-    dims = names(len(call.args[1]))
+    dims = factor_names(len(call.args[1]))
     dim: int = call.args[2] % len(dims)
-    text = f"{replaced(dims, dim)} -> {replaced(dims, dim, 'w!')}"
-    return make(call, text, linear=_LINEAR, localize=sized(1))
+    text = f"{replace_dim(dims, dim)} -> {replace_dim(dims, dim, 'w!')}"
+    return make(call, text, linear=_LINEAR, localize=with_local_sizes(1))
 
 
 # -- split, cat, pad -----------------------------------------------------------------------------
 
 
 def _split(call: OpCall) -> Rule:
-    dims = names(len(call.operands[0].shape))
+    dims = factor_names(len(call.operands[0].shape))
     dim: int = call.arg(2, "dim", 0) % len(dims)
     parts = [(f"s{i}", m.shape[dim]) for i, m in enumerate(call.results) if m is not None]
-    results = ", ".join(replaced(dims, dim, name if size else "y!") for name, size in parts)
+    results = ", ".join(replace_dim(dims, dim, name if size else "y!") for name, size in parts)
 
     def localize(call: OpCall, local: Local) -> OpCall:
         sizes = [local.result_shape(i)[dim] for i in range(len(call.results))]
         return retarget(call, aten.split_with_sizes.default, call.args[0], sizes, dim)
 
-    text = f"{replaced(dims, dim, _sum_text(parts))} -> {results}"
+    text = f"{replace_dim(dims, dim, _sum_text(parts))} -> {results}"
     return make(call, text, linear=_LINEAR, localize=localize, sizes=dict(parts))
 
 
 def _unbind(call: OpCall) -> Rule:
-    dims = names(len(call.operands[0].shape))
+    dims = factor_names(len(call.operands[0].shape))
     dim: int = call.arg(1, "dim", 0) % len(dims)
-    results = ", ".join(replaced(dims, dim) for _ in call.results)
-    return make(call, f"{replaced(dims, dim, 'w!')} -> {results}", linear=_LINEAR)
+    results = ", ".join(replace_dim(dims, dim) for _ in call.results)
+    return make(call, f"{replace_dim(dims, dim, 'w!')} -> {results}", linear=_LINEAR)
 
 
 def _cat(call: OpCall) -> Rule:
     rank = len(call.result.shape)
-    dims = names(rank)
+    dims = factor_names(rank)
     dim: int = call.arg(1, "dim", 0) % rank
     # torch.cat ignores one-dimensional empty tensors among tensors of any number of dims.
     ignored = [len(meta.shape) != rank for meta in call.operands]
     shapes = [meta.shape for meta in call.operands]
     parts = [(f"s{i}", 0 if ignored[i] else shape[dim]) for i, shape in enumerate(shapes)]
     sources = ", ".join(
-        "y!" if is_ignored else replaced(dims, dim, name if size else "y!")
+        "y!" if is_ignored else replace_dim(dims, dim, name if size else "y!")
         for is_ignored, (name, size) in zip(ignored, parts, strict=True)
     )
-    text = f"{sources} -> {replaced(dims, dim, _sum_text(parts))}"
+    text = f"{sources} -> {replace_dim(dims, dim, _sum_text(parts))}"
     return make(call, text, linear=_all_operands(call), sizes=dict(parts))
 
 
 def _stack(call: OpCall) -> Rule:
-    dims = names(len(call.operands[0].shape))
+    dims = factor_names(len(call.operands[0].shape))
     at = call.arg(1, "dim", 0) % (len(dims) + 1)
     sources = ", ".join(" ".join(dims) for _ in call.operands)
     text = f"{sources} -> {' '.join([*dims[:at], 'w!', *dims[at:]])}"
@@ -198,7 +206,7 @@ def _pad(call: OpCall) -> Rule:
     pad: list[int] = list(call.args[1])
     value: Any = call.arg(2, "value", 0)
     sizes: dict[str, int] = {}
-    source, result = names(len(shape)), names(len(shape))
+    source, result = factor_names(len(shape)), factor_names(len(shape))
     edges: dict[int, tuple[int, int]] = {}
     for i in range(0, len(pad), 2):
         before, after = pad[i], pad[i + 1]
@@ -217,8 +225,8 @@ def _pad(call: OpCall) -> Rule:
             held = local.result_intervals(0, dim)
             at = 2 * (len(shape) - 1 - dim)
             total = local.result_shape()[dim]
-            widths[at] = share(held, 0, lo)
-            widths[at + 1] = total - widths[at] - share(held, lo, hi)
+            widths[at] = count_within(held, 0, lo)
+            widths[at + 1] = total - widths[at] - count_within(held, lo, hi)
         return call.with_arg(1, widths)
 
     text = f"{' '.join(source)} -> {' '.join(result)}"

@@ -15,7 +15,7 @@ from dtensor.sharding.ops.call import OpCall
 from dtensor.sharding.rules.build import make, operand_index
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
-from dtensor.sharding.rules.tables.reduce import along, reduction
+from dtensor.sharding.rules.tables.reduce import along_dim, reduction
 from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 
 
@@ -47,21 +47,21 @@ _EDGES = "the edges of the bins, or their density, depend on all values"
 _HASH = "a hash of all bytes"
 
 RULES: dict[str, Builder] = {
-    "aten.sort.default": along(1, default=-1),
-    "aten.sort.stable": along(2, default=-1),
-    "aten.argsort.default": along(1, default=-1),
-    "aten.argsort.stable": along(2, default=-1),
-    "aten.msort.default": along(9, default=0),
-    "aten.topk.default": along(2, default=-1),
+    "aten.sort.default": along_dim(1, default=-1),
+    "aten.sort.stable": along_dim(2, default=-1),
+    "aten.argsort.default": along_dim(1, default=-1),
+    "aten.argsort.stable": along_dim(2, default=-1),
+    "aten.msort.default": along_dim(9, default=0),
+    "aten.topk.default": along_dim(2, default=-1),
     "aten.kthvalue.default": reduction(None, dim_at=2, keepdim_at=3, default=-1),
     "aten.mode.default": reduction(None, default=-1),
     "aten.median.dim": reduction(None),
     "aten.nanmedian.dim": reduction(None),
     "aten.median.default": reduction(None, keepdim_at=0),
     "aten.nanmedian.default": reduction(None, keepdim_at=0),
-    "aten.cummax.default": along(1),
-    "aten.cummin.default": along(1),
-    "aten.logcumsumexp.default": along(1),
+    "aten.cummax.default": along_dim(1),
+    "aten.cummin.default": along_dim(1),
+    "aten.logcumsumexp.default": along_dim(1),
     "aten.bucketize.Tensor": _bucketize,
     "aten.bucketize.Scalar": _bucketize,
     "aten.searchsorted.Tensor": _searchsorted,

@@ -20,9 +20,9 @@ import torch
 from dtensor.sharding.ops.call import Local, OpCall
 from dtensor.sharding.rules.build import (
     Groups,
+    factor_names,
     full_names,
     make,
-    names,
     pattern,
     retarget,
     whole_dims,
@@ -94,7 +94,7 @@ def _computed_by(target: Callable[..., Any]) -> Builder:
 
 def _halves(shape: tuple[int, ...], dim: int) -> tuple[str, str]:
     """Return the terms of glu's operand, whose ``dim`` is two halves, and of one half."""
-    whole, half = names(len(shape)), names(len(shape))
+    whole, half = factor_names(len(shape)), factor_names(len(shape))
     at = dim % len(shape)
     whole[at], half[at] = "(q! h)", "h"
     return " ".join(whole), " ".join(half)

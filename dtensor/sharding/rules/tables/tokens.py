@@ -20,7 +20,7 @@ import torch
 from dtensor.sharding.ops import attention as attention  # registers torch.ops.dt
 from dtensor.sharding.ops import sampling as sampling
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import flat, make, pattern, retarget
+from dtensor.sharding.rules.build import flatten_intervals, make, pattern, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import contiguous, unless_empty
@@ -35,7 +35,7 @@ def _embedding_localizer(call: OpCall, local: Local) -> OpCall:
     num_ids = call.operands[0].shape[0]
     if local.operand_shape(0)[0] == num_ids:
         return call
-    rows = flat(local.operand_intervals(0, 0))
+    rows = flatten_intervals(local.operand_intervals(0, 0))
     return retarget(call, torch.ops.dt.embedding_shard.default, *call.args[:2], rows, num_ids)
 
 
@@ -51,7 +51,7 @@ def _embedding_backward_localizer(call: OpCall, local: Local) -> OpCall:
     num_local_rows = local.result_shape()[0]
     if num_local_rows == num_rows:
         return call
-    rows = flat(local.result_intervals(0, 0))
+    rows = flatten_intervals(local.result_intervals(0, 0))
     target = torch.ops.dt.embedding_shard_backward.default
     return retarget(call, target, grad, ids, num_local_rows, rows, padding)
 
@@ -84,7 +84,7 @@ def _vocab(operand: int, position: int) -> Localizer:
     def localize(call: OpCall, local: Local) -> OpCall:
         if local.operand_shape(operand)[1] == call.operands[operand].shape[1]:
             return call
-        vocab = flat(local.operand_intervals(operand, 1))
+        vocab = flatten_intervals(local.operand_intervals(operand, 1))
         return retarget(call, call.target, *call.args[:position], vocab)
 
     return localize

@@ -19,14 +19,14 @@ import torch
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import (
-    broadcast,
+    broadcast_term,
+    factor_names,
     linear_groups,
     make,
-    names,
-    of_kind,
     resolve_dims,
     retarget,
-    sized,
+    with_kind,
+    with_local_sizes,
 )
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
@@ -172,15 +172,17 @@ def _part_of_repeat(at: int, joined_dims: list[int], splits: bool) -> Localizer:
 
 def _expand(call: OpCall) -> Rule:
     after = call.result.shape
-    factors = names(len(after))
-    source = broadcast(factors, call.operands[0].shape, after)
-    return make(call, f"{source} -> {' '.join(factors)}", linear=((0,),), localize=sized(1))
+    factors = factor_names(len(after))
+    source = broadcast_term(factors, call.operands[0].shape, after)
+    return make(
+        call, f"{source} -> {' '.join(factors)}", linear=((0,),), localize=with_local_sizes(1)
+    )
 
 
 def _repeat(call: OpCall) -> Rule:
     before, repeats = call.operands[0].shape, tuple(call.args[1])
     new = len(repeats) - len(before)
-    source = names(len(before))
+    source = factor_names(len(before))
     result = [f"r{i}" if i < new else f"(r{i} d{i - new})" for i in range(len(repeats))]
     return make(
         call,
@@ -205,7 +207,9 @@ def _local_repeats(call: OpCall, local: Local) -> OpCall:
 
 def _permuted(order: list[int], call: OpCall) -> Rule:
     return make(
-        call, f"{' '.join(names(len(order)))} -> {' '.join(f'd{i}' for i in order)}", linear=((0,),)
+        call,
+        f"{' '.join(factor_names(len(order)))} -> {' '.join(f'd{i}' for i in order)}",
+        linear=((0,),),
     )
 
 
@@ -228,7 +232,7 @@ def _transpose(call: OpCall) -> Rule:
 
 
 def _unsqueeze(call: OpCall) -> Rule:
-    source = names(len(call.operands[0].shape))
+    source = factor_names(len(call.operands[0].shape))
     at = call.args[1] % (len(source) + 1)
     result = [*source[:at], "1", *source[at:]]
     return make(call, f"{' '.join(source)} -> {' '.join(result)}", linear=((0,),))
@@ -246,7 +250,7 @@ def _squeeze(call: OpCall) -> Rule:
 
 RULES: dict[str, Builder] = {
     "aten.view.default": _view,
-    "aten._unsafe_view.default": of_kind("view", _view),
+    "aten._unsafe_view.default": with_kind("view", _view),
     "aten.reshape.default": _view,
     "aten.expand.default": _expand,
     "aten.repeat.default": _repeat,
