@@ -145,7 +145,7 @@ def full_names(text: str) -> list[str]:
     return full
 
 
-def factor_names(count: int, whole: Iterable[int] = ()) -> list[str]:
+def dim_names(count: int, whole: Iterable[int] = ()) -> list[str]:
     """Return a factor for each dim, ``["d0", "d1!", "d2"]``; dims in ``whole`` may not be split."""
     whole_set = set(whole)
     return [f"d{i}!" if i in whole_set else f"d{i}" for i in range(count)]
@@ -193,7 +193,7 @@ def count_within(intervals: Intervals, start: int, stop: int) -> int:
     return length(intersect(intervals, ((start, stop),))) if stop > start else 0
 
 
-def with_local_sizes(position: int) -> Localizer:
+def local_sizes(position: int) -> Localizer:
     """Return a localizer that replaces the sizes at this argument by those of the rank's result."""
     return lambda call, local: call.with_arg(position, list(local.result_shape()))
 

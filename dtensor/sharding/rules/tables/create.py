@@ -21,14 +21,7 @@ import torch
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.ops.random import encode_pieces
-from dtensor.sharding.rules.build import (
-    factor_names,
-    make,
-    pattern,
-    retarget,
-    whole_dims,
-    with_local_sizes,
-)
+from dtensor.sharding.rules.build import dim_names, local_sizes, make, pattern, retarget, whole_dims
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.spec.placements import length
@@ -39,7 +32,7 @@ aten: Any = torch.ops.aten
 def _sized(localize: Localizer) -> Builder:
     """Return a builder for an op without operands, whose result splits in every dim."""
     return lambda call: make(
-        call, f"-> {' '.join(factor_names(len(call.result.shape)))}", localize=localize
+        call, f"-> {' '.join(dim_names(len(call.result.shape)))}", localize=localize
     )
 
 
@@ -50,10 +43,10 @@ def _like(localize: Localizer) -> Builder:
     def build(call: OpCall) -> Rule:
         before, after = call.operands[0].shape, call.result.shape
         source = (
-            " ".join(factor_names(len(before))) if before == after else whole_dims("x", len(before))
+            " ".join(dim_names(len(before))) if before == after else whole_dims("x", len(before))
         )
         linear = ((0,),) if call.name == "aten.new_zeros.default" else ()
-        text = f"{source} -> {' '.join(factor_names(len(after)))}"
+        text = f"{source} -> {' '.join(dim_names(len(after)))}"
         return make(call, text, linear=linear, localize=localize)
 
     return build
@@ -127,7 +120,7 @@ def _with_global_pieces(call: OpCall, local: Local) -> OpCall:
     return replace(call, kwargs=(*call.kwargs, *extra))
 
 
-_FULL, _NEW = _sized(with_local_sizes(0)), _like(with_local_sizes(1))
+_FULL, _NEW = _sized(local_sizes(0)), _like(local_sizes(1))
 _EMPTY = _sized(_created_by(aten.empty.memory_format))
 _RANDOM = _sized(_local_random)
 

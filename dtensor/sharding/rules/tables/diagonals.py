@@ -18,13 +18,13 @@ from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, OpCall
 from dtensor.sharding.rules.build import (
     Groups,
-    factor_names,
+    dim_names,
+    local_sizes,
     make,
     pattern,
     resolve_dims,
     retarget,
     whole_dims,
-    with_local_sizes,
 )
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
@@ -42,7 +42,7 @@ def _diagonal_texts(
     ``at``: the position of the argument ``offset``, which dim1 and dim2 follow."""
     dim1: int = call.arg(at + 1, "dim1", default[0]) % rank
     dim2: int = call.arg(at + 2, "dim2", default[1]) % rank
-    dims = factor_names(rank, (dim1, dim2))
+    dims = dim_names(rank, (dim1, dim2))
     other_dims = [f for d, f in enumerate(dims) if d not in (dim1, dim2)]
     return " ".join(dims), " ".join([*other_dims, "k!"])
 
@@ -54,7 +54,7 @@ def _diagonal(call: OpCall) -> Rule:
 
 def _diagonal_backward(call: OpCall) -> Rule:
     x, diagonal = _diagonal_texts(call, len(call.args[1]), 2)
-    return make(call, f"{diagonal} -> {x}", linear=_LINEAR, localize=with_local_sizes(1))
+    return make(call, f"{diagonal} -> {x}", linear=_LINEAR, localize=local_sizes(1))
 
 
 def _diagonal_scatter(call: OpCall) -> Rule:
@@ -74,7 +74,7 @@ def _window_texts(rank: int, dim: int) -> tuple[str, str]:
     """Return the terms of a tensor of this rank and of its windows along ``dim``."""
     if rank == 0:
         return "", "u!"
-    dims = factor_names(rank, (dim % rank,))
+    dims = dim_names(rank, (dim % rank,))
     windows = [f.replace("!", "") if d != dim % rank else "v!" for d, f in enumerate(dims)]
     return " ".join(dims), " ".join([*windows, "u!"])
 
@@ -86,13 +86,13 @@ def _unfold(call: OpCall) -> Rule:
 
 def _unfold_backward(call: OpCall) -> Rule:
     x, windows = _window_texts(len(call.args[1]), call.args[2])
-    return make(call, f"{windows} -> {x}", linear=_LINEAR, localize=with_local_sizes(1))
+    return make(call, f"{windows} -> {x}", linear=_LINEAR, localize=local_sizes(1))
 
 
 def _roll(call: OpCall) -> Rule:
     rank = len(call.operands[0].shape)
     rolled: int | Sequence[int] = call.arg(2, "dims", ())
-    dims = " ".join(factor_names(rank, resolve_dims(rolled, rank)))
+    dims = " ".join(dim_names(rank, resolve_dims(rolled, rank)))
     return make(call, f"{dims} -> {dims}", linear=_LINEAR)
 
 

@@ -25,7 +25,7 @@ from dtensor.sharding.ops.call import Local, Localizer, OpCall, Operand
 from dtensor.sharding.rules.build import (
     Groups,
     broadcast_term,
-    factor_names,
+    dim_names,
     make,
     replace_dim,
     retarget,
@@ -38,7 +38,7 @@ from dtensor.sharding.rules.tables.unsplittable import Unsplittable
 _LINEAR: Groups = ((0,),)
 
 
-def _split_localizer(at: int, kind: Write | Literal["index", "gather"]) -> Localizer:
+def _localizer_at(at: int, kind: Write | Literal["index", "gather"]) -> Localizer:
     """Return a localizer for an op whose operand 1 is an index into dim ``at`` of operand 0, x."""
 
     def localize(call: OpCall, local: Local) -> OpCall:
@@ -79,7 +79,7 @@ def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[
     wide = np.broadcast_shapes(*(meta.shape for meta in metas))
     places = [f"i{d}" for d in range(len(wide))]
     terms = [broadcast_term(places, meta.shape, wide) for meta in metas]
-    dims = factor_names(len(shape))
+    dims = dim_names(len(shape))
     other_dims = [f for d, f in enumerate(dims) if d not in at]
     are_adjacent = at == list(range(at[0], at[0] + len(at)))
     front = at[0] if are_adjacent else 0
@@ -90,12 +90,12 @@ def _index_terms(call: OpCall, position: int = 1) -> tuple[str, list[str], list[
 
 def _index(call: OpCall) -> Rule:
     if not any(isinstance(item, Operand) for item in call.args[1]):
-        dims = " ".join(factor_names(len(call.operands[0].shape)))
+        dims = " ".join(dim_names(len(call.operands[0].shape)))
         return make(call, f"{dims} -> {dims}", linear=_LINEAR)
     x, terms, result = _index_terms(call)
     localize: Localizer | None = None
     if len(terms) == 1 and call.operands[0].dtype != torch.bool:
-        x, localize = x.replace("!", ""), _split_localizer(_indexed_dim(call), "index")
+        x, localize = x.replace("!", ""), _localizer_at(_indexed_dim(call), "index")
     text = f"{', '.join([x, *terms])} -> {' '.join(result)}"
     return make(call, text, linear=_LINEAR, localize=localize)
 
@@ -117,7 +117,7 @@ def _index_put(call: OpCall) -> Rule:
     localize: Localizer | None = None
     if len(terms) == 1:
         kind: Write = "index_put_add" if call.arg(3, "accumulate", False) else "index_put"
-        x, localize = x.replace("!", ""), _split_localizer(_indexed_dim(call), kind)
+        x, localize = x.replace("!", ""), _localizer_at(_indexed_dim(call), kind)
     text = f"{', '.join([x, *terms, values])} -> {x}"
     return make(call, text, linear=((0, last),), addends=(0,), localize=localize)
 
@@ -166,7 +166,7 @@ def _along(call: OpCall, index: str, *, source: bool, row: str = "w") -> str:
     if rank == 0:
         terms = ["", *(index if shape else "" for shape in shapes[1 : 2 + source])]
         return ", ".join(terms)
-    dims = factor_names(rank)
+    dims = dim_names(rank)
     dim: int = call.args[1] % rank
     places = index if shapes[1] else ""
     terms = [replace_dim(dims, dim, row if places else "w!"), places]
@@ -175,9 +175,9 @@ def _along(call: OpCall, index: str, *, source: bool, row: str = "w") -> str:
     return ", ".join(terms)
 
 
-def _split_localizer_along(call: OpCall, kind: Write | Literal["index"]) -> Localizer | None:
+def _localizer_along(call: OpCall, kind: Write | Literal["index"]) -> Localizer | None:
     rank = len(call.operands[0].shape)
-    return _split_localizer(call.args[1] % rank, kind) if rank and call.operands[1].shape else None
+    return _localizer_at(call.args[1] % rank, kind) if rank and call.operands[1].shape else None
 
 
 def _index_select(call: OpCall) -> Rule:
@@ -187,9 +187,9 @@ def _index_select(call: OpCall) -> Rule:
     if rank == 0:
         return make(call, f"{left} -> ", linear=_LINEAR)
     places = "i" if call.operands[1].shape else "1"
-    right = replace_dim(factor_names(rank), call.args[1] % rank, places)
+    right = replace_dim(dim_names(rank), call.args[1] % rank, places)
     return make(
-        call, f"{left} -> {right}", linear=_LINEAR, localize=_split_localizer_along(call, "index")
+        call, f"{left} -> {right}", linear=_LINEAR, localize=_localizer_along(call, "index")
     )
 
 
@@ -197,14 +197,14 @@ def _index_add(call: OpCall) -> Rule:
     index = "i!" if call.operands[0].dtype == torch.bool else "i"
     left = _along(call, index, source=True)
     text = f"{left} -> {left.split(',')[0]}"
-    localize = _split_localizer_along(call, "index_add")
+    localize = _localizer_along(call, "index_add")
     return make(call, text, linear=((0, 2),), addends=(0,), localize=localize)
 
 
 def _index_copy(call: OpCall) -> Rule:
     left = _along(call, "i!", source=True)
     text = f"{left} -> {left.split(',')[0]}"
-    return make(call, text, linear=((0, 2),), localize=_split_localizer_along(call, "index_copy"))
+    return make(call, text, linear=((0, 2),), localize=_localizer_along(call, "index_copy"))
 
 
 def _index_reduce(call: OpCall) -> Rule:
@@ -219,7 +219,7 @@ def _index_fill(call: OpCall) -> Rule:
     if isinstance(call.arg(3, "value"), Operand):
         left, groups = f"{left}, ", ((0, 2),)
     text = f"{left} -> {left.split(',')[0]}"
-    return make(call, text, linear=groups, localize=_split_localizer_along(call, "index_fill"))
+    return make(call, text, linear=groups, localize=_localizer_along(call, "index_fill"))
 
 
 # -- indices into the flattened tensor -------------------------------------------------------
@@ -260,7 +260,7 @@ def _gather(call: OpCall) -> Rule:
         source.append(row if d == at else f"d{d}" if alike else f"x{d}!")
         places.append(f"i{d}" if d == at else f"d{d}" if alike else f"i{d}!")
     text = f"{' '.join(source)}, {' '.join(places)} -> {' '.join(places)}"
-    return make(call, text, linear=_LINEAR, localize=_split_localizer(at, "gather"))
+    return make(call, text, linear=_LINEAR, localize=_localizer_at(at, "gather"))
 
 
 def _scatter(
@@ -294,7 +294,7 @@ def _scatter(
             dims[at] = places if shapes[-1][at] == shapes[1][at] else f"t{n}!"
         terms.append(" ".join(dims))
     text = f"{', '.join(terms)} -> {terms[0]}"
-    localize = None if kind is None else _split_localizer(at, kind)
+    localize = None if kind is None else _localizer_at(at, kind)
     return make(call, text, linear=linear, addends=addends, localize=localize)
 
 

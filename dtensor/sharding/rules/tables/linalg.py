@@ -21,7 +21,7 @@ from dtensor.sharding.ops.call import Local, Meta, OpCall
 from dtensor.sharding.rules.build import (
     Groups,
     broadcast_term,
-    factor_names,
+    dim_names,
     make,
     pattern,
     resolve_dims,
@@ -111,7 +111,7 @@ def _cross(call: OpCall) -> Rule:
     rank = len(wide)
     if any(len(meta.shape) != rank for meta in call.operands):
         raise no_rule(call, "its tensors differ in their number of dims")
-    dims = factor_names(rank, (call.arg(2, "dim", -1) % rank,))
+    dims = dim_names(rank, (call.arg(2, "dim", -1) % rank,))
     terms = [broadcast_term(dims, meta.shape, wide) for meta in call.operands]
     return make(call, f"{', '.join(terms)} -> {' '.join(dims)}", linear=((0,), (1,)))
 
@@ -119,14 +119,14 @@ def _cross(call: OpCall) -> Rule:
 def _checked(call: OpCall) -> Rule:
     """Each rank checks what it holds a part of: matrices, or what has a flag each."""
     x, info = call.operands[:2]
-    inner = " ".join(factor_names(len(x.shape) - len(info.shape)))
+    inner = " ".join(dim_names(len(x.shape) - len(info.shape)))
     return make(call, f"... {inner}, ... -> ... {inner}", linear=((0,),))
 
 
 def _transform(call: OpCall) -> Rule:
     rank = len(call.operands[0].shape)
     whole = resolve_dims(call.args[1], rank) if call.args[1] else ()
-    before = factor_names(rank, whole)
+    before = dim_names(rank, whole)
     after = [f"n{d}!" if d in whole else f for d, f in enumerate(before)]
     text = f"{' '.join(before)} -> {' '.join(after)}"
     return make(call, text, linear=((0,),), localize=_zeros_if_empty)

@@ -17,14 +17,7 @@ import torch
 
 from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
-from dtensor.sharding.rules.build import (
-    Groups,
-    factor_names,
-    make,
-    num_pairs,
-    resolve_dims,
-    retarget,
-)
+from dtensor.sharding.rules.build import Groups, dim_names, make, num_pairs, resolve_dims, retarget
 from dtensor.sharding.rules.registry import Builder, no_rule
 from dtensor.sharding.rules.rule import Rule
 from dtensor.sharding.rules.tables.localizers import is_split
@@ -37,7 +30,7 @@ ByElement = Literal["sum", "max", "min"]
 
 def _terms(call: OpCall, dims: tuple[int, ...], keepdim: bool, whole: bool) -> str:
     """Return the pattern ``d0 d1 -> d0``, in which ``dims`` are reduced, and whole if ``whole``."""
-    factors = factor_names(len(call.operands[0].shape), dims if whole else ())
+    factors = dim_names(len(call.operands[0].shape), dims if whole else ())
     output = [f for i, f in enumerate(factors) if i not in dims]
     if keepdim:
         output = ["1" if i in dims else f for i, f in enumerate(factors)]
@@ -182,7 +175,7 @@ def _refuse_offsets(call: OpCall) -> None:
 
 def _terms_around(dim: int, rank: int) -> tuple[str, str, str]:
     """Return the terms of the dims before ``dim``, of ``dim`` (whole), and of the dims after."""
-    dims = factor_names(rank, (dim,))
+    dims = dim_names(rank, (dim,))
     return " ".join(dims[:dim]), dims[dim], " ".join(dims[dim + 1 :])
 
 

@@ -21,11 +21,11 @@ from dtensor.sharding.ops.call import Local, OpCall
 from dtensor.sharding.rules.build import (
     Groups,
     count_within,
-    factor_names,
+    dim_names,
+    local_sizes,
     make,
     replace_dim,
     retarget,
-    with_local_sizes,
 )
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
@@ -62,7 +62,7 @@ def _slice_texts(
 ) -> tuple[str, str, dict[str, int]]:
     """Return the terms of the whole tensor and of the slice ``lo:hi`` of ``dim``, and the sizes of
     the parts before, in and after the slice."""
-    dims = factor_names(len(shape))
+    dims = dim_names(len(shape))
     sizes = {"a": lo, "s": hi - lo, "c": shape[dim] - hi}
     if step != 1:
         return replace_dim(dims, dim, "w!"), replace_dim(dims, dim, "v!"), sizes
@@ -130,30 +130,30 @@ def _slice_scatter(call: OpCall) -> Rule:
 
 
 def _select_scatter(call: OpCall) -> Rule:
-    dims = factor_names(len(call.operands[0].shape))
+    dims = dim_names(len(call.operands[0].shape))
     dim: int = call.args[2] % len(dims)
     x = replace_dim(dims, dim, "w!")
     return make(call, f"{x}, {replace_dim(dims, dim)} -> {x}", linear=((0, 1),))
 
 
 def _select(call: OpCall) -> Rule:
-    dims = factor_names(len(call.operands[0].shape))
+    dims = dim_names(len(call.operands[0].shape))
     dim: int = call.args[1] % len(dims)
     return make(call, f"{replace_dim(dims, dim, 'w!')} -> {replace_dim(dims, dim)}", linear=_LINEAR)
 
 
 def _select_backward(call: OpCall) -> Rule:
-    dims = factor_names(len(call.args[1]))
+    dims = dim_names(len(call.args[1]))
     dim: int = call.args[2] % len(dims)
     text = f"{replace_dim(dims, dim)} -> {replace_dim(dims, dim, 'w!')}"
-    return make(call, text, linear=_LINEAR, localize=with_local_sizes(1))
+    return make(call, text, linear=_LINEAR, localize=local_sizes(1))
 
 
 # -- split, cat, pad -----------------------------------------------------------------------------
 
 
 def _split(call: OpCall) -> Rule:
-    dims = factor_names(len(call.operands[0].shape))
+    dims = dim_names(len(call.operands[0].shape))
     dim: int = call.arg(2, "dim", 0) % len(dims)
     parts = [(f"s{i}", m.shape[dim]) for i, m in enumerate(call.results) if m is not None]
     results = ", ".join(replace_dim(dims, dim, name if size else "y!") for name, size in parts)
@@ -167,7 +167,7 @@ def _split(call: OpCall) -> Rule:
 
 
 def _unbind(call: OpCall) -> Rule:
-    dims = factor_names(len(call.operands[0].shape))
+    dims = dim_names(len(call.operands[0].shape))
     dim: int = call.arg(1, "dim", 0) % len(dims)
     results = ", ".join(replace_dim(dims, dim) for _ in call.results)
     return make(call, f"{replace_dim(dims, dim, 'w!')} -> {results}", linear=_LINEAR)
@@ -175,7 +175,7 @@ def _unbind(call: OpCall) -> Rule:
 
 def _cat(call: OpCall) -> Rule:
     rank = len(call.result.shape)
-    dims = factor_names(rank)
+    dims = dim_names(rank)
     dim: int = call.arg(1, "dim", 0) % rank
     # torch.cat ignores one-dimensional empty tensors among tensors of any number of dims.
     ignored = [len(meta.shape) != rank for meta in call.operands]
@@ -190,7 +190,7 @@ def _cat(call: OpCall) -> Rule:
 
 
 def _stack(call: OpCall) -> Rule:
-    dims = factor_names(len(call.operands[0].shape))
+    dims = dim_names(len(call.operands[0].shape))
     at = call.arg(1, "dim", 0) % (len(dims) + 1)
     sources = ", ".join(" ".join(dims) for _ in call.operands)
     text = f"{sources} -> {' '.join([*dims[:at], 'w!', *dims[at:]])}"
@@ -206,7 +206,7 @@ def _pad(call: OpCall) -> Rule:
     pad: list[int] = list(call.args[1])
     value: Any = call.arg(2, "value", 0)
     sizes: dict[str, int] = {}
-    source, result = factor_names(len(shape)), factor_names(len(shape))
+    source, result = dim_names(len(shape)), dim_names(len(shape))
     edges: dict[int, tuple[int, int]] = {}
     for i in range(0, len(pad), 2):
         before, after = pad[i], pad[i + 1]

@@ -20,7 +20,7 @@ import torch
 from dtensor.sharding.ops.call import Local, OpCall
 from dtensor.sharding.rules.build import (
     Groups,
-    factor_names,
+    dim_names,
     full_names,
     make,
     pattern,
@@ -94,7 +94,7 @@ def _computed_by(target: Callable[..., Any]) -> Builder:
 
 def _halves(shape: tuple[int, ...], dim: int) -> tuple[str, str]:
     """Return the terms of glu's operand, whose ``dim`` is two halves, and of one half."""
-    whole, half = factor_names(len(shape)), factor_names(len(shape))
+    whole, half = dim_names(len(shape)), dim_names(len(shape))
     at = dim % len(shape)
     whole[at], half[at] = "(q! h)", "h"
     return " ".join(whole), " ".join(half)

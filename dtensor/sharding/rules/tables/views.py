@@ -20,13 +20,13 @@ from dtensor.sharding.local import local_forms
 from dtensor.sharding.ops.call import Local, Localizer, OpCall
 from dtensor.sharding.rules.build import (
     broadcast_term,
-    factor_names,
+    dim_names,
     linear_groups,
+    local_sizes,
     make,
     resolve_dims,
     retarget,
     with_kind,
-    with_local_sizes,
 )
 from dtensor.sharding.rules.registry import Builder
 from dtensor.sharding.rules.rule import Rule
@@ -172,17 +172,15 @@ def _part_of_repeat(at: int, joined_dims: list[int], splits: bool) -> Localizer:
 
 def _expand(call: OpCall) -> Rule:
     after = call.result.shape
-    factors = factor_names(len(after))
+    factors = dim_names(len(after))
     source = broadcast_term(factors, call.operands[0].shape, after)
-    return make(
-        call, f"{source} -> {' '.join(factors)}", linear=((0,),), localize=with_local_sizes(1)
-    )
+    return make(call, f"{source} -> {' '.join(factors)}", linear=((0,),), localize=local_sizes(1))
 
 
 def _repeat(call: OpCall) -> Rule:
     before, repeats = call.operands[0].shape, tuple(call.args[1])
     new = len(repeats) - len(before)
-    source = factor_names(len(before))
+    source = dim_names(len(before))
     result = [f"r{i}" if i < new else f"(r{i} d{i - new})" for i in range(len(repeats))]
     return make(
         call,
@@ -208,7 +206,7 @@ def _local_repeats(call: OpCall, local: Local) -> OpCall:
 def _permuted(order: list[int], call: OpCall) -> Rule:
     return make(
         call,
-        f"{' '.join(factor_names(len(order)))} -> {' '.join(f'd{i}' for i in order)}",
+        f"{' '.join(dim_names(len(order)))} -> {' '.join(f'd{i}' for i in order)}",
         linear=((0,),),
     )
 
@@ -232,7 +230,7 @@ def _transpose(call: OpCall) -> Rule:
 
 
 def _unsqueeze(call: OpCall) -> Rule:
-    source = factor_names(len(call.operands[0].shape))
+    source = dim_names(len(call.operands[0].shape))
     at = call.args[1] % (len(source) + 1)
     result = [*source[:at], "1", *source[at:]]
     return make(call, f"{' '.join(source)} -> {' '.join(result)}", linear=((0,),))
