@@ -3,8 +3,7 @@
     text = table(rows)                            # all rows, one per registered op
     recorded_missing(text)["aten.addmm.default"]  # the strategies that it lists as missing
 
-Invariants: the same rows give the same text; it has no times in it. Lines are counted from the
-files of the rule tables, comments and docstrings included.
+Invariant: the same rows give the same text; it has no times in it.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ A count that is 0 is left out.
 """
 _WHY = """\
 Each missing strategy, with the collectives it would save on 2 ranks at the size of the sample, and
-their bytes per rank. A rule offers no strategy for operands whose values do not matter (the input
-of a pooling's backward, the argument of new_zeros, the tensor that copy overwrites), for ops of
-which only some results are linear (the weight of a norm), and for ops that are linear for some
-numbers only (the power 1, empty slices).
+their bytes per rank. Rules do not express that an operand's values do not matter (the input of a
+pooling's backward, the argument of new_zeros, the tensor that copy overwrites), that only some
+results are linear (the weight of a norm), or that an op is linear for some numbers only (the power
+1, empty slices).
 
 """
 _OTHER = "elsewhere"
@@ -86,12 +85,6 @@ def recorded_ops(text: str) -> list[str]:
     return sorted(op for row in rows for op in re.findall(r"`([\w.]+)` \(\d", row))
 
 
-def lines_of(family: str) -> int:
-    """How many lines the file of a family of rules has."""
-    modules = {_name(module): module for module in TABLES}
-    return len(inspect.getsource(modules[family]).splitlines()) if family in modules else 0
-
-
 def _name(module: object) -> str:
     assert inspect.ismodule(module)
     return module.__name__.rpartition(".")[2]
@@ -107,16 +100,12 @@ def _by_family(rows: Sequence[Row]) -> Mapping[str, list[Row]]:
 
 def _summary(groups: Mapping[str, list[Row]]) -> str:
     lines = [
-        "| family | ops | lines of table | lines per op | checked | wrong | refused | missing |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| family | ops | checked | wrong | refused | missing |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     every = [row for members in groups.values() for row in members]
-    total = sum(lines_of(family) for family in groups)
     for family, members in (*groups.items(), ("all", every)):
-        length = total if family == "all" else lines_of(family)
-        ratio = f"{length / len(members):.1f}" if members else "-"
-        counts = _counts(members)
-        lines.append(f"| {family} | {len(members)} | {length} | {ratio} | {counts} |")
+        lines.append(f"| {family} | {len(members)} | {_counts(members)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -140,25 +140,26 @@ class Entry:
 
 
 def entries(found: Sequence[Entry]) -> list[str]:
-    """Return the lines about all entries: lists by class, then a table of the unusual entries."""
+    """Return the lines about all entries: lists by class, notes, and a table of failures."""
     groups: dict[str, list[str]] = {}
-    unusual: list[Entry] = []
+    noted: list[str] = []
+    refused: list[str] = []
     for e in found:
-        if e.forward != "right" or e.gradient not in ("right", "none") or e.note:
-            unusual.append(e)
+        if e.forward != "right" or e.gradient not in ("right", "none"):
+            cells = (e.name, e.kind, e.forward, e.gradient, e.run, e.free, e.note)
+            refused.append(f"| {' | '.join(cells)} |")
+        elif e.note:
+            noted.append(f"- `{e.name}`, {e.kind}: {e.note}")
         else:
             title = e.kind if e.gradient == "right" else f"{e.kind}, without a gradient"
             groups.setdefault(title, []).append(f"`{e.name}`")
     lines = ["## Entries", "", _LISTS]
     for title in sorted(groups):
         lines += [f"### {title} ({len(groups[title])})", "", ", ".join(groups[title]) + ".", ""]
-    lines += [f"### Refused, or with a note ({len(unusual)})", ""]
+    lines += [f"### Right, with a note ({len(noted)})", "", *noted, ""]
+    lines += [f"### Refused or wrong ({len(refused)})", ""]
     lines += ["| entry | class | forward | gradient | run | no collective | note |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for e in unusual:
-        cells = (e.name, e.kind, e.forward, e.gradient, e.run, e.free, e.note)
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+    return [*lines, "|---|---|---|---|---|---|---|", *refused]
 
 
 def _cells(name: str, even: Record | None, uneven: Record | None) -> Entry:
@@ -219,7 +220,7 @@ cotangent, compared with plain torch. An entry has up to 8 samples. Each sample 
 placements that PyTorch's `DTensorConverter` enumerates (Replicate and Shard of every dim, for all
 tensors together; at most 12 per sample and 48 per entry), and under up to 4 placements with pending
 sums, cut into random summands. Sizes that divide: L=24, M=12, S=4, XS=2; sizes that do not: 23, 11,
-5, 3. Tolerances are those of `torch.testing.assert_close` (float32: rtol 1.3e-6, atol 1e-5). A
+5, 3. The tolerances of `torch.testing.assert_close` apply (float32: rtol 1.3e-6, atol 1e-5). A
 sample that differs by more is run again in float64 (1e-7), and counts as right only if it is right
 there. Results pass through OpInfo's `output_process_fn_grad`, which removes signs and phases that
 the op leaves open.
@@ -240,5 +241,5 @@ _LISTS = """\
 All entries of the lists are right under all placements. A class of two parts, such as *whole /
 split by rule*, has the class for sizes that divide first. `build/opinfo` has the placements of each
 entry. In the last table *run* counts placements, *sizes that divide* + *sizes that do not*, and *no
-collective* those whose forward needs none.
+collective* the placements whose forward needs none.
 """
