@@ -1,28 +1,16 @@
-"""The user's operators, reductions and functions, on actors that lack them.
+"""Registers the user's custom ops and reductions in actors that lack them.
 
-    needed = Needed.of(program, device, known)  # on the controller: the origin of each op
-    needed.provide()                            # in an actor, first: lacking ops -> why
+    needed = Needed.of(program, device, known)  # on the controller: where each op comes from
+    needed.provide()                            # in an actor, before the program: [(op, reason)]
+    that failed
 
-An actor has the ops of torch, of dtensor and of their imports. A program may name others, which
-Python registered in the controller (`torch.library.custom_op`, `triton_op`, `define` and `impl`).
-An actor gets an op of a module by importing that module, and one of the user's script, or of a
-function, by its kernel, which is pickled by value, with the objects that it refers to. So is an op
-that the controller redefined since the launch began, for example by `importlib.reload` of its
-module. Shared libraries that the controller loaded (`torch.ops.load_library`) are loaded for ops
-without a kernel in Python. The controller's `sys.path` is sent along, and so are all reductions
-that the controller registered: programs have them by name. Fake kernels and gradients are not sent:
-a program's ops are already differentiated and have their shapes.
-
-An op's kernel is found by calling it once on empty tensors, under a profiler that stops the call
-where the kernel begins: torch has no other way from an op to its Python function. None of the
-kernel runs; and the tensors are on the CPU while torch is told to call a GPU's kernel, for the
-controller need not have a GPU, and takes no memory of one that it has.
-
-Invariants: ops that the actor has already stay, except those that the controller redefined; a
-kernel that came by value is replaced when its program is loaded again with another. A kernel's
-globals are copies: its changes of them stay in the actor. Not here: modules that are reloaded and
-define no op of a program, though its ops call them; the choice of programs to load again
-(frontend/guards/guards.py).
+An actor imports the module of an op. The kernel of an op of the user's script is pickled by value,
+as is that of an op which was redefined since the launch began (`importlib.reload`). For an op
+without a Python kernel the actor loads the controller's shared libraries
+(`torch.ops.load_library`). To find an op's kernel, the controller calls the op on empty CPU tensors
+under a profiler, which stops the call where the kernel begins: torch offers no other way.
+Invariants: no kernel runs, and no GPU is needed. Ops that an actor has stay unless they were
+redefined. A kernel's globals are copies.
 """
 
 # Torch leaves the types of its operators open, cloudpickle all of its own.
@@ -71,10 +59,10 @@ from dtensor.private_torch import (
 )
 from dtensor.signals import held_back
 
-_cloudpickle: Any = cloudpickle  # which has no types
+_cloudpickle: Any = cloudpickle  # a package without types
 
 KNOWN = frozenset({"aten", "prim", "prims", "dt"})
-"""Namespaces of ops that every actor has."""
+"""Namespaces of ops that every process has."""
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DAFT = str(Path(os.path.abspath(__file__)).parents[2]) + os.sep
 _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
@@ -82,20 +70,19 @@ _PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platst
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpOrigin:
-    """The origin of an op: a module, and its kernel by value, or why there is none. `anew`: a
-    process that imported its module before may have another one."""
+    """How an actor gets an op: by importing a module, or by a pickled kernel."""
 
     name: str  # "mylib::scale", "mylib::scale.out"
     schema: str
     module: str | None
     kernel: bytes | None
-    reason: str
-    anew: bool
+    reason: str  # why there is no pickled kernel, "" if there is one
+    anew: bool  # redefined since the launch began: an import may give the former definition
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needed:
-    """The needs of a program besides torch and dtensor. False if there are none."""
+    """What a program needs besides torch and dtensor. False if that is nothing."""
 
     origins: tuple[OpOrigin, ...]
     paths: tuple[str, ...]
@@ -134,11 +121,11 @@ class Needed:
         )
 
     def provide(self) -> list[tuple[str, str]]:
-        """Register the missing ops in this process; returns those that it could not register, each
-        with why."""
+        """Register the missing ops in this process. Return the ops that could not be registered,
+        each with the reason."""
         sys.path += [p for p in self.paths if p not in sys.path and os.path.exists(p)]
         for reduction in _cloudpickle.loads(self.reductions) if self.reductions else ():
-            REDUCTIONS[reduction.name] = reduction  # the controller has one of a name
+            REDUCTIONS[reduction.name] = reduction
         lacking, before = self._provide(self.origins), len(self.origins) + 1
         while 0 < len(lacking) < before:  # a kernel may need another op
             before = len(lacking)
@@ -150,13 +137,13 @@ class Needed:
         lacking: list[tuple[str, str]] = []
         for origin in origins:
             reasons = [origin.reason] if origin.reason else []
-            ways = (_by_value,) if origin.anew else (_by_import, self._by_library, _by_value)
-            for attempt in ways:
+            attempts = (_by_value,) if origin.anew else (_by_import, self._by_library, _by_value)
+            for attempt in attempts:
                 if not origin.anew and is_registered(origin.name) and origin.name not in _kernels:
                     break
                 try:
                     attempt(origin)
-                except BaseException as error:  # of a user's module or kernel; reported later
+                except BaseException as error:  # a user's module may raise anything
                     if interrupts(error):
                         raise
                     reasons.append(reason_of(error))
@@ -171,7 +158,7 @@ class Needed:
 
 
 def _reductions(known: Known) -> bytes | None:
-    """The reductions that users registered, which a program may name."""
+    """Return the pickled reductions that users registered, None if there are none."""
     registered = [REDUCTIONS[name] for name in REDUCTIONS if name not in BUILT_IN]
     if not registered:
         return None
@@ -181,7 +168,7 @@ def _reductions(known: Known) -> bytes | None:
 
 
 def is_registered(name: str) -> bool:
-    """Whether the op is registered in this process."""
+    """Return whether an op is registered in this process."""
     return get_operation_overload(*_name_and_overload(name)) is not None
 
 
@@ -193,8 +180,8 @@ def _name_and_overload(name: str) -> tuple[str, str]:
 # -- in an actor -----------------------------------------------------------------------------------
 
 _kernels: dict[str, Callable[..., Any]] = {}
-"""The kernels by value of ops in this process."""
-_libraries: list[torch.library.Library] = []  # an op lives as long as its library
+"""Op to its kernel, for ops of this process whose kernel was pickled."""
+_libraries: list[torch.library.Library] = []  # an op exists as long as its library
 
 
 def _by_import(origin: OpOrigin) -> None:
@@ -210,7 +197,7 @@ def _by_value(origin: OpOrigin) -> None:
     def run(*args: Any, **kwargs: Any) -> Any:
         return _kernels[name](*args, **kwargs)
 
-    if name not in _kernels and is_registered(name):  # by a module as it was
+    if name not in _kernels and is_registered(name):  # by an earlier version of its module
         definition: CustomOpDef = OPDEFS[name]
         for device in tuple(definition._backend_fns):
             definition.register_kernel(device, run)
@@ -227,16 +214,17 @@ def _by_value(origin: OpOrigin) -> None:
 
 
 class Known:
-    """Custom ops and modules as of the launch's begin or their first use: its processes may have
-    these, and not the controller's later redefinitions."""
+    """The custom ops and modules at the begin of the launch, or when they were first used. Actors
+    may have these versions, which differ from later redefinitions in the controller."""
 
     def __init__(self) -> None:
         self._ops: dict[str, tuple[object, ...]] = {}
-        self._specs: dict[str, object] = {}  # a reload gives a module another
+        self._specs: dict[str, object] = {}  # module to its spec, which a reload replaces
         self._seen: set[str] = set()
         self.learn()
 
     def learn(self) -> None:
+        """Record ops and modules that are new."""
         for name in tuple(OPDEFS):
             self._ops.setdefault(name, _definition(name))
         for name in sys.modules.keys() - self._seen:
@@ -246,18 +234,19 @@ class Known:
                 self._specs[name] = spec
 
     def is_anew(self, name: str, kernel: FunctionType | None) -> bool:
+        """Return whether an op was redefined, or its module reloaded, since it was recorded."""
         base, _ = _name_and_overload(name)
         reloaded = kernel is not None and kernel.__module__ in {m.__name__ for m in self._reloaded}
         return reloaded or self._ops.get(base, ()) != _definition(base)
 
     @property
     def _reloaded(self) -> list[ModuleType]:
-        had = ((sys.modules.get(name), spec) for name, spec in self._specs.items())
-        return [m for m, spec in had if isinstance(m, ModuleType) and _spec(m) is not spec]
+        modules = ((sys.modules.get(name), spec) for name, spec in self._specs.items())
+        return [m for m, spec in modules if isinstance(m, ModuleType) and _spec(m) is not spec]
 
     @contextmanager
     def by_value(self) -> Generator[None]:
-        """Within, pickles include by value the objects of modules that were reloaded."""
+        """Within the block, objects of reloaded modules are pickled by value."""
         already = _cloudpickle.list_registry_pickle_by_value()
         modules = [m for m in self._reloaded if m.__name__ not in already]
         for module in modules:
@@ -270,20 +259,20 @@ class Known:
 
 
 def _definition(name: str) -> tuple[object, ...]:
-    """A custom op's definition object, and its kernels."""
+    """Return a custom op's definition object and its kernels; () for another op."""
     definition: CustomOpDef | None = OPDEFS.get(name)
     return () if definition is None else (definition, *definition._backend_fns.values())
 
 
 def _spec(module: object) -> object:
-    try:  # not its attribute: a module that is imported late raises, or is imported
+    try:  # not `module.__spec__`, which would import a lazily imported module
         return object.__getattribute__(module, "__dict__").get("__spec__")
-    except Exception:  # no module
+    except Exception:  # an entry of sys.modules that is not a module
         return None
 
 
 def _origin(name: str, device: torch.device, known: Known) -> tuple[OpOrigin, list[str]]:
-    """The origin of an op, and the ops that its kernel names."""
+    """Return the origin of an op, and the names of the ops that its kernel refers to."""
     op = _overload(name)
     kernel, reason = _kernel_of(op, device)
     module = kernel.__module__ if kernel is not None else None
@@ -293,7 +282,7 @@ def _origin(name: str, device: torch.device, known: Known) -> tuple[OpOrigin, li
         try:
             with known.by_value():
                 data, more = _pickled(kernel)
-        except Exception as error:  # any object that the kernel refers to may raise as it pickles
+        except Exception as error:  # the kernel may refer to any object
             reason = f"its kernel does not pickle: {type(error).__name__}: {error}"
     if anew and reason:
         reason = f"it was defined anew since the launch began, and {reason}"
@@ -309,66 +298,67 @@ def _overload(name: str) -> OpOverload:
     return getattr(op_packet(base), overload or "default")
 
 
-class _Begins(Exception):
-    """Raised where the kernel begins; it is not run."""
+class _KernelFound(Exception):
+    """Raised by the profiler where the kernel begins, so that the kernel does not run."""
 
 
 def _kernel_of(op: OpOverload, device: torch.device) -> tuple[FunctionType | None, str]:
-    """The Python function that runs for the op on such a device; None, and why, without one."""
+    """Return the Python function that executes an op on a device, or None and the reason."""
     if not re.search(r": registered at \S+\.py:\d+ ::", dispatch_dump(op.name())):
         return None, "it has no kernel in Python"
-    began: list[FrameType] = []
+    kernel_frames: list[FrameType] = []
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and not _is_nobodys(frame) and not _is_of_import(frame):
-            began.append(frame)
-            raise _Begins
+        if event == "call" and not _is_library_code(frame) and not _is_of_import(frame):
+            kernel_frames.append(frame)
+            raise _KernelFound
 
     args, kwargs = _empty_arguments(op)
     keys = keys_of(device.type)
     outer = sys.getprofile()
-    # a handler of a signal, or a callback of the collector, would be taken for the kernel
+    # otherwise a signal handler, or a callback of the collector, would be taken for the kernel
     with held_back(), collector_paused():
         try:
             with torch.no_grad(), below_autograd():
                 sys.setprofile(profile)
                 op.redispatch(keys, *args, **kwargs)
-        except _Begins:
+        except _KernelFound:
             pass
-        except Exception as error:  # torch itself refuses the empty tensors
+        except Exception as error:  # torch itself rejects the empty tensors
             return None, f"its kernel cannot be found: {type(error).__name__}: {error}"
         finally:
             sys.setprofile(outer)
-    if not began:
+    if not kernel_frames:
         return None, "its kernel cannot be found"
-    return _function_of(began[0], op)
+    return _function_of(kernel_frames[0], op)
 
 
 def _function_of(frame: FrameType, op: OpOverload) -> tuple[FunctionType | None, str]:
-    """The function that runs in a frame, with the defaults of the op's schema."""
+    """Return the function that runs in a frame, with the defaults of the op's schema, or None and
+    the reason."""
     code, schema = frame.f_code, op._schema.arguments
-    taken = code.co_argcount + code.co_kwonlyargcount
-    rest = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
-    is_method = taken > 0 and code.co_varnames[0] in ("self", "cls")
-    if is_method or not (taken == len(schema) or rest):
+    num_parameters = code.co_argcount + code.co_kwonlyargcount
+    is_variadic = bool(code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS))
+    is_method = num_parameters > 0 and code.co_varnames[0] in ("self", "cls")
+    if is_method or not (num_parameters == len(schema) or is_variadic):
         return None, f"its kernel, {code.co_qualname}, is not a plain function"
     closure = tuple(CellType(frame.f_locals[name]) for name in code.co_freevars)
     function = FunctionType(code, frame.f_globals, code.co_name, None, closure)
-    # torch leaves out arguments that equal the schema's defaults
+    # torch omits arguments that equal the schema's defaults
     defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     positional = code.co_varnames[: code.co_argcount]
-    given = [a.name for a in schema if not a.kwarg_only][: len(positional)]
-    function.__defaults__ = tuple(defaults[name] for name in given if name in defaults) or None
+    names = [a.name for a in schema if not a.kwarg_only][: len(positional)]
+    function.__defaults__ = tuple(defaults[name] for name in names if name in defaults) or None
     function.__kwdefaults__ = {
         name: defaults[name]
-        for name in code.co_varnames[code.co_argcount : taken]
+        for name in code.co_varnames[code.co_argcount : num_parameters]
         if name in defaults
     }
     return function, ""
 
 
 def _empty_arguments(op: OpOverload) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments that torch takes, of the types of the op's schema."""
+    """Return arguments of the types in the op's schema: empty tensors, zeros."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     plain: dict[str, Any] = {
@@ -396,7 +386,7 @@ def _empty_arguments(op: OpOverload) -> tuple[list[Any], dict[str, Any]]:
 
 
 class _Pickler(ByValuePickler):
-    """Pickles by value; remembers the ops that it finds."""
+    """Pickles a function by value, and records the ops that it refers to."""
 
     ops: list[str]
 
@@ -407,7 +397,7 @@ class _Pickler(ByValuePickler):
             self.ops.append(obj.name())
         elif isinstance(obj, OpOverloadPacket):
             self.ops += [getattr(obj, overload).name() for overload in obj.overloads()]
-        elif isinstance(obj, FunctionType):  # torch.ops.mylib.scale, in the text of a function
+        elif isinstance(obj, FunctionType):  # `torch.ops.mylib.scale` in a function's code
             for space, op in itertools.permutations(obj.__code__.co_names, 2):
                 if get_operation_overload(f"{space}::{op}", "") is not None:
                     self.ops.append(f"{space}::{op}")
@@ -415,10 +405,11 @@ class _Pickler(ByValuePickler):
 
 
 def _names_in(function: FunctionType) -> list[str]:
-    """The ops that a function names; the program calls the function itself."""
+    """Return the ops that a function of a program refers to. Raises ProgramError if the function
+    cannot be pickled."""
     try:
         return _pickled(function)[1]
-    except Exception as error:  # any object that it refers to may raise as it pickles
+    except Exception as error:  # the function may refer to any object
         raise ProgramError(
             f"The program calls {function.__qualname__}, which does not pickle: "
             f"{type(error).__name__}: {error}\n"
@@ -427,7 +418,8 @@ def _names_in(function: FunctionType) -> list[str]:
 
 
 def _pickled(function: FunctionType) -> tuple[bytes, list[str]]:
-    """A function by value where it cannot be imported by its name, and the ops that it names."""
+    """Pickle a function, by value if it cannot be imported. Return the pickle, and the ops that the
+    function refers to."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.ops = []
@@ -435,22 +427,22 @@ def _pickled(function: FunctionType) -> tuple[bytes, list[str]]:
     return file.getvalue(), pickler.ops
 
 
-# A custom op's definition, as a global of a function, is callable: so is the op itself.
-_reduced: Any = copyreg.pickle
-_reduced(CustomOpDef, lambda definition: (_overload, (definition._opoverload.name(),)))
-# A function that names torch.ops refers to these, which are modules of their own classes.
-_reduced(type(torch.ops), lambda _: (importlib.import_module, ("torch.ops",)))
-_reduced(OpNamespace, lambda namespace: (_namespace, (namespace.name,)))
+_register_reducer: Any = copyreg.pickle
+# A custom op's definition is unpickled as the op itself, which is called in the same way.
+_register_reducer(CustomOpDef, lambda definition: (_overload, (definition._opoverload.name(),)))
+# A function that uses torch.ops refers to these objects, which are modules of unusual classes.
+_register_reducer(type(torch.ops), lambda _: (importlib.import_module, ("torch.ops",)))
+_register_reducer(OpNamespace, lambda namespace: (_namespace, (namespace.name,)))
 
 
 def _namespace(name: str) -> Any:
     return getattr(torch.ops, name)
 
 
-def _is_nobodys(frame: FrameType) -> bool:
-    """Whether it is code of torch, daft or Python."""
+def _is_library_code(frame: FrameType) -> bool:
+    """Return whether the frame's code belongs to torch, daft or Python."""
     file = frame.f_code.co_filename
-    if file.startswith("<"):  # typed, or generated
+    if file.startswith("<"):  # generated code, or code typed at a prompt
         return frame.f_globals.get("__name__") != "__main__"
     path = os.path.abspath(file)
     inside = path.startswith((_TORCH, _DAFT))
@@ -458,7 +450,7 @@ def _is_nobodys(frame: FrameType) -> bool:
 
 
 def _is_of_import(frame: FrameType | None) -> bool:
-    """Whether it finds or runs a module that torch imports before the kernel."""
+    """Return whether the frame belongs to an import that torch does before it calls the kernel."""
     while frame is not None and frame.f_code is not _kernel_of.__code__:
         if frame.f_globals.get("__name__") in ("importlib._bootstrap", "importlib"):
             return True
@@ -467,10 +459,10 @@ def _is_of_import(frame: FrameType | None) -> bool:
 
 
 def _is_installed(name: str, file: str | None) -> bool:
-    """Whether a module is installed, so that users neither edit nor reload it."""
+    """Return whether a module is installed, so that users neither edit nor reload it."""
     return name.partition(".")[0] in sys.stdlib_module_names or "site-packages" in (file or "")
 
 
 def _is_known_module(name: str | None) -> bool:
-    """Whether every actor can import it."""
+    """Return whether every actor can import a module."""
     return (name or "").partition(".")[0] in ("torch", "dtensor", "builtins")

@@ -1,18 +1,14 @@
-"""Ranks in a host: a `Worker`, its connections to the other hosts, and the program counter.
+"""The ranks of a host: a `Worker`, its connections to the other hosts, and the program counter.
 
-Inputs of a run that are plain data, such as an optimizer's options, are sent only when they have
-changed (`SentInputs`), compared with the last message, whether or not its run succeeded. The
-controller's settings of torch's kernels (`kernel_flags.py`) are sent likewise, before the run.
-
-Example (the controller does this, `cluster.py`, through `Host.call`):
-
-    ranks = Ranks(counter, (0,), "cpu")
+    ranks = Ranks(counter, (0,), "cpu")          # the controller calls these methods (`cluster.py`)
     ranks.connect(join, 0)
     ranks.load(7, lists, functions)
     ranks.run_program(HostRun(7, 0, {0: {"x": x}}).plain(), {})      # run 0 of program 7
 
-Invariants: the first failure of a run closes the connections and is repeated to every later call
-(`connect.py`). The memory of a tensor that arrives has no other owner, and the worker copies it.
+Inputs of a run that are plain data, such as an optimizer's options, are sent only if they differ
+from those of the last message (`SentInputs`), and so are the controller's settings of torch's
+kernels (`kernel_flags.py`). Invariant: the first failure of a run closes the connections and is
+raised by every later call (`connect.py`).
 """
 
 from __future__ import annotations
@@ -44,58 +40,58 @@ from dtensor.daft.undo.snapshots import SnapshotStore
 from dtensor.kernel_flags import obey
 
 Plain: TypeAlias = dict[int, dict[str, bytes | int]]
-"""By rank and name, marshalled data, or the number of the run with the same data."""
-
+"""Rank to name to plain data: marshalled if it has changed, else the run that it was sent for."""
+SentData: TypeAlias = dict[tuple[int, int, str], tuple[int, bytes]]
+"""(program, rank, name) to the last plain data sent: the run that it was sent for, and the data."""
 
 FLAGS = "kernel flags"
-_FLAGS_AT = -1
-"""They are sent with the plain data, as those of a rank: -1 of host 0, -2 of host 1."""
+_FLAGS_RANK = -1
+"""Kernel flags are sent as plain data of a rank below 0: rank -1 for host 0, -2 for host 1."""
 
 
 class SentInputs:
     """The controller's record of the plain data that hosts were last sent."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int, str], tuple[int, bytes]] = {}
+        self._sent: SentData = {}
 
     def split(self, handle: int, inputs: Values) -> tuple[Values, Plain]:
-        """The inputs of a run that are sent unchanged, and the plain data."""
-        rest: dict[int, dict[str, object]] = {}
+        """Split a run's inputs into those that are sent with each run, and plain data."""
+        other_inputs: dict[int, dict[str, object]] = {}
         plain: Plain = {}
-        for rank, named in inputs.items():
-            sent: dict[str, Any] = dict(named)
-            rest[rank] = sent
-            for name, value in tuple(sent.items()):
+        for rank, inputs_of_rank in inputs.items():
+            others: dict[str, Any] = dict(inputs_of_rank)
+            other_inputs[rank] = others
+            for name, value in tuple(others.items()):
                 if type(value) in _CONTAINERS and _has_plain_items(value):
                     data = marshal.dumps(value, 2)  # 1, 1.0 and True differ; NaN is equal to NaN
-                    plain.setdefault(rank, {})[name] = self._new(handle, rank, name, data)
-                    del sent[name]
-        return rest, plain
+                    plain.setdefault(rank, {})[name] = self._data_or_run(handle, rank, name, data)
+                    del others[name]
+        return other_inputs, plain
 
     def flags(self, host: int, handle: int, data: bytes) -> Plain:
-        """The settings of a host's kernels for a run of a program, if the host does not know
-        them."""
-        at = _FLAGS_AT - host
-        return {at: {FLAGS: self._new(handle, at, FLAGS, data)}}
+        """Return the marshalled kernel flags of a host for a run of a program."""
+        rank = _FLAGS_RANK - host
+        return {rank: {FLAGS: self._data_or_run(handle, rank, FLAGS, data)}}
 
-    def _new(self, handle: int, rank: int, name: str, data: bytes) -> bytes | int:
-        run, known = self._sent.get((handle, rank, name), (-1, b""))
-        return run if known == data else data
+    def _data_or_run(self, handle: int, rank: int, name: str, data: bytes) -> bytes | int:
+        """Return the data, or, if it was sent last, the run that it was sent for."""
+        run, last_sent = self._sent.get((handle, rank, name), (-1, b""))
+        return run if last_sent == data else data
 
     def note(self, run: int, handle: int, plain: Plain) -> None:
-        """Note plain data that was sent."""
-        for rank, named in plain.items():
-            for name, data in named.items():
+        """Record plain data that was sent."""
+        for rank, data_of_rank in plain.items():
+            for name, data in data_of_rank.items():
                 if isinstance(data, bytes):
                     self._sent[handle, rank, name] = run, data
 
-    def known(self, handle: int, plain: Plain) -> dict[tuple[int, int, str], tuple[int, bytes]]:
-        """The earlier data that a run's unchanged plain data refers to: by program, rank and name,
-        the run for which it was sent, and the data."""
+    def known(self, handle: int, plain: Plain) -> SentData:
+        """Return the data sent for earlier runs that this plain data refers to."""
         return {
             (handle, rank, name): self._sent[handle, rank, name]
-            for rank, named in plain.items()
-            for name, data in named.items()
+            for rank, data_of_rank in plain.items()
+            for name, data in data_of_rank.items()
             if not isinstance(data, bytes)
         }
 
@@ -120,8 +116,8 @@ def _has_plain_items(container: Any) -> bool:
 
 
 def packed(parts: Iterable[HostProgram]) -> Iterator[tuple[Packed, Packed]]:
-    """The packed parts of a program for hosts: each its own lists, and its functions, which are
-    packed once for all hosts with the same ones. The inverse of `unpacked`."""
+    """Pack each host's part of a program: its instruction lists, and its functions. Hosts with the
+    same functions share one packed copy. The inverse of `unpacked`."""
     shared: dict[tuple[str, ...], Packed] = {}
     for part in parts:
         names = tuple(name for name, _ in part.functions)
@@ -136,8 +132,9 @@ def unpacked(lists: Packed, functions: Packed) -> HostProgram:
     return replace(part, functions=called, meetings=replace(part.meetings, keys=keys))
 
 
-def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
-    """The file that a dead process of these ranks has left there, or a copy of it, or a new one."""
+def _snapshot_file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
+    """Open the snapshots that a dead process of these ranks has left, or their copy; else create a
+    file."""
     try:
         return SnapshotFile.open(folder, ranks)
     except FileNotFoundError:
@@ -145,9 +142,9 @@ def _file(folder: Path, ranks: tuple[int, ...]) -> SnapshotFile:
 
 
 class Ranks:
-    """`memory`: the folder of copies of the ranks' values, which outlive this process. `machine`:
-    Ray's name of the machine, if a launch spans several and each keeps copies of another's; else
-    "". `controllers`: whether the controller is on this machine."""
+    """The ranks of a host. `memory`: the folder of their snapshots, which outlive this process;
+    None if no snapshots are kept. `machine`: Ray's name of this machine if snapshots are copied to
+    another machine, else "". `controllers`: whether the controller is on this machine."""
 
     def __init__(
         self,
@@ -170,104 +167,105 @@ class Ranks:
         self._device = torch.device(device)
         self._joined: HostConnections | None = None
         self._worker: Worker | None = None
-        self._plain: dict[tuple[int, int, str], tuple[int, bytes]] = {}
+        self._plain: SentData = {}
         self._programs: dict[int, HostProgram] = {}
         self._flags = b""
 
     def connect(self, join: Rendezvous, index: int) -> None:
-        self._worker = self._made(self._connect(join, index, self._ranks))
+        """Connect to the other hosts, as host `index`; wait until all have come."""
+        self._worker = self._new_worker(self._connect(join, index, self._ranks))
 
     def _connect(self, join: Rendezvous, index: int, ranks: tuple[int, ...]) -> HostConnections:
-        told = self._counter.awaits
-        joined = self._joined = HostConnections.by(join, index, ranks, self._device, told)
-        joined.transport.tell_whom_it_awaits(told)
+        record_wait = self._counter.awaits
+        joined = self._joined = HostConnections.by(join, index, ranks, self._device, record_wait)
+        joined.transport.tell_whom_it_awaits(record_wait)
         return joined
 
-    def _made(self, joined: HostConnections) -> Worker:
+    def _new_worker(self, joined: HostConnections) -> Worker:
         store: SnapshotStore | None = None
         if self._memory is not None and self._several:
             hold(self._memory, self._ranks)
-            store = self._copied = ReplicatedFile(_file(self._memory, self._ranks))
+            store = self._copied = ReplicatedFile(_snapshot_file(self._memory, self._ranks))
         elif self._memory is not None:
-            store = _file(self._memory, self._ranks)
+            store = _snapshot_file(self._memory, self._ranks)
         counter = self._counter.view
-        made = Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
-        if made.device_waits is not None:
-            made.device_waits.watch(self._counter.device_waits)
-        return made
+        worker = Worker(self._ranks, self._device, joined.transport, counter, snapshots=store)
+        if worker.device_waits is not None:
+            worker.device_waits.watch(self._counter.device_waits)
+        return worker
 
     # -- copies on another machine --------------------------------------------------------------
     def keep_copies(self, secret: bytes, address: str) -> Endpoint:
-        """Keep copies of other hosts' snapshots; returns the endpoint for them."""
+        """Start to keep copies of other hosts' snapshots; return the endpoint to send them to."""
         assert self._memory is not None, "snapshots are kept"
         if self._keeper is None:
             self._keeper = ReplicaServer(self._memory, secret, reached_at(address))
         return self._keeper.endpoint
 
     def copy_to(self, endpoint: Endpoint | None, secret: bytes) -> None:
-        """Copy this process's snapshots there from now on; returns when all are there."""
-        assert self._copied is not None, "a launch over several machines has such"
+        """Copy this host's snapshots to an endpoint from now on; wait until all are there."""
+        assert self._copied is not None, "a launch over several machines replicates its snapshots"
         self._copied.copy_to(endpoint, secret, self._ranks)
 
     def remove_memory(self) -> None:
-        """The launch ends: remove its memory on this machine."""
+        """Remove the launch's snapshots on this machine, when the launch ends."""
         if self._memory is not None:
             shutil.rmtree(self._memory, ignore_errors=True)
 
     # -- after a host was lost ------------------------------------------------------------------
     def leave(self, lost: Sequence[tuple[int, ...]] = ()) -> None:
-        """Break the connections, so that others that wait for this host fail too; programs keep
-        none of them. No more copies come from `lost` hosts, given by their ranks."""
+        """Close the connections, so that hosts that wait for this one fail too, and unload all
+        programs. Stop keeping copies for the `lost` hosts, given by their ranks."""
         if self._keeper is not None:
             self._keeper.end(lost)
         if self._joined is None or self._worker is None:
             return
         self._joined.transport.close()
         for handle, engine in tuple(self._worker.engines.items()):
-            engine.abandon()  # gloo's messages hold its connections
+            engine.abandon()  # gloo's messages would keep its connections alive
             self._worker.unload(handle)
 
     def rejoin(self, join: Rendezvous, index: int, ranks: tuple[int, ...]) -> int:
-        """Connect anew, as the host of these ranks, and make their programs ready; blocks until all
-        hosts have come. Returns the last change that has ended here, or in the process that this
-        one replaces."""
+        """Connect again, as the host of these ranks, and load their programs; wait until all hosts
+        have come. Return the last change that has ended here, or in the process that this one
+        replaces."""
         self._plain.clear()
         self._ranks = ranks
         self._counter.start_over()
         joined = self._connect(join, index, ranks)
-        worker = self._worker = self._worker or self._made(joined)
+        worker = self._worker = self._worker or self._new_worker(joined)
         worker.transport = joined.transport
         for handle, program in self._programs.items():
             worker.load(handle, program)
         return worker.ended()
 
     def roll_back(self, to: int) -> int:
-        """Roll back to the state right after change `to`, or an earlier one; returns its number."""
+        """Roll back to the state after change `to`, or an earlier one; return that one's number."""
         return self._connected[1].roll_back(to)
 
     def ended(self) -> int:
-        """The last change that has ended here."""
+        """Return the number of the last change that has ended here."""
         return self._connected[1].ended()
 
     def learn(self, handle: int, lists: Packed, functions: Packed) -> None:
-        """Learn a program of ranks that this process hosts, or will host."""
+        """Unpack a program of the ranks that this process hosts, or will host after `rejoin`."""
         self._programs[handle] = unpacked(lists, functions)
 
     def warm(self) -> None:
-        """Import the modules that torch's optimizers import at their first step: it takes
+        """Import the modules that torch's optimizers import at their first step, which takes
         seconds."""
         import_module("torch._dynamo")
 
-    def remember(self, sent: Mapping[tuple[int, int, str], tuple[int, bytes]]) -> None:
-        """Remember plain data that other hosts were sent before."""
+    def remember(self, sent: SentData) -> None:
+        """Record plain data that was sent to the process which this one replaces."""
         self._plain.update(sent)
 
     def open(self, tags: Mapping[Key, int]) -> None:
         self._connected[0].open(tags)
 
     def provide(self, needed: Needed) -> list[tuple[str, str]]:
-        """Prepare for a program that names ops other than torch's; returns those that are not
-        available."""
+        """Register the user's ops that a program needs. Return the names of ops that could not be
+        registered, each with the reason."""
         return needed.provide()
 
     def ask(self, method: Callable[..., Any], *arguments: object) -> Any:
@@ -288,7 +286,7 @@ class Ranks:
             self._worker.unload(handle)
 
     def run(self, method: Callable[..., Any], run: int, handle: int, *arguments: object) -> Any:
-        """Call a method that makes this run of a program, or a step of it."""
+        """Call a method of the worker that executes a run of a program, or a step of one."""
         joined, worker = self._connected
         joined.check()
         self._counter.begin(handle, run)
@@ -298,43 +296,45 @@ class Ranks:
                     self._copied.check()
                 result = method(worker, *arguments)
         except HostFailed as failed:
-            if self._memory is not None:  # it will meet others again; gloo's connections break
-                failed.__context__ = None  # once nothing refers to their messages
+            if self._memory is not None:  # the hosts will connect again
+                failed.__context__ = None  # gloo's connections break once no message is referenced
                 self.leave()
             raise
         self._counter.end(measured=method is Worker.run)
         return result
 
     def run_program(self, sent: tuple[Any, ...], plain: Plain) -> Any:
-        """`Worker.run`, with the plain data that was sent now or before as inputs."""
-        run = self._unpacked(sent, plain)
+        """Execute a run (`Worker.run`), whose inputs include plain data sent now or earlier."""
+        run = self._host_run(sent, plain)
         return self.run(Worker.run, run.number, run.program, run)
 
     def undo_program(self, failure: Failure, sent: tuple[Any, ...], plain: Plain) -> Any:
-        """Called instead of `run_program`, if the run has failed where it cannot continue."""
-        run = self._unpacked(sent, plain)
+        """Report a run as undone, instead of executing it: it had failed after the vote."""
+        run = self._host_run(sent, plain)
         return self.run(partial(Worker.undo, failure=failure), run.number, run.program, run)
 
-    def _unpacked(self, sent: tuple[Any, ...], plain: Plain) -> HostRun:
-        """The run of a message, with its plain data as inputs."""
+    def _host_run(self, sent: tuple[Any, ...], plain: Plain) -> HostRun:
+        """Return the run of a message, after adding the plain data to its inputs."""
         host_run = HostRun.of(sent)
         run, handle = host_run.number, host_run.program
         inputs: dict[int, Any] = dict(host_run.inputs)
-        for rank, named in plain.items():
-            for name, data in named.items():
+        for rank, data_of_rank in plain.items():
+            for name, data in data_of_rank.items():
                 if isinstance(data, bytes):
                     self._plain[handle, rank, name] = run, data
-                since, known = self._plain[handle, rank, name]
-                if since != (run if isinstance(data, bytes) else data):
-                    raise RuntimeError(f"input {name!r} was last sent for run {since}, not {data}")
-                if rank <= _FLAGS_AT:
-                    self.obey(known)
+                sent_for, value = self._plain[handle, rank, name]
+                if sent_for != (run if isinstance(data, bytes) else data):
+                    raise RuntimeError(
+                        f"input {name!r} was last sent for run {sent_for}, not {data}"
+                    )
+                if rank <= _FLAGS_RANK:
+                    self.obey(value)
                 else:
-                    inputs[rank][name] = marshal.loads(known)  # a new object: it has no other owner
+                    inputs[rank][name] = marshal.loads(value)  # a new object, which the run owns
         return host_run
 
     def obey(self, flags: bytes) -> None:
-        """Set the controller's settings of torch's kernels here."""
+        """Apply the controller's settings of torch's kernels to this process."""
         if flags != self._flags:
             obey(marshal.loads(flags))
             self._flags = flags

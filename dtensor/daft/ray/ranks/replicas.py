@@ -1,25 +1,16 @@
 """Replicas of a host's snapshots: a replica server on another machine keeps a copy.
 
-    keeper = ReplicaServer(folder, secret, "10.0.0.2")    # in a process on the other machine
+    server = ReplicaServer(folder, secret, "10.0.0.2")    # in a process on the other machine
     store = ReplicatedFile(SnapshotFile.create(folder, (0,)))
-    store.copy_to(keeper.endpoint, secret, (0,))          # the present file; then all changes
-    store.keep(7, {(0, "w"): w}, {}, (), before=False)    # w: f32[4]; sent, too
-    store.states(6, 7)                                    # returns when the other one has it
+    store.copy_to(server.endpoint, secret, (0,))          # sends the present file, then all changes
+    store.keep(7, {(0, "w"): w}, {}, (), before=False)    # w: f32[4]; is sent, too
+    store.states(6, 7)                                    # returns when the server has it
 
-The store sends each operation on its file to the keeper over one connection, in order, and the
-keeper repeats it on a file of the same name. So the copy always equals an earlier version of this
-file: a process that opens it finds whole versions. A state counts as kept when the keeper has
-confirmed it; hence a run that the controller knows to have ended has ended on two machines. The
-copy is begun anew if one of the two is a new process: in a separate file, which takes the name when
-it is complete.
-
-Invariants: a peer that connects, and the peer that answers, must prove that they know the launch's
-secret before anything else is read; later messages are neither encrypted nor signed. A keeper that
-has ended, or has no memory, fails no operation: `check` raises, from then on. One process at a time
-writes a file: it holds a lock on a second file, and its successor ends it if a signal has stopped
-it.
-
-Not here: the choice of a host's keeper (`membership.py`).
+The server repeats each operation in order, so the copy equals an earlier version of this file. A
+new copy is built in a separate file, which is renamed when it is complete. Invariants: a state is
+kept on both machines before its run counts as ended. A server that fails does not fail an
+operation: `check` raises from then on. One process at a time writes a file: it holds a lock on a
+second file.
 """
 
 from __future__ import annotations
@@ -56,11 +47,11 @@ from dtensor.daft.undo.snapshot_file import SnapshotFile
 from dtensor.daft.undo.snapshots import Key, Keys, SnapshotRecord, SnapshotStore
 
 Endpoint: TypeAlias = tuple[str, int]
-"""The endpoint of a keeper."""
-ANSWER_S = 30.0
+"""Where a replica server listens: address and port."""
+HANDSHAKE_S = 30.0
 """How long a handshake may take."""
-LET_GO_S = 5.0
-"""How long a running process may hold a file that another one must write."""
+RELEASE_S = 5.0
+"""How long a running process may hold the lock of a file that another process must write."""
 END_S = 30.0
 
 
@@ -69,38 +60,38 @@ def _key(secret: bytes) -> bytes:
 
 
 class ReplicatedFile(SnapshotStore):
-    """A `SnapshotFile`, and a copy of it at the keeper of `copy_to`."""
+    """A `SnapshotFile` whose changes are also sent to the replica server of `copy_to`."""
 
     outlives = True
 
     def __init__(self, file: SnapshotFile) -> None:
         self._file = file
-        self._records: dict[int, SnapshotRecord] = {}  # existing ones, the oldest first
+        self._records: dict[int, SnapshotRecord] = {}  # by id, the oldest first
         self._sock: socket.socket | None = None
         self._answers: Generator[Message | None] | None = None
-        self._said = 0, 0  # the states that the file has
-        self._broken = ""
+        self._states = 0, 0  # the oldest and the newest state of the file
+        self._broken = ""  # why copying failed
 
     def copy_to(self, endpoint: Endpoint | None, secret: bytes, ranks: Sequence[int]) -> None:
-        """From now on copy to this keeper, and to no other; None: to none. Returns when the keeper
-        has everything. `ConnectionError` if that fails."""
+        """Copy to this server, and to no other, from now on (None: to none). Return when it has
+        everything. Raises `ConnectionError` if copying fails."""
         self._hang_up()
         self._broken = ""
         if endpoint is None:
             return
         credentials = Credentials(index=ranks[0], path=None, address=endpoint, key=_key(secret))
-        self._sock = join(credentials, ANSWER_S)
+        self._sock = join(credentials, HANDSHAKE_S)
         self._answers = incoming(self._sock)
         self._tell(PeerCopy.begin, tuple(ranks))
         for record in self._records.values():
             self._tell_record(record)
-        self._tell(PeerCopy.states, *self._said)
+        self._tell(PeerCopy.states, *self._states)
         self._ask(PeerCopy.complete)
         if self._broken:
             raise ConnectionError(self._broken)
 
     def check(self) -> None:
-        """Raises if the copy has broken off."""
+        """Raise `ConnectionError` if copying has failed."""
         if self._broken:
             raise ConnectionError(self._broken)
 
@@ -124,17 +115,17 @@ class ReplicatedFile(SnapshotStore):
         self._file.drop(record)
 
     def states(self, oldest: int, newest: int) -> None:
-        moved = newest != self._said[1]
-        self._said = oldest, newest
+        is_new = newest != self._states[1]
+        self._states = oldest, newest
         self._file.states(oldest, newest)
-        if moved:
+        if is_new:
             self._ask(PeerCopy.states, oldest, newest)
-        else:  # only the order matters
+        else:  # nothing depends on when the server has it
             self._tell(PeerCopy.states, oldest, newest)
 
     def found(self) -> tuple[int, int, list[SnapshotRecord]]:
         oldest, newest, records = self._file.found()
-        self._said = oldest, newest
+        self._states = oldest, newest
         self._records = {id(record): record for record in records}
         return oldest, newest, records
 
@@ -150,7 +141,7 @@ class ReplicatedFile(SnapshotStore):
         self._send(ONE_WAY, method, given)
 
     def _ask(self, method: Any, *given: object) -> None:
-        """Returns when the keeper has done it."""
+        """Call a method of the server's `PeerCopy`, and wait until the server has executed it."""
         self._send(REQUEST, method, given)
         if self._answers is None:
             return
@@ -181,7 +172,7 @@ class ReplicatedFile(SnapshotStore):
 
 
 class PeerCopy:
-    """The copy of one host's file, at its keeper."""
+    """The copy of one host's file, in the replica server. A `ReplicatedFile` calls its methods."""
 
     def __init__(self, folder: Path) -> None:
         self.ranks: tuple[int, ...] = ()
@@ -204,16 +195,16 @@ class PeerCopy:
         gone: Keys,
         before: bool,
     ) -> None:
-        self._records[name] = self._there.keep(number, tensors, others, gone, before=before)
+        self._records[name] = self._open_file.keep(number, tensors, others, gone, before=before)
 
     def drop(self, name: int) -> None:
-        self._there.drop(self._records.pop(name))
+        self._open_file.drop(self._records.pop(name))
 
     def states(self, oldest: int, newest: int) -> None:
-        self._there.states(oldest, newest)
+        self._open_file.states(oldest, newest)
 
     def complete(self) -> None:
-        """Make this the copy from now on, in place of an earlier one."""
+        """Rename this file, so that it replaces an earlier copy."""
         SnapshotFile.beside(self._folder, self.ranks).replace(
             SnapshotFile.path(self._folder, self.ranks)
         )
@@ -226,14 +217,13 @@ class PeerCopy:
             os.close(self._lock)
 
     @property
-    def _there(self) -> SnapshotFile:
+    def _open_file(self) -> SnapshotFile:
         assert self._file is not None, "begin comes first"
         return self._file
 
 
 class ReplicaServer:
-    """Keeps copies for peers that connect and know the secret, each in a thread. `door`: its
-    endpoint."""
+    """Keeps copies for peers that connect and know the secret, each in a thread."""
 
     def __init__(self, folder: Path, secret: bytes, address: str) -> None:
         self._folder = folder
@@ -241,43 +231,45 @@ class ReplicaServer:
         self._listening = socket.create_server((address, 0))
         self.endpoint: Endpoint = self._listening.getsockname()[:2]
         self._open: list[tuple[PeerCopy, socket.socket, threading.Thread]] = []
-        self._changed = threading.Lock()
+        self._lock = threading.Lock()  # for `_open`
         threading.Thread(target=self._listen, name="keeper", daemon=True).start()
 
     def end(self, ranks: Sequence[tuple[int, ...]]) -> None:
-        """End the connections of these hosts; their files stay unchanged."""
-        with self._changed:
+        """End the connections of the hosts with these ranks; their copies stay as they are."""
+        with self._lock:
             ending = [each for each in self._open if each[0].ranks in ranks]
         for _, sock, _ in ending:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the connection has ended already
                 sock.shutdown(socket.SHUT_RDWR)
-        for _, _, keeping in ending:
-            keeping.join()
+        for _, _, server_thread in ending:
+            server_thread.join()
 
     def _listen(self) -> None:
         while True:
             sock, _ = self._listening.accept()
-            kept = PeerCopy(self._folder)
-            keeping = threading.Thread(target=self._keep, args=(kept, sock), daemon=True)
-            with self._changed:
+            copy = PeerCopy(self._folder)
+            server_thread = threading.Thread(
+                target=self._serve_peer, args=(copy, sock), daemon=True
+            )
+            with self._lock:
                 self._open = [each for each in self._open if each[2].is_alive()]
-                keeping.start()
-                self._open.append((kept, sock, keeping))
+                server_thread.start()
+                self._open.append((copy, sock, server_thread))
 
-    def _keep(self, kept: PeerCopy, sock: socket.socket) -> None:
+    def _serve_peer(self, copy: PeerCopy, sock: socket.socket) -> None:
         with sock:
             try:
-                if admit(sock, self._key, ANSWER_S) is not None:
-                    _serve(kept, sock)
-            except (EOFError, OSError):  # the other end has gone
+                if admit(sock, self._key, HANDSHAKE_S) is not None:
+                    _serve(copy, sock)
+            except (EOFError, OSError):  # the peer has ended
                 pass
             finally:
-                kept.close()
+                copy.close()
 
 
-def _serve(kept: PeerCopy, sock: socket.socket) -> None:
-    """Carry out messages. An exception is the answer to the next request, and no later message is
-    carried out."""
+def _serve(copy: PeerCopy, sock: socket.socket) -> None:
+    """Execute a peer's messages. After an exception, which is the answer to the next request, no
+    further message is executed."""
     failed = ""
     for message in incoming(sock):
         if message is None:
@@ -285,8 +277,8 @@ def _serve(kept: PeerCopy, sock: socket.socket) -> None:
         if not failed:
             try:
                 (method,) = message.functions
-                method(kept, *message.value())
-            except Exception as error:  # no memory for one
+                method(copy, *message.value())
+            except Exception as error:  # for example no memory is left
                 notes = getattr(error, "__notes__", [])
                 failed = "\n".join((f"{type(error).__name__}: {error}", *notes))
         if message.kind == REQUEST:
@@ -294,12 +286,12 @@ def _serve(kept: PeerCopy, sock: socket.socket) -> None:
 
 
 def hold(folder: Path, ranks: Sequence[int]) -> int:
-    """Make this process the only writer of these ranks' file; returns a descriptor, which holds the
-    lock while it is open. A process that still holds it is about to release it, or is ended."""
+    """Make this process the only writer of these ranks' file. Return a descriptor, which holds the
+    lock while it is open. A process that does not release the lock in time is killed."""
     path = SnapshotFile.path(folder, ranks).with_suffix(".lock")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    end = time.monotonic() + LET_GO_S
-    while not _is_taken(descriptor):
+    end = time.monotonic() + RELEASE_S
+    while not _try_lock(descriptor):
         holder = int(os.pread(descriptor, 20, 0) or b"0")
         if time.monotonic() > end or thread(holder, holder).state in ("T", "t"):
             _end(holder, path)
@@ -311,7 +303,7 @@ def hold(folder: Path, ranks: Sequence[int]) -> int:
     return descriptor
 
 
-def _is_taken(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -320,6 +312,7 @@ def _is_taken(descriptor: int) -> bool:
 
 
 def _end(process: int, path: Path) -> None:
+    """Kill the process that holds the lock at `path`, and wait until it has ended."""
     if process in (0, os.getpid()):
         raise RuntimeError(f"{path} is held by process {process}, which must not be ended.")
     with suppress(ProcessLookupError):
