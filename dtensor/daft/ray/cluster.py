@@ -325,7 +325,7 @@ class RayCluster(HostedCluster):
     def _own(self, asked: Sequence[AwaitedCall]) -> None:
         self.channel.copy_lent()
         if self._recovery is not None:
-            self._recovery.own([each.call for each in asked])
+            self._recovery.copy_lent([each.call for each in asked])
 
     def _count(self, places: Places) -> int:
         return len(places)

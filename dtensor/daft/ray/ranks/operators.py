@@ -1,16 +1,14 @@
 """Registers the user's custom ops and reductions in actors that lack them.
 
     needed = Needed.of(program, device, known)  # on the controller: where each op comes from
-    needed.provide()                            # in an actor, before the program: [(op, reason)]
-    that failed
+    needed.provide()                            # in an actor: returns [(op that failed, reason)]
 
 An actor imports the module of an op. The kernel of an op of the user's script is pickled by value,
 as is that of an op which was redefined since the launch began (`importlib.reload`). For an op
 without a Python kernel the actor loads the controller's shared libraries
-(`torch.ops.load_library`). To find an op's kernel, the controller calls the op on empty CPU tensors
-under a profiler, which stops the call where the kernel begins: torch offers no other way.
-Invariants: no kernel runs, and no GPU is needed. Ops that an actor has stay unless they were
-redefined. A kernel's globals are copies.
+(`torch.ops.load_library`). To find a kernel, the controller calls the op on empty CPU tensors under
+a profiler, which stops the call where the kernel begins: torch offers no other way. Invariants: no
+kernel runs, no GPU is needed. Ops that an actor has stay unless they were redefined.
 """
 
 # Torch leaves the types of its operators open, cloudpickle all of its own.

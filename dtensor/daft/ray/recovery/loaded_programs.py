@@ -1,16 +1,13 @@
-"""The controller's record of loaded programs on hosts, and of data that was sent with them.
+"""The controller's record of the programs that are loaded on hosts.
 
     loaded = LoadedOnHosts(device, keeps=True)
-    needed = loaded.need(program)                 # ops that hosts may lack: they are sent first
-    new = loaded.number(program, keys, host_of)   # the tags of keys that are new
-    parts = loaded.add(handle, hosts)             # by host, its own part to send
-    loaded.load_on(tell, 1)                         # the same again, for host 1's replacement
+    needed = loaded.need(program)                 # custom ops, which are sent first
+    new = loaded.number(program, keys, host_of)   # tags of the messages' keys that have none yet
+    parts = loaded.add(handle, hosts)             # host to its part of the program
+    loaded.load_on(tell, 1)                       # send everything to the replacement of host 1
 
-A program is in the record from its load until its unload on hosts. If lost hosts are replaced
-(`keeps`), the record also has the parts that were sent, to send them again.
-
-Invariants: tags are never reused, but keys may share one on GPUs. It sends nothing by itself, and
-knows no processes.
+With `keeps`, which is set if lost hosts are replaced, the record keeps the parts, to send them
+again. Invariant: a tag is never reused; on GPUs several keys may share a tag.
 """
 
 from __future__ import annotations
@@ -34,14 +31,15 @@ from dtensor.daft.ray.transports.slots import CrossHostKeys
 from dtensor.daft.verification.pairing import Hosts
 
 Part: TypeAlias = tuple[Packed, Packed]
-"""The part of a program that a host gets: lists and functions (`ranks.packed`)."""
+"""A host's part of a program: instruction lists, and functions (`ranks.packed`)."""
 Tell: TypeAlias = Callable[..., None]
-"""Calls a method of `Ranks` in one process, with arguments."""
+"""`tell(method, *arguments)` calls a method of `Ranks` in one process."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShippedProgram:
-    """`parts`: by host, if they are kept; `needed`: the needs of hosts without it."""
+    """A program on hosts. `parts`: host to its part, {} if parts are not kept; `needed`: what hosts
+    need before they load it."""
 
     handle: Handle
     parts: Mapping[int, Part]
@@ -50,6 +48,8 @@ class ShippedProgram:
 
 
 class LoadedOnHosts:
+    """See the module. `tags`: message key to its tag; `plain`: the plain inputs that hosts have."""
+
     def __init__(self, device: torch.device, *, keeps: bool) -> None:
         self.tags: dict[Key, int] = {}
         self.plain: SentInputs = SentInputs()
@@ -61,14 +61,14 @@ class LoadedOnHosts:
         self._needed: dict[int, Needed] = {}  # by id of a program that is about to be sent
 
     def need(self, program: Program) -> Needed:
-        """The operators and settings that hosts need before they get a program."""
+        """Return what hosts need before they load a program: custom ops, and settings."""
         needed = self._needed[id(program)] = Needed.of(program, self._device, self._known)
         return needed
 
     def number(
         self, program: Program, keys: Sequence[Key], host_of: Sequence[int]
     ) -> dict[Key, int]:
-        """Give tags to those keys that have none yet, or need another; returns them."""
+        """Give tags to keys that have none, or on GPUs need another; return these tags."""
         if self._device.type == "cuda":
             new = self._communicators.number(program, keys, host_of)
         else:
@@ -78,7 +78,7 @@ class LoadedOnHosts:
         return new
 
     def add(self, handle: Handle, hosts: Hosts) -> Mapping[int, Part]:
-        """Record a loaded program; returns the part of each of its hosts."""
+        """Record a program that is being loaded; return the part of each of its hosts."""
         parts = dict(self._parts(handle, hosts))
         needed = self._needed.pop(id(handle.program))
         lines = ProgramLines.of(handle.program, handle.report.lists)
@@ -97,34 +97,36 @@ class LoadedOnHosts:
             yield from zip(places, packed(parts), strict=True)
 
     def forget(self, program: int) -> None:
-        """Remove the program; the hosts do the same."""
+        """Remove a program that the hosts unload."""
         self.programs.pop(program, None)
 
     def start_over(self) -> None:
-        """Hosts have lost all plain data that they were sent."""
+        """Record that hosts have forgotten the plain data that they were sent."""
         self.plain = SentInputs()
 
     def load_on(self, tell: Tell, host: int | None) -> None:
-        """Send a process the data that all programs need, and the parts of a host."""
-        for number, known in self.programs.items():
-            if known.needed:
-                tell(Ranks.provide, known.needed)
-            if host is not None and host in known.parts:
-                tell(Ranks.learn, number, *known.parts[host])
+        """Send a new process what all programs need, and the host's parts of programs; no parts if
+        `host` is None, for a spare."""
+        for number, shipped in self.programs.items():
+            if shipped.needed:
+                tell(Ranks.provide, shipped.needed)
+            if host is not None and host in shipped.parts:
+                tell(Ranks.learn, number, *shipped.parts[host])
 
     def lines(self, program: int) -> ProgramLines | None:
-        known = self.programs.get(program)
-        return None if known is None else known.lines
+        shipped = self.programs.get(program)
+        return None if shipped is None else shipped.lines
 
     def replayable(self, ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """The values that replayable writes of programs change, by rank and name."""
-        for known in self.programs.values():
-            lists = known.handle.program.ranks
+        """Yield the values of these ranks, (rank, name), that replayable writes of programs
+        change."""
+        for shipped in self.programs.values():
+            rank_programs = shipped.handle.program.ranks
             for rank in ranks:
-                for own in lists[rank : rank + 1]:  # empty for a rank that joined later
-                    yield from ((rank, name) for name in own.replayable)
+                for rank_program in rank_programs[rank : rank + 1]:  # [] if the rank joined later
+                    yield from ((rank, name) for name in rank_program.replayable)
 
     def state(self, program: int, ranks: Sequence[int]) -> Iterator[tuple[int, str]]:
-        """The state in the tables of these ranks that a run of it may read."""
-        lists = self.programs[program].handle.program.ranks
-        return ((rank, name) for rank in ranks for name in lists[rank].state)
+        """Yield the state of these ranks, (rank, name), that a run of a program may read."""
+        rank_programs = self.programs[program].handle.program.ranks
+        return ((rank, name) for rank in ranks for name in rank_programs[rank].state)

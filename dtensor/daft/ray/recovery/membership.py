@@ -1,22 +1,14 @@
-"""The processes that host a cluster's ranks, and the spares that wait to replace a lost one.
+"""The processes that host a cluster's ranks, and the spares that wait to replace a lost process.
 
-    membership = Membership(home, ((0,), (1,)), "cpu", spares=1)  # 3 processes; it does not wait
+    membership = Membership(home, channel, ((0,), (1,)), "cpu", spares=1, memory=None)
     membership.host(1)                                   # the process that hosts rank 1
-    by = membership.replace(1)                           # "a spare": that process, from now on
+    process, kind = membership.replace(1, [""])          # kind: "a spare"
 
-A spare is a host of no ranks: it has all imports, and the needs of programs. It gets a lost host's
-part of each program when it replaces that host. A used spare is followed by another, which starts
-while the ranks continue; if there is none, a new process is started, which takes seconds. The old
-process is ended first, through its pidfd, so that it never writes again.
-
-If Ray spans several machines, hosts are in blocks on them (`actor_placement.py`). If snapshots are
-kept, too, hosts of the next machine, in a ring, keep copies of each machine's snapshots
-(`replicas.py`). A lost host is replaced on its own machine, if others live there, else on the one
-that has the copies.
-
-Invariants: a process, its line to the controller and its name in the store have one number, which
-no other process of the launch has. Not here: the work that ranks repeat when they have met again
-(`recovery.py`).
+A spare hosts no ranks, but has all imports and the custom ops of programs. Without a spare, a new
+process is started, which takes seconds. The old process is ended first, so that it never writes
+again. A lost host is replaced on its own machine if other hosts live there, else on the machine
+with the copies of its snapshots (`replicas.py`). Invariant: a process has one number in the launch,
+in the channel and in the store.
 """
 
 from __future__ import annotations
@@ -45,9 +37,10 @@ MOVED = " on another machine"
 
 @dataclass(slots=True)
 class HostCall:
-    """A call of a host. `program`: of its run; `stored`: values of ranks that are inputs of the run
-    by name; `plain`: inputs that refer to data which hosts were sent before. `lent`: the caller
-    waits, and changes none of its buffers meanwhile."""
+    """A call of a host. `functions` and `given`: as of `RunChannel.send`. Of a run: its `program`;
+    `stored`: its inputs that are values of ranks, (rank, name); `plain`: the data sent for earlier
+    runs that its inputs refer to. `lent`: the caller does not change its buffers before the
+    answer."""
 
     functions: tuple[Any, ...]
     given: tuple[Any, ...] | Payload
@@ -67,8 +60,9 @@ class HostCall:
 
 
 class Membership:
-    """`hosts`: the ranks of each; `memory`: as for `Ranks`. `options` are Ray's. `machines`: by
-    host, Ray's name of its machine, if Ray spans several; `controllers`: the controller's."""
+    """The host processes and spares of a launch. `hosts`: the ranks of each host; `memory`: see
+    `Ranks`; `options`: Ray's, for each process. `machines`: Ray's name of each host's machine, if
+    the launch spans several; `controllers`: that of the controller's machine."""
 
     def __init__(
         self,
@@ -91,12 +85,12 @@ class Membership:
         self._memory = memory
         self._options = options
         self.controllers = controllers
-        self.several: bool = memory is not None and any(machines)  # copies are on others, too
-        self._wanted = spares
-        self._warm: dict[int, Reply] = {}  # replies that spares give when they have started
-        self._place: dict[int, int] = {}  # by number of a process, its host
-        where = machines or [""] * len(hosts)
-        self._hosts = [self._spawn(*each) for each in zip(hosts, where, strict=True)]
+        self.several: bool = memory is not None and any(machines)  # snapshots are replicated
+        self._num_spares = spares
+        self._warm: dict[int, Reply] = {}  # a spare's number to the answer that it has started
+        self._place: dict[int, int] = {}  # a process's number to its host
+        machine_of = machines or [""] * len(hosts)
+        self._hosts = [self._spawn(*each) for each in zip(hosts, machine_of, strict=True)]
         for host, process in enumerate(self._hosts):
             self._place[process.index] = host
         self.start_spares()
@@ -105,7 +99,8 @@ class Membership:
         return self._hosts[host]
 
     def place(self, process: int) -> int | None:
-        """The host of a process, by its number; None for a spare and for one that was replaced."""
+        """Return the host of a process, given its number; None for a spare or a replaced
+        process."""
         return self._place.get(process)
 
     @property
@@ -114,18 +109,19 @@ class Membership:
 
     @property
     def host_of(self) -> tuple[int, ...]:
-        """By rank, its host."""
+        """The host of each rank."""
         return tuple(host for host, ranks in enumerate(self.hosts) for _ in ranks)
 
     def tell(self, process: HostProcess, method: Callable[..., Any], *given: object) -> None:
+        """Call a method of `Ranks` one-way."""
         self.channel.send(process.index, ONE_WAY, (method,), given)
 
     def meeting(self, prefix: str, tags: Mapping[Key, int], patience_s: float) -> Rendezvous:
-        """The rendezvous of the present hosts. It also publishes, for `dt.status`, the ranks and
-        the machine of each process."""
+        """Return the rendezvous of the present hosts, and write their ranks and machines into the
+        launch's folder for `dt.status`."""
         files = [process.counter.path.name for process in self.all]
-        where = [self.home.named(process.machine) for process in self.all]
-        self.home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), where)
+        machines = [self.home.named(process.machine) for process in self.all]
+        self.home.folder.say("ranks", dict(zip(files, self.hosts, strict=True)), machines)
         hosts = tuple(process.index for process in self.all)
         return Rendezvous(
             address=self.home.address,
@@ -140,34 +136,34 @@ class Membership:
         )
 
     def living(self, lost: Collection[int]) -> set[str]:
-        """The machines with hosts that are not lost or with spares, and the controller's."""
-        there = [p for host, p in enumerate(self._hosts) if host not in lost]
-        there += [spare for spare in self.spares if self._is_there(spare)]
-        return {self.controllers, *(process.machine for process in there)}
+        """Return the controller's machine and those with spares or hosts that are not lost."""
+        alive = [process for host, process in enumerate(self._hosts) if host not in lost]
+        alive += [spare for spare in self.spares if self._is_usable(spare)]
+        return {self.controllers, *(process.machine for process in alive)}
 
     def replace(self, host: int, places: Sequence[str]) -> tuple[HostProcess, str]:
-        """Replace a host by a process on the first of these machines that has a spare, or else on
-        the first; returns it and its kind. The old process is ended."""
+        """End a host's process and replace it: by a spare on the first of these machines that has
+        one, else by a new process on the first. Return the new process and its kind as text."""
         old = self._hosts[host]
         old.kill()
         old.end(grace_s=0.0)
         old.counts = False
         del self._place[old.index]
-        new, by = self._taken(self.hosts[host], places)
+        new, kind = self._spare_or_new(self.hosts[host], places)
         if new.machine != old.machine:
-            by += MOVED
+            kind += MOVED
         new.counts = True
         self._hosts[host] = new
         self._place[new.index] = host
-        return new, by
+        return new, kind
 
     def add(self, new: Hosts) -> list[HostProcess]:
-        """Add hosts of these ranks, after the present ones: spares, and new processes."""
+        """Add hosts of these ranks after the present hosts; return their processes."""
         processes: list[HostProcess] = []
         for ranks in new:
             hosts = [process.machine for process in self._hosts]
             fewest = sorted(dict.fromkeys(hosts), key=hosts.count)
-            process, _ = self._taken(ranks, fewest)
+            process, _ = self._spare_or_new(ranks, fewest)
             self._place[process.index] = len(self._hosts)
             self._hosts.append(process)
             processes.append(process)
@@ -175,7 +171,7 @@ class Membership:
         return processes
 
     def drop_last(self, num: int) -> None:
-        """Remove the last hosts, and end their processes."""
+        """Remove the last `num` hosts, and end their processes."""
         for process in self._hosts[-num:]:
             process.counts = False
             process.kill()
@@ -183,33 +179,35 @@ class Membership:
             del self._place[process.index]
         self._hosts, self.hosts = self._hosts[:-num], self.hosts[:-num]
 
-    def _taken(self, ranks: tuple[int, ...], places: Sequence[str]) -> tuple[HostProcess, str]:
-        """A process to host these ranks, and its kind."""
-        self.spares = [spare for spare in self.spares if self._is_there(spare)]
-        near = [s for place in places for s in self.spares if s.machine == place]
-        ready = [spare for spare in near if self._warm[spare.index].over]
-        if not near:
+    def _spare_or_new(
+        self, ranks: tuple[int, ...], places: Sequence[str]
+    ) -> tuple[HostProcess, str]:
+        """Return a process to host these ranks, and its kind as text."""
+        self.spares = [spare for spare in self.spares if self._is_usable(spare)]
+        spares = [s for place in places for s in self.spares if s.machine == place]
+        started = [spare for spare in spares if self._warm[spare.index].over]
+        if not spares:
             return self._spawn(ranks, places[0]), NEW
-        new = (ready or near)[0]
-        self.spares.remove(new)
-        return new, SPARE if ready else STARTING
+        spare = (started or spares)[0]
+        self.spares.remove(spare)
+        return spare, SPARE if started else STARTING
 
-    def _is_there(self, spare: HostProcess) -> bool:
+    def _is_usable(self, spare: HostProcess) -> bool:
         return not (spare.gone or spare.stopped or self.channel.is_broken(spare.index))
 
     @property
     def ready(self) -> bool:
         """Whether all spares have started."""
         replies = [self._warm[spare.index] for spare in self.spares]
-        return len(replies) == self._wanted and self.channel.all_over(replies)
+        return len(replies) == self._num_spares and self.channel.all_over(replies)
 
     def start_spares(self) -> list[HostProcess]:
-        """Start the missing spares; returns the new ones."""
+        """Start the missing spares, on the machines that have fewest; return the new ones."""
         new: list[HostProcess] = []
-        while len(self.spares) < self._wanted:
-            there = [spare.machine for spare in self.spares]
-            where = dict.fromkeys(process.machine for process in self._hosts)
-            spare = self._spawn((), min(where, key=there.count))
+        while len(self.spares) < self._num_spares:
+            spares = [spare.machine for spare in self.spares]
+            machines = dict.fromkeys(process.machine for process in self._hosts)
+            spare = self._spawn((), min(machines, key=spares.count))
             spare.counts = False
             self._warm[spare.index] = self.channel.send(spare.index, REQUEST, (Ranks.warm,), ())
             self.spares.append(spare)
@@ -224,23 +222,26 @@ class Membership:
             options = {**options, **on_machine(machine)}
         process = self.home.spawn(Ranks, *arguments, options=options)
         process.machine = machine
-        line = self.channel.add()
-        assert line == process.index, "a process has the number of its line"
-        process.serve(self.channel.credentials(line))
+        number = self.channel.add()
+        assert number == process.index, "a process has one number in the launch and the channel"
+        process.serve(self.channel.credentials(number))
         return process
 
 
 def ring(machines: Sequence[str]) -> list[int | None]:
-    """By host, given their machines, the host on the next machine that keeps its copies; None if
-    there is no other machine. The hosts of a machine take turns."""
-    there: dict[str, list[int]] = {}
+    """Return, for each host, the host on the next machine that keeps copies of its snapshots; None
+    if there is no other machine. `machines`: that of each host.
+
+    Example: ring(["a", "a", "b"]) == [2, 2, 0].
+    """
+    hosts_on: dict[str, list[int]] = {}
     for host, machine in enumerate(machines):
-        there.setdefault(machine, []).append(host)
-    if len(there) < 2:
+        hosts_on.setdefault(machine, []).append(host)
+    if len(hosts_on) < 2:
         return [None] * len(machines)
-    following = dict(zip(there, [*list(there)[1:], *list(there)[:1]], strict=True))
+    following = dict(zip(hosts_on, [*list(hosts_on)[1:], *list(hosts_on)[:1]], strict=True))
     keepers: list[int | None] = []
     for host, machine in enumerate(machines):
-        others = there[following[machine]]
-        keepers.append(others[there[machine].index(host) % len(others)])
+        next_hosts = hosts_on[following[machine]]
+        keepers.append(next_hosts[hosts_on[machine].index(host) % len(next_hosts)])
     return keepers

@@ -1,31 +1,17 @@
-"""Recovery from lost hosts: a lost host is replaced, and runs past the recovery line are sent
-again.
+"""Recovery from lost hosts: replaces a lost host, and repeats the runs past the recovery line.
 
-    recovery = Recovery(launch, max_restarts=100)
-    recovery.sent()                            # calls were sent: they may have to be sent again
-    recovery.recover(error, epoch)             # None: wait for the same calls again
+Example: rank 1 is killed in step 7 when step 8 is already submitted. `Recovery.recover` then does:
 
-Example, two ranks that train, rank 1 is killed in step 7, when step 8 is submitted already. Rank 0
-fails in step 7, as a transfer breaks. Then, in `recover`:
+    replace     a spare takes the place of rank 1's process
+    leave       rank 0 closes its connections
+    rejoin      both ranks connect again and load their programs
+    roll back   both return to the state after step 6, the last step that ended on both
+    repeat      steps 7 and 8 are sent again; the user's futures resolve with their results
 
-    replace     the process of rank 1 is ended, if it is not; a spare takes its place
-    leave       rank 0 closes its connections; all earlier calls are over when it answers
-    meet        both connect anew, under a prefix of this epoch, and make their programs ready
-    cut         step 6 has ended on both, by rank 0's answer and rank 1's file; 7 and 8 have not
-    roll back   both return to the state after step 6
-    again       steps 7 and 8 are sent again, with copies of their inputs; the user's futures of
-                them resolve with these
-
-Where a connection breaks between processes that are all alive, the first line is left out. The same
-is done where a call of a run raises after the vote, when its rank cannot continue: that run is not
-repeated, but undone on all ranks, and its future raises.
-
-Invariants: calls keep their numbers, so ranks count runs as before. A result that a user has read
-is not read again: it would be the same. A host that is lost meanwhile starts the next epoch;
-nothing of an older epoch (store, memory, connections, answers) is used in a later one. The lock of
-the launch is held, so threads that call meanwhile wait. Where recovery is impossible, for example
-because a machine's memory is gone, the original error is raised.
-"""
+Invariants: calls keep their numbers. If a further host is lost meanwhile, the next epoch starts,
+which uses nothing of earlier epochs. The launch's lock is held. If recovery is impossible, it
+raises the original error. A run that raised after the vote is not repeated, but undone on all
+ranks."""
 
 from __future__ import annotations
 
@@ -57,22 +43,23 @@ from dtensor.daft.ray.recovery.membership import HostCall, Membership, ring
 from dtensor.daft.undo.failed_run import UndoneRun
 
 STOPPED_S = 0.75
-"""A process that a signal has stopped for so long is lost, where it can be replaced."""
+"""A process that can be replaced is lost if a signal has stopped it for this long."""
 MEET_S = 10.0
-"""How long hosts may make no progress while they only have to meet."""
-SLICE_S = 0.25
-SETTLE_S = 2.0  # a death may be noticed a moment later than its consequences
-TOGETHER_S = 0.1
-MOST_BYTES = 1 << 28
-MOST_CALLS = 2048
-"""Limits of the log: beyond them a call waits until earlier ones are stable."""
-MOST_AT_ONCE = 3
+"""How long hosts may make no progress while they connect."""
+SLICE_S = 0.25  # how often a wait checks whether a host was lost
+SETTLE_S = 2.0  # a death may be noticed later than its consequences, by up to this
+TOGETHER_S = 0.1  # connections to one machine break within this time
+MAX_BYTES = 1 << 28
+MAX_CALLS = 2048
+"""Limits of the log: beyond them a call waits until earlier calls are stable."""
+MAX_LOSSES_IN_RUN = 3
 """How often in a row hosts may be lost in one run before that run counts as the cause."""
 
 
 @dataclass(slots=True)
 class _Lost:
-    """The losses so far, in one recovery."""
+    """The losses so far in one recovery: their failures, the ranks lost, the replacements'
+    kinds."""
 
     failures: list[Failure] = field(default_factory=list[Failure])
     ranks: list[int] = field(default_factory=list[int])
@@ -80,7 +67,7 @@ class _Lost:
 
 
 class Recovering(Protocol):
-    """The part of a launch that recovery needs."""
+    """What recovery needs of a launch."""
 
     membership: Membership
     watch: FailureDetector
@@ -97,62 +84,66 @@ class Recovering(Protocol):
     def lock(self) -> Any: ...
 
     def interrupted(self) -> None:
-        """It cannot be used any more."""
+        """Mark the launch as failed: its state is unknown."""
         ...
 
 
 class Recovery:
+    """Repeats calls of a launch after losses. `epoch` counts how often hosts have connected
+    again."""
+
     def __init__(self, launch: Recovering, changes: ChangeLog, max_restarts: int) -> None:
         self.epoch: int = 0
         self.recovered: list[Recovered] = []
-        self.gone: dict[tuple[int, str], ActorLost] = {}  # lost values, until put anew
+        self.gone: dict[tuple[int, str], ActorLost] = {}  # (rank, name) of lost values, until put
         self._launch = launch
         self._changes = changes
         self._max_restarts = max_restarts
         self._restarts = 0
         self._stuck: tuple[int, int] = (-1, 0)  # the first repeated run, how often in a row
-        self._later: list[tuple[int, Callable[[], None]]] = []
-        self._copies: dict[int, int | None] = {}  # by process of a host, that of its keeper
-        self._places_of: list[list[str]] = []  # by host, the machines that have its snapshots
+        self._deferred: list[tuple[int, Callable[[], None]]] = []  # see `when_stable`
+        self._copies: dict[int, int | None] = {}  # a host's process to that of its replica server
+        self._places_of: list[list[str]] = []  # host to the machines that have its snapshots
 
     # -- sending ---------------------------------------------------------------------------
     def sent(self) -> None:
-        """Calls were sent and are in the log: they may have to be sent again. Raises the failure if
-        a host is lost and not replaced."""
+        """Bound the log after calls were added to it, and recover if a connection is broken. Raises
+        the failure if recovery is impossible."""
         launch, log = self._launch, self._launch.log
         if log.is_long:
             self.settle()
-        if log.nbytes > MOST_BYTES or len(log.calls) > MOST_CALLS:
+        if log.nbytes > MAX_BYTES or len(log.calls) > MAX_CALLS:
             self._wait_for_some()
         if any(self._channel.is_broken(process.index) for process in launch.membership.all):
             self._recover_or_raise(launch.watch.root((), ()), self.epoch)
 
     def settle(self) -> None:
-        """Drop stable calls from the log."""
+        """Drop stable calls from the log, and make the deferred calls that waited for them."""
         log = self._launch.log
         log.drop(self._changes.base)
-        while self._later and (not log.calls or self._later[0][0] <= log.calls[0].serial):
-            self._later.pop(0)[1]()
+        while self._deferred and (not log.calls or self._deferred[0][0] <= log.calls[0].serial):
+            self._deferred.pop(0)[1]()
 
     def when_stable(self, act: Callable[[], None]) -> None:
         """Call `act` once all earlier calls are stable: none of them will be sent again."""
-        self._later.append((self._launch.log.added, act))
+        self._deferred.append((self._launch.log.added, act))
         self.settle()
 
-    def own(self, messages: Sequence[Any]) -> None:
-        """These messages were sent with buffers lent by their callers, and have ended if all is
-        well: copy those that are not stable yet."""
+    def copy_lent(self, messages: Sequence[Any]) -> None:
+        """Copy the buffers that callers lent to these messages, unless the messages are stable. The
+        calls have been answered, or have failed."""
         with self._launch.lock:
-            mine, log = {id(message) for message in messages}, self._launch.log
+            lent, log = {id(message) for message in messages}, self._launch.log
             for call in log.calls:
-                if id(call.message) in mine and call.change is not None and _gave(call):
+                if id(call.message) in lent and call.change is not None and _succeeded(call):
                     self._changes.heard(call.host, call.change)
             self.settle()
             for call in log.calls:
-                if id(call.message) in mine:
+                if id(call.message) in lent:
                     call.message.given, call.message.lent = call.message.given.kept(), False
 
     def _wait_for_some(self) -> None:
+        """Wait until all hosts have ended their calls, and drop those from the log."""
         epoch = self.epoch
         try:
             ended = self._wait(self._ask_all(Ranks.ended))
@@ -166,10 +157,10 @@ class Recovery:
         if (failed := self.recover(error, epoch)) is not None:
             raise failed
 
-    # -- when one is lost -----------------------------------------------------------------------
+    # -- when a host is lost --------------------------------------------------------------------
     def recover(self, error: DaftError, epoch: int) -> DaftError | None:
-        """None if calls that failed with the error, and were waited for since this epoch, can be
-        waited for again; else the error to raise."""
+        """Recover from an error of calls that were waited for since this epoch. Return None if the
+        calls can be waited for again, else the error to raise."""
         launch = self._launch
         with launch.lock:
             if self.epoch != epoch or launch.failure is not None:
@@ -182,35 +173,35 @@ class Recovery:
                 replaced = self._replace(error)
             except DaftError as failed:
                 return failed
-            except BaseException:  # Ctrl-C, or the launch is closed: the hosts' states are unknown
+            except BaseException:  # Ctrl-C, or the launch is closed: the state of hosts is unknown
                 launch.interrupted()
                 raise
             if isinstance(error, TaskError) and not replaced.ranks:
-                return None  # reading the run's result raises it
+                return None  # the run's result is the error
             self.recovered.append(replaced)
         warnings.warn(str(replaced), RuntimeWarning, stacklevel=3)
         return None
 
     def meet(self) -> None:
-        """All hosts meet anew, including new ones. With no call in flight, and the lock held;
-        DaftError if they cannot."""
+        """Let all hosts connect again, including new ones. No call is in flight, and the lock is
+        held. Raises DaftError if they cannot connect."""
         replaced = self._replace(ActorLost(Failure(rank=None, reason="hosts did not meet.")))
-        if replaced.ranks:  # lost meanwhile
+        if replaced.ranks:  # hosts were lost meanwhile
             self.recovered.append(replaced)
             warnings.warn(str(replaced), RuntimeWarning, stacklevel=3)
 
     def _undo(self, failure: Failure) -> bool:
-        """A call of a run has raised where its rank could not continue, as in an update: that run
-        is not repeated, and fails with this. False if the run is none of those that can be
-        repeated."""
+        """Let a run fail with this failure instead of being repeated: a call of it raised after the
+        vote. Return False if the run is not in the log."""
         calls = self._launch.log.calls
         calls_of_run = [call for call in calls if call.run is not None and call.run == failure.step]
-        for call in calls_of_run:  # when it is sent again, it only reports that it was undone
+        for call in calls_of_run:  # sent again, the call only reports that the run was undone
             call.undone = True
             call.message.functions = Ranks.undo_program, failure
         return bool(calls_of_run)
 
     def _replace(self, error: DaftError) -> Recovered:
+        """Start epochs until one is complete without a further loss."""
         begin, lost = time.monotonic(), _Lost()
         while True:
             self.epoch += 1
@@ -232,15 +223,15 @@ class Recovery:
         )
 
     def _start_epoch(self, error: DaftError, lost: _Lost) -> set[int]:
-        """The runs that are repeated. Raises `error` if recovery is impossible, and another
-        `ActorLost` if another host is lost meanwhile."""
+        """Replace lost hosts, roll all hosts back, and send calls again. Return the repeated runs.
+        Raises `error` if recovery is impossible, another `ActorLost` if another host is lost."""
         launch, membership, log = self._launch, self._launch.membership, self._launch.log
         channel = self._channel
-        if membership.several:  # a machine's connections break together
+        if membership.several:  # the connections to a lost machine break together
             channel.listen(TOGETHER_S)
         gone = self._gone()
         self._restarts += len(gone)
-        if not gone:  # connections broke between hosts that are all alive
+        if not gone:  # a connection broke between hosts that are alive
             lost.failures.append(error.failure)
         if self._restarts > self._max_restarts:
             error.add_note(f"it was not replaced: {self._max_restarts} were (max_restarts)")
@@ -255,9 +246,9 @@ class Recovery:
             lost.by.append(by)
             end = time.monotonic() + SETTLE_S
             while not channel.is_broken(old.index) and time.monotonic() < end:
-                channel.listen(0.01)  # read its last messages
+                channel.listen(0.01)  # read the last messages of the old process
             launch.loaded.load_on(partial(membership.tell, process), host)
-        # new processes too: no host begins to connect to one that has not started
+        # new processes are asked too, so that no host connects to one that has not started
         asked = self._ask_all(Ranks.leave, old_ranks)
         self._wait(asked, whatever=True)
         for each in asked:
@@ -277,7 +268,7 @@ class Recovery:
             error.add_note(f"it was not replaced: ranks are at {there}, not at {cut}")
             raise error
         self._changes.rolled_back(cut)
-        if not gone:  # a connection of copies may have broken, too
+        if not gone:  # a connection to a replica server may have broken
             self._copies.clear()
         self.begin_copies(self._wait_long)
         for host in gone:
@@ -288,7 +279,7 @@ class Recovery:
                 call.asked.gone = next(iter(self.gone.values()))
         launch.loaded.start_over()
         for call in again:
-            call.gave = call.gave or _gave(call)
+            call.gave = call.gave or _succeeded(call)
             self._resend(call)
         for spare in membership.start_spares():
             launch.loaded.load_on(partial(membership.tell, spare), None)
@@ -296,7 +287,7 @@ class Recovery:
         return runs
 
     def _reads_gone(self, call: SentCall) -> bool:
-        """Whether the call starts a run that may read a value lost with a process."""
+        """Return whether a call starts a run that may read a lost value."""
         message: HostCall = call.message
         if message.program is None:
             return False
@@ -319,42 +310,42 @@ class Recovery:
             call.asked.host, call.asked.ref, call.asked.since = process, reply, None
 
     def _check_again(self, again: Sequence[SentCall]) -> None:
-        """Wait for the calls whose answers the user may have read; raises if one fails now, because
-        later results would be wrong."""
+        """Wait for the repeated calls that had succeeded, whose results the user may have read.
+        Raises CommunicationError if one fails now, because later results would be wrong."""
         launch = self._launch
-        given = [
+        succeeded = [
             (call, call.asked)
             for call in again
             if call.gave and not call.undone and call.asked is not None and call.asked.gone is None
         ]
-        asked = [each for _, each in given]
+        asked = [each for _, each in succeeded]
         while not self._channel.all_over([each.ref for each in asked], SLICE_S):
             if launch.closed:
                 raise ClusterClosed("This cluster was closed while a lost host was replaced.")
             launch.watch.look(asked, launch.watch.deadline_s)
             self._raise_lost(None)
-        undone = [each.ref for call, each in given if not _gave(call)]
+        undone = [each.ref for call, each in succeeded if not _succeeded(call)]
         if not undone:
             return
-        why = [error for reply in undone if (error := self._channel.failure(reply)) is not None]
-        end = time.monotonic() + (SETTLE_S if why else 0.0)
-        while time.monotonic() < end:  # this may be a consequence of another loss
+        errors = [error for reply in undone if (error := self._channel.failure(reply)) is not None]
+        end = time.monotonic() + (SETTLE_S if errors else 0.0)
+        while time.monotonic() < end:  # another loss may have caused the error
             self._raise_lost(None)
             time.sleep(0.02)
         undone_runs = [reply.message.value() for reply in undone if not reply.failed]
-        why += [fault.error for each in undone_runs for fault in each.faults]
+        errors += [fault.error for each in undone_runs for fault in each.faults]
         reason = "a run that had succeeded was repeated, because a rank was lost, and failed then."
-        reason += "".join(f"\n  {error}" for error in why[:1])
-        raise CommunicationError(Failure(rank=None, reason=reason)) from next(iter(why), None)
+        reason += "".join(f"\n  {error}" for error in errors[:1])
+        raise CommunicationError(Failure(rank=None, reason=reason)) from next(iter(errors), None)
 
     # -- copies on another machine --------------------------------------------------------------
     def begin_copies(self, wait: Callable[[Sequence[AwaitedCall]], list[Any]]) -> None:
-        """From now on hosts copy their snapshots to a host on another machine. A pair of hosts
-        whose processes are unchanged does so already."""
+        """Let each host copy its snapshots to a host on another machine, if the launch spans
+        several. Pairs of hosts whose processes are unchanged already do."""
         membership = self._launch.membership
         if not membership.several:
             return
-        keepers = ring([process.machine for process in membership.all])
+        keepers = ring([process.machine for process in membership.all])  # the replica servers
         pairs = {
             membership.host(host).index: None if keeper is None else membership.host(keeper).index
             for host, keeper in enumerate(keepers)
@@ -369,34 +360,35 @@ class Recovery:
             self._copies.pop(membership.host(host).index, None)
         needed = sorted({keeper for host in new if (keeper := keepers[host]) is not None})
         secret = membership.home.secret
-        given = secret, membership.home.address
-        doors = wait([self._ask(keeper, Ranks.keep_copies, *given) for keeper in needed])
-        door_of: dict[int | None, Endpoint] = dict(zip(needed, doors, strict=True))
-        wait([self._ask(h, Ranks.copy_to, door_of.get(keepers[h]), secret) for h in new])
+        address = membership.home.address
+        found = wait([self._ask(keeper, Ranks.keep_copies, secret, address) for keeper in needed])
+        endpoints: dict[int | None, Endpoint] = dict(zip(needed, found, strict=True))
+        wait([self._ask(h, Ranks.copy_to, endpoints.get(keepers[h]), secret) for h in new])
         self._copies = pairs
         both = enumerate(keepers)
         self._places_of = [[membership.host(h).machine for h in b if h is not None] for b in both]
 
     def _places(self, gone: Sequence[int]) -> dict[int, list[str]]:
-        """By lost host, the live machines that have its snapshots; the controller's if none has."""
+        """Return, for each lost host, the live machines that have its snapshots, or else the
+        controller's machine."""
         membership, machines = self._launch.membership, dict[int, list[str]]()
         living = membership.living(gone)
         for host in gone:
             old = membership.host(host)
             places = [old.machine]
             keeper = self._copies.get(old.index)
-            by = None if keeper is None else membership.place(keeper)
-            if by is not None and by not in gone:  # else its copy may be old
-                places.append(membership.host(by).machine)
+            server = None if keeper is None else membership.place(keeper)
+            if server is not None and server not in gone:  # else its copy may be old
+                places.append(membership.host(server).machine)
             if not living.intersection(places):
-                places = [place for own in self._places_of[host : host + 1] for place in own]
+                places = [place for each in self._places_of[host : host + 1] for place in each]
             machines[host] = [place for place in places if place in living] or [
                 membership.controllers
             ]
         return machines
 
     def _note_gone(self, host: int, error: DaftError) -> None:
-        """Note the values of the process that are in no snapshot."""
+        """Record the values of a lost host that are in no snapshot."""
         for rank, name in self._launch.loaded.replayable(self._launch.membership.hosts[host]):
             reason = (
                 f"{name!r} was lost with the process of this rank, which was replaced: values that "
@@ -407,19 +399,20 @@ class Recovery:
             self.gone[rank, name] = ActorLost(failure)
 
     def check_there(self, keys: Iterable[tuple[int, str]]) -> None:
-        """Raises if one of these values of ranks was lost."""
+        """Raise `ActorLost` if one of these values, (rank, name), was lost."""
         for key in keys:
             if key in self.gone:
                 raise ActorLost(self.gone[key].failure)
 
     def _gone(self) -> list[int]:
-        """The hosts that are lost now."""
+        """Return the hosts that are lost and not replaced."""
         launch = self._launch
         launch.watch.find([process.index for process in launch.membership.all])
         return [h for h, p in enumerate(launch.membership.all) if p.index in launch.watch.lost]
 
     def _check(self, error: DaftError, ended: Sequence[int], runs: set[int]) -> None:
-        """Raises the error if stable state is lost, or if the failure repeats."""
+        """Raise the error if stable state is lost, or if hosts are lost again and again in one run.
+        `ended`: by host, the last change that has ended; `runs`: the runs to repeat."""
         if any(last < base for last, base in zip(ended, self._changes.base, strict=True)):
             kept = any(keeper is not None for keeper in self._copies.values())
             copies = ", as is the copy on another machine" if kept else ""
@@ -429,7 +422,7 @@ class Recovery:
         if first >= 0 and first == self._stuck[0]:
             times += self._stuck[1]
         self._stuck = first, times
-        if times > MOST_AT_ONCE:
+        if times > MAX_LOSSES_IN_RUN:
             error.add_note(
                 f"it was not replaced: run {first} was begun {times} times, and lost each time"
             )
@@ -447,14 +440,14 @@ class Recovery:
         return [self._ask(host, method, *given) for host in range(len(self._launch.membership.all))]
 
     def _wait_long(self, asked: Sequence[AwaitedCall]) -> list[Any]:
-        """Wait for calls that may take as long as sending all of a host's state."""
+        """Wait for calls that may take as long as sending all state of a host."""
         return self._wait(asked, patience_s=max(START_S, self._launch.watch.deadline_s))
 
     def _wait(
         self, asked: Sequence[AwaitedCall], *, whatever: bool = False, patience_s: float = MEET_S
     ) -> list[Any]:
-        """The results; `ActorLost` if a host is lost meanwhile. `whatever`: ignore results and
-        exceptions of the calls."""
+        """Return the results of calls. Raises `ActorLost` if a host is lost meanwhile. `whatever`:
+        ignore results and exceptions of the calls, and return []."""
         launch = self._launch
         replies = [each.ref for each in asked]
         while True:
@@ -477,7 +470,7 @@ class Recovery:
                     return results
             except NotYet:
                 launch.watch.look(asked, patience_s)
-            except Exception as error:  # a host may raise any error because another is lost
+            except Exception as error:  # the loss of another host may cause any error
                 raised = error
             self._raise_lost(raised)
 
@@ -494,7 +487,7 @@ class Recovery:
             if time.monotonic() > end:
                 break
             time.sleep(0.02)
-        if isinstance(raised, CallLost):  # alive, but unreachable
+        if isinstance(raised, CallLost):  # the host is alive, but cannot be reached
             for process in launch.membership.all:
                 if self._channel.is_broken(process.index):
                     reason = "its connection to the controller broke, though the process is alive."
@@ -504,15 +497,16 @@ class Recovery:
 
 
 def answered(call: SentCall, channel: RunChannel) -> bool:
-    """Whether a call's answer has arrived: its result, or its own exception."""
+    """Return whether a call's answer has arrived: its result, or an exception that was not caused
+    by the loss of another host."""
     reply: Reply | None = None if call.asked is None else call.asked.ref
     if reply is None or reply.message is None:
         return False
     return reply.message.kind == RESPONSE or not isinstance(channel.failure(reply), HostFailed)
 
 
-def _gave(call: SentCall) -> bool:
-    """Whether it was answered without a failure."""
+def _succeeded(call: SentCall) -> bool:
+    """Return whether a call was answered without a failure."""
     reply: Reply | None = None if call.asked is None else call.asked.ref
     if reply is None or reply.message is None or reply.failed:
         return False
