@@ -67,6 +67,8 @@ _CHANGES = (Worker.put, Worker.delete, Worker.run)
 
 
 class RayCluster(HostedCluster):
+    """`together`: groups of ranks that should be on one machine."""
+
     def __init__(
         self, size: int, options: LaunchOptions, together: Sequence[Sequence[int]] = ()
     ) -> None:
@@ -79,12 +81,12 @@ class RayCluster(HostedCluster):
                 f"which GPU an actor gets."
             )
         self.loaded: LoadedOnHosts = LoadedOnHosts(device, keeps=snapshot_every is not None)
-        self.log: CallLog = CallLog(self._came_back, lambda call: answered(call, self.channel))
+        self.log: CallLog = CallLog(self._is_over, lambda call: answered(call, self.channel))
 
         self._recovery: Recovery | None = None
-        self._epoch = 0  # how often hosts met, without a recovery
-        self._spans = False  # several machines
-        self._starting: list[AwaitedCall] = []  # calls that end when the hosts have met
+        self._epoch = 0  # how often hosts have connected again to grow, without recovery
+        self._spans = False  # whether hosts are on several machines
+        self._starting: list[AwaitedCall] = []  # calls that end when the hosts have connected
         self._home = LaunchProcesses(
             options.address, options.deadline_s, warm=options.warm, beside=device.type == "cpu"
         )
@@ -117,7 +119,7 @@ class RayCluster(HostedCluster):
             )
             self.channel.rank_of = self._rank_of
             if self.membership.several:
-                self.copies *= 2  # another machine's hosts keep as much here
+                self.copies *= 2  # each machine also keeps copies of another machine's snapshots
             join = self.membership.meeting("ranks 0", self.loaded.tags, self.watch.patience_s)
             self._starting = [self.ask(h, Ranks.connect, join, h) for h in range(len(self.hosts))]
             self._max_restarts = options.max_restarts
@@ -133,10 +135,10 @@ class RayCluster(HostedCluster):
             self._started()
 
     def _started(self) -> None:
-        """Wait until the hosts have met, which is not waited for where a launch begins: whoever
-        launches goes on while Ray starts."""
+        """Wait until the hosts have connected. The constructor does not wait for it, so that the
+        user's program can continue while Ray starts."""
         with waits_may_act(), self._lock:
-            if not self._starting:  # another thread has waited
+            if not self._starting:  # another thread has waited meanwhile
                 return
             with said_while_it_starts(self.size, lambda: self._num_ready):
                 self._wait_long(self._starting)
@@ -147,19 +149,19 @@ class RayCluster(HostedCluster):
 
     @property
     def _num_ready(self) -> int:
-        """How many ranks' processes have started."""
+        """The number of ranks whose processes have started."""
         places = zip(self.membership.all, self.membership.hosts)
         return sum(len(ranks) for process, ranks in places if process.counter.pid)
 
     def _machines_of(self, together: Sequence[Sequence[int]]) -> list[str]:
-        """By host, Ray's name of the machine where it comes up, where Ray spans several."""
+        """Return Ray's name of the machine for each host, [] if Ray has only one machine."""
         gpus = self.device.type == "cuda"
         machines = self._home.machines("GPU" if gpus else "CPU")
         if not machines:
             return []
-        rooms = [MachineCapacity(str(machine), machine.room) for machine in machines]
+        capacities = [MachineCapacity(str(machine), machine.room) for machine in machines]
         kind = "GPU" if gpus else "CPU"
-        assigned = place(self.hosts, together, rooms, kind=kind, fewest=gpus)
+        assigned = place(self.hosts, together, capacities, kind=kind, fewest=gpus)
         return [machines[each].node for each in assigned]
 
     def _rank_of(self, process: int) -> int | None:
@@ -172,21 +174,21 @@ class RayCluster(HostedCluster):
             return {}
         ranks_by_machine: dict[str, tuple[int, ...]] = {}
         for process, ranks in zip(self.membership.all, self.membership.hosts, strict=True):
-            where = self._home.named(process.machine)
-            ranks_by_machine[where] = (*ranks_by_machine.get(where, ()), *ranks)
+            name = self._home.named(process.machine)
+            ranks_by_machine[name] = (*ranks_by_machine.get(name, ()), *ranks)
         return ranks_by_machine
 
     def _grow(self, size: int) -> Hosts:
-        """The new processes start; then all leave, and meet again with them."""
+        """Start new processes; then let all hosts close their connections and connect again."""
         self._check()
         if self.device.type == "cuda":
             raise ProgramError(
                 "Ranks that join while a launch runs are on CPUs: on GPUs NCCL's groups are those "
                 "of the beginning.\n  Fix: launch with as many ranks as are ever wanted."
             )
-        each = len(self.hosts[0])
-        firsts = range(self.size, size, each)
-        new = tuple(tuple(range(first, min(first + each, size))) for first in firsts)
+        per_host = len(self.hosts[0])
+        firsts = range(self.size, size, per_host)
+        new = tuple(tuple(range(first, min(first + per_host, size))) for first in firsts)
         old = len(self.hosts)
         processes = self.membership.add(new)
         try:
@@ -211,13 +213,13 @@ class RayCluster(HostedCluster):
         return self.membership.hosts
 
     def _await(self, first: int, processes: Sequence[HostProcess]) -> None:
-        """Until these hosts answer; `ActorLost` if one does not, which is no failure of the
-        others."""
+        """Wait until the new hosts, from `first` on, have started. Raises `ActorLost` if one does
+        not start, which is not a failure of the cluster."""
         replies = [self.ask(first + i, Ranks.warm).ref for i in range(len(processes))]
         end = time.monotonic() + max(START_S, self.watch.deadline_s)
-        came = False
-        while not came:
-            came = self.channel.all_over(replies, 0.25)
+        started = False
+        while not started:
+            started = self.channel.all_over(replies, 0.25)
             gone = [p for p in processes if p.gone or p.ended() is not None]
             if gone or any(reply.failed for reply in replies) or time.monotonic() > end:
                 reason = "a process that was to join did not start; all is as it was before."
@@ -233,7 +235,7 @@ class RayCluster(HostedCluster):
     def _wait_long(self, asked: Sequence[AwaitedCall]) -> list[Any]:
         return self._wait_for(asked, None, max(START_S, self.watch.deadline_s))
 
-    # -- how a call reaches a host --------------------------------------------------------------
+    # -- sending calls --------------------------------------------------------------------------
     def _call(
         self,
         method: Method,
@@ -265,7 +267,7 @@ class RayCluster(HostedCluster):
                 if run is not None and plain:
                     self.loaded.plain.note(run, part[0].program, plain)
                 asked.append(AwaitedCall(process, reply, self.runs))
-                if self._recovery is not None:  # it may be sent again
+                if self._recovery is not None:  # the call may be sent again
                     call.keep_payload()
                     asked[-1].call = call
         except BaseException as error:
@@ -278,8 +280,8 @@ class RayCluster(HostedCluster):
     def _message(
         self, host: int, method: Method, part: Part, run: int | None, flags: bytes
     ) -> tuple[HostCall, Plain]:
-        """Return a call of a method of `Worker`, or of `Ranks` itself, and the plain data of a run
-        in it. `flags`: the settings of torch's kernels, marshalled, for a run."""
+        """Return the call of a method of `Worker` or `Ranks` with these arguments, and the plain
+        data that it contains. `flags`: the marshalled settings of torch's kernels, for a run."""
         if method is not Worker.run:
             functions, given = (Ranks.ask, method), part
             if method in (Ranks.unload, Ranks.provide):
@@ -307,7 +309,7 @@ class RayCluster(HostedCluster):
     def _log(
         self, method: Method, places: Places, asked: Sequence[AwaitedCall], run: int | None
     ) -> None:
-        """Log runs, and all calls that may have to be sent again."""
+        """Add calls to the log: runs, and, if losses are recovered from, all calls."""
         recovers = self._recovery is not None
         change = self.changes.number if self.changes and method in _CHANGES else None
         logged = asked if recovers or method is Worker.run else ()
@@ -331,6 +333,7 @@ class RayCluster(HostedCluster):
         return len(places)
 
     def ask(self, host: int, method: Method, *given: object) -> AwaitedCall:
+        """Call a method of `Ranks` in a host. The call is not logged."""
         process = self.membership.host(host)
         reply = self.channel.send(process.index, REQUEST, (method,), given)
         return AwaitedCall(process, reply, self.runs)
@@ -350,8 +353,9 @@ class RayCluster(HostedCluster):
         return results
 
     def _raise_unread(self, asked: Sequence[AwaitedCall], note: str = "") -> None:
-        """What these hosts were told may have failed, and a run that nobody reads have said so. Not
-        what failed since another has ended: each call of theirs says that."""
+        """Raise the exception of a one-way call of these hosts, if one has arrived with the answer
+        to a run that nobody reads. Exceptions that the loss of a host caused are dropped: every
+        call of these hosts raises them."""
         for each in asked:
             unread = self.channel.unread(each.host.index)
             if unread is not None and not isinstance(unread, HostFailed):
@@ -362,6 +366,8 @@ class RayCluster(HostedCluster):
     def _wait_for(
         self, asked: Sequence[AwaitedCall], timeout: float | None, deadline_s: float | None
     ) -> list[Any]:
+        """Return the results of calls, recovering from losses meanwhile. `timeout` and
+        `deadline_s`: as of `FailureDetector.get`."""
         end = None if timeout is None else time.monotonic() + timeout
         try:
             while True:
@@ -370,7 +376,7 @@ class RayCluster(HostedCluster):
                 try:
                     needed = self.membership.all
                     return self.watch.get(asked, left, needed=needed, deadline_s=deadline_s)
-                except HostError:  # no run's, and nothing is lost
+                except HostError:  # raised by a call that is not a run: nothing is lost
                     raise
                 except DaftError as error:
                     failed = error
@@ -384,7 +390,7 @@ class RayCluster(HostedCluster):
                 self.interrupted()
 
     def _or_fail(self, act: Callable[[], None]) -> None:
-        """Do what may meet a loss; where it cannot be mended, all ends."""
+        """Call `act`; if it raises DaftError, fail the cluster with that error."""
         try:
             act()
         except DaftError as error:
@@ -398,7 +404,7 @@ class RayCluster(HostedCluster):
             self.loaded.plain.forget(handle.id)
             if self._recovery is None:
                 self._unload(handle)
-            else:  # as long as it may have to run again, hosts have it
+            else:  # a run of the program may have to be repeated until it is stable
                 self._recovery.when_stable(lambda: self._unload(handle))
 
     def _unload(self, handle: Handle) -> None:
@@ -421,21 +427,20 @@ class RayCluster(HostedCluster):
 
     def _reads(self, handle: Handle, inputs: Sequence[Mapping[str, object]]) -> None:
         if self._recovery is not None and self._recovery.gone:
-            lists = handle.program.ranks
-            given = [
+            stored_names = [
                 [v.name for v in inputs_of_rank.values() if isinstance(v, Stored)]
                 for inputs_of_rank in inputs
             ]
             self._finds(
                 [
-                    [*inputs_of_rank.state, *names]
-                    for inputs_of_rank, names in zip(lists, given, strict=True)
+                    [*rank_program.state, *names]
+                    for rank_program, names in zip(handle.program.ranks, stored_names, strict=True)
                 ]
             )
 
     def _finds(self, names: Sequence[Sequence[str]]) -> None:
         if self._recovery is not None and self._recovery.gone:
-            keys = ((rank, name) for rank, own in enumerate(names) for name in own)
+            keys = ((rank, name) for rank, of_rank in enumerate(names) for name in of_rank)
             self._recovery.check_there(keys)
 
     def _makes(self, names: Sequence[Collection[str]]) -> None:
@@ -455,9 +460,9 @@ class RayCluster(HostedCluster):
         parts = self.loaded.add(handle, self.membership.hosts)
         for host, part in parts.items():
             process = self.membership.host(host)
-            # all members of a key take part in each program that uses it
+            # all members of a key take part in each program that uses the key
             tags = {k: n for k, n in new.items() if host in {host_of[r] for r in k[0]}}
-            if tags and self.device.type == "cuda":  # over NCCL the hosts connect here
+            if tags and self.device.type == "cuda":  # waits until hosts have connected over NCCL
                 asked.append(self.ask(host, Ranks.open, tags))
             elif tags:
                 self.membership.tell(process, Ranks.open, tags)
@@ -475,7 +480,7 @@ class RayCluster(HostedCluster):
     def _prepare(self, program: Program, hosts: Sequence[int]) -> None:
         needed = self.loaded.need(program)
         if not needed.origins:
-            for host in hosts if needed else ():  # nothing that could be lacking: no wait for it
+            for host in hosts if needed else ():  # without custom ops this cannot fail: no wait
                 self.membership.tell(self.membership.host(host), Ranks.provide, needed)
             return
         with self._lock:
@@ -491,7 +496,8 @@ class RayCluster(HostedCluster):
             )
 
     def fail(self, error: DaftError) -> DaftError:
-        """End all hosts, once: their values count as lost. The first failure."""
+        """Fail the cluster with this error unless it has failed before, and end all hosts. Return
+        the first failure."""
         if self.failure is None:
             self.failure = error
             for host in self._home.processes:
@@ -511,13 +517,14 @@ class RayCluster(HostedCluster):
         self._home.close()
 
     def _due(self, asked: Sequence[AwaitedCall]) -> dict[int, int]:
-        """By process, the last run that it has to end before these calls can come back."""
+        """Return, by process, the last run that it must end before these calls can be answered."""
         before = max((each.before for each in asked), default=0)
         places = {self.membership.place(each.host.index) for each in asked}
         due = self.log.due({place for place in places if place is not None}, before)
         return {self.membership.host(host).index: run for host, run in due.items()}
 
-    def _came_back(self, call: SentCall) -> bool:
+    def _is_over(self, call: SentCall) -> bool:
+        """Return whether a call was answered or lost."""
         if call.asked is not None:
             return call.asked.ref.over
         return self.channel.is_over(self.membership.host(call.host).index, call.number)
@@ -527,7 +534,7 @@ class RayCluster(HostedCluster):
         every = self._everywhere()
         return every if hosts is None else [every[host] for host in hosts]
 
-    # -- what recovery asks ---------------------------------------------------------------------
+    # -- used by `Recovery` ---------------------------------------------------------------------
     @property
     def closed(self) -> bool:
         return self._closed
@@ -536,54 +543,58 @@ class RayCluster(HostedCluster):
     def lock(self) -> Lock:
         return self._lock
 
-    # -- what the watch asks --------------------------------------------------------------------
+    # -- used by `FailureDetector`, see its `Controller` ----------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
         place = self.membership.place(host)
         if self._spans:
             reason = f"{reason} {self._whereabouts(host)}"
         if place is None:
             return Failure(rank=None, actor=f"process {host}", reason=f"{reason} It was a spare.")
-        host = place
-        if (known := self._at(host, at)) is None:
-            rank = self.membership.hosts[host][0]
-            if not self.membership.host(host).elsewhere:  # of those its counter is not seen
+        if (position := self._at(place, at)) is None:
+            rank = self.membership.hosts[place][0]
+            if not self.membership.host(place).elsewhere:  # else its counter cannot be read
                 reason += " It was between runs."
             return Failure(rank=rank, known_as=self.known_as.get(rank, ""), reason=reason)
-        handle, site = known
+        handle, site = position
         return replace(describe(handle.program, site, reason), step=at.run)
 
     def _whereabouts(self, process: int) -> str:
-        """Where one is, or was; and if all that is there can be reached no more, that."""
+        """Return a sentence that names a process's machine, and says if no process on that machine
+        can be reached."""
         machine = self._home.processes[process].machine
         name, broken = self._home.named(machine), self.channel.broken()
         if process in broken and machine != self._home.own_machine:
-            self.channel.listen(TOGETHER_S)  # a machine's connections break together
+            self.channel.listen(TOGETHER_S)  # the connections to a lost machine break together
             broken = self.channel.broken()
-        there = [p for p in (*self.membership.all, *self.membership.spares) if p.machine == machine]
-        if any(p.index not in broken for p in there) or machine == self._home.own_machine:
+        processes = (*self.membership.all, *self.membership.spares)
+        on_machine = [p for p in processes if p.machine == machine]
+        if any(p.index not in broken for p in on_machine) or machine == self._home.own_machine:
             return f"It was on {name}."
         ranks = [
             r
             for h, p in enumerate(self.membership.all)
-            if p in there
+            if p in on_machine
             for r in self.membership.hosts[h]
         ]
         others = f", with {ranks_text(ranks)}" if len(ranks) > 1 else ""
         return f"Machine {name} has ended or cannot be reached{others}."
 
     def at_work(self, host: int, at: Progress) -> bool:
-        if at.device is not None:  # the host spins meanwhile, as if it computed
+        if at.device is not None:  # its GPU waits for a message; the host only spins meanwhile
             return False
         place = self.membership.place(host)
-        # between runs it may unpack what it is given, or load it
-        known = None if place is None else self._at(place, at)
-        return known is None or isinstance(instruction_at(known[0].program, known[1]), Call)
+        position = None if place is None else self._at(place, at)
+        if position is None:  # between runs, a host may unpack or load a program
+            return True
+        handle, site = position
+        return isinstance(instruction_at(handle.program, site), Call)
 
     def tell_of_loss(self, host: int) -> None:
         self._home.announce(lost_key(host))
 
     def waits(self, there: Mapping[int, Progress]) -> dict[int, Waits]:
-        """By processes, which hosts are; those that meet say themselves for whom they wait."""
+        """Return, by process, the processes that it waits for. `there`: the progress of
+        processes."""
         places = enumerate(self.membership.all)
         by_host = {h: there[p.index].of_device for h, p in places if p.index in there}
         waits_of: dict[int, Waits] = {}
@@ -592,14 +603,14 @@ class RayCluster(HostedCluster):
             lines = self.loaded.lines(at.program)
             line = None if lines is None else lines.at(host, at.position)
             waits = waits_at(line, at, by_host)
-            if at.position < 0 and at.peer is not None and at.peer >= 0:
+            if at.position < 0 and at.peer is not None and at.peer >= 0:  # it is connecting
                 waits = Waits((host_of[at.peer],))
             to = tuple(self.membership.host(other).index for other in waits.blockers)
             waits_of[self.membership.host(host).index] = Waits(to, waits.held_back)
         return waits_of
 
     def _at(self, host: int, at: Progress) -> tuple[Handle, Site] | None:
-        """The instruction that a host was last seen at; none between runs."""
+        """Return the instruction that a host is at, with its program; None between runs."""
         handle = self._handles.get(at.program)
         lists = () if handle is None else handle.report.lists
         if handle is None or host >= len(lists) or not 0 <= at.position < len(lists[host]):

@@ -1,26 +1,14 @@
 """The failure detector of a launch: which hosts are alive, which are lost, and why.
 
-    watch = FailureDetector(controller, home, channel, deadline_s=60, call_deadline_s=3600)
+    watch = FailureDetector(controller, home, channel, deadline_s=60, call_deadline_s=3600, due=due)
     watch.get([AwaitedCall(process, channel.send(0, REQUEST, (Objects.failures,), ()))])
 
-A run fails on many hosts at once: one dies, and its peers' connections break. Example: host 1 was
-killed, host 0 reports "Connection closed by peer": the root is `ActorLost` for host 1, with the
-instruction in its counter file, and host 0's error as a note. The root is, in this order: a `Call`
-that raised; a host that was lost; a transfer that failed for another reason. Among failures of one
-kind it is that of the lowest host.
-
-Invariants: a host is lost once, with the instruction that it ran then, and each consequence of the
-loss raises that one `ActorLost`. The watch ends three kinds of hosts, so that calls which wait for
-them fail: a host that has stopped for `deadline_s`; a host that is in one call for
-`call_deadline_s`; and, where hosts must make progress, one of the hosts that block the awaited
-calls, when none of them has made progress for `deadline_s` and none was at work in that time. A
-host is at work in an instruction that ends by itself, if it uses the CPU. The controller says which
-hosts block a call (`Due`): progress of other hosts does not hide a hang, and their waiting is not
-taken for one. A host that waits for another is not ended for it: the watch follows the wait-for
-graph and ends a host that waits for no other (`diagnosis/diagnosis.py`).
-
-The watch does not know the programs of hosts: the `Controller` says which instruction a host was
-in, and for whom it waits.
+One fault makes a run fail on many hosts. The root cause is a `Call` that raised, else a lost host,
+else a failed transfer; on the lowest host if there are several. Invariant: a host is lost once, and
+each consequence of the loss raises the same `ActorLost`. The detector ends a host that has stopped
+for `deadline_s`, or is in one call for `call_deadline_s`. If the hosts that block the awaited calls
+(`Due`) have made no progress for `deadline_s` and none computes, it ends one that waits for no
+other host.
 """
 
 from __future__ import annotations
@@ -45,8 +33,8 @@ SLICE_S = 0.25  # how often a waiting controller samples the hosts
 SETTLE_S = 5.0  # how long after a first failure it searches for the root
 ENDING_S = 1.0  # how long Ray may take to report how a process ended
 CUT_OFF_S = 0.5
-"""How long it waits for the end of a process that cannot be called any more, and for any other root
-where failures are recovered from: the recovery checks again which hosts are alive."""
+"""How long it waits for the end of a process whose connection broke. Also how long it searches for
+a root cause if losses are recovered from, since the recovery checks again which hosts are alive."""
 RUNNABLE = 0.9
 """The share of `deadline_s` for which the thread of a process must be on a core or wait for one,
 for the process to count as computing though it uses less than `COMPUTES` of a core."""
@@ -54,7 +42,7 @@ for the process to count as computing though it uses less than `COMPUTES` of a c
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """The CPU time that a host has used so far; `runnable_s`: how long its thread was on a core or
+    """The CPU time that a host has used. `runnable_s`: for how long its thread was on a core or
     waited for one."""
 
     cpu_s: float
@@ -65,7 +53,7 @@ class _Used:
         return _Used(host.cpu_s, host.runnable_s)
 
     def computes(self, before: _Used, seconds: float) -> bool:
-        """Whether the host did so in the seconds since then."""
+        """Return whether the host has computed in the `seconds` since `before`."""
         return (
             self.cpu_s - before.cpu_s >= COMPUTES * seconds
             or self.runnable_s - before.runnable_s >= RUNNABLE * seconds
@@ -74,58 +62,53 @@ class _Used:
 
 @dataclass(slots=True)
 class AwaitedCall:
-    """A call in flight: the host that was called, the reference to the result (Ray's or the run
-    channel's), and the number of the first run after it. `since`: a caller waits for it, and no
-    host that blocks it has made progress since then; `used`: the CPU time of each of those hosts at
-    that time."""
+    """A call in flight."""
 
     host: HostProcess
-    ref: Any
-    before: int = 0
-    since: float | None = None
-    used: Mapping[int, _Used] = field(default_factory=dict[int, "_Used"])
-    call: Any = None  # the call, to repeat it where that is allowed
-    gone: ActorLost | None = None  # a value that it should read was lost with a process
+    ref: Any  # its `Reply`
+    before: int = 0  # the number of the first run after the call
+    since: float | None = None  # when a host that blocks the call last made progress
+    used: Mapping[int, _Used] = field(default_factory=dict[int, "_Used"])  # by host, at that time
+    call: Any = None  # the `HostCall`, if it may be sent again
+    gone: ActorLost | None = None  # the loss of a value that the call should read
 
 
 Due: TypeAlias = Callable[[Sequence[AwaitedCall]], Mapping[int, int]]
-"""By host, the last run that it must end before these calls can return."""
+"""Returns the hosts that block these calls: host to the last run that it must end before them."""
 
 
 @dataclass(slots=True)
 class _Sighting:
-    """The instruction at which a host was seen, since when, and `earlier`, the one before it; the
-    CPU time that the host had `used` when that was `measured`, and whether it computed for
-    `deadline_s` before."""
+    """Where a host was seen."""
 
     at: Progress
-    earlier: Progress
-    since: float
-    measured: float
+    earlier: Progress  # where it was before
+    since: float  # when it was first seen here
+    measured: float  # when `used` was measured
     used: _Used
-    computes: bool = False
-    at_work: bool = False  # and not in a wait for another
+    computes: bool = False  # in the `deadline_s` before `measured`
+    at_work: bool = False  # computes, and does not wait for another host
 
 
 class Controller(Protocol):
-    """The object that gives hosts their programs."""
+    """The object that knows the programs of hosts: a `RayCluster` or a `RaySession`."""
 
     @property
     def failure(self) -> DaftError | None:
-        """The failure of the whole launch, after which nobody waits any longer."""
+        """The failure of the whole launch, which ends all waits."""
         ...
 
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
-        """The `Failure` of a host, with the instruction that it was in."""
+        """Return the `Failure` of a host, with the instruction that it was in."""
         ...
 
     def at_work(self, host: int, at: Progress) -> bool:
-        """Whether a host is in an instruction that ends by itself, such as a `Call`, and does not
-        wait for another host."""
+        """Return whether a host is in an instruction that does not wait for another host, such as a
+        `Call`."""
         ...
 
     def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
-        """The hosts for which each waiting host waits, from the positions of all."""
+        """Return the hosts for which each waiting host waits, from the progress of all."""
         ...
 
     def tell_of_loss(self, host: int) -> None:
@@ -134,8 +117,8 @@ class Controller(Protocol):
 
 
 class FailureDetector:
-    """`due`: None if hosts need not make progress: a method of a spawned actor may take any time.
-    `stopped_s`: how long a signal may stop a host, if not `deadline_s`."""
+    """`due`: None if hosts need not make progress, since a method of a spawned actor may take any
+    time. `stopped_s`: how long a signal may stop a host, None for `deadline_s`."""
 
     def __init__(
         self,
@@ -158,7 +141,7 @@ class FailureDetector:
         self._calls = calls
         self._due = due
         self._seen: dict[int, _Sighting] = {}
-        self._told: set[tuple[int, int, int]] = set()
+        self._warned: set[tuple[int, int, int]] = set()  # instructions: host, program, position
         self._late = StragglerWarnings(home.folder.path)
 
     def get(
@@ -169,14 +152,14 @@ class FailureDetector:
         needed: Collection[HostProcess] = (),
         deadline_s: float | None = None,
     ) -> list[Any]:
-        """The results of the calls. Raises the root cause of a failure, also if a host is lost that
-        is `needed`, though none of these calls was made to it. `TimeoutError` after `timeout`.
-        `deadline_s`: how long these calls may make no progress, if not as long as others."""
+        """Return the results of the calls. Raises the root cause of a failure, also if a `needed`
+        host is lost to which none of the calls was made; `TimeoutError` after `timeout` seconds.
+        `deadline_s`: how long these calls may make no progress, None for the detector's own."""
         began = time.monotonic()
         end = None if timeout is None else began + timeout
         while True:
             left = SLICE_S if end is None else max(0.0, min(SLICE_S, end - time.monotonic()))
-            try:  # other errors are the caller's fault, such as an unknown name
+            try:  # other exceptions are the caller's fault, for example an unknown name
                 results = self._calls.get([each.ref for each in asked], left)
             except NotYet:
                 pass
@@ -193,7 +176,7 @@ class FailureDetector:
                 return results
             if self._controller.failure is not None:
                 raise self._controller.failure
-            wait()  # for signals
+            wait()  # handle signals
             self._home.check()
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"The result is not there after {timeout:g} s; ask again.")
@@ -204,24 +187,24 @@ class FailureDetector:
                 raise self.root(asked, [host.index for host in needed])
 
     def find(self, hosts: Collection[int]) -> ActorLost | None:
-        """The first of these that is lost, if any is."""
+        """Look for dead processes among these hosts. Return the first loss, None if all live."""
         for host in self._home.processes:
             if host.index in hosts and (host.gone or self._is_cut_off(host)):
                 self._lose_dead(host)
         return next((self.lost[h] for h in sorted(hosts) if h in self.lost), None)
 
     def came(self, asked: Sequence[AwaitedCall]) -> bool:
-        """Whether all these calls have come back."""
+        """Return whether all these calls were answered or lost."""
         return self._calls.all_over([each.ref for each in asked])
 
     def look(self, asked: Sequence[AwaitedCall], deadline_s: float) -> None:
-        """Mark dead hosts as lost. End a host that has stopped, is in one call for too long, or
-        makes no progress where hosts must and none is at work."""
+        """Mark dead hosts as lost. End a host that has stopped, that is in one call for too long,
+        or that blocks these calls without progress."""
         now, lost = time.monotonic(), len(self.lost)
         for host in self._home.processes:
             if host.counts and host.index not in self.lost:
                 self._look_at(host, host.counter.read(), now)
-        if self._due is not None and len(self.lost) == lost:  # else others wait for the lost
+        if self._due is not None and len(self.lost) == lost:  # else hosts may wait for a lost one
             self._look_for_stalled(self._due, asked, now, deadline_s)
 
     def _look_at(self, host: HostProcess, at: Progress, now: float) -> None:
@@ -255,14 +238,14 @@ class FailureDetector:
                 limit = f"{self.call_deadline_s:g} s (call_deadline_s)"
                 self.end(host, f"the process was in one call for more than {limit}.")
             elif seen.at_work and self._due is not None:
-                self._tell(host, at)
+                self._warn(host, at)
 
-    def _tell(self, host: HostProcess, at: Progress) -> None:
+    def _warn(self, host: HostProcess, at: Progress) -> None:
         """Warn, once for each instruction, that it takes long."""
-        where = (host.index, at.program, at.position)
-        if where in self._told:
+        instruction = (host.index, at.program, at.position)
+        if instruction in self._warned:
             return
-        self._told.add(where)
+        self._warned.add(instruction)
         fact = (
             f"it has computed for more than {self.deadline_s:g} s, and may take up to "
             f"{self.call_deadline_s:g} s (call_deadline_s)."
@@ -271,7 +254,7 @@ class FailureDetector:
         warnings.warn(str(failure), RuntimeWarning, stacklevel=2)
 
     def lose(self, host: HostProcess, reason: str) -> ActorLost:
-        """Mark a host as lost, and tell those that wait for it to join a program."""
+        """Mark a host as lost, and tell the hosts that wait for it to connect."""
         if host.index not in self.lost:
             failure = self._controller.describe(host.index, host.counter.read(), reason)
             self.lost[host.index] = ActorLost(failure)
@@ -279,20 +262,20 @@ class FailureDetector:
         return self.lost[host.index]
 
     def _lose_dead(self, host: HostProcess, text: str = "") -> None:
-        """`text`: Ray's report of the death, if there is one."""
-        cut_off = self._is_cut_off(host)  # Ray reports the loss of a machine only after a while
+        """Mark a dead host as lost. `text`: Ray's report of the death, "" to ask Ray."""
+        cut_off = self._is_cut_off(host)  # Ray reports the loss of a machine late
         text = text or host.ended(0.0 if cut_off else ENDING_S) or ""
         line = next(iter(text.strip().splitlines()), "")
         fact = "the process died." if line or not cut_off else "its connection broke."
         self.lose(host, f"{fact} {line}".strip())
 
     def _is_cut_off(self, host: HostProcess) -> bool:
-        """Whether a process on another machine cannot be called any more: this is the earliest sign
-        of its end."""
+        """Return whether the connection to a process on another machine broke, which is the
+        earliest sign of its end."""
         return host.elsewhere and host.index in self._calls.broken()
 
     def end(self, host: HostProcess, reason: str, grace_s: float = 1.0) -> None:
-        """End a host that cannot make progress, so that calls which wait for it fail."""
+        """End a host that cannot make progress, so that calls that wait for it fail."""
         self.lose(host, reason)
         host.kill()
         host.end(grace_s)
@@ -300,16 +283,18 @@ class FailureDetector:
     def _look_for_stalled(
         self, due: Due, asked: Sequence[AwaitedCall], now: float, deadline_s: float
     ) -> None:
+        """End one of the hosts that block these calls, if none of them has made progress for
+        `deadline_s` and none computes."""
         waiting = [each for each in asked if not self.came([each])]
         called = {each.host.index for each in waiting}
         last = due(waiting)
-        holding = list[HostProcess]()
-        moved = max((each.since or now for each in waiting), default=now)
+        holding = list[HostProcess]()  # the hosts that block the calls
+        moved = max((each.since or now for each in waiting), default=now)  # the last progress
         for index in sorted(called | last.keys()):
             host, seen = self._home.processes[index], self._seen.get(index)
             if seen is None and not host.answered:
-                moved = now  # it is still starting
-            if seen is None:  # the counter of a host on another machine cannot be read
+                moved = now  # the host is still starting
+            if seen is None:  # its counter cannot be read, as it is on another machine
                 holding.append(host)
                 continue
             if index in called or not seen.earlier.has_ended(last[index]):
@@ -332,7 +317,7 @@ class FailureDetector:
         ):
             self._have_stalled(waiting, holding, now)
             return
-        if holding:  # else the last call has just come back
+        if holding:  # else the last call was answered just now
             host, fact = self._suspect(holding, there, waits)
             why = f"no progress for more than {deadline_s:g} s"
             self.end(host, f"the process {fact.format(why)}")
@@ -340,7 +325,7 @@ class FailureDetector:
     def _have_stalled(
         self, waiting: Sequence[AwaitedCall], holding: Sequence[HostProcess], moved: float
     ) -> None:
-        """No host that blocks these calls has made progress since `moved`."""
+        """Record that no host that blocks these calls has made progress since `moved`."""
         used = {host.index: _Used.of(host) for host in holding}
         for each in waiting:
             each.since, each.used = moved, used
@@ -351,33 +336,35 @@ class FailureDetector:
         there: Mapping[int, Progress],
         waits: Mapping[int, Waits],
     ) -> tuple[HostProcess, str]:
-        """The host to end among those that make no progress, and its fault as text. It is one that
-        has stopped, or else one that waits for no other, preferably one in a `Call`."""
+        """Return the host to end, and its fault as text: a host that has stopped, or else one that
+        waits for no other host, preferably in a `Call`. `holding`: the hosts that block the calls;
+        `there`, `waits`: the progress of all hosts, and for whom they wait."""
         stopped = [host for host in holding if host.stopped]
         if stopped:
             return stopped[0], "has stopped: {}."
         ends = {end for host in holding for end in ends_of(host.index, waits)}
-        # a sender that holds its message back may have ended its run
+        # a sender that holds back its message may have ended its run
         senders = {h for own in waits.values() if own.held_back for h in own.blockers}
         held = {host.index for host in holding}
         suspects = [h for h in self._home.processes if h.index in ends & (held | senders)]
         fact = "made {}, though it is alive."
-        if not suspects:  # the host that they wait for was replaced, and no connection broke here
+        if not suspects:  # the awaited host was replaced, but no connection to it broke
             suspects = list(holding)
             fact = "made {}: it waits for a process that is gone, and was not told."
 
-        def worth(host: HostProcess) -> tuple[bool, bool, int]:
+        def priority(host: HostProcess) -> tuple[bool, bool, int]:
             at = there[host.index]
             unseen = host.index not in self._seen  # on another machine
             return unseen, not self._controller.at_work(host.index, at), at.run
 
-        return min(suspects, key=worth), fact
+        return min(suspects, key=priority), fact
 
     def root(
         self, asked: Sequence[AwaitedCall], hosts: Collection[int], text: str = ""
     ) -> DaftError:
-        """The root cause of a failure, among these hosts, or those that Ray's `text` names; a death
-        may be noticed a moment later than its consequences."""
+        """Find the root cause of a failure of these calls. `hosts`: where it may be, all if empty;
+        `text`: Ray's error, which may name a host. Searches for a while, because a death may be
+        noticed later than its consequences."""
         begin = time.monotonic()
         while True:
             errors: list[DaftError] = []

@@ -1,16 +1,12 @@
-"""A warning while a step takes too long: the rank that hangs, once per wait and again as it
-doubles.
+"""Warns which rank hangs while a step takes too long: once per wait, and again as the wait doubles.
 
-    late = StragglerWarnings(folder)   # of the launch
-    late.look(waited_s=6.0)            # whenever the controller polls for a result
+    warnings = StragglerWarnings(launch_folder)
+    warnings.look(waited_s=6.0)        # whenever the controller polls for a result
 
 A run is late if it takes 5 times as long as earlier runs of its program, and more than 5 s; a first
 run after 15 s, or 60 s if the awaited rank computes (`diagnosis/diagnosis.py`). A stopped or lost
-rank is reported after a wait of 5 s.
-
-Invariants: with DTENSOR_LATE_WARNINGS=0 in the environment nothing is checked. Nor is anything in
-the first quarter of a second of a wait, and then only the counters, 20 us a host, until a run is
-late. Two samples show which ranks make progress and which compute, without a sleep between them.
+rank is reported after a wait of 5 s. With DTENSOR_LATE_WARNINGS=0 in the environment nothing is
+checked. Until a run is late, a check only reads the counters, which takes 20 us a host.
 """
 
 from __future__ import annotations
@@ -25,21 +21,21 @@ from dtensor.daft.ray.bootstrap.launch_folder import LaunchSeen
 
 
 class StragglerWarnings:
-    """`folder`: of the launch."""
+    """The warnings of a launch. `folder`: the launch's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._before: tuple[Observation, ...] | None = None
-        self._run = -1  # the oldest run in flight, when it was reported
-        self._told_s = 0.0  # and its seconds until then
+        self._before: tuple[Observation, ...] | None = None  # the sample of the previous check
+        self._run = -1  # the oldest run in flight at the last warning
+        self._warned_s = 0.0  # how long that run had taken then
 
     def look(self, waited_s: float) -> None:
-        """`waited_s`: seconds of the caller's wait so far."""
+        """Warn if a run is late. `waited_s`: how long the caller has waited so far."""
         if os.environ.get("DTENSOR_LATE_WARNINGS") == "0":
             return
         try:
             launch = LaunchSeen(self._folder)
-        except FileNotFoundError:  # another thread has closed it: the wait will raise
+        except FileNotFoundError:  # another thread has closed the launch, so the wait will raise
             return
         at = launch.progress()
         running = [each for each in at if each.position >= 0 and each.running_s is not None]
@@ -52,11 +48,11 @@ class StragglerWarnings:
         before, self._before = self._before, after
         run = min((each.run for each in running), default=max(each.run for each in at))
         if run != self._run:
-            self._run, self._told_s = run, 0.0
+            self._run, self._warned_s = run, 0.0
         took_s = max(took_s, waited_s)
-        if before is None or took_s < 2 * self._told_s:
+        if before is None or took_s < 2 * self._warned_s:
             return
         status = launch.between(before, after)
         if status.hangs:
-            self._told_s = took_s
+            self._warned_s = took_s
             warnings.warn(status.warning, RuntimeWarning, stacklevel=4)
