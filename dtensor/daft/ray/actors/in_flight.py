@@ -1,23 +1,14 @@
-"""The calls in flight of a controller to actor processes, and the values that these keep alive.
+"""The calls in flight to actor processes, and the values that these calls keep alive: backpressure.
 
-    under_way = InFlight(store, channel)
-    under_way.hold_up("a.execute", look)               # waits where too much is in flight
-    value = RemoteValue("a.execute", 7, ...)                 # of the call that is about to be made
-    under_way.add(Submission(...))
+    in_flight = InFlight(store, channel)
+    in_flight.wait_for_room(["a.execute"], look)         # waits if too much is in flight
+    submission = in_flight.add(["a.execute"], arguments, nbytes)
+    in_flight.called(process, "a.execute", submission, reply, values)
 
-A value is needed while a future holds it (`ValueReference`), or a call in flight takes it as an
-argument. After that, the processes that have it are told to drop it: at once if it is large, else
-with the next call to them.
-
-Backpressure: where values without a future come to `MOST_BYTES`, the controller is blocked before
-it submits more calls, with a warning. These values are arguments of calls in flight; a value that
-is not made yet counts for as many bytes as the last value of the same method. Until several calls
-of a method have answered with results of like size, few are submitted ahead (`FEW`). If none of
-them answers for `SLOW_S`, the method makes values slowly, and more may be in flight.
-
-Invariants: a blocked controller waits for answers to earlier calls, which do not depend on later
-ones; where no answer comes for `PATIENCE_S`, it continues, so that no call hangs for lack of room.
-Finalizers take no lock: they run in any thread, at any point.
+A value is needed while a future holds it (`ValueReference`) or a call in flight takes it; then the
+processes that have it drop it. The controller is blocked while values without a future have more
+than `MAX_BYTES`, or too many calls of one method are unanswered (`FEW`). It waits only for earlier
+calls, and continues without an answer after `PATIENCE_S`. Invariant: finalizers take no lock.
 """
 
 from __future__ import annotations
@@ -33,25 +24,32 @@ from dataclasses import dataclass, field
 from dtensor.daft.ray.actors.object_store import Key, ObjectStore
 from dtensor.daft.ray.channel.run_channel import Reply, RunChannel
 
-MOST_BYTES = 1 << 29
+MAX_BYTES = 1 << 29
+"""The most bytes of values without a future, before the controller is blocked."""
 FEW = 16
-"""Calls of a method that may be in flight; two more for each that has answered like the last."""
-ALIKE_BYTES = 1 << 20
-"""Values are alike if they are smaller than this, or not twice as large as each other."""
+"""How many calls of a method may be in flight at first; each answer with a result of similar size
+allows two more."""
+SIMILAR_BYTES = 1 << 20
+"""Results have similar sizes if they are smaller than this, or at most twice the previous one."""
 SLOW_S = 1.0
+"""If no call of a method is answered for this long, the method is slow, and `FEW` does not
+apply."""
 PATIENCE_S = 10.0
-SAID_S = 1.0
-"""The controller warns after it has been blocked for so long, in all."""
+WARN_AFTER_S = 1.0
+"""The controller warns after it has been blocked for this long in total."""
 LARGE_BYTES = 1 << 16
-"""Processes are told at once to drop a value of so many bytes."""
-MOST_DROPPED = 256
-"""Most small values that a process drops with its next call; more are dropped at once."""
+"""A value of at least this size is dropped at once, a smaller one with the next call to a
+process."""
+MAX_DROPPED = 256
+"""How many small values a process drops with its next call; if there are more, all are dropped at
+once."""
 SLICE_S = 0.25
 
 
 class RemoteValue:
-    """A value that process `holder` makes in the call `number` (its last call, if none came after)
-    and then has. `there`: other processes that received it. `nbytes`: once it is made."""
+    """A value that process `holder` makes in call `number`. `there`: the other processes that it
+    was sent to. `nbytes`: its size, 0 until it is made. `held`: a future holds it. `counted`: it
+    counts among the bytes in flight."""
 
     __slots__ = (
         "__weakref__",
@@ -75,29 +73,29 @@ class RemoteValue:
         self.reply: Reply | None = None
         self.there: set[int] = set()
         self.nbytes = 0
-        self.message: bytes | None = None  # if it is small
-        self.held = True  # by a future
+        self.message: bytes | None = None  # the value itself, if it is small
+        self.held = True
         self.counted = False
 
     def count(self) -> int:
-        """Its bytes, once it is made and no future holds it; counted once."""
+        """Return, once, the bytes of the value when it is made and no future holds it; else 0."""
         if self.held or self.counted or not self.nbytes:
             return 0
         self.counted = True
         return self.nbytes
 
     def __del__(self) -> None:
-        owner, there = self.owner, (self.holder, *self.there)
+        owner, processes = self.owner, (self.holder, *self.there)
         if self.counted:
-            owner.gone.append(self.nbytes)
+            owner.freed_bytes.append(self.nbytes)
         if self.nbytes >= LARGE_BYTES:
-            owner.store.forget(self.key, there)
+            owner.store.forget(self.key, processes)
         else:
-            owner.forgotten.append((self.key, there))
+            owner.forgotten.append((self.key, processes))
 
 
 class ValueReference:
-    """A future's hold on a value."""
+    """A future's reference to a value; its finalizer records that no future holds the value."""
 
     __slots__ = ("value",)
 
@@ -110,18 +108,18 @@ class ValueReference:
 
 @dataclass(slots=True)
 class Submission:
-    """Calls that were submitted together, one for each of `titles`; `nbytes`: the bytes that they
-    are assumed to need. `given`: their arguments."""
+    """Calls that were submitted together, one for each of `titles`. `given`: their arguments, which
+    it keeps alive; `nbytes`: the bytes that the calls are assumed to need."""
 
     titles: Sequence[str]
     given: Sequence[RemoteValue]
     nbytes: int
-    left: int
+    unanswered: int
 
 
 @dataclass(slots=True)
 class InFlightCall:
-    """One call of a submission; `values`: its results, whose lengths the answer has."""
+    """One call of the submission `of`; `values`: its results."""
 
     reply: Reply
     title: str
@@ -131,47 +129,49 @@ class InFlightCall:
 
 @dataclass(slots=True)
 class _Method:
-    """The statistics of one method: bytes of its last results, how many calls in a row have
-    answered with like results, and how many are in flight; `slow`: none of these has answered for a
-    while."""
+    """The statistics of a method. `nbytes`: of its last result; `num_similar`: how many results in
+    a row had similar sizes; `slow`: no call was answered for `SLOW_S`."""
 
     nbytes: int = 0
-    alike: int = 0
-    under_way: int = 0
+    num_similar: int = 0
+    num_in_flight: int = 0
     slow: bool = False
 
     @property
-    def may(self) -> bool:
-        return self.slow or self.under_way < FEW + 2 * self.alike
+    def has_room(self) -> bool:
+        return self.slow or self.num_in_flight < FEW + 2 * self.num_similar
 
     def answered(self, nbytes: int) -> None:
-        alike = nbytes <= max(2 * self.nbytes, ALIKE_BYTES)
-        self.alike = self.alike + 1 if alike else 0
+        is_similar = nbytes <= max(2 * self.nbytes, SIMILAR_BYTES)
+        self.num_similar = self.num_similar + 1 if is_similar else 0
         self.nbytes, self.slow = nbytes, False
-        self.under_way -= 1
+        self.num_in_flight -= 1
 
 
 class InFlight:
+    """The calls in flight of a controller. The deques are filled by finalizers and read by
+    `update`."""
+
     def __init__(self, store: ObjectStore, channel: RunChannel) -> None:
         self.store = store
-        self.forgotten: deque[tuple[Key, tuple[int, ...]]] = deque()
+        self.forgotten: deque[tuple[Key, tuple[int, ...]]] = deque()  # values and who has them
         self.unheld: deque[weakref.ref[RemoteValue]] = deque()
-        self.gone: deque[int] = deque()  # bytes
-        self.dropped: dict[int, list[Key]] = {}  # by process, the values that its next call drops
+        self.freed_bytes: deque[int] = deque()
+        self.dropped: dict[int, list[Key]] = {}  # process to the values that its next call drops
         self._channel = channel
         self._lock = threading.Lock()
         self._calls: dict[int, deque[InFlightCall]] = {}  # by process
         self._methods: defaultdict[str, _Method] = defaultdict(_Method)  # by title
         self._bytes = 0
-        self._held_up_s = 0.0
-        self._said = False
+        self._blocked_s = 0.0
+        self._warned = False
 
     def add(self, titles: Sequence[str], given: Sequence[RemoteValue], nbytes: int) -> Submission:
-        """`nbytes`: the bytes that the controller itself sends."""
+        """Record calls that are about to be made. `nbytes`: what the controller itself sends."""
         with self._lock:
             for title in titles:
                 method = self._methods[title]
-                method.under_way += 1
+                method.num_in_flight += 1
                 nbytes += method.nbytes
             self._bytes += nbytes
         return Submission(titles, given, nbytes, len(titles))
@@ -179,28 +179,29 @@ class InFlight:
     def called(
         self, process: int, title: str, of: Submission, reply: Reply, values: Sequence[RemoteValue]
     ) -> None:
+        """Record a call that was made."""
         for value in values:
             value.reply = reply
-        with self._lock:  # another thread may be in `look_back`
+        with self._lock:  # another thread may be in `update`
             self._calls.setdefault(process, deque()).append(InFlightCall(reply, title, of, values))
 
     def to_drop(self, process: int) -> Sequence[Key]:
-        """The values that the process is told to drop with its next call."""
+        """Return, once, the values that the process is to drop with its next call."""
         with self._lock:
             return self.dropped.pop(process, ())
 
-    def hold_up(self, titles: Sequence[str], look: Callable[[], None]) -> None:
-        """Wait until the calls of `titles` may be submitted. `look`: checks whether all processes
+    def wait_for_room(self, titles: Sequence[str], look: Callable[[], None]) -> None:
+        """Wait until calls of these titles may be submitted. `look()` checks whether all processes
         are alive."""
-        self.look_back()
-        if self._may(titles):
+        self.update()
+        if self._has_room(titles):
             return
         moved = last = time.monotonic()
-        while not self._may(titles):
+        while not self._has_room(titles):
             before = sum(map(len, self._calls.values()))
             first = [calls[0].reply for calls in self._calls.values() if calls]
             self._channel.some_over(first, 1, SLICE_S)
-            self.look_back()
+            self.update()
             now = time.monotonic()
             if sum(map(len, self._calls.values())) < before:
                 moved = now
@@ -211,66 +212,66 @@ class InFlight:
             if now - moved > SLOW_S:
                 for title in titles:
                     self._methods[title].slow = True
-            if self._bytes > MOST_BYTES // 2:
-                self._held_up_s += now - last
+            if self._bytes > MAX_BYTES // 2:
+                self._blocked_s += now - last
             last = now
-            if not self._said and self._held_up_s > SAID_S:
-                self._said = True
-                self._say(titles)
+            if not self._warned and self._blocked_s > WARN_AFTER_S:
+                self._warned = True
+                self._warn(titles)
 
-    def _may(self, titles: Sequence[str]) -> bool:
+    def _has_room(self, titles: Sequence[str]) -> bool:
         if not any(self._calls.values()):
             return True
         methods = [self._methods[title] for title in titles]
         needed = self._bytes + sum(method.nbytes for method in methods)
-        return needed <= MOST_BYTES and all(method.may for method in methods)
+        return needed <= MAX_BYTES and all(method.has_room for method in methods)
 
-    def _say(self, titles: Sequence[str]) -> None:
+    def _warn(self, titles: Sequence[str]) -> None:
         calls = sum(map(len, self._calls.values()))
         warnings.warn(
             f"The controller waits before it calls {', '.join(titles)}: {calls} calls are "
             f"in flight, whose values come to {self._bytes / 2**20:.0f} MiB, of at most "
-            f"{MOST_BYTES >> 20}. It continues as they end.",
+            f"{MAX_BYTES >> 20}. It continues as they end.",
             RuntimeWarning,
             stacklevel=2,
         )
 
-    def look_back(self) -> None:
-        """Take note of answers that have arrived, and of values that are not needed any more."""
+    def update(self) -> None:
+        """Process the answers that have arrived, and what finalizers have recorded."""
         with self._lock:
-            self._look_back()
+            self._update()
 
-    def _look_back(self) -> None:
+    def _update(self) -> None:
         for calls in self._calls.values():
             while calls and calls[0].reply.over:
-                self._came(calls.popleft())
+                self._record_answer(calls.popleft())
         while self.unheld:
             value = self.unheld.popleft()()
             if value is not None:
                 value.held = False
                 self._bytes += value.count()
         while self.forgotten:
-            key, there = self.forgotten.popleft()
-            for process in there:
+            key, processes = self.forgotten.popleft()
+            for process in processes:
                 keys = self.dropped.setdefault(process, [])
                 keys.append(key)
-                if process == self.store.index or len(keys) > MOST_DROPPED:
+                if process == self.store.index or len(keys) > MAX_DROPPED:
                     for each in self.dropped.pop(process):
                         self.store.forget(each, (process,))
-        while self.gone:
-            self._bytes -= self.gone.popleft()
+        while self.freed_bytes:
+            self._bytes -= self.freed_bytes.popleft()
 
-    def _came(self, call: InFlightCall) -> None:
-        of, reply = call.of, call.reply
+    def _record_answer(self, call: InFlightCall) -> None:
+        submission, reply = call.of, call.reply
         sizes = 0
         if not reply.failed and reply.message is not None:
-            moved, answers = reply.message.value()
-            sizes = moved + sum(nbytes for nbytes, _ in answers)
+            sent_bytes, answers = reply.message.value()
+            sizes = sent_bytes + sum(nbytes for nbytes, _ in answers)
             for value, (nbytes, message) in zip(call.values, answers, strict=True):
                 value.nbytes, value.message = nbytes, message
                 self._bytes += value.count()
         self._methods[call.title].answered(sizes)
-        of.left -= 1
-        if not of.left:
-            self._bytes -= of.nbytes
-            of.given = ()
+        submission.unanswered -= 1
+        if not submission.unanswered:
+            self._bytes -= submission.nbytes
+            submission.given = ()

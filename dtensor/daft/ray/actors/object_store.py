@@ -1,21 +1,14 @@
-"""The values that a process of a launch holds, made here or received from others.
+"""The object store of a process: values that it has made, or received from other processes.
 
-    store = ObjectStore(meeting, 0)                # process 0, which others find
-    message = store.room(1 << 26)                  # the buffer for a value's message
-    store.put(7, message)                          # value 7, for any process that requests it
-    store.send(7, to=1)                            # now, or when it is made; does not wait
-    there.take(7, holder=0)                        # process 1: waits for it; u8, its own
-    store.drop([7])
+    store = ObjectStore(meeting, 0)                # in process 0 message = store.room(1 << 26)
+    # a buffer for the message of a value, u8[67108864] store.put(7, message)
+    # value 7, for any process that requests it store.send(7, to=1)                            #
+    now, or when it is made; does not wait other_store.take(7, holder=0)                  # in
+    process 1: waits for it; a private copy store.drop([7])
 
-Between processes of one machine a large message stays in place and the other maps it (`slabs.py`);
-other messages go over a connection of the two, which the sender opens. A thread reads messages that
-arrive, and writes the bytes that do not fit at once, so no send waits, and a value is sent even
-while its holder is in a long call.
-
-Invariants: a value goes to each process once. A value that is dropped before it is made, or before
-it arrives, is not kept. The end of a holder is noticed by the end of its connections, and within
-`SLICE_S` by a process that waits for its first value; `HostGone` is raised when all its messages
-have been read. The tensors of `take` and `open` have no other reader, and may be written to.
+On one machine, large messages are mapped (`slabs.py`); others go over connections that a thread
+reads and writes, so that no send waits. Invariants: a value is sent to each process once.
+`HostGone` is raised for a value of an ended process only after all its messages were read.
 """
 
 from __future__ import annotations
@@ -59,23 +52,29 @@ from dtensor.daft.tasks.values import encode_failure
 from dtensor.signals import defer_signals
 
 Key: TypeAlias = int | tuple[int, str]
-"""The number of the call that makes a value; for a compiled function's run, that number and its
+"""The name of a value: the number of the call that makes it, or a run of a compiled function and a
 name."""
 Held: TypeAlias = Tensor | Lent
+"""A value's message, in this process's memory or in another's."""
 
 CONTROLLER = MOST_PROCESSES - 1
 """The controller's number among the processes."""
 SLICE_S = 0.2
-"""How often a waiting process checks whether the holder is still alive."""
+"""How often a waiting process checks whether the holder of a value is alive."""
 COLLECT_S = 1.0
-"""How often returned memory is freed."""
-RETRY_S = 0.02  # how often a process that has not started yet is polled
+"""How often shared memory that other processes have returned is freed."""
+RETRY_S = 0.02  # how often the address of a process is polled until the process has started
 
-_VALUE, _SEND, _DROP, _LOST, _CARD = range(5)
+# kinds of messages between stores, and their arguments
+_VALUE = 0  # key, message
+_SEND = 1  # key, process: send a value to a process
+_DROP = 2  # keys: drop values
+_LOST = 3  # process: it has ended
+_CARD = 4  # index, segment address: the sender's shared memory; without arguments: only connect
 
 
 class HostGone(Exception):
-    """The value was on a process that has ended."""
+    """A value was on a process that has ended."""
 
     def __init__(self, host: int) -> None:
         super().__init__(f"process {host} has ended")
@@ -84,8 +83,8 @@ class HostGone(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreMeeting:
-    """How processes of a launch find each other: in its folder on the controller's machine, and at
-    `port` of the controller's `address` on others."""
+    """Where the processes of a launch publish their addresses: in `folder` on the controller's
+    machine; for other machines in the store at `port` of the controller's `address`."""
 
     folder: Path
     secret: bytes = field(repr=False)
@@ -95,7 +94,7 @@ class StoreMeeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Address:
-    """The address of a process. `slabs`: the fields of a `SegmentAddress`."""
+    """The published address of a process. `slabs`: the fields of a `SegmentAddress`."""
 
     path: str | None
     address: tuple[str, int] | None
@@ -112,21 +111,21 @@ class _Address:
         )
 
 
-class _Wire:
-    """The connection to one process, for sending; unsent messages wait for it."""
+class _Outgoing:
+    """The connection to one process, for sending. Messages may be queued before it exists."""
 
     def __init__(self, to: int) -> None:
         self.to = to
         self.sock: socket.socket | None = None
         self.connecting = False
         self.ended = False
-        self.shares = False  # it may open this one's slabs
-        self.unsent: deque[tuple[Any, ...]] = deque()  # as of `frame`
-        self.pieces: list[Data] = []  # of a message that is half sent
+        self.shares = False  # whether the process can open this process's slabs
+        self.unsent: deque[tuple[Any, ...]] = deque()  # a kind and its arguments each
+        self.pieces: list[Data] = []  # of a message that is partly sent
 
 
-class _Reading:
-    """A connection that another process has opened. The reading thread holds the `lock`."""
+class _Incoming:
+    """A connection that another process has opened. The thread that reads holds `lock`."""
 
     def __init__(self, process: int, sock: socket.socket) -> None:
         self.process = process
@@ -139,35 +138,36 @@ class _Reading:
 
 
 class ObjectStore:
-    """The store of one process; `index`: its number in the launch."""
+    """The object store of process `index` of a launch."""
 
     def __init__(self, meeting: StoreMeeting, index: int) -> None:
         self.index = index
         self._meeting = meeting
-        self._lock = threading.RLock()  # Ctrl-C in a Condition's `with` would leave that locked
+        # Taken directly: Ctrl-C in the `with` of a Condition would leave the lock taken.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._values: dict[Key, Held] = {}
-        self._wanted: dict[Key, set[int]] = {}  # processes that get it when it is made
-        self._sent: dict[Key, set[int]] = {}
-        self._dropped: set[Key] = set()  # before they were made
-        self._ended: set[int] = set()
-        self._reading: dict[int, _Reading] = {}  # by process
-        self._others: dict[int, OpenSlabs] = {}
-        self._wires: dict[int, _Wire] = {}
-        self._forgotten: deque[tuple[Key, Sequence[int]]] = deque()
-        self._collects = False
+        self._wanted: dict[Key, set[int]] = {}  # processes to send a value to once it is made
+        self._sent: dict[Key, set[int]] = {}  # processes that a value was sent to
+        self._dropped: set[Key] = set()  # values that were dropped before they were made
+        self._ended: set[int] = set()  # processes
+        self._incoming: dict[int, _Incoming] = {}  # by process
+        self._outgoing: dict[int, _Outgoing] = {}  # by process
+        self._other_slabs: dict[int, OpenSlabs] = {}  # by process
+        self._forgotten: deque[tuple[Key, Sequence[int]]] = deque()  # see `forget`
+        self._collects = False  # whether the thread frees returned memory every `COLLECT_S`
         self._closed = False
-        self._failed: BaseException | None = None
+        self._failed: BaseException | None = None  # what ended the thread
         self._poll = select.epoll()
         self._key = hmac.digest(meeting.secret, b"values of tasks", "sha256")
-        self._guests = Handshakes(self._poll, self._key, self._welcomes)
-        self._incoming: dict[int, _Reading] = {}  # by descriptor
-        self._writing: dict[int, _Wire] = {}  # by descriptor
+        self._handshakes = Handshakes(self._poll, self._key, self._welcome)
+        self._incoming_by_fd: dict[int, _Incoming] = {}
+        self._outgoing_by_fd: dict[int, _Outgoing] = {}
         self._own_slabs = self._slabs()
-        self._bell, self._rope = socket.socketpair()
-        for sock in (self._bell, self._rope):
+        self._wake_read, self._wake_write = socket.socketpair()
+        for sock in (self._wake_read, self._wake_write):
             sock.setblocking(False)
-        self._poll.register(self._bell, select.EPOLLIN)
+        self._poll.register(self._wake_read, select.EPOLLIN)
         self._announce()
         self._thread = threading.Thread(target=self._serve, name="values", daemon=True)
         self._thread.start()
@@ -175,7 +175,7 @@ class ObjectStore:
     # -- values -----------------------------------------------------------------------------------
 
     def room(self, nbytes: int) -> Tensor:
-        """The buffer for a message, u8[nbytes]."""
+        """Return a buffer for a message, u8[nbytes], in shared memory if it is large."""
         if self._own_slabs is None or nbytes < SHARED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         buffer = self._own_slabs.room(nbytes)
@@ -184,6 +184,7 @@ class ObjectStore:
         return buffer
 
     def put(self, key: Key, message: Held) -> None:
+        """Store a value, and send it to the processes that wait for it."""
         with self._lock:
             if key in self._dropped:
                 self._dropped.remove(key)
@@ -195,7 +196,7 @@ class ObjectStore:
             self.send(key, to)
 
     def send(self, key: Key, to: int) -> None:
-        """Send a value to another process, which must have it only once."""
+        """Send a value to another process, once it is here. Do nothing if that was done before."""
         with self._lock:
             message = self._values.get(key)
             if message is None:
@@ -208,11 +209,13 @@ class ObjectStore:
         self.send_message(key, message, to)
 
     def send_message(self, key: Key, message: Held, to: int) -> None:
-        """Send a message that is not kept here."""
+        """Send a value to another process without storing it here."""
         self._say(to, (_VALUE, key, message))
 
     def take(self, key: Key, holder: int | None, *, keeps: bool = True) -> Tensor:
-        """The message of a value that is here or in flight from `holder`; `HostGone`."""
+        """Wait for a value that is here or comes from `holder`; return a private copy of its
+        message, u8. Raises `HostGone`. `keeps`: the value stays here, and its holder keeps it,
+        too."""
         while not self.wait(key, holder, SLICE_S, asks=keeps):
             pass
         with self._lock:
@@ -220,9 +223,9 @@ class ObjectStore:
         return self._open(held)
 
     def wait(self, key: Key, holder: int | None, seconds: float, *, asks: bool = True) -> bool:
-        """Whether it arrives within `seconds`; LookupError if it never will. `asks`: request it
-        from the holder, which must keep it: for another value the holder would remember the request
-        for ever."""
+        """Return whether a value arrives within `seconds`. Raises `HostGone`, and LookupError if no
+        process holds it. `asks`: if it has not arrived, request it from the holder, which must keep
+        it: otherwise the holder would store the request for ever."""
         end = time.monotonic() + seconds
         while True:
             with defer_signals(), self._lock:
@@ -237,37 +240,38 @@ class ObjectStore:
                 left = end - time.monotonic()
                 if left <= 0.0 or self._closed:
                     break
-                reading = self._reading.get(holder)
-                if reading is None:
+                connection = self._incoming.get(holder)
+                if connection is None:
                     self._changed.wait(left)
                     continue
-            self._read_until(key, reading, left)
+            self._read_until(key, connection, left)
         if asks:
             self.ask(key, holder)
         else:
             self.connect(holder)
         return False
 
-    def _read_until(self, key: Key, reading: _Reading, seconds: float) -> None:
-        """Read from the holder here, for `seconds` at most: waking up by the thread takes as long
-        as all the rest."""
-        with reading.lock:
-            if reading.ended or key in self._values:  # the thread may just have read it
+    def _read_until(self, key: Key, connection: _Incoming, seconds: float) -> None:
+        """Read from a holder in this thread, for up to `seconds`. Waiting for the reading thread
+        would take twice as long."""
+        with connection.lock:
+            if connection.ended or key in self._values:  # the thread may just have read it
                 return
             try:
-                self._poll.modify(reading.sock, 0)
-                if reading.poll.poll(seconds * 1000):
-                    with defer_signals():  # else an interrupt loses bytes that were read
-                        self._take_in(reading)
+                self._poll.modify(connection.sock, 0)
+                if connection.poll.poll(seconds * 1000):
+                    with defer_signals():  # else an interrupt would lose bytes that were read
+                        self._read(connection)
             finally:
-                if not reading.ended:
-                    self._poll.modify(reading.sock, select.EPOLLIN)
+                if not connection.ended:
+                    self._poll.modify(connection.sock, select.EPOLLIN)
 
     def ask(self, key: Key, holder: int, to: int | None = None) -> None:
         """Ask another process to send a value, by default to this one."""
         self._say(holder, (_SEND, key, self.index if to is None else to))
 
     def drop(self, keys: Iterable[Key]) -> None:
+        """Drop values, also those that are not here yet: they will not be stored."""
         with self._lock:
             for key in keys:
                 if self._values.pop(key, None) is None:
@@ -276,28 +280,31 @@ class ObjectStore:
                 self._wanted.pop(key, None)
 
     def forget(self, key: Key, there: Sequence[int]) -> None:
-        """Tell these processes to drop it, soon. It takes no lock."""
+        """Let the thread tell these processes to drop a value. Takes no lock, for finalizers."""
         self._forgotten.append((key, there))
         self._wake()
 
     def tell_of_loss(self, host: int, there: int) -> None:
+        """Tell process `there` that process `host` has ended."""
         self._say(there, (_LOST, host))
 
     def lost(self, host: int) -> None:
-        """The controller reports that a process has ended."""
+        """Record that a process has ended."""
         with self._lock:
             self._ended.add(host)
             self._changed.notify_all()
 
     def _open(self, held: Held) -> Tensor:
-        """Another copy of its message, u8."""
+        """Return a private copy of a message, u8."""
         if isinstance(held, Lent):
             return held.open()
         return held.clone() if self._own_slabs is None else self._own_slabs.open(held)
 
     def _lent(self, message: Tensor, to: int) -> tuple[int, int, int] | None:
-        wire = self._wires.get(to)
-        if self._own_slabs is None or wire is None or not wire.shares:
+        """Lend a message in shared memory to another process. Return where it is: this process, the
+        begin and the length; None if the process cannot open it."""
+        outgoing = self._outgoing.get(to)
+        if self._own_slabs is None or outgoing is None or not outgoing.shares:
             return None
         lent = self._own_slabs.lend(message, to)
         return None if lent is None else (self.index, *lent)
@@ -319,18 +326,19 @@ class ObjectStore:
             return None
 
     def _announce(self) -> None:
+        """Listen for other processes, and publish the address."""
         meeting, path, address = self._meeting, None, None
         if meeting.folder.exists():
             socket_path = str(meeting.folder / f"values{self.index}")
             if len(socket_path.encode()) <= MAX_PATH_BYTES:
                 sock = socket.socket(socket.AF_UNIX)
                 sock.bind(socket_path)
-                self._guests.listen(sock)
+                self._handshakes.listen(sock)
                 path = socket_path
         if path is None or meeting.port is not None:
             host = "127.0.0.1" if meeting.address == LOOPBACK else reached_at(meeting.address)
             sock = socket.create_server((host, 0))
-            self._guests.listen(sock)
+            self._handshakes.listen(sock)
             address = sock.getsockname()[:2]
         slabs = None if self._own_slabs is None else asdict(self._own_slabs.card)
         text = json.dumps(asdict(_Address(path=path, address=address, slabs=slabs)))
@@ -342,7 +350,8 @@ class ObjectStore:
             store.set(f"values{self.index}", text)
 
     def _signed(self) -> SignedStore | None:
-        """The store by which processes of several machines find each other; for one thread."""
+        """Return a new client of the store for processes on several machines, None if all are on
+        one. One thread may use it."""
         meeting = self._meeting
         if meeting.port is None:
             return None
@@ -350,7 +359,7 @@ class ObjectStore:
         return SignedStore.join(meeting.address, meeting.port, meeting.secret, start)
 
     def _find(self, process: int) -> _Address | None:
-        """Its address, once it has started; None if it never will."""
+        """Wait until a process has started; return its address, None if the process has ended."""
         file = self._meeting.folder / f"values{process}.json"
         store = self._signed()
         while not self._closed and process not in self._ended:
@@ -364,77 +373,80 @@ class ObjectStore:
     # -- sending -----------------------------------------------------------------------------
 
     def _say(self, to: int, what: tuple[Any, ...]) -> None:
+        """Send a message, a kind and its arguments, to another process, after connecting to it."""
         with defer_signals(), self._lock:
-            wire = self._wires.get(to)
-            if wire is None:
-                wire = self._wires[to] = _Wire(to)
-            if wire.ended or self._closed:
+            outgoing = self._outgoing.get(to)
+            if outgoing is None:
+                outgoing = self._outgoing[to] = _Outgoing(to)
+            if outgoing.ended or self._closed:
                 return
-            wire.unsent.append(what)
-            if wire.sock is not None:
-                self._write(wire)
-            elif not wire.connecting:
-                wire.connecting = True
+            outgoing.unsent.append(what)
+            if outgoing.sock is not None:
+                self._write(outgoing)
+            elif not outgoing.connecting:
+                outgoing.connecting = True
                 threading.Thread(
-                    target=self._connect, args=(wire,), name=f"values to {to}", daemon=True
+                    target=self._connect, args=(outgoing,), name=f"values to {to}", daemon=True
                 ).start()
 
     def connect(self, to: int) -> None:
-        """Begin to connect, so that a later send finds a connection."""
+        """Begin to connect to a process, so that a later send finds a connection."""
         self._say(to, (_CARD,))
 
-    def _connect(self, wire: _Wire) -> None:
-        if (peer := self._find(wire.to)) is None:
-            self._end(wire)
+    def _connect(self, outgoing: _Outgoing) -> None:
+        if (peer := self._find(outgoing.to)) is None:
+            self._end(outgoing)
             return
         slabs, shares = self._own_slabs, False
         if slabs is not None and peer.slabs is not None:
             card = SegmentAddress(**peer.slabs)
             if card.place == slabs.card.place and (segment := Segment.open(card)) is not None:
-                segment.close()  # since this process can open its memory, it can open this one's
+                segment.close()  # if this process can open the peer's memory, the reverse holds
                 shares = True
         credentials = Credentials(
             index=self.index, path=peer.path, address=peer.address, key=self._key
         )
         try:
             sock = join(credentials, START_S)
-        except (OSError, EOFError):  # it has ended
-            self._end(wire)
+        except (OSError, EOFError):  # the process has ended
+            self._end(outgoing)
             return
         sock.setblocking(False)
         with self._lock:
             if self._closed:
                 sock.close()
                 return
-            wire.sock, wire.shares = sock, shares
+            outgoing.sock, outgoing.shares = sock, shares
             if shares and slabs is not None:
-                wire.unsent.appendleft((_CARD, self.index, asdict(slabs.card)))
-            self._writing[sock.fileno()] = wire
+                outgoing.unsent.appendleft((_CARD, self.index, asdict(slabs.card)))
+            self._outgoing_by_fd[sock.fileno()] = outgoing
             self._poll.register(sock, select.EPOLLRDHUP)
-            self._write(wire)
+            self._write(outgoing)
             self._changed.notify_all()
 
-    def _write(self, wire: _Wire) -> None:
-        """Write as much as fits; the thread writes the rest."""
-        assert wire.sock is not None
+    def _write(self, outgoing: _Outgoing) -> None:
+        """Write as many bytes as the socket accepts; the thread writes the rest."""
+        assert outgoing.sock is not None
         try:
-            while wire.pieces or wire.unsent:
-                if not wire.pieces:
-                    wire.pieces = self._frame(wire, wire.unsent.popleft())
-                while wire.pieces:
-                    sent = wire.sock.sendmsg(islice(wire.pieces, MAX_PIECES))
-                    wire.pieces = list(unsent(wire.pieces, sent))
+            while outgoing.pieces or outgoing.unsent:
+                if not outgoing.pieces:
+                    outgoing.pieces = self._frame(outgoing, outgoing.unsent.popleft())
+                while outgoing.pieces:
+                    sent = outgoing.sock.sendmsg(islice(outgoing.pieces, MAX_PIECES))
+                    outgoing.pieces = list(unsent(outgoing.pieces, sent))
         except BlockingIOError:
-            self._poll.modify(wire.sock, select.EPOLLRDHUP | select.EPOLLOUT)
+            self._poll.modify(outgoing.sock, select.EPOLLRDHUP | select.EPOLLOUT)
         except OSError:
-            self._end(wire)
+            self._end(outgoing)
         else:
             return
 
-    def _frame(self, wire: _Wire, what: tuple[Any, ...]) -> list[Data]:
+    def _frame(self, outgoing: _Outgoing, what: tuple[Any, ...]) -> list[Data]:
+        """Return the bytes of a message. A large value is not copied; one in shared memory is
+        lent."""
         if what[0] == _VALUE:
             _, key, message = what
-            packed = self._lent(message, wire.to)
+            packed = self._lent(message, outgoing.to)
             if packed is None and message.numel() >= SHARED_BYTES:
                 data = message.numpy().data
                 what = _VALUE, key, pickle.PickleBuffer(data)
@@ -443,17 +455,17 @@ class ObjectStore:
             what = _VALUE, key, packed or message.numpy().tobytes()
         return encoded(0, ONE_WAY, (), Payload.plain(what))
 
-    def _end(self, wire: _Wire) -> None:
-        """The process at the other end has ended."""
+    def _end(self, outgoing: _Outgoing) -> None:
+        """Close a connection whose process has ended."""
         with self._lock:
-            wire.ended = True
-            wire.unsent.clear()
-            wire.pieces = []
-            if wire.sock is not None:
-                self._writing.pop(wire.sock.fileno(), None)
-                wire.sock.close()
-                wire.sock = None
-            self._has_ended(wire.to)
+            outgoing.ended = True
+            outgoing.unsent.clear()
+            outgoing.pieces = []
+            if outgoing.sock is not None:
+                self._outgoing_by_fd.pop(outgoing.sock.fileno(), None)
+                outgoing.sock.close()
+                outgoing.sock = None
+            self._has_ended(outgoing.to)
 
     def _has_ended(self, process: int) -> None:
         self._ended.add(process)
@@ -462,19 +474,19 @@ class ObjectStore:
         self._changed.notify_all()
 
     def _is_gone(self, process: int) -> bool:
-        """Whether a process has ended, and all its messages were read."""
-        return process in self._ended and process not in self._reading
+        """Return whether a process has ended and all its messages were read."""
+        return process in self._ended and process not in self._incoming
 
     # -- the thread -------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        with suppress(OSError):  # it is closed, or full
-            self._rope.send(b"1")
+        with suppress(OSError):  # the socket is closed, or full
+            self._wake_write.send(b"1")
 
     def _serve(self) -> None:
         try:
             self._read_and_write()
-        except BaseException as error:  # threads that wait for a value must raise it
+        except BaseException as error:  # raised by the threads that wait for a value
             with self._lock:
                 self._failed = error
                 self._changed.notify_all()
@@ -484,31 +496,32 @@ class ObjectStore:
         while not self._closed:
             self._collects = self._own_slabs is not None and self._own_slabs.collect()
             for descriptor, event in self._poll.poll(COLLECT_S if self._collects else None):
-                if (wire := self._writing.get(descriptor)) is not None:
+                if (outgoing := self._outgoing_by_fd.get(descriptor)) is not None:
                     if event & ~select.EPOLLOUT:
-                        self._end(wire)
+                        self._end(outgoing)
                         continue
                     with self._lock:
-                        if wire.sock is not None:
-                            self._poll.modify(wire.sock, select.EPOLLRDHUP)
-                            self._write(wire)
-                elif (reading := self._incoming.get(descriptor)) is not None:
-                    with reading.lock:
-                        if not reading.ended:
-                            self._take_in(reading)
-                elif descriptor == self._bell.fileno():
-                    self._bell.recv(1 << 12)
+                        if outgoing.sock is not None:
+                            self._poll.modify(outgoing.sock, select.EPOLLRDHUP)
+                            self._write(outgoing)
+                elif (connection := self._incoming_by_fd.get(descriptor)) is not None:
+                    with connection.lock:
+                        if not connection.ended:
+                            self._read(connection)
+                elif descriptor == self._wake_read.fileno():
+                    self._wake_read.recv(1 << 12)
                     self._tell_to_drop()
                 else:
-                    self._guests.handle(descriptor)
+                    self._handshakes.handle(descriptor)
 
     def _tell_to_drop(self) -> None:
-        told: dict[int, list[Key]] = {}
+        """Send the requests of `forget`."""
+        keys_by_process: dict[int, list[Key]] = {}
         while self._forgotten:
-            key, there = self._forgotten.popleft()
-            for process in there:
-                told.setdefault(process, []).append(key)
-        for process, keys in told.items():
+            key, processes = self._forgotten.popleft()
+            for process in processes:
+                keys_by_process.setdefault(process, []).append(key)
+        for process, keys in keys_by_process.items():
             if process == self.index:
                 self.drop(keys)
             else:
@@ -516,77 +529,77 @@ class ObjectStore:
 
     def _hang_up(self) -> None:
         with self._lock:
-            self._guests.close()
-            for wire in self._wires.values():
-                if wire.sock is not None:
-                    wire.sock.close()
-            for reading in self._incoming.values():
-                reading.ended = True
-                reading.sock.close()
+            self._handshakes.close()
+            for outgoing in self._outgoing.values():
+                if outgoing.sock is not None:
+                    outgoing.sock.close()
+            for connection in self._incoming_by_fd.values():
+                connection.ended = True
+                connection.sock.close()
+            self._incoming_by_fd.clear()
             self._incoming.clear()
-            self._reading.clear()
-            for each in (self._own_slabs, *self._others.values()):
+            for each in (self._own_slabs, *self._other_slabs.values()):
                 if each is not None:
                     each.close()
-            self._bell.close()
-            self._rope.close()
+            self._wake_read.close()
+            self._wake_write.close()
             self._poll.close()
 
-    def _welcomes(self, process: int) -> Callable[[socket.socket], None]:
-        def joins(sock: socket.socket) -> None:
-            reading = _Reading(process, sock)
-            self._incoming[sock.fileno()] = reading
+    def _welcome(self, process: int) -> Callable[[socket.socket], None]:
+        def take_over(sock: socket.socket) -> None:
+            connection = _Incoming(process, sock)
+            self._incoming_by_fd[sock.fileno()] = connection
             with self._lock:
-                self._reading[process] = reading
+                self._incoming[process] = connection
                 self._changed.notify_all()
 
-        return joins
+        return take_over
 
-    def _take_in(self, reading: _Reading) -> None:
-        """Read the messages that have arrived."""
+    def _read(self, connection: _Incoming) -> None:
+        """Read the messages that have arrived, and execute them."""
         try:
-            while (message := next(reading.messages)) is not None:
-                self._hear(message.value())
+            while (message := next(connection.messages)) is not None:
+                self._execute(message.value())
         except EOFError:
-            reading.ended = True
-            del self._incoming[reading.sock.fileno()]
-            reading.sock.close()
+            connection.ended = True
+            del self._incoming_by_fd[connection.sock.fileno()]
+            connection.sock.close()
             with self._lock:
-                del self._reading[reading.process]
-                self._others.pop(reading.process, None)  # unmap its memory
-                self._has_ended(reading.process)
+                del self._incoming[connection.process]
+                self._other_slabs.pop(connection.process, None)  # unmap its memory
+                self._has_ended(connection.process)
 
-    def _hear(self, what: tuple[Any, ...]) -> None:
-        kind, *given = what
+    def _execute(self, message: tuple[Any, ...]) -> None:
+        kind, *arguments = message
         if kind == _VALUE:
-            self._arrived(*given)
+            self._put_arrived(*arguments)
         elif kind == _SEND:
-            self.send(*given)
+            self.send(*arguments)
         elif kind == _DROP:
-            self.drop(*given)
+            self.drop(*arguments)
         elif kind == _LOST:
-            self.lost(*given)
-        elif kind == _CARD and given:
-            self._meet(*given)
+            self.lost(*arguments)
+        elif kind == _CARD and arguments:
+            self._open_slabs(*arguments)
 
-    def _arrived(self, key: Key, packed: bytes | memoryview | tuple[int, int, int]) -> None:
+    def _put_arrived(self, key: Key, packed: bytes | memoryview | tuple[int, int, int]) -> None:
+        """Store a value that has arrived: its bytes, or where it is in a process's memory."""
         if isinstance(packed, tuple):
             process, begin, nbytes = packed
-            slabs = self._others.get(process)
-            self.put(key, _unread(process) if slabs is None else slabs.take(begin, nbytes))
+            slabs = self._other_slabs.get(process)
+            self.put(key, _unreadable(process) if slabs is None else slabs.take(begin, nbytes))
         else:
             buffer = bytearray(packed) if isinstance(packed, bytes) else packed
             self.put(key, torch.frombuffer(buffer, dtype=torch.uint8))
 
-    # -- other processes' memory ------------------------------------------------------------------
-
-    def _meet(self, index: int, card: dict[str, Any]) -> None:
+    def _open_slabs(self, index: int, card: dict[str, Any]) -> None:
         slabs = OpenSlabs.of(SegmentAddress(**card), self.index)
         if slabs is not None:
-            self._others[index] = slabs
+            self._other_slabs[index] = slabs
 
 
-def _unread(process: int) -> Tensor:
+def _unreadable(process: int) -> Tensor:
+    """Return the message of a failure, in place of a value in the memory of a process."""
     reason = "a value that it made cannot be read: it has ended, or too many files are open here."
     return encode_failure(ActorLost(Failure(rank=None, peers=(process,), reason=reason)))
 

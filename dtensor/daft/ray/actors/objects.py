@@ -1,17 +1,13 @@
-"""Spawned objects in a process, and their calls.
+"""The spawned objects (actors) in a process, and their calls.
 
-Example (the controller does this, `session.py`, over its `RunChannel`):
-
-    objects = Objects(counter, meeting, 3)
+    objects = Objects(counter, meeting, 3)                  # the controller calls these methods
     objects.create(0, 7, pickled_class, task, arguments, ())
     objects.call(0, 8, task, arguments, ((5, 2),), ())      # value 5 comes from process 2
     objects.send(8, 4)                                      # process 4 needs the result
 
-Invariants: the result of a task stays here, in the object store, under the number of its call, and
-is sent to its users without passing the controller; the controller gets small values with the
-answer. No exception is raised: a failure is a value, whether of a user's method, of a value that
-was lost with another process, or of this process, so that no caller waits for a value that will not
-come.
+Invariants: the result of a call stays in this process's object store under the call's number, and
+is sent directly to the processes that need it; the controller gets small values with the answer. No
+exception is raised: a failure is a value, so that nobody waits for a value that will not come.
 """
 
 from __future__ import annotations
@@ -44,20 +40,21 @@ from dtensor.daft.tasks.values import encode_failure
 from dtensor.daft.undo.failed_run import UndoneRun
 
 SMALL_BYTES = 1 << 12
-"""A value of at most so many bytes is sent to the controller with the answer, in case it is
-read."""
+"""A value of at most this size is sent to the controller with the answer."""
 
 Given: TypeAlias = tuple[Key, int | None]
-"""A value, and its process; None: it is here."""
+"""An argument that is a value: its key, and the process that holds it, None for this process."""
 Packed: TypeAlias = bytes | Given
-"""A message of the controller: itself, or, if it is large, as a value."""
+"""An argument from the controller: its message, or, if it is large, a value."""
 Answer: TypeAlias = tuple[int, bytes | None]
-"""The length of a value's message; that itself if it is small."""
+"""The length of a result's message, and the message if it is small."""
 Answers: TypeAlias = tuple[int, tuple[Answer, ...]]
-"""The answer to a call; and the bytes that were sent to other processes meanwhile."""
+"""The answer to a call: the bytes that were sent to other processes, and its results."""
 
 
 class Objects:
+    """The objects of process `index`. Arguments named `dropped` are values to drop first."""
+
     def __init__(self, counter: ProgramCounter, meeting: StoreMeeting, index: int) -> None:
         self._counter = counter
         self._store = ObjectStore(meeting, index)
@@ -108,7 +105,8 @@ class Objects:
     def load(
         self, number: int, program: HostProgram, actors: Mapping[int, int], host_of: Sequence[int]
     ) -> None:
-        """`actors`: those of this process, by their rank; `host_of`: the process of each rank."""
+        """Load this process's part of a compiled function. `actors`: rank to actor, of this
+        process; `host_of`: the process of each rank."""
         transport = ValueTransport(self._store, program, host_of)
         try:
             table: Table = {(rank, SELF): self._subjects[actor] for rank, actor in actors.items()}
@@ -127,7 +125,8 @@ class Objects:
         given: Sequence[Packed],
         dropped: Sequence[Key],
     ) -> Payload:
-        """`wanted`: rank and name of each result; `names`: rank and name of each argument."""
+        """Run a compiled function. `wanted`: (rank, name) of each result; `names`: (rank, name) of
+        each argument in `given`."""
         transport, engine = self._programs[number]
         transport.start(run)
         messages: dict[tuple[int, str], Tensor] = {}
@@ -158,7 +157,8 @@ class Objects:
 
     @contextmanager
     def _failing(self) -> Generator[list[Tensor]]:
-        """An exception within is a failure, as a message in the list."""
+        """Yield a list; an exception in the block replaces its contents by the failure's
+        message."""
         results: list[Tensor] = []
         try:
             yield results
@@ -169,11 +169,11 @@ class Objects:
             results[:] = [encode_failure(_of_host(error))]
 
     def _message(self, given: Packed) -> Tensor:
-        """A private copy, as a method may change its arguments."""
+        """Wait for an argument; return a private copy, since a method may change its arguments."""
         if isinstance(given, bytes):
             return torch.frombuffer(bytearray(given), dtype=torch.uint8)
         key, holder = given
-        try:  # the controller's messages are for one call
+        try:  # a value from the controller is used by one call, and not kept
             return self._store.take(key, holder, keeps=holder != CONTROLLER)
         except HostGone as gone:
             return lost(gone)
@@ -185,7 +185,7 @@ class Objects:
 
 
 def _of_host(error: BaseException) -> DaftError:
-    """An error of daft's own."""
+    """Return an error of daft for any error."""
     sent = as_sent(error)
     if isinstance(sent, DaftError):
         return sent

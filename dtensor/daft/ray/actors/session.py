@@ -1,16 +1,14 @@
-"""Actors in Ray processes: a task is one asynchronous message.
+"""A session of actors in Ray processes: a task is one asynchronous message.
 
     with daft.launch(backend="ray"):                         # about 3 s, and 1 s for each actor
         a, b = daft.spawn(Model), daft.spawn(Model)
         out = b.execute(a.execute(x))                        # 2 calls, no wait
 
-Ray places processes, starts and ends them, and reports their death; calls use our own connection,
-and values are sent from process to process (`object_store.py`). Calls to one process keep their
-order, and a task depends only on earlier tasks, so that no order of tasks can hang. The number of
-calls in flight is bounded (`in_flight.py`).
-
-Invariants: if a process dies, or its heartbeat stops for `deadline_s`, every future that depends on
-it names it, with its current task; the others continue. Leaving ends all processes.
+Ray starts and ends processes. Calls use our own connection, and values are sent from process to
+process (`object_store.py`). Calls to one process keep their order, and a task depends only on
+earlier tasks, so no order of tasks can hang. The number of calls in flight is bounded
+(`in_flight.py`). Invariant: if a process dies or is silent for `deadline_s`, every future that
+depends on it names it and its task; other futures are unaffected.
 """
 
 from __future__ import annotations
@@ -52,13 +50,13 @@ from dtensor.daft.tasks.values import encode_failure, failure_of, pickled
 from dtensor.daft.verification.pairing import instruction_at
 from dtensor.signals import defer_signals, wait
 
-MAX_RECENT = 10_000  # remembered calls of a process
+MAX_RECENT = 10_000  # how many calls of each process are remembered, to name them in errors
 
 
 @dataclass(frozen=True, slots=True)
 class _ProcessPart:
-    """The part of one process in a run of a compiled function. `fed`: arguments by their numbers,
-    and `names`, rank and name of each; `wanted`: rank and name of each result."""
+    """The part of one process in a run of a compiled function. `fed`: the numbers of its arguments;
+    `names`: (rank, name) of each; `wanted`: (rank, name) of each result."""
 
     process: int
     title: str
@@ -88,6 +86,8 @@ class _ProcessPart:
 
 
 class RaySession(Session):
+    """See `Session` for methods without a docstring."""
+
     def __init__(self, options: LaunchOptions) -> None:
         super().__init__()
         self.failure: DaftError | None = None  # no failure affects all actors
@@ -101,7 +101,7 @@ class RaySession(Session):
             port=self._home.store.port if several else None,
         )
         self._store = ObjectStore(self._meeting, CONTROLLER)
-        self._under_way = InFlight(self._store, self._channel)
+        self._in_flight = InFlight(self._store, self._channel)
         self.watch: FailureDetector = FailureDetector(
             self,
             self._home,
@@ -127,14 +127,14 @@ class RaySession(Session):
         options["resources"] = {
             kind: n for kind, n in resources.items() if kind not in ("CPU", "GPU", "memory")
         }
-        line = self._channel.add()
-        process = self._home.spawn(Objects, self._meeting, line, options=options)
-        assert line == process.index, "a process has the number of its line"
-        process.serve(self._channel.credentials(line))
-        self._store.connect(line)
+        number = self._channel.add()
+        process = self._home.spawn(Objects, self._meeting, number, options=options)
+        assert number == process.index, "a process has one number in the launch and the channel"
+        process.serve(self._channel.credentials(number))
+        self._store.connect(number)
         hosts = {p.counter.path.name: (p.index,) for p in self._home.processes}
         self._home.folder.say("actors", hosts)
-        return line
+        return number
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -146,42 +146,44 @@ class RaySession(Session):
         given = [self._deliver(value, actor.process) for value in values]
         packed = self._packed(arguments, number, "arguments", actor.process)
         cls = pickled(actor.cls)
-        what = (actor.key, number, cls, task.plain(), packed, given)
-        self._call(actor.process, Objects.create, what, task.title, values, arguments.numel())
+        payload = (actor.key, number, cls, task.plain(), packed, given)
+        self._call(actor.process, Objects.create, payload, task.title, values, arguments.numel())
 
     def dispatch(
         self, actor: ActorInfo, task: Task, arguments: Tensor, inputs: Sequence[TaskFuture]
     ) -> TaskFuture:
         process, title = actor.process, task.title
-        self._under_way.hold_up((title,), self._look)
+        self._in_flight.wait_for_room((title,), self._look)
         number = self._number(title, task.issued, arguments)
         values = [future.value.value for future in inputs]
         given = [self._deliver(value, process) for value in values]
         packed = self._packed(arguments, number, "arguments", process)
-        dropped = self._under_way.to_drop(process)
-        what = (actor.key, number, task.plain(), packed, given, dropped)
-        remote = RemoteValue(self._under_way, process, number, number)
-        self._call(process, Objects.call, what, title, values, arguments.numel(), remote)
+        dropped = self._in_flight.to_drop(process)
+        payload = (actor.key, number, task.plain(), packed, given, dropped)
+        remote = RemoteValue(self._in_flight, process, number, number)
+        self._call(process, Objects.call, payload, title, values, arguments.numel(), remote)
         return TaskFuture(self, actor.key, title, ValueReference(remote))
 
     def _call(
         self,
         process: int,
         method: Any,
-        what: tuple[Any, ...],
+        payload: tuple[Any, ...],
         title: str,
-        given: Sequence[RemoteValue],
+        inputs: Sequence[RemoteValue],
         nbytes: int,
-        *made: RemoteValue,
+        *outputs: RemoteValue,
     ) -> None:
-        with defer_signals():  # else an interrupt leaves it counted as in flight
-            submission = self._under_way.add((title,), given, nbytes)
-            reply = self._channel.send(process, REQUEST, (method,), Payload.plain(what))
-            self._under_way.called(process, title, submission, reply, made)
+        """Call a method of `Objects` in a process. `inputs`, `outputs`: the values that it takes
+        and makes; `nbytes`: the size of its other arguments."""
+        with defer_signals():  # else an interrupt could leave the call counted as in flight
+            submission = self._in_flight.add((title,), inputs, nbytes)
+            reply = self._channel.send(process, REQUEST, (method,), Payload.plain(payload))
+            self._in_flight.called(process, title, submission, reply, outputs)
             self._last[process] = self.calls
 
     def _number(self, title: str, issued: tuple[str, ...], arguments: Tensor | None = None) -> int:
-        """The number of a new call; its title and lines are remembered."""
+        """Return the number of a new call, and remember its title and lines."""
         self.calls += 1
         self.bytes_sent += arguments.numel() if arguments is not None else 0
         self._recent[self.calls] = (title, issued)
@@ -190,29 +192,33 @@ class RaySession(Session):
         return self.calls
 
     def _packed(self, message: Tensor, number: int, name: str, to: int) -> Packed:
-        """The form of an argument in a call; a large message is sent as a value, without a copy."""
+        """Return an argument as it is sent in a call: its bytes, or, if it is large, the key of a
+        value that is sent to the process without a copy."""
         if message.numel() < SHARED_BYTES:
             return message.numpy().tobytes()
         self._store.send_message((number, name), message, to)
         return (number, name), CONTROLLER
 
     def _deliver(self, value: RemoteValue, to: int) -> tuple[Key, int | None]:
-        """Let its holder send it, once; returns the value's key and its holder, None if it is
-        there."""
+        """Let the holder of a value send it to a process, once. Return the value's key and its
+        holder, None if that is the process."""
         holder = value.holder
         if holder == to:
             return value.key, None
         if to not in value.there:
             value.there.add(to)
-            if self._last[holder] == value.number:  # no call came after it
-                what = Payload.plain((value.key, to))
-                self._channel.send(holder, ONE_WAY, (Objects.send,), what)
-            else:
+            if (
+                self._last[holder] == value.number
+            ):  # the holder's last call: a call is executed next
+                payload = Payload.plain((value.key, to))
+                self._channel.send(holder, ONE_WAY, (Objects.send,), payload)
+            else:  # the store does not wait for the holder's later calls
                 self._store.ask(value.key, holder, to)
         return value.key, holder
 
     def _look(self) -> None:
-        wait()  # for signals
+        """Handle signals, and check whether all processes are alive."""
+        wait()
         self.watch.look((), self.watch.deadline_s)
 
     def wait_for(self, future: TaskFuture, timeout: float | None) -> Tensor:
@@ -221,18 +227,19 @@ class RaySession(Session):
         host = self._home.processes[value.holder]
         try:
             self.watch.get([AwaitedCall(host, value.reply)], timeout)
-            self._under_way.look_back()
+            self._in_flight.update()
             message = self._message(value, host, end)
         except DaftError as error:
             self.check_open()
             return encode_failure(error)
         self.bytes_received += message.numel()
         error = failure_of(message)
-        if isinstance(error, ActorLost) and error.failure.peers:  # it needed a value from there
+        if isinstance(error, ActorLost) and error.failure.peers:  # a needed value was lost
             return encode_failure(self.watch.root((), error.failure.peers))
         return message
 
     def _message(self, value: RemoteValue, host: HostProcess, end: float | None) -> Tensor:
+        """Return the message of a value that was made; fetch it from its holder if it is large."""
         if value.message is not None:
             return torch.frombuffer(bytearray(value.message), dtype=torch.uint8)
         if CONTROLLER not in value.there:
@@ -274,8 +281,8 @@ class RaySession(Session):
                 actors = {rank: frozen.actors[rank] for rank in host_program.ranks}
                 self.calls += 1
                 self._last[process] = self.calls
-                what = (number, host_program, actors, process_of)
-                self._channel.send(process, ONE_WAY, (Objects.load,), what)
+                payload = (number, host_program, actors, process_of)
+                self._channel.send(process, ONE_WAY, (Objects.load,), payload)
         return number
 
     def run(self, loaded: int, inputs: Sequence[TaskFuture | Tensor | None]) -> list[TaskFuture]:
@@ -287,8 +294,8 @@ class RaySession(Session):
         titles = [part.title for part in parts]
         asked: list[HostProcess] = []
         with self.lock:
-            self._under_way.hold_up(titles, self._look)
-            submission = self._under_way.add(titles, values, nbytes)
+            self._in_flight.wait_for_room(titles, self._look)
+            submission = self._in_flight.add(titles, values, nbytes)
             self.bytes_sent += nbytes
             run = self.calls + 1
             try:
@@ -298,22 +305,23 @@ class RaySession(Session):
                         number = self._number(frozen.program.name, issued)
                         asked.append(self._home.processes[process])
                         part_values = [
-                            RemoteValue(self._under_way, process, number, (run, value))
+                            RemoteValue(self._in_flight, process, number, (run, value))
                             for _, value in part.wanted
                         ]
                         given = [
                             self._given(inputs[index], run, f"{name}<{rank}", process)
                             for index, (rank, name) in zip(part.fed, part.names, strict=True)
                         ]
-                        dropped = self._under_way.to_drop(process)
-                        what = Payload.plain((loaded, run, part.wanted, part.names, given, dropped))
-                        reply = self._channel.send(process, REQUEST, (Objects.run,), what)
-                        self._under_way.called(process, part.title, submission, reply, part_values)
+                        dropped = self._in_flight.to_drop(process)
+                        payload = (loaded, run, part.wanted, part.names, given, dropped)
+                        reply = self._channel.send(
+                            process, REQUEST, (Objects.run,), Payload.plain(payload)
+                        )
+                        self._in_flight.called(process, part.title, submission, reply, part_values)
                         self._last[process] = number
                         results.update(zip(part.wanted, part_values, strict=True))
             except BaseException:
-                # Hosts that were called would wait for the others' parts, and later calls with
-                # them.
+                # processes that were called would wait for values of the others for ever
                 for host in asked:
                     self.watch.end(host, "the process was ended: a step was half submitted.")
                 raise
@@ -331,7 +339,8 @@ class RaySession(Session):
         return self._packed(given, run, name, process)
 
     def _check_lost(self, frozen: LoweredTasks) -> None:
-        """Raise if the program has lost one of its processes, before it is sent to others."""
+        """Raise `ActorLost` if a process of a compiled function is lost, before others are
+        called."""
         broken = any(map(self._channel.is_broken, frozen.processes))
         if not (broken or self.watch.lost):
             return
@@ -376,7 +385,7 @@ class RaySession(Session):
         self._store.close()
         self._home.close()
 
-    # -- methods for the watch --------------------------------------------------------------------
+    # -- used by `FailureDetector`, see its `Controller` ------------------------------------------
     def describe(self, host: int, at: Progress, reason: str) -> Failure:
         title, issued = "", tuple[str, ...]()
         if at.position >= 0:
@@ -399,7 +408,7 @@ class RaySession(Session):
         return isinstance(self._at(host, at)[0], Call)
 
     def waits(self, there: Mapping[int, Progress]) -> Mapping[int, Waits]:
-        return {}  # hosts need not make progress: none is ended for waiting
+        return {}  # processes need not make progress, so none is ended for waiting
 
     def tell_of_loss(self, host: int) -> None:
         self._channel.lose(host)
@@ -409,17 +418,18 @@ class RaySession(Session):
                 self._store.tell_of_loss(host, process.index)
 
     def _at(self, host: int, at: Progress) -> tuple[Instruction, str]:
-        """The instruction of a compiled function at which a host was last seen, and the function's
-        title."""
+        """Return the instruction of a compiled function that a process is at, and its actor's
+        name."""
         frozen, _ = self._loaded[at.program]
         site = frozen.report.lists[frozen.processes.index(host)][at.position]
         return instruction_at(frozen.program, site), frozen.names[site[0]]
 
 
 def _check_resources(name: str, resources: Mapping[str, float], home: LaunchProcesses) -> None:
-    """Refuse resources that Ray does not have: Ray would wait for them for ever."""
-    there = home.resources() if any(resources.values()) else {}
-    lacking = {k: there.get(k, 0) for k, n in resources.items() if n > there.get(k, 0)}
+    """Raise ValueError for resources that Ray does not have, since Ray would wait for them for
+    ever."""
+    total = home.resources() if any(resources.values()) else {}
+    lacking = {k: total.get(k, 0) for k, n in resources.items() if n > total.get(k, 0)}
     if lacking:
         raise ValueError(
             f"Actor {name!r} asks for {dict(resources)}, and Ray has {lacking} in all.\n"

@@ -1,13 +1,13 @@
-"""The transport of compiled functions: their values go from object store to object store.
+"""The transport of compiled functions: values are sent from object store to object store.
 
     transport = ValueTransport(store, program, (3, 4))     # ranks 0 and 1 are on processes 3 and 4
     engine = Engine(host_program, table, transport)
     transport.start(8)
     engine.run(inputs)
 
-A send is complete when it has started, for the message is a snapshot that nobody writes to. What a
-process that has ended was to send comes as a failure, as a value of its own: what depends on it is
-not run, and everything else is.
+A send is complete when it has started, since nobody writes to its message. If the sending process
+has ended, the receiver gets a failure as the value; tasks that depend on it do not run, all others
+do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class _Sent(Pending):
 _SENT = _Sent()
 
 
-class _Coming(Pending):
+class _Receive(Pending):
+    """A receive that was started."""
+
     __slots__ = ("holder", "key", "store")
 
     def __init__(self, store: ObjectStore, key: Key, holder: int) -> None:
@@ -50,7 +52,7 @@ class _Coming(Pending):
 
 
 class ValueTransport(Transport):
-    """`host_of`: by rank, its process. `sent_bytes`: in the run under way."""
+    """`host_of`: the process of each rank. `sent_bytes`: the bytes sent in the present run."""
 
     def __init__(self, store: ObjectStore, program: HostProgram, host_of: Sequence[int]) -> None:
         self.sent_bytes: int = 0
@@ -67,12 +69,12 @@ class ValueTransport(Transport):
         self._sent: set[str] = set()
 
     def start(self, run: int) -> None:
-        """A run of this number begins."""
+        """Begin a run with this number."""
         self._run, self.sent_bytes = run, 0
         self._sent.clear()
 
     def fail(self, failure: Tensor) -> None:
-        """The run has failed: whoever waits for what it has not sent gets this."""
+        """Send a failure in place of all values that the failed run has not sent."""
         for name, to in self._to_send:
             if name not in self._sent:
                 self._store.send_message((self._run, name), failure, to)
@@ -104,15 +106,16 @@ class ValueTransport(Transport):
         return _SENT
 
     def _recv(self, name: str, holder: int, values: Sequence[Tensor]) -> Pending:
-        return _Coming(self._store, (self._run, name), holder)
+        return _Receive(self._store, (self._run, name), holder)
 
 
 def name_of(value: str, to: int) -> str:
-    """What a value on its way to a rank is called."""
+    """Return the key of a value that is sent to a rank."""
     return f"{value}>{to}"
 
 
 def lost(gone: HostGone) -> Tensor:
-    """A value that has gone with its process, as a message. The controller knows more of that."""
+    """Return the message of a failure, in place of a value of an ended process. The controller
+    replaces the failure by the process's own (`RaySession.wait_for`)."""
     reason = "a value that it made was lost with its process."
     return encode_failure(ActorLost(Failure(rank=None, peers=(gone.host,), reason=reason)))
