@@ -240,7 +240,7 @@ def test_nobody_joins_by_what_a_stranger_has_written(
         store.set("ranks/here1", "")
         _give_gloo_a_peer(store)
     with pytest.raises(ConnectionError, match=f"under '{named}' was not written by this launch"):
-        HostConnections.by(_join(store.port), 0, (0,), torch.device("cpu"))
+        HostConnections.join(_join(store.port), 0, (0,), torch.device("cpu"))
 
 
 def _give_gloo_a_peer(store: SignedStore) -> None:

@@ -10,9 +10,9 @@ import torch
 
 from dtensor.daft import Buffer, Collective, Instruction, Recv, Send, Wait
 from dtensor.daft.ray.transports.slots import (
-    LARGEST_BYTES,
     LINE,
-    MOST_PIECES,
+    MAX_PIECES,
+    MAX_SLOT_BYTES,
     PIECE_BYTES,
     TOGETHER_BYTES,
     pieces_of,
@@ -51,7 +51,7 @@ def test_slots_are_as_many_as_starts_may_be_under_way() -> None:
 
 
 def test_keys_are_left_out_that_are_not_shared_or_too_large_or_of_unknown_length() -> None:
-    large = Buffer((LARGEST_BYTES + 1,), torch.uint8)
+    large = Buffer((MAX_SLOT_BYTES + 1,), torch.uint8)
     message = Buffer((), torch.uint8, variable=True)
     first: list[Instruction] = []
     other: list[Instruction] = []
@@ -92,7 +92,7 @@ def test_pieces_are_all_of_a_bucket_once_and_cut_where_the_op_may_be(op: str) ->
     shapes = [(1001, 3), (0, 3), (70_001, 3), (1, 3), (3,)]
     buffers = [Buffer(shape, torch.float64) for shape in shapes]
     pieces = pieces_of(reduce(*buffers, op=op))
-    assert 4 <= len(pieces) <= MOST_PIECES + 1
+    assert 4 <= len(pieces) <= MAX_PIECES + 1
     found = sorted(cut for piece in pieces for cut in piece)
     for number, buffer in enumerate(buffers):
         own = [(begin, end) for n, begin, end in found if n == number]

@@ -47,7 +47,7 @@ from dtensor.daft.ray.channel.messages import (
 )
 from dtensor.daft.ray.transports.segments import Segment, SegmentAddress
 from dtensor.daft.ray.transports.shared_memory_peers import own_place
-from dtensor.daft.ray.transports.slabs import MOST_PROCESSES, SHARED_BYTES, Lent, OpenSlabs, Slabs
+from dtensor.daft.ray.transports.slabs import MAX_PROCESSES, SHARED_BYTES, Lent, OpenSlabs, Slabs
 from dtensor.daft.tasks.values import encode_failure
 from dtensor.signals import defer_signals
 
@@ -57,7 +57,7 @@ name."""
 Held: TypeAlias = Tensor | Lent
 """A value's message, in this process's memory or in another's."""
 
-CONTROLLER = MOST_PROCESSES - 1
+CONTROLLER = MAX_PROCESSES - 1
 """The controller's number among the processes."""
 SLICE_S = 0.2
 """How often a waiting process checks whether the holder of a value is alive."""

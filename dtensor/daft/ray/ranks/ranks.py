@@ -177,7 +177,7 @@ class Ranks:
 
     def _connect(self, join: Rendezvous, index: int, ranks: tuple[int, ...]) -> HostConnections:
         record_wait = self._counter.awaits
-        joined = self._joined = HostConnections.by(join, index, ranks, self._device, record_wait)
+        joined = self._joined = HostConnections.join(join, index, ranks, self._device, record_wait)
         joined.transport.tell_whom_it_awaits(record_wait)
         return joined
 

@@ -1,18 +1,14 @@
-"""Which communicator of NCCL carries which messages: as few as the orders of a program allow.
+"""Assigns messages to NCCL communicators: as few as the orders of messages in programs allow.
 
-    shared = Communicators()
-    shared.number(program, keys, host_of)      # {((0, 1), "fwd", "transfer"): 0, ...}, what is new
+    communicators = Communicators() communicators.number(program, keys, host_of)      # {((0, 1),
+    "fwd", "transfer"): 0, ...}: new ones
 
-Keys with the same members share one where all members start their messages in the same order:
-transfers of one direction between two ranks, or collectives of one group, whatever their channels.
-Others have one each. A later program with another order moves the keys that it orders otherwise to
-new ones, for all programs: hosts run and load in the controller's order, so that all of them move
-between the same two runs.
+Keys with the same members share a communicator if all members start their messages in the same
+order. If a later program has another order, its keys move to new communicators, for all programs;
+hosts load and run in the controller's order, so all of them move between the same two runs.
 
-Sharing adds no hang. The kernel of a message waits for its own stream, for what is before it on the
-current stream of its host when it is started, and for its peers. Let m be started before n on all
-members. What m waits for on each host is before n on the same stream, so n waits for it anyway; and
-by the same argument for what is before m in the communicator.
+Sharing adds no hang. Let message m start before message n on all members. On each host, everything
+that m waits for comes before n on the same stream, so n waits for it anyway.
 """
 
 from __future__ import annotations
@@ -26,27 +22,29 @@ from dtensor.daft.ir.program import Program
 from dtensor.daft.ray.transports.exchange import in_two_halves
 
 MAX_COMMUNICATORS = 24
-"""On one GPU, see `nccl.py`."""
+"""The most communicators on one GPU, see `nccl.py`."""
 MAX_STREAMS = 32
-"""Of one GPU, which has as many hardware queues: the current one, one for each communicator, and a
-side stream for each with an all_reduce in two halves (`exchange.py`)."""
+"""The most streams of one GPU, which has as many hardware queues: the current stream, one for each
+communicator, and a side stream for each that has an all_reduce in two halves (`exchange.py`)."""
 
 
 class Communicators:
-    """Of a launch, as the controller knows them. `of`: the number of each key's."""
+    """The communicators of a launch, in the controller. `of`: key to the number of its
+    communicator."""
 
     def __init__(self) -> None:
         self.of: dict[Key, int] = {}
         self._members: list[tuple[int, ...]] = []  # by number
-        self._sided: frozenset[int] = frozenset()  # those with a side stream
+        self._sided: frozenset[int] = frozenset()  # numbers of communicators with a side stream
 
     def number(
         self, program: Program, keys: Iterable[Key], host_of: Sequence[int]
     ) -> dict[Key, int]:
-        """The keys that have a new one, for a program that is about to be loaded. `keys`: those
-        that cross hosts. ProgramError where a GPU would hold more than may run at once."""
+        """Assign communicators for a program that is about to be loaded; return the keys with a new
+        one. `keys`: the program's keys that cross hosts. Raises ProgramError if a GPU would have
+        more communicators than can run at once."""
         of, members = dict(self.of), list(self._members)
-        user: dict[int, int] = {}  # by number, which keys of the program have it
+        user: dict[int, int] = {}  # communicator to the list of keys of this program that uses it
 
         def make(key: Key, alike: int) -> int:
             members.append(key[0])
@@ -74,7 +72,7 @@ class Communicators:
 
 
 def _alike(program: Program, keys: frozenset[Key]) -> list[list[Key]]:
-    """Keys that may share one communicator, by this program's orders."""
+    """Return lists of keys that may share a communicator, because of their order in a program."""
     orders: dict[tuple[tuple[int, ...], str], dict[int, list[Key]]] = {}
     for rank, own in enumerate(program.ranks):
         for instruction in own.instructions:
@@ -83,12 +81,15 @@ def _alike(program: Program, keys: frozenset[Key]) -> list[list[Key]]:
                 if key in keys:
                     members, _, sort = key
                     orders.setdefault((members, sort), {}).setdefault(rank, []).append(key)
-    found: list[list[Key]] = []
+    lists: list[list[Key]] = []
     for by_member in orders.values():
         first, *others = by_member.values()
-        own = list(dict.fromkeys(first))
-        found += [own] if all(each == first for each in others) else [[key] for key in own]
-    return found
+        keys_of_group = list(dict.fromkeys(first))
+        if all(order == first for order in others):
+            lists.append(keys_of_group)
+        else:
+            lists += [[key] for key in keys_of_group]
+    return lists
 
 
 def _in_two_halves(program: Program) -> set[Key]:
@@ -103,15 +104,17 @@ def _in_two_halves(program: Program) -> set[Key]:
 def _check(
     members: Sequence[tuple[int, ...]], sided: Collection[int], host_of: Sequence[int]
 ) -> None:
-    held, streams = Counter[int](), Counter[int]()
-    for number, each in enumerate(members):
-        hosts = {host_of[rank] for rank in each}
-        held.update(hosts)
+    """Raise ProgramError if a host has too many communicators or streams."""
+    communicators, streams = Counter[int](), Counter[int]()
+    for number, ranks in enumerate(members):
+        hosts = {host_of[rank] for rank in ranks}
+        communicators.update(hosts)
         streams.update(dict.fromkeys(hosts, 1 + (number in sided)))
-    for host in sorted(held):
-        if held[host] > MAX_COMMUNICATORS or streams[host] >= MAX_STREAMS:
+    for host in sorted(communicators):
+        count = communicators[host]
+        if count > MAX_COMMUNICATORS or streams[host] >= MAX_STREAMS:
             raise ProgramError(
-                f"The programs loaded need {held[host]} NCCL communicators on actor {host}, with "
+                f"The programs loaded need {count} NCCL communicators on actor {host}, with "
                 f"{streams[host]} streams; at most {MAX_COMMUNICATORS} with {MAX_STREAMS - 1} can "
                 f"be sure to run at once.\n"
                 f"  Fix: start messages of the same ranks in one order on all of them, or launch "

@@ -1,23 +1,15 @@
-"""Hosts that run a program together: what crosses between them, how they find each other, and what
-a failure of one does.
+"""How the hosts of a cluster find each other, connect, and share a failure.
 
-Example, host 0 of two, whose ranks are 0 and 1 (`ranks.py` does this):
-
-    joined = HostConnections.by(join, 0, (0,), torch.device("cpu"))  # blocks until both have come
-    engine = Engine(host_program, table, joined.transport)
-    with joined.running():
+    joined = HostConnections.join(join, 0, (0,), torch.device("cpu"))  # waits until all hosts have
+    come engine = Engine(host_program, table, joined.transport) with joined.running():
         engine.run({0: {"x": x}})
+    check_routes(program, (0, 0, 1, 1))        # keys that cross hosts: [((1, 2), "fwd",
+    "transfer")]
 
-The controller numbers the keys that cross hosts, of all programs loaded: gloo makes tags of the
-numbers, NCCL a communicator for each number, in their order (`communicators.py`). `pipeline(4)` on
-two hosts of two ranks crosses once, from rank 1 to rank 2:
-
-    check_routes(program, (0, 0, 1, 1))        # [((1, 2), "fwd", "transfer")]
-
-Invariants: what fails while they run closes the connections, so that hosts that wait for this one
-fail too instead of blocking, and is repeated to whatever comes later. Nothing here is a time-out: a
-host that dies breaks its connections at once, and the controller ends one that has stopped or
-stands still (`failure_detector.py`).
+The controller numbers the keys that cross hosts; the numbers are gloo's tags and NCCL's
+communicators. Invariants: a failure during a run closes the connections, so that hosts that wait
+for this one fail, too; every later call raises it. There are no time-outs: a host that dies breaks
+its connections, and the controller ends a host that has stopped (`failure_detector.py`).
 """
 
 from __future__ import annotations
@@ -45,15 +37,15 @@ from dtensor.daft.remote_exceptions import RemoteException, interrupts, reason_o
 from dtensor.daft.run.transport import TRANSPORTS, Connect, Locality, Meeting, Transport
 from dtensor.private_torch import PrefixStore, Store
 
-SLICE_S = 0.02  # how often one that waits for others to join looks whether they have, or are lost
+SLICE_S = 0.02  # how often a host that waits checks whether the others have come or are lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """How hosts find each other, under `prefix` in a store at the controller. `hosts` are their
-    numbers in the launch, `tags` those of the keys; `host_of`: by rank, which of `hosts` has it.
-    `secret`: the launch's, by which they know each other. `connect` makes the transport;
-    `patience_s` is of NCCL's watchdog."""
+    """What hosts need to connect. They meet under `prefix` in the store at `address` and `port`,
+    whose values are signed with `secret`. `hosts`: their processes' numbers in the launch;
+    `host_of`: the position in `hosts` of each rank's host; `tags`: the numbers of keys; `connect`:
+    returns the transport; `patience_s`: the limit of NCCL's watchdog."""
 
     address: str
     port: int
@@ -67,7 +59,7 @@ class Rendezvous:
 
 
 class HostConnections:
-    """Hosts that have joined, as one of them sees it."""
+    """The connections of a host to the other hosts. `failed`: the failure that closed them."""
 
     def __init__(self, transport: Transport, join: Rendezvous, ranks: Sequence[int]) -> None:
         self.transport = transport
@@ -77,15 +69,15 @@ class HostConnections:
         self._rank = ranks[0]
 
     @staticmethod
-    def by(
+    def join(
         join: Rendezvous,
         index: int,
         ranks: Sequence[int],
         device: torch.device,
         tell: Callable[[int], None] = lambda rank: None,
     ) -> HostConnections:
-        """As host `index` of these; blocks until all have come. Over gloo they connect here, over
-        NCCL in `open`; those of one machine share memory. `tell`: the rank that it waits for."""
+        """Connect as host `index`; wait until all hosts have come. NCCL connects in `open`. `tell`
+        is called with the rank that this host waits for."""
         if locality_of(join.hosts, device.type) == "process":
             return HostConnections(join.connect(Meeting(ranks=tuple(ranks))), join, ranks)
         start = timedelta(seconds=START_S)
@@ -102,12 +94,12 @@ class HostConnections:
             patience_s=join.patience_s,
         )
         joined = HostConnections(join.connect(meeting), join, ranks)
-        joined.store = store  # torch's do not hold it
+        joined.store = store  # keeps it alive, which torch's stores do not
         joined.open(join.tags)
         return joined
 
     def open(self, tags: Mapping[Key, int]) -> None:
-        """Make ready for the keys of a program that is about to be loaded."""
+        """Connect for the keys of a program that is about to be loaded."""
         self.transport.open(tags)
 
     def check(self) -> None:
@@ -116,7 +108,7 @@ class HostConnections:
 
     @contextmanager
     def running(self, step: int | None = None) -> Generator[None]:
-        """Whatever is raised in it is a failure of run `step`, the last of these connections."""
+        """Within the block, an exception is a failure of run `step`, and closes the connections."""
         self.check()
         try:
             yield
@@ -126,26 +118,27 @@ class HostConnections:
             failed = self.failed = host_failed(error, self._hosts, rank=self._rank, step=step)
             try:
                 self.transport.close()
-            except Exception as closing:  # as a lost GPU does; that must not hide why
-                known = failed.error.failure
-                said = f"{known.reason}\nThe connections failed to close: {reason_of(closing)}"
-                error = type(failed.error)(replace(known, reason=said))
+            except Exception as closing:  # for example a lost GPU; it must not hide the failure
+                failure = failed.error.failure
+                reason = f"{failure.reason}\nThe connections failed to close: {reason_of(closing)}"
+                error = type(failed.error)(replace(failure, reason=reason))
                 failed = self.failed = HostFailed(error, self._hosts)
             raise failed from None
 
 
 def locality_of(hosts: Sequence[int], device: str) -> Locality:
-    """A GPU is set up by its wire, which a single host has too."""
+    """Return "process" if no transport between hosts is needed. A GPU needs it even on a single
+    host, since the wire also sets up the device."""
     return "process" if len(hosts) == 1 and device == "cpu" else "hosts"
 
 
 def connect_of(hosts: Sequence[int], device: str) -> Connect:
-    """What the controller's registry has, which goes to the hosts."""
+    """Return the registered function that connects such hosts; it is sent to them."""
     return TRANSPORTS[device, locality_of(hosts, device)]
 
 
 def connect_cpu(meeting: Meeting) -> Transport:
-    """Over gloo; hosts of one machine share memory."""
+    """Connect over gloo, and over shared memory on one machine."""
     store, meet = meeting.of_hosts()
     index, host_of, secret = meeting.index, meeting.host_of, meeting.secret
     return join_same_host(
@@ -159,7 +152,7 @@ def connect_cpu(meeting: Meeting) -> Transport:
 
 
 def connect_cuda(meeting: Meeting) -> Transport:
-    """Over NCCL."""
+    """Connect over NCCL."""
     store, meet = meeting.of_hosts()
     meet("")
     wire = join_nccl(store, meeting.ranks, max(meeting.host_of) + 1, meeting.patience_s)
@@ -171,7 +164,8 @@ TRANSPORTS.setdefault(("cuda", "hosts"), connect_cuda)
 
 
 def check_routes(program: Program, host_of: Sequence[int]) -> list[Key]:
-    """The keys that cross actors, sorted. `ProgramError` for a collective that does so in part."""
+    """Return the keys whose members are on different actors, sorted. Raises ProgramError for a
+    collective of which only some members share an actor."""
     crossing: set[Key] = set()
     for rank, rank_program in enumerate(program.ranks):
         for instruction in rank_program.instructions:
@@ -199,35 +193,35 @@ def meet(
     card: str = "",
     tell: Callable[[int], None] = lambda rank: None,
 ) -> None:
-    """Blocks until all have come, as gloo would, but not for one that is lost. Others may come
-    hours later: from a method, or from runs of other programs. `card`: to be read under
-    `here<index>`. `tell`: a rank that has not come, whenever that is another; in the end -1."""
+    """Publish `card` as `here<index>`, and wait until all hosts have come. Raises RuntimeError if a
+    host is lost. A host may come hours later, after a long call. `tell` is called with a rank of a
+    host that has not come, and with -1 at the end."""
     prefixed.set(f"here{index}", card)
-    here = 0  # the first who has not come; the store's own `wait` logs when it times out
+    num_here = 0  # these hosts have come. The store's own `wait` is not used: its time-outs log
     try:
-        while here < len(join.hosts):
-            while here < len(join.hosts) and prefixed.check([f"here{here}"]):
-                here += 1
+        while num_here < len(join.hosts):
+            while num_here < len(join.hosts) and prefixed.check([f"here{num_here}"]):
+                num_here += 1
             for host in join.hosts:
                 if store.check([lost_key(host)]):
-                    store.get(lost_key(host))  # raises if the controller has not written it
+                    store.get(lost_key(host))  # raises if the controller has not signed it
                     raise RuntimeError(f"process {host} was lost before it joined the program")
-            if here < len(join.hosts):
-                tell(join.host_of.index(here))
+            if num_here < len(join.hosts):
+                tell(join.host_of.index(num_here))
                 time.sleep(SLICE_S)
     finally:
         tell(-1)
 
 
 def lost_key(host: int) -> str:
-    """What the controller writes into the store when a host is lost."""
+    """Return the key that the controller sets in the store when a process is lost."""
     return f"lost{host}"
 
 
 def host_failed(
     raised: BaseException, hosts: tuple[int, ...], rank: int | None = None, step: int | None = None
 ) -> HostFailed:
-    """With the traceback as text, as it goes to the controller."""
+    """Return an exception as it is sent to the controller, with the traceback as text."""
     error = raised
     if not isinstance(error, DaftError):
         failure = Failure(rank=rank, reason=reason_of(raised), raised=RemoteException(raised))

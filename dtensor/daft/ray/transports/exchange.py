@@ -1,19 +1,16 @@
-"""The transport between actors, whatever carries the messages: exchanges of bytes, then a fold.
+"""The transport between actors over a `Wire`: each collective is an exchange of bytes, then a fold.
 
-Every collective is an exchange among its members and a left fold at `wait`, so that the bits do
-not depend on what carries it, that pieces may be uneven or empty and of any dtype, and that a
-start never blocks. A `Wire` carries messages: gloo (`gloo.py`) or NCCL (`nccl.py`).
+The members exchange messages at the start and fold them in rank order at the wait, so the bits do
+not depend on the wire (`gloo.py` or `nccl.py`), shards may be uneven or empty, and a start never
+blocks.
 
-    all_reduce    up to 64 KiB, or 2 members: everyone sends everything and folds
-                  else: pieces to their owner, who folds, then the folded pieces to all. The second
-                  half is the wire's `later`: a rank must not need its peer to reach its own
-                  `wait`, or programs that the verifier accepts could hang.
-    the others    one exchange
+    all_reduce of at most 64 KiB, or of 2 members    all members send everything to all, and fold
+    larger all_reduce       a piece to each member, which folds it; then the folded pieces to all.
+    The
+                            second half is `Wire.later`: no member needs another to reach its `wait`
+    other collectives       one exchange
 
-Example, rank 0 of two, each with 3 numbers: it posts {1: 12 bytes} and expects {1: 12 bytes}.
-
-Invariants: messages are flat, contiguous, of uint8 and not empty. Each key keeps its order. Ranks
-that share an actor use the `LocalTransport` and no wire.
+Invariants: messages are flat, contiguous, uint8 and not empty; those of a key keep their order.
 """
 
 from __future__ import annotations
@@ -40,15 +37,15 @@ from dtensor.daft.run.transport import (
 )
 from dtensor.numerics import REDUCTIONS, fold
 
-FRAME_BYTES = 1 << 12  # the first message of a value of unknown length
+FRAME_BYTES = 1 << 12  # the size of the first message of a value of unknown length
 
 Finish: TypeAlias = Callable[[], tuple[Tensor, ...]]
 Messages: TypeAlias = Mapping[int, Tensor]
-"""By rank: what goes to it, or where what comes from it is put."""
+"""Rank to the message for it, or to the buffer for its message."""
 
 
 class Work(Protocol):
-    """What is used of torch's `Work`."""
+    """The used part of torch's `Work`."""
 
     def wait(self) -> object: ...
 
@@ -58,19 +55,21 @@ class Wire(ABC):
 
     @abstractmethod
     def open(self, tags: Mapping[Key, int]) -> None:
-        """Make ready for these keys; called by all actors, with the same numbers."""
+        """Connect for these keys. All actors call it with the same numbers."""
 
     @abstractmethod
     def empty(self, nbytes: int) -> Tensor:
-        """Room for a message."""
+        """Return an uninitialized buffer for a message."""
 
     @abstractmethod
     def post(self, key: Key, sends: Messages, recvs: Messages, half: int) -> Sequence[Work]:
-        """Start messages of an exchange; none is empty. `half` 1: the second of an all_reduce."""
+        """Start the messages of an exchange, none of which is empty. `half`: 1 for the second half
+        of a large all_reduce, else 0."""
 
     @abstractmethod
     def later(self, key: Key, finish: Finish) -> Pending:
-        """Do `finish`, which waits and posts, so that this rank does not wait for it; in order."""
+        """Call `finish`, which waits and posts, without blocking this rank; in order for each
+        key."""
 
     @abstractmethod
     def close(self) -> None:
@@ -81,7 +80,7 @@ class Wire(ABC):
 class _Posted(Pending):
     works: Sequence[Work]
     finish: Finish
-    held: Messages = field(default_factory=dict[int, Tensor])  # alive until they are sent
+    held: Messages = field(default_factory=dict[int, Tensor])  # keeps buffers alive until sent
 
     def wait(self) -> tuple[Tensor, ...]:
         for work in self.works:
@@ -90,6 +89,8 @@ class _Posted(Pending):
 
 
 class ExchangeTransport(Transport):
+    """`host_of`: the actor of each rank. Ranks of one actor use a `LocalTransport` and no wire."""
+
     def __init__(self, wire: Wire, host_of: Sequence[int]) -> None:
         self._wire = wire
         self._tags: dict[Key, int] = {}
@@ -97,7 +98,7 @@ class ExchangeTransport(Transport):
         self._local = LocalTransport()
 
     def open(self, tags: Mapping[Key, int]) -> None:
-        """Make ready for the keys of a program that is about to be loaded."""
+        """Connect for the keys of a program that is about to be loaded."""
         self._wire.open(tags)
         self._tags.update(tags)
 
@@ -168,27 +169,27 @@ class ExchangeTransport(Transport):
         self._local.close()
 
     def _post(self, key: Key, sends: Messages, recvs: Messages, half: int = 0) -> Sequence[Work]:
-        """Empty messages are not sent, which both sides know."""
+        """Post messages, except empty ones, which neither side expects."""
         sends = {member: data for member, data in sends.items() if data.numel()}
         recvs = {member: data for member, data in recvs.items() if data.numel()}
         return self._wire.post(key, sends, recvs, half) if sends or recvs else ()
 
     def _start_variable_send(self, key: Key, to: int, value: Tensor) -> Pending:
-        """A frame with the length and as much as it holds; then the rest, on a tag of its own, as
-        frames of later sends may overtake it."""
+        """Send a frame with the length and the first bytes; then the other bytes, as `half` 1,
+        since the frames of later sends may overtake them."""
         data, frame = as_bytes(value), torch.zeros(FRAME_BYTES, dtype=torch.uint8)
         head = min(data.numel(), FRAME_BYTES - 8)
         frame[:8] = as_bytes(torch.tensor([data.numel()]))
         frame[8 : 8 + head] = data[:head]
         first = _Posted(self._post(key, {to: frame}, {}), tuple, {to: frame})
-        rest = {to: data[head:]}
-        return _Posted(self._post(key, rest, {}, 1), first.wait, rest)
+        others = {to: data[head:]}
+        return _Posted(self._post(key, others, {}, 1), first.wait, others)
 
     def _start_variable_recv(self, key: Key, recv: Recv) -> Pending:
         source, frame = recv.source_rank, self._wire.empty(FRAME_BYTES)
         works = self._post(key, {}, {source: frame})
 
-        def rest() -> tuple[Tensor, ...]:
+        def finish() -> tuple[Tensor, ...]:
             for work in works:
                 work.wait()
             data = self._wire.empty(int(frame[:8].view(torch.int64).item()))
@@ -198,14 +199,14 @@ class ExchangeTransport(Transport):
                 work.wait()
             return (data.view(recv.buffer.dtype),)
 
-        return self._wire.later(key, rest)
+        return self._wire.later(key, finish)
 
     def _start_large_all_reduce(
         self, rank: int, collective: Collective, key: Key, values: Sequence[Tensor]
     ) -> Pending:
         group, op = collective.group, collective.op
         assert op is not None
-        # A piece of every tensor of the bucket for each member; the first ones are the larger.
+        # for each member, a piece of every tensor in the bucket; the first members' are larger
         unit = REDUCTIONS[op].unit
         pieces = {
             member: [
@@ -220,7 +221,7 @@ class ExchangeTransport(Transport):
         sends = {member: pack_bytes(pieces[member]) for member in others}
         first = _Posted(self._post(key, sends, data), tuple, sends)
 
-        def rest() -> tuple[Tensor, ...]:
+        def finish() -> tuple[Tensor, ...]:
             first.wait()
             buffers = [Buffer.of(piece) for piece in pieces[rank]]
             parts = {member: unpack_bytes(data[member], buffers) for member in others}
@@ -245,18 +246,19 @@ class ExchangeTransport(Transport):
                 for i, buffer in enumerate(collective.out_buffers)
             )
 
-        return self._wire.later(key, rest)
+        return self._wire.later(key, finish)
 
 
 def in_two_halves(collective: Collective) -> bool:
-    """Whether it is a large all_reduce, whose second half is the wire's `later`."""
+    """Return whether a collective is a large all_reduce, whose second half uses `Wire.later`."""
     total = sum(buffer.nbytes for buffer in collective.in_buffers)
     large = len(collective.group) > 2 and total > SMALL_ALL_REDUCE
     return collective.kind == "all_reduce" and large
 
 
 def expected(collective: Collective, me: int, member: int) -> Sequence[Buffer]:
-    """What one member of a group gets from another, both by their positions there."""
+    """Return the buffers that a member `me` receives from `member`; both are positions in the
+    group."""
     return collective.does.got(collective.in_buffers, collective.out_buffers, me, member)
 
 
@@ -269,7 +271,7 @@ def from_bytes(data: Tensor, buffer: Buffer) -> Tensor:
 
 
 def pack_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """The bytes of all, end to end; without a copy for a single one."""
+    """Return the bytes of all tensors, end to end. A single tensor is not copied."""
     if not tensors:
         return torch.empty(0, dtype=torch.uint8)
     if len(tensors) == 1:
@@ -278,7 +280,7 @@ def pack_bytes(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def unpack_bytes(data: Tensor, buffers: Sequence[Buffer]) -> tuple[Tensor, ...]:
-    """The inverse of `pack_bytes`. Copies: a part need not be aligned for its dtype."""
+    """The inverse of `pack_bytes`. Copies, since a part may not be aligned for its dtype."""
     if len(buffers) == 1:
         return (from_bytes(data, buffers[0]),)
     parts = torch.split(data, [buffer.nbytes for buffer in buffers])

@@ -1,15 +1,13 @@
-"""The wire between actors on CPUs: gloo's point-to-point messages, and nothing else of gloo.
+"""The wire between actors on CPUs: gloo's point-to-point messages.
 
-    wire = join_gloo(store, 0, (0, 1), "127.0.0.1", secret)              # actor 0 of two
+    wire = join_gloo(store, 0, (0, 1), "127.0.0.1", secret)              # in actor 0 of two
     transport = ExchangeTransport(wire, (0, 1))
 
-Invariants: one process group spans all actors. Each key has two tags of its own, on which gloo
-keeps the order: an exchange has the even one, the second half of a large all_reduce the odd one.
-That half runs in the key's helper thread. A peer that dies makes the `wait` of this one raise, as
-does one on a machine that falls silent.
-Gloo's ports take whoever comes first and says a small number, so each peer proves once, over the
-connection that is used from then on, that it knows the launch's secret: nothing else is read before
-that. What follows is neither encrypted nor signed.
+Invariants: one process group has all actors. Each key has two tags, on which gloo keeps the order:
+an exchange uses the even tag, the second half of a large all_reduce the odd one, in a helper thread
+of the key. If a peer dies, or its machine falls silent, a `wait` for it raises. Gloo accepts any
+connection, so each peer first proves that it knows the launch's secret; messages are neither
+encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -34,17 +32,15 @@ from dtensor.daft.run.transport import Pending
 from dtensor.private_torch import Store
 
 PATIENCE_S = 86400.0
-"""How long a message may wait for a peer that computes. One that dies breaks its connections at
-once, and the controller ends one that has stopped or stands still: nothing else is a time-out."""
-
-
+"""How long a message may wait for a peer that computes. It is not used as a time-out: a peer that
+dies breaks its connections, and the controller ends a peer that has stopped."""
 PROOF_TAG = 1 << 30
-"""Above those of all keys; the next one too."""
+"""This tag and the next are larger than those of all keys."""
 PROOF_BYTES = 32
 
 
 class Messenger(Protocol):
-    """What is used of `ProcessGroupGloo`, whose stubs leave it out."""
+    """The used part of `ProcessGroupGloo`, which torch's stubs omit."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
     def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Work: ...
@@ -53,7 +49,7 @@ class Messenger(Protocol):
 def gloo_group(
     store: Store, index: int, size: int, own_address: str, patience_s: float = PATIENCE_S
 ) -> Messenger:
-    """Blocks until all members have come."""
+    """Return a process group; wait until all members have come."""
     options = dist.ProcessGroupGloo._Options()  # pyright: ignore
     device = dist.ProcessGroupGloo.create_device(hostname=own_address)  # pyright: ignore
     options._devices = [device]  # pyright: ignore
@@ -64,8 +60,8 @@ def gloo_group(
 def join_gloo(
     store: Store, index: int, host_of: Sequence[int], own_address: str, secret: bytes
 ) -> GlooWire:
-    """Actor `index`'s wire to the others; blocks until all have joined. `ConnectionError` if one
-    does not know the launch's secret."""
+    """Return actor `index`'s wire to the others; wait until all have come. Raises ConnectionError
+    if a peer does not know the launch's secret."""
     size = max(host_of) + 1
     before = connections()
     group = gloo_group(store, index, size, own_address)
@@ -75,7 +71,8 @@ def join_gloo(
 
 
 def prove(group: Messenger, index: int, peers: Sequence[int], secret: bytes) -> None:
-    """To each other that all know the secret: each answers the number of another, drawn for it."""
+    """Prove to each peer that this actor knows the secret, and check the peers' proofs. Each actor
+    sends a random number to each peer, which answers with a digest of the number and the secret."""
 
     def exchange(tag: int, messages: Mapping[int, bytes]) -> dict[int, bytes]:
         sent = {p: torch.frombuffer(bytearray(m), dtype=torch.uint8) for p, m in messages.items()}
@@ -89,18 +86,22 @@ def prove(group: Messenger, index: int, peers: Sequence[int], secret: bytes) -> 
     def answer(by: int, to: int, number: bytes) -> bytes:
         return hmac.digest(secret, b"gloo" + struct.pack("<II", by, to) + number, "sha256")
 
-    drawn = {peer: secrets.token_bytes(PROOF_BYTES) for peer in peers}
-    asked = exchange(PROOF_TAG, drawn)
-    said = exchange(PROOF_TAG + 1, {peer: answer(index, peer, asked[peer]) for peer in peers})
+    own_numbers = {peer: secrets.token_bytes(PROOF_BYTES) for peer in peers}
+    numbers = exchange(PROOF_TAG, own_numbers)
+    answers = {peer: answer(index, peer, numbers[peer]) for peer in peers}
+    received_answers = exchange(PROOF_TAG + 1, answers)
     for peer in peers:
-        if not hmac.compare_digest(said[peer], answer(peer, index, drawn[peer])):
+        expected = answer(peer, index, own_numbers[peer])
+        if not hmac.compare_digest(received_answers[peer], expected):
             raise ConnectionError(
                 f"the peer that connected to actor {index} as actor {peer} is not of this launch"
             )
 
 
 @dataclass(frozen=True, slots=True)
-class _Helped(Pending):
+class _InThread(Pending):
+    """Work in a helper thread."""
+
     future: Future[tuple[Tensor, ...]]
 
     def wait(self) -> tuple[Tensor, ...]:
@@ -131,13 +132,13 @@ class GlooWire(Wire):
 
     def later(self, key: Key, finish: Finish) -> Pending:
         def run() -> tuple[Tensor, ...]:
-            torch.set_num_threads(1)  # of this thread: more would change the bits
+            torch.set_num_threads(1)  # for this thread; more would change the bits
             with torch.no_grad():
                 return finish()
 
         if key not in self._helpers:
             self._helpers[key] = ThreadPoolExecutor(1, f"channel {key[1]}")
-        return _Helped(self._helpers[key].submit(run))
+        return _InThread(self._helpers[key].submit(run))
 
     def close(self) -> None:
         for helper in self._helpers.values():

@@ -1,31 +1,15 @@
-"""The wire between actors with one GPU each: NCCL's point-to-point messages, and nothing else.
+"""The wire between actors with one GPU each: NCCL's point-to-point messages.
 
-**It has never run on GPUs**: that needs two of them. Tests run everything here but `nccl_groups`
-and the side stream, over gloo groups that hold callers to NCCL's rules.
+**It has never run on several GPUs.** Tests run it over gloo groups that enforce NCCL's rules,
+except `nccl_groups` and the side stream.
 
-    wire = join_nccl(store, (0,), num_actors=2, patience_s=4000.0)          # the actor of rank 0
+    wire = join_nccl(store, (0,), num_actors=2, patience_s=4000.0)          # in the actor of rank 0
     transport = ExchangeTransport(wire, (0, 1))
 
-The same exchanges and folds as on CPUs, as bytes, on device tensors: the bits are those of all
-ranks on one such GPU. What differs from gloo:
-
-- NCCL has no tags. Keys with one number share a communicator, FIFO, whose ranks are positions in
-  their members: all members start their messages in one order (`communicators.py`), both halves of
-  a large all_reduce at once.
-- Making a communicator blocks until all its members come. All are made at `open`, in the order of
-  their numbers, the same on all actors: so the first one not made yet never lacks a member.
-- The messages of an exchange are one NCCL group (`batch_isend_irecv`): alone, a send could wait
-  for the peer's receive that is queued behind the peer's send.
-- A `wait` makes the current stream wait, and not the host; the second half of a large all_reduce is
-  queued on a side stream of its key. So a lost peer may be noticed at a later instruction than its
-  own: the controller, whose clock runs out first, names the actor.
-- The host does wait where communicators are made, where two ranks of one exchange their first
-  message (NCCL connects them then), both in `open`, and where a call reads a value of the device: a
-  check of indices, the vote, results that are copied to the CPU.
-- Kernels of several communicators wait for peers at the same time. None may keep another from
-  starting, or a program that is sound could hang: hence few CTAs each, at most
-  `MAX_COMMUNICATORS` of them, a stream of its own for each, as many hardware queues, and modules
-  loaded before they run (`first_uses.py`).
+NCCL has no tags: keys with one number share a communicator, on which all members start messages in
+one order (`communicators.py`). A `wait` makes the current stream wait, not the host. Kernels of
+several communicators wait at the same time; so that none keeps another from starting, each has few
+CTAs and its own stream, and modules are loaded before they run (`first_uses.py`).
 """
 
 from __future__ import annotations
@@ -49,19 +33,19 @@ from dtensor.daft.run.transport import Pending
 from dtensor.private_torch import PrefixStore, Store
 
 MAX_CTAS = 4
-"""Of one communicator: `MAX_COMMUNICATORS` fit on the 108 multiprocessors of an A100."""
+"""The CTAs of one communicator: `MAX_COMMUNICATORS` fit on the 108 multiprocessors of an A100."""
 ABORT_S = 5.0
-"""How long `close` waits for aborts: 24 at once took 1 s on an H100."""
+"""How long `close` waits for aborts; 24 at once took 1 s on an H100."""
 ENVIRONMENT = {
-    # Streams that share a hardware queue wait for each other.
+    # streams that share a hardware queue wait for each other
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    # Loading a kernel at its first use waits for the device, which may wait for a peer.
+    # loading a kernel at its first use waits for the device, which may wait for a peer
     "CUDA_MODULE_LOADING": "EAGER",
 }
 
 
 class Group(Protocol):
-    """What is used of `ProcessGroupNCCL`."""
+    """The used part of `ProcessGroupNCCL`."""
 
     def _start_coalescing(self) -> None: ...
     def _end_coalescing(self) -> Work: ...
@@ -71,11 +55,12 @@ class Group(Protocol):
 
 
 MakeGroup: TypeAlias = Callable[[str, int, int], Group]
-"""(name, own position, size); blocks until all members call it with this name."""
+"""Takes a name, the caller's position and the size; waits until all members call it with the
+name."""
 
 
 def join_nccl(store: Store, ranks: Sequence[int], num_actors: int, patience_s: float) -> NcclWire:
-    """The wire of an actor on its only GPU; a single actor needs no NCCL."""
+    """Return the wire of an actor, on its only GPU. A single actor needs no NCCL."""
     if num_actors > 1:
         for name, value in ENVIRONMENT.items():  # before CUDA starts in this process
             os.environ.setdefault(name, value)
@@ -97,14 +82,14 @@ def join_nccl(store: Store, ranks: Sequence[int], num_actors: int, patience_s: f
 
 
 def nccl_groups(store: Store, device: torch.device, patience_s: float) -> MakeGroup:
+    """Return a function that creates the NCCL process groups of an actor."""
     nccl: Any = dist
 
     def make(name: str, position: int, size: int) -> Group:
-        # The pool of streams of high priority is used by nothing else here, so that up to 32
-        # groups have one each.
+        # Nothing else uses torch's 32 streams of high priority, so each group has its own.
         options = nccl.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        # NCCL's watchdog ends the process that waits, not the one that is lost: only if the
-        # controller, whose deadlines are shorter, is gone.
+        # NCCL's watchdog would end the waiting process instead of the lost one. Its limit is longer
+        # than the controller's deadlines, so it acts only if the controller has ended.
         options._timeout = timedelta(seconds=patience_s)
         options.config.max_ctas = MAX_CTAS
         group = nccl.ProcessGroupNCCL(PrefixStore(name, store), position, size, options)
@@ -124,7 +109,7 @@ class _Done(Pending):
 
 @dataclass(frozen=True, slots=True)
 class _OnStream(Pending):
-    """Queued on a side stream. `finish` keeps what it reads alive until the wait."""
+    """Work that is queued on a side stream. `finish` keeps the tensors that it reads alive."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
@@ -135,7 +120,7 @@ class _OnStream(Pending):
         current = torch.cuda.current_stream(self.stream.device)
         current.wait_event(self.event)
         for value in self.values:
-            # Made on the side stream, which must not reuse the memory while this one reads it.
+            # the side stream must not reuse the value's memory while the current stream reads it
             value.record_stream(current)
         return self.values
 
@@ -153,7 +138,7 @@ class NcclWire(Wire):
     def open(self, tags: Mapping[Key, int]) -> None:
         for key in sorted(tags, key=lambda key: tags[key]):
             members, number = key[0], tags[key]
-            # Members are on different actors, so at most one is here.
+            # members are on different actors, so this actor has at most one
             hosted = [i for i, member in enumerate(members) if member in self._ranks]
             if not hosted:
                 continue
@@ -164,8 +149,9 @@ class NcclWire(Wire):
                 self._connect(key, hosted[0])
 
     def _connect(self, key: Key, position: int) -> None:
-        """NCCL connects two members where they exchange their first message, for which their hosts
-        wait for each other: here, before any step, in the one order of all actors."""
+        """Exchange a first message with all members. NCCL connects two members at their first
+        message, for which the hosts wait; here all actors do it in the same order, before any
+        step."""
         members, _, _ = key
         others = [member for i, member in enumerate(members) if i != position]
         sends = {member: self.empty(1).zero_() for member in others}
@@ -189,7 +175,7 @@ class NcclWire(Wire):
 
     def later(self, key: Key, finish: Finish) -> Pending:
         if self._device.type != "cuda":
-            return _Done(finish())  # the stand-in: its waits block
+            return _Done(finish())  # the tests' stand-in for NCCL, whose waits block
         number = self._numbers[key]
         if number not in self._streams:
             self._streams[number] = torch.cuda.Stream(self._device)
@@ -203,11 +189,12 @@ class NcclWire(Wire):
         return _OnStream(stream, event, values, finish)
 
     def close(self) -> None:
-        """Abort: peers that wait for this actor get an error, or are ended by the controller.
+        """Abort all communicators. Peers that wait for this actor get an error, or the controller
+        ends them.
 
-        All at once: one takes half a second, and may wait for the kernel of another. One that is
-        not over in `ABORT_S` may wait for a kernel of a lost peer, for ever: the error for which
-        all this is done must get to the controller, which then ends this process.
+        Aborts run at the same time, since each takes half a second and may wait for another's
+        kernel. An abort that takes longer than `ABORT_S` may wait for a lost peer for ever; it is
+        abandoned, so that the error reaches the controller, which then ends this process.
         """
         self._closed = True
         groups = list(self._groups.values())
@@ -220,7 +207,7 @@ class NcclWire(Wire):
             except Exception as error:
                 raised.append(error)
 
-        # not a pool: the end of this process would wait for its threads
+        # not a thread pool, for whose threads the end of the process would wait
         threads = [Thread(target=abort, args=(group,), daemon=True) for group in groups]
         for thread in threads:
             thread.start()

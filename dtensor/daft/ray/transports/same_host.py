@@ -1,30 +1,16 @@
-"""The transport between actors of one host: through shared memory, without messages.
+"""The transport between actors on one machine: through shared memory, without messages.
 
     transport = join_same_host(store, own_place(node), 0, (0, 1), meet=..., connect=...)
-    engine = Engine(host_program, table, transport)           # actor 0, of rank 0 of two
+    engine = Engine(host_program, table, transport)           # in actor 0, with rank 0 of two
 
-`slots.py` computes the layout of payloads and the counts of waits, `segments.py` has the memory. An
-all_reduce of f32[1024] over ranks 0 and 1:
+An all_reduce of f32[1024] over ranks 0 and 1 (layout and counts: `slots.py`):
+    start   copy the 4 KB into a slot of the actor's own segment; post the other rank's semaphore
+    wait    take the other rank's post; fold both values in rank order: f32[1024]
 
-    start   copy the 4 KB into this start's slot in its own segment; post the other's semaphore
-    wait    take the other's post; fold its value and the other's slot, in rank order: f32[1024]
-
-A large all_reduce of three or more members is folded piece by piece, each by a waiting member that
-claims it: all members have started then, so a claimed piece needs no further waiting.
-
-It handles the keys whose actors all share memory (`shared_memory_peers.py`); other keys, and values
-of unknown length, use the messages of `others`.
-
-Invariants: a start never waits, and a wait only for its partners' starts, as in the verifier; so no
-accepted program hangs, and a slot is not written before all have read it
-(docs/design/0016-same-host.md). The tensors of `wait` have their own memory, unless they are lent.
-Folds are `numerics.fold` over whole values or pieces of them, the bits those of every transport. A
-partner whose process has ended, or that has closed, is noticed within `segments.SLICE_S`; the
-controller ends one that has stopped. An actor's windows follow one another in its own order of
-loading, and none is used twice, so that loading and unloading need no message: the first wait on a
-key looks up the begin of the partners' windows, for they have started and so loaded the program,
-and compares their heads; the last to unload a program frees its pages. Actors need not have loaded
-the same programs. Used by one thread at a time. It does not import Ray.
+A large all_reduce of three or more members is folded piece by piece; members claim pieces as they
+wait. Invariants: a start never waits, and a wait only for its partners' starts, so no verified
+program hangs (docs/design/0016-same-host.md). Every transport gives the same bits. One thread uses
+it at a time.
 """
 
 from __future__ import annotations
@@ -71,10 +57,10 @@ def join_same_host(
     meet: Callable[[str], None],
     connect: Callable[[], Wire],
 ) -> ExchangeTransport | SameHostTransport:
-    """Actor `index`'s transport to all others, with shared memory where possible.
+    """Return actor `index`'s transport to all others, which uses shared memory where possible.
 
-    `meet` puts its argument into `store` as `here<index>` and returns when all have; `connect`
-    returns the wire, when all have called it.
+    `meet(card)` stores `here<index>`: card, and returns when all actors have done so; `connect`
+    returns the wire when all actors have called it.
     """
     neighbours = SharedMemoryPeers.create(place, index, host_of)
     with ExitStack() as failing:
@@ -93,8 +79,8 @@ def join_same_host(
 
 
 class _Link:
-    """A pair of a rank here and another one: the number of starts of each that concern the other,
-    as far as they were taken."""
+    """A rank of this actor and another rank. `started`: how many starts of this rank concern the
+    other; `taken`: how many posts for starts of the other rank were taken."""
 
     __slots__ = ("inbox", "neighbours", "outbox", "rank", "started", "taken")
 
@@ -107,7 +93,7 @@ class _Link:
         self.taken = 0
 
     def take(self, number: int) -> None:
-        """Wait until the other has made so many starts in all."""
+        """Wait until the other rank has made `number` starts in total."""
         while self.taken < number:
             take(self.inbox, self._wait_on)
             self.taken += 1
@@ -124,22 +110,27 @@ class _Link:
 
 
 class SameHostTransport(Transport):
-    """`neighbours` have settled; `others` carries messages for other hosts."""
+    """`neighbours` share memory with this actor; `others` is the transport for all other keys, and
+    for values of unknown length.
+
+    An actor's windows follow one another in the order in which it loads programs, and are not
+    reused, so loading needs no message. The first wait on a key looks up the partners' windows.
+    """
 
     def __init__(self, neighbours: SharedMemoryPeers, others: ExchangeTransport) -> None:
         self._neighbours = neighbours
         self._others = others
-        self._end = neighbours.head_bytes(neighbours.index)  # of its own windows
+        self._end = neighbours.head_bytes(neighbours.index)  # where its next window begins
         self._links: dict[tuple[int, int], _Link] = {}
         self._loaded: set[_Shared] = set()
 
     def open(self, tags: Mapping[Key, int]) -> None:
-        """Prepare for the keys of a program that is about to be loaded."""
+        """Connect for the keys of a program that is about to be loaded."""
         self._others.open(tags)
 
     def tell_whom_it_awaits(self, told: Callable[[int], None]) -> None:
-        """Every `SLICE_S` of a wait, `told` is called with the rank for whose start it waits, -1 if
-        that is unknown."""
+        """Let a wait call `told(rank)` every `SLICE_S`, with the rank that it waits for, -1 if that
+        is unknown."""
         self._neighbours.told = told
 
     def prepare(self, program: HostProgram, number: int = 0) -> Prepared:
@@ -168,7 +159,7 @@ class SameHostTransport(Transport):
         return self._others.begin(rank, start)
 
     def unload(self, shared: _Shared) -> None:
-        """The pages of a program are freed when all have unloaded it."""
+        """Unload a program; the last actor that does so frees the pages."""
         if shared not in self._loaded:
             return
         self._loaded.remove(shared)
@@ -198,7 +189,8 @@ class SameHostTransport(Transport):
 
 
 class _Shared(Prepared):
-    """A loaded program. `title`: the head of its windows; `sizes`: their bytes, by actor."""
+    """A loaded program. `title`: a digest with which its windows begin; `sizes`: the bytes of its
+    window, by actor."""
 
     def __init__(
         self,
@@ -218,7 +210,7 @@ class _Shared(Prepared):
         self._windows: dict[int, Window] = {}
 
     def window(self, rank: int) -> Window:
-        """The window of a rank's actor, which has loaded the program."""
+        """Return the window of a rank's actor. The actor has loaded the program."""
         actor = self._neighbours.host_of[rank]
         if actor not in self._windows:
             begin = self._neighbours.announced(actor, self.number)
@@ -245,8 +237,8 @@ class _Shared(Prepared):
 
 
 class _Member:
-    """A key's slots as one of its ranks uses them. `windows`: of the actors of its ranks, by their
-    places in the key; only its own, until the others have `met`."""
+    """The slots of a key, for one member. `me`: its position in the key's ranks; `windows`:
+    position to the window of the rank's actor, only its own until `met`; `views`: see `_Begin`."""
 
     __slots__ = ("closed", "lane", "me", "met", "shared", "started", "views", "windows")
 
@@ -258,7 +250,7 @@ class _Member:
         self.met = False
         self.started = 0
         self.closed = False
-        # by slot, for each kind of start on the key: layers repeat
+        # for each kind of start on the key, since layers repeat: the views of each slot
         self.views: dict[object, list[_Views | None]] = {}
         if lane.pieces:
             window_address = self.windows[self.me].address
@@ -271,25 +263,26 @@ class _Member:
                 calls().initialise(address, 1, 0)
 
     def meet(self) -> None:
-        """Map the others' windows, once they have started, and so loaded the program."""
+        """Map the windows of the other members, which have started and so loaded the program."""
         self.windows = {m: self.shared.window(rank) for m, rank in enumerate(self.lane.key[0])}
         self.met = True
 
     def tensors(self, member: int, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """The tensors of a member's slot `at`."""
+        """Return the tensors in slot `at` of a member."""
         begin = self.lane.begins[member] + at * self.lane.slot_bytes[member]
         return self._cut(member, begin, buffers)
 
     def results(self, at: int, buffers: Sequence[Buffer]) -> list[Tensor]:
-        """The tensors that were folded together."""
+        """Return the tensors into which the pieces of slot `at` are folded."""
         return self._cut(0, self.lane.results + at * self.lane.result_bytes, buffers)
 
     def claim(self, at: int, piece: int) -> int:
+        """Return the semaphore by which a member claims a piece of slot `at`."""
         line = at * self.lane.pieces + piece
         return self.windows[0].address + self.lane.claims + line * LINE
 
     def done(self, member: int, at: int) -> int:
-        """The semaphore that counts the pieces which others have folded for this member."""
+        """Return the semaphore that counts the pieces which others have folded for a member."""
         return self.windows[member].address + self.lane.done[member] + at * LINE
 
     def release(self) -> None:
@@ -308,7 +301,8 @@ class _Member:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """`folds`: for each of its tensors the members' values, and the place of the fold."""
+    """A piece of an all_reduce. `folds`: for each tensor, the members' values and the result's
+    place; `claim`: the semaphore by which a member claims the piece."""
 
     claim: int
     folds: Sequence[tuple[list[Tensor], Tensor]]
@@ -316,23 +310,22 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Views:
-    """A slot for one start: the places of its own values, by their number, and the members' values,
-    in the order of the key; only its own until they have met. For a collective that is folded
-    together: the `claims` that a start offers, `pieces`, `results`, the semaphore of pieces that
-    others have `done`, and those by which they are `told`."""
+    """The tensors and semaphores of one slot, for one kind of start. The fields after `parts` are
+    for an all_reduce that is folded piece by piece."""
 
-    own: Sequence[tuple[int, Tensor]]
-    parts: Sequence[Sequence[Tensor]] = ()
-    claims: Sequence[int] = ()
+    own: Sequence[tuple[int, Tensor]]  # (number of a value, its place in the slot)
+    parts: Sequence[Sequence[Tensor]] = ()  # the members' values; () until they have met
+    claims: Sequence[int] = ()  # semaphores that a start posts, so that pieces can be claimed
     pieces: Sequence[_Piece] = ()
     results: Sequence[Tensor] = ()
-    done: int = 0
-    told: Sequence[int] = ()
+    done: int = 0  # the semaphore of pieces that others have folded
+    told: Sequence[int] = ()  # the other members' `done`
 
 
 class _Begin:
-    """An instruction that starts a message; `given`: the values of each member; `links` to the
-    others and the number of starts by which each must be ahead (`slots.py`)."""
+    """Starts a message of one instruction. `given`: the buffers of each member; `links`: to each
+    other member, with the number of starts by which that must be ahead of this rank
+    (`slots.py`)."""
 
     __slots__ = ("_given", "_links", "_member", "_post", "_start", "_views")
 
@@ -348,10 +341,10 @@ class _Begin:
         self._given = given
         self._links = links
         self._post = calls().post
-        sort: object = given
+        kind: object = given  # starts of one kind share their views
         if isinstance(start, Collective):
-            sort = given, start.kind, start.op, start.out_buffers
-        self._views = member.views.setdefault(sort, [None] * member.lane.slots)
+            kind = given, start.kind, start.op, start.out_buffers
+        self._views = member.views.setdefault(kind, [None] * member.lane.slots)
 
     def __call__(self, values: Sequence[Tensor]) -> Pending:
         member, post = self._member, self._post
@@ -376,6 +369,8 @@ class _Begin:
     def complete(
         self, at: int, needed: Sequence[int], values: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:
+        """Wait for the start in slot `at`; return its results. `needed`: by link, how many starts
+        the other member must have made."""
         member = self._member
         if member.closed:
             raise RuntimeError(CLOSED)
@@ -385,7 +380,7 @@ class _Begin:
         if not member.met:
             member.meet()
         views = self._views[at]
-        if views is None or not views.parts:  # it was started before they met
+        if views is None or not views.parts:  # it was started before the members met
             views = self._views[at] = self._look(at)
         match start := self._start:
             case Collective():
@@ -403,7 +398,7 @@ class _Begin:
                 assert_never(start)
 
     def _fold_together(self, start: Collective, views: _Views) -> tuple[Tensor, ...]:
-        """Fold the unclaimed pieces, then wait for those that others have claimed."""
+        """Fold the unclaimed pieces, then wait for the pieces that other members have claimed."""
         op, claim, post = start.op, calls().take, self._post
         assert op is not None
         missing, first = 0, self._member.me * len(views.pieces) // len(views.parts)
@@ -420,13 +415,13 @@ class _Begin:
         return tuple(map(copied, views.results))
 
     def _check(self) -> None:
-        """Raises if one of the others is gone."""
+        """Raise if another member's process has ended or closed."""
         for link, _ in self._links:
             link.neighbours.tell(-1)
             link.check()
 
     def _look(self, at: int) -> _Views:
-        """The views of slot `at` for this start."""
+        """Return the views of slot `at` for this start."""
         member, start = self._member, self._start
         divided = isinstance(start, Collective) and start.does.divided
         mine = member.tensors(member.me, at, self._given[member.me])
@@ -460,7 +455,7 @@ class _Begin:
 
 
 class _Started(Pending):
-    """Not a dataclass, for speed: one is made for each start."""
+    """A start in flight. Not a dataclass, for speed: one is created for each start."""
 
     __slots__ = ("at", "begin", "needed", "values")
 

@@ -1,25 +1,15 @@
-"""Anonymous memory that processes of one host share, with semaphores in it.
+"""Memory that the processes of one machine share, with semaphores in it.
 
-    own = Segment.create(place)                      # a memfd; its first bytes are a nonce
-    there = Segment.open(card)                       # another process's, from its `own.card`
-    window = there.map(1 << 20, 8192)                # tensors and semaphores in it
-    window.bytes[:4096].view(torch.float32)          # f32[1024]: the other sees writes to it
-    semaphore = window.address + 4096
-    take(semaphore, check)                           # until the other has posted it
+    own = Segment.create(place)                      # a memfd; its first bytes are a nonce other =
+    Segment.open(card)                       # another process's segment, from its `card` window =
+    other.map(1 << 20, 8192) window.bytes[:4096].view(torch.float32)          # f32[1024]: the other
+    process sees writes to it take(window.address + 4096, check)               # waits until the
+    other process posts a semaphore
 
-A segment is a memfd of 4 EiB, of which only written pages exist. Others open it as
-`/proc/<pid>/fd/<n>`, and then read its nonce back: so no name can be left over, and no other
-process, in this or another namespace, can be mistaken for the owner. Semaphores are POSIX's, shared
-by processes, through ctypes: they order memory on all machines, and `sem_trywait` is the only
-atomic claim that Python can reach.
-
-Invariants: a window is unmapped when nothing refers to it any more, tensors in it included; a
-process's end frees all its memory. `take` never spins for long: it polls a few times, then sleeps
-in the kernel, for `SLICE_S` at most before it checks whether there is still a poster. It does not
-yield its core in between: a process that yields while others compute gets the core back late, so
-that a 4 KB all_reduce of four took 1.2 ms instead of 0.08.
-
-Linux with glibc 2.30 or later; elsewhere `calls` raises `OSError` or `AttributeError`.
+A segment is a memfd of 4 EiB, of which only written pages exist. Another process opens it as
+/proc/<pid>/fd/<n> and checks the nonce. Semaphores are POSIX's (sem_trywait is the only atomic
+claim in Python's reach). It needs Linux with glibc 2.30; else `calls` raises OSError or
+AttributeError. Invariant: a window is unmapped when nothing refers to it, including tensors.
 """
 
 from __future__ import annotations
@@ -40,17 +30,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-SIZE = 1 << 62  # of a segment; a limit of offsets, not of memory
-MAPPED_BYTES = 1 << 30  # at once, of addresses and not of memory
+SIZE = 1 << 62  # the size of a segment: it limits offsets, and takes no memory
+MAPPED_BYTES = 1 << 30  # how much is mapped at once: it takes addresses, and no memory
 SLICE_S = 0.2
-"""How often a waiting process checks whether those that it waits for are still alive."""
+"""How often a waiting process checks whether the processes that it waits for are alive."""
 
 TRIES = 20
-"""How often a semaphore is polled before the process sleeps: some microseconds, the time of a
-partner on another core for a few kilobytes."""
+"""How often a semaphore is polled before the process sleeps: for some microseconds, in which a
+partner handles a few kilobytes. It does not yield the core in between: a 4 KB all_reduce of four
+then took 1.2 ms instead of 0.08."""
 
 _NONCE_BYTES = 32
-_PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
 class _Timespec(ctypes.Structure):
@@ -58,14 +49,13 @@ class _Timespec(ctypes.Structure):
 
 
 class CLibrary(NamedTuple):
-    """Functions of the C library; semaphores by their addresses. A result of 0 is success."""
+    """Functions of the C library. Semaphores are given by their addresses; a result of 0 is
+    success."""
 
     initialise: Callable[[int, int, int], int]
     post: Callable[[int], int]
-    take: Callable[[int], int]
-    """sem_trywait: 0 if it was claimed."""
-    wait: Callable[[int, int, Any], int]
-    """sem_clockwait: without the GIL."""
+    take: Callable[[int], int]  # sem_trywait: 0 if the semaphore was taken
+    wait: Callable[[int, int, Any], int]  # sem_clockwait, which releases the GIL
     allocate: Callable[[int, int, int, int], int]
     map: Callable[[int | None, int, int, int, int, int], int | None]
     unmap: Callable[[int, int], int]
@@ -73,7 +63,8 @@ class CLibrary(NamedTuple):
 
 @cache
 def calls() -> CLibrary:
-    # PyDLL keeps the GIL: a call that does not block is faster than a release of the GIL.
+    """Return the functions. Raises OSError or AttributeError if the system lacks one."""
+    # PyDLL keeps the GIL, which is faster for calls that do not block
     short, long = ctypes.PyDLL(None), ctypes.CDLL(None, use_errno=True)
     pointer, number = ctypes.c_void_p, ctypes.c_int
     short.sem_init.argtypes = (pointer, number, ctypes.c_uint)
@@ -97,7 +88,8 @@ def calls() -> CLibrary:
 
 
 def take(semaphore: int, check: Callable[[], None]) -> None:
-    """Wait for a post. `check` raises if none can come; it is called every `SLICE_S`."""
+    """Wait until a semaphore is posted, and take it. `check()` is called every `SLICE_S`; it raises
+    RuntimeError if no post can come."""
     library = calls()
     trywait, wait = library.take, library.wait
     for _ in range(TRIES):
@@ -113,7 +105,7 @@ def take(semaphore: int, check: Callable[[], None]) -> None:
             try:
                 check()
             except RuntimeError:
-                if not trywait(semaphore):  # the post came before the failure
+                if not trywait(semaphore):  # it was posted before the failure
                     return
                 raise
         elif error != errno.EINTR:
@@ -122,7 +114,8 @@ def take(semaphore: int, check: Callable[[], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a segment, u8[nbytes]. Addresses hold while anything refers to the tensor."""
+    """A mapped part of a segment, u8[nbytes]. It stays mapped while anything refers to the
+    tensor."""
 
     bytes: torch.Tensor
 
@@ -133,7 +126,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class SegmentAddress:
-    """The data with which another process opens a segment. `place`: the namespace of `/proc`."""
+    """How another process opens a segment. `place`: see `shared_memory_peers.own_place`."""
 
     place: str
     pid: int
@@ -142,13 +135,13 @@ class SegmentAddress:
 
 
 class Segment:
-    """`process`: a pidfd of the owner."""
+    """A segment of this process, or an open one of another. `process`: a pidfd of its owner."""
 
     def __init__(self, card: SegmentAddress, descriptor: int, process: int) -> None:
         self.card = card
         self.descriptor: int = descriptor
         self._process = process
-        self._mapped = range(0)  # of the segment
+        self._mapped = range(0)  # the part of the segment that `_memory` maps
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @staticmethod
@@ -159,7 +152,7 @@ class Segment:
             descriptor = os.memfd_create("dtensor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             failing.callback(os.close, descriptor)
             os.ftruncate(descriptor, SIZE)
-            # seals: no opener can remove pages under another's mapping
+            # sealed, so that no other process can remove pages that are mapped
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
             nonce = token_hex(_NONCE_BYTES // 2)
             os.pwrite(descriptor, nonce.encode(), 0)
@@ -172,7 +165,7 @@ class Segment:
         """Open another process's segment; None if that is impossible."""
         with ExitStack() as failing:
             try:
-                process = os.pidfd_open(card.pid)  # before its nonce: both of one process
+                process = os.pidfd_open(card.pid)  # first, so that the nonce is of this process
                 failing.callback(os.close, process)
                 path = f"/proc/{card.pid}/fd/{card.descriptor}"
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -187,14 +180,14 @@ class Segment:
 
     @property
     def ended(self) -> bool:
-        """Whether its process has ended."""
+        """Whether the owner has ended."""
         poll = select.poll()
         poll.register(self._process, select.POLLIN)
         return bool(poll.poll(0))
 
     def map(self, begin: int, nbytes: int) -> Window:
-        """`begin`: a multiple of `mmap.PAGESIZE`. Windows near each other share a mapping, for each
-        of Python's holds a file descriptor."""
+        """Map a part of the segment. `begin`: a multiple of `mmap.PAGESIZE`. Windows near each
+        other share a mapping, since each mapping of Python holds a file descriptor."""
         end = begin + nbytes
         if not self._mapped.start <= begin <= end <= self._mapped.stop:
             self._mapped = range(begin, max(end, min(begin + MAPPED_BYTES, SIZE)))
@@ -210,13 +203,13 @@ class Segment:
         os.pwrite(self.descriptor, data, begin)
 
     def drop(self, begin: int, nbytes: int) -> None:
-        """Free unused pages."""
-        if calls().allocate(self.descriptor, _PUNCH, begin, nbytes):
+        """Free the pages of a part that is not used."""
+        if calls().allocate(self.descriptor, _PUNCH_HOLE, begin, nbytes):
             error = ctypes.get_errno()
             raise OSError(error, os.strerror(error))
 
     def close(self) -> None:
-        """Windows stay while they are used."""
+        """Close the segment. Windows stay as long as they are used."""
         self._mapped, self._memory = range(0), torch.empty(0, dtype=torch.uint8)
         os.close(self.descriptor)
         os.close(self._process)

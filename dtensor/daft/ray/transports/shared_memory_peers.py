@@ -1,19 +1,14 @@
-"""The actors of a launch that share memory with one of them, and their rendezvous.
+"""The actors that share memory with an actor, and how they open each other's segments.
 
-    own = SharedMemoryPeers.create(own_place(node), 0, (0, 1))  # actor 0, of rank 0; 1 of rank 1
-    seen = own.look(cards)                                    # from the `own.card` of all: "0 1"
-    own.settle(all_seen)                                      # True: they share, by the `look`s of
-    all
-    own.shares(((0, 1), "tp", "collective"))                  # True
+    own = SharedMemoryPeers.create(own_place(node), 0, (0, 1))  # actor 0 has rank 0, actor 1 rank 1
+    seen = own.look(cards)                                      # the `own.card` of all actors: "0
+    1" own.settle(all_seen)                                        # the results of all actors'
+    `look` own.shares(((0, 1), "tp", "collective"))                    # True
 
-Each actor has a segment. It begins with its nonce, a flag that its actor has closed, and for each
-of its ranks and each rank a semaphore: the starts of the other that concern this one. They are made
-before another process can open it. The windows of programs follow (`same_host.py`), and far behind
-them a directory: by the program's number, the begin of its window.
-
-Invariants: all agree on the actors that share: those of a *place*, a machine since its start and a
-namespace of processes on it, if each of them could open all others' segments, else none of that
-place. It does not import Ray, and knows no programs.
+The segment of an actor has a nonce, a flag that the actor has closed, and for each pair of a rank
+of the actor and another rank a semaphore, which counts starts. Then follow the windows of programs
+(`same_host.py`), and a directory of the windows. Invariant: actors of one place share memory if
+each could open the segments of all, else none does.
 """
 
 from __future__ import annotations
@@ -31,15 +26,15 @@ from dtensor.daft.ray.transports.slots import LINE
 
 CLOSED = "The connections of this actor are closed."
 FLAG = LINE // 2
-"""A byte of a first line, behind a segment's nonce: its actor has closed; behind a window's title:
-its actor has unloaded the program."""
-_DIRECTORY = 1 << 61  # in the middle of a segment
-_ENTRY = 8  # bytes
+"""The offset of a flag. In the first line of a segment: the actor has closed. In the first line of
+a window: the actor has unloaded the program."""
+_DIRECTORY = 1 << 61  # the offset of the directory: the middle of a segment
+_ENTRY_BYTES = 8
 
 
 def own_place(node: str) -> str:
-    """The place in which processes share memory and see each other in `/proc`: a machine since its
-    start, and a namespace of processes on it. `node`: Ray's name of the machine."""
+    """Return the place of this process: a machine, its boot, and a pid namespace. Processes of one
+    place see each other in `/proc`. `node`: Ray's name of the machine."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{node} {boot} {os.readlink('/proc/self/ns/pid')}"
@@ -48,7 +43,7 @@ def own_place(node: str) -> str:
 
 
 class SharedMemoryPeers:
-    """The neighbours of actor `index`; `host_of`: by rank, its actor."""
+    """The actors that share memory with actor `index`. `host_of`: the actor of each rank."""
 
     def __init__(self, segment: Segment, index: int, host_of: Sequence[int]) -> None:
         self.index = index
@@ -56,14 +51,14 @@ class SharedMemoryPeers:
         self.segments: dict[int, Segment] = {index: segment}
         self.heads = {index: segment.map(0, self.head_bytes(index))}
         self.told: Callable[[int], None] | None = None
-        self._here = {index}
+        self._same_place = {index}
         for rank, host in enumerate(host_of):
             for other in range(len(host_of)) if host == index else ():
                 calls().initialise(self.inbox(rank, other), 1, 0)
 
     @staticmethod
     def create(place: str, index: int, host_of: Sequence[int]) -> SharedMemoryPeers | None:
-        """None if the system lacks a needed feature."""
+        """Create the actor's segment. Return None if the system lacks a needed feature."""
         try:
             segment = Segment.create(place)
         except (AttributeError, OSError):  # not Linux, or another C library
@@ -72,17 +67,18 @@ class SharedMemoryPeers:
 
     @property
     def card(self) -> str:
+        """The address of the actor's segment, as JSON."""
         return json.dumps(asdict(self.segments[self.index].card))
 
     def look(self, cards: Sequence[str]) -> str:
-        """Open the segments of this place, from the `cards` of all, "" for none. Returns those
-        found."""
+        """Open the segments of this place, given the cards of all actors, "" if an actor has none.
+        Return the actors whose segments are open, as in "0 1"."""
         place = self.segments[self.index].card.place
         cards_by_actor = {
             i: SegmentAddress(**json.loads(card)) for i, card in enumerate(cards) if card
         }
-        self._here = {i for i, card in cards_by_actor.items() if card.place == place}
-        for i in sorted(self._here - {self.index}):
+        self._same_place = {i for i, card in cards_by_actor.items() if card.place == place}
+        for i in sorted(self._same_place - {self.index}):
             segment = Segment.open(cards_by_actor[i])
             if segment is not None:
                 self.segments[i] = segment
@@ -90,15 +86,17 @@ class SharedMemoryPeers:
         return " ".join(map(str, sorted(self.segments)))
 
     def settle(self, seen: Sequence[str]) -> bool:
-        """Whether any memory is shared, by the results of all `look`s; if not, this closes."""
+        """Return whether memory is shared, given the results of all actors' `look`. If not,
+        close."""
         opened = [set(map(int, text.split())) for text in seen]
-        if len(self._here) > 1 and all(opened[i] >= self._here for i in self._here):
+        place = self._same_place
+        if len(place) > 1 and all(opened[i] >= place for i in place):
             return True
         self.close()
         return False
 
     def shares(self, key: Key) -> bool:
-        """Whether the key crosses actors that are all here."""
+        """Return whether the members of a key are on different actors that all share memory."""
         actors = {self.host_of[rank] for rank in key[0]}
         return len(actors) == len(key[0]) > 1 and actors <= self.segments.keys()
 
@@ -106,23 +104,24 @@ class SharedMemoryPeers:
         return whole_pages(LINE * (1 + self.host_of.count(actor) * len(self.host_of)))
 
     def inbox(self, rank: int, other: int) -> int:
-        """The semaphore that counts the starts of `other` which concern `rank`."""
+        """Return the semaphore that counts the starts of rank `other` which concern `rank`."""
         actor = self.host_of[rank]
         row = self.host_of[:rank].count(actor) * len(self.host_of)
         return self.heads[actor].address + LINE * (1 + row + other)
 
     def announce(self, number: int, begin: int) -> None:
-        """Publish the begin of its own window of a program."""
-        where = _DIRECTORY + _ENTRY * number
-        self.segments[self.index].write(where, begin.to_bytes(_ENTRY, "little"))
+        """Publish where this actor's window of a program begins."""
+        where = _DIRECTORY + _ENTRY_BYTES * number
+        self.segments[self.index].write(where, begin.to_bytes(_ENTRY_BYTES, "little"))
 
     def announced(self, actor: int, number: int) -> int:
-        """The begin of an actor's window of a program; 0 if it has not loaded that."""
-        where = _DIRECTORY + _ENTRY * number
-        return int.from_bytes(self.segments[actor].read(where, _ENTRY), "little")
+        """Return where an actor's window of a program begins, 0 if it has not loaded the
+        program."""
+        where = _DIRECTORY + _ENTRY_BYTES * number
+        return int.from_bytes(self.segments[actor].read(where, _ENTRY_BYTES), "little")
 
     def check(self, rank: int) -> None:
-        """Raises if no start of this rank can come any more."""
+        """Raise RuntimeError if a rank can make no further start."""
         if not self.segments:
             raise RuntimeError(CLOSED)
         actor = self.host_of[rank]
@@ -132,12 +131,12 @@ class SharedMemoryPeers:
             raise RuntimeError(f"The connections of rank {rank}'s actor are closed.")
 
     def tell(self, rank: int) -> None:
-        """Publish that this actor waits for this rank; -1: it is unknown for which."""
+        """Record that this actor waits for a rank, -1 if it is unknown for which."""
         if self.told is not None:
             self.told(rank)
 
     def close(self) -> None:
-        """Let the actors that wait for this one fail."""
+        """Close all segments, so that actors that wait for this one fail."""
         if self.segments:
             self.heads[self.index].bytes[FLAG] = 1
         for segment in self.segments.values():
@@ -147,5 +146,5 @@ class SharedMemoryPeers:
 
 
 def whole_pages(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole pages."""
+    """Return `nbytes` rounded up to whole pages."""
     return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,19 +1,15 @@
-"""Messages in memory that processes of one machine share: written once, read in place.
+"""Messages in memory that the processes of one machine share: written once, and read in place.
 
-    own = Slabs(Segment.create(place), 0)            # process 0's
-    message = own.room(1 << 26)                      # u8[67108864], in its own slab
-    there = own.lend(message, 3)                     # (begin, nbytes): process 3 may open it
-    given = OpenSlabs(card, 3).take(*there)          # in process 3
-    given.open()                                     # u8, its own: a written page is copied
+    own = Slabs(Segment.create(place), 0)            # in process 0
+    message = own.room(1 << 26)                      # u8[67108864], in a slab
+    begin, nbytes = own.lend(message, 3)             # process 3 may open it
+    lent = OpenSlabs.of(card, 3).take(begin, nbytes) # in process 3
+    lent.open()                                      # u8, private: a page that is written is copied
 
-A slab is a head and a message. The head counts, by process, the returns of the message: once for
-each time it was lent, when nothing there refers to it any more. A slab whose message is garbage
-here and that all have returned is reused, so that its pages exist already: 64 MB then take 8 ms to
-copy, and 40 ms in new pages.
-
-Invariants: the result of `open` is private (MAP_PRIVATE) and may be written to; only its maker
-writes to a message of `room`, before it is lent. A process that has ended returns nothing: `ended`
-notes that. It is safe for several threads.
+A slab is a head and a message. The head counts how often each process has returned the message. A
+slab that nobody uses is reused, as copying 64 MB takes 8 ms there, and 40 ms in new pages.
+Invariants: only the process that made a message writes to it, before it is lent. A process that has
+ended counts as having returned everything (`ended`). Several threads may use it.
 """
 
 from __future__ import annotations
@@ -32,24 +28,27 @@ from torch import Tensor
 from dtensor.daft.ray.transports.segments import Segment, SegmentAddress, calls
 
 SHARED_BYTES = 1 << 16
-"""A smaller message is sent: mapping it would cost more."""
-MOST_PROCESSES = 1 << 12
-HEAD_BYTES = 4 * MOST_PROCESSES
+"""A smaller message is sent, since mapping it would cost more."""
+MAX_PROCESSES = 1 << 12
+HEAD_BYTES = 4 * MAX_PROCESSES
 KEPT_BYTES = 1 << 29
-"""Bytes of unused slabs that are kept for the next messages; the pages of others are freed."""
+"""The most bytes of unused slabs that are kept for the next messages."""
 KEPT_S = 5.0
-"""So long after the last message the pages of all are freed."""
-_FIRST = 1 << 20  # of a segment, whose beginning has other uses
+"""How long after the last message all unused slabs are freed."""
+_FIRST = 1 << 20  # where the first slab of a segment begins
 
 
 class _Slab:
+    """`given_back`: how often each process has returned the message; `lent`: how often it was
+    lent."""
+
     def __init__(self, begin: int, nbytes: int, memory: Tensor) -> None:
         self.begin = begin
-        self.nbytes = nbytes  # capacity for a message
+        self.nbytes = nbytes  # the capacity
         self.memory = memory
         self.given_back = memory[:HEAD_BYTES].numpy().data.cast("I")
         self.lent: Counter[int] = Counter()
-        self.used = 0
+        self.used = 0  # the bytes of the message
 
     @property
     def address(self) -> int:
@@ -63,30 +62,30 @@ class _Slab:
 
 
 class Slabs:
-    """`index`: of this process, in its launch."""
+    """The slabs of process `index` of a launch."""
 
     def __init__(self, segment: Segment, index: int) -> None:
         self.index = index
         self._segment = segment
         self._lock = threading.Lock()
         self._used: dict[int, _Slab] = {}  # by address of the message
-        self._retired: deque[int] = deque()  # addresses; finalizers append, in any thread
-        self._lent: list[_Slab] = []  # their message is garbage here
+        self._retired: deque[int] = deque()  # addresses of messages that are garbage here
+        self._lent: list[_Slab] = []  # slabs whose message is garbage here, but maybe not elsewhere
         self._free: list[_Slab] = []
         self._end = _FIRST
-        self._asked = time.monotonic()
-        self._ended: set[int] = set()
+        self._last_use = time.monotonic()
+        self._ended: set[int] = set()  # processes
 
     @property
     def card(self) -> SegmentAddress:
         return self._segment.card
 
     def room(self, nbytes: int) -> Tensor:
-        """The buffer for a message; small ones are not shared."""
+        """Return a buffer for a message, in a slab if it is not small."""
         if nbytes < SHARED_BYTES:
             return torch.empty(nbytes, dtype=torch.uint8)
         with self._lock:
-            self._asked = time.monotonic()
+            self._last_use = time.monotonic()
             self._collect(KEPT_BYTES)
             fits = [slab for slab in self._free if nbytes <= slab.nbytes <= 2 * nbytes]
             slab = min(fits, key=lambda slab: slab.nbytes, default=None)
@@ -101,26 +100,27 @@ class Slabs:
         return _tensor(memory)
 
     def lend(self, message: Tensor, to: int) -> tuple[int, int] | None:
-        """Lend a message to another process; returns its begin and length; None if it is in no
+        """Lend a message to another process. Return its begin and length, None if it is in no
         slab."""
         slab = self._used.get(message.data_ptr())
-        if slab is None or to >= MOST_PROCESSES:
+        if slab is None or to >= MAX_PROCESSES:
             return None
         slab.lent[to] += 1
         return slab.begin, slab.used
 
     def open(self, message: Tensor) -> Tensor:
-        """A private copy of the message, as in another process."""
+        """Return a private copy of a message, which shares pages until they are written."""
         slab = self._used.get(message.data_ptr())
         if slab is None:
             return message.clone()
         return _private(self._segment, slab.begin, slab.used, message)
 
     def ended(self, process: int) -> None:
+        """Record that a process has ended."""
         self._ended.add(process)
 
     def close(self) -> None:
-        """Messages stay while they are used."""
+        """Close the segment. Messages stay as long as they are used."""
         self._segment.close()
 
     def _new(self, nbytes: int) -> _Slab:
@@ -129,13 +129,15 @@ class Slabs:
         return _Slab(begin, size - HEAD_BYTES, self._segment.map(begin, size).bytes)
 
     def collect(self) -> bool:
-        """Free unused slabs; returns whether there may be more to free later."""
+        """Free unused slabs; return whether there may be more to free later."""
         with self._lock:
-            idle = time.monotonic() - self._asked > KEPT_S
+            idle = time.monotonic() - self._last_use > KEPT_S
             self._collect(0 if idle else KEPT_BYTES)
             return bool(self._used or self._lent or self._free)
 
     def _collect(self, most: int) -> None:
+        """Find free slabs, and free the memory of the largest until the others have `most`
+        bytes."""
         while self._retired:
             slab = self._used.pop(self._retired.popleft())
             self._lent.append(slab)
@@ -149,19 +151,19 @@ class Slabs:
 
 
 class OpenSlabs:
-    """Another process's slabs, for process `index`; `segment` is the other's."""
+    """The slabs of another process, which has `segment`, as process `index` uses them."""
 
     def __init__(self, segment: Segment, index: int) -> None:
         self._segment = segment
         self._index = index
         self._given_back: Counter[int] = Counter()
-        self._lock = threading.RLock()  # a finalizer may come in between
+        self._lock = threading.RLock()  # reentrant, since a finalizer may run within
         self._closed = False
         self._owner = os.getpid()
 
     @staticmethod
     def of(card: SegmentAddress, index: int) -> OpenSlabs | None:
-        """Open them; None if that is impossible."""
+        """Open the slabs of another process; None if that is impossible."""
         segment = Segment.open(card)
         return None if segment is None else OpenSlabs(segment, index)
 
@@ -175,10 +177,11 @@ class OpenSlabs:
             return _private(self._segment, lent.begin, lent.nbytes, lent)
 
     def give_back(self, begin: int) -> None:
+        """Return a message to its process."""
         if os.getpid() != self._owner:  # a fork must not return its parent's messages
             return
         with self._lock:
-            if self._closed:  # the descriptor may be another file's by now
+            if self._closed:  # the descriptor may belong to another file now
                 return
             self._given_back[begin] += 1
             times = self._given_back[begin] & 0xFFFFFFFF
@@ -195,7 +198,7 @@ class OpenSlabs:
 
 
 class Lent:
-    """A message of another process; returned when this object and all opened tensors are
+    """A message of another process. It is returned when this object and all tensors of `open` are
     garbage."""
 
     __slots__ = ("__weakref__", "begin", "nbytes", "slabs")
@@ -211,7 +214,7 @@ class Lent:
 
 
 def _private(segment: Segment, begin: int, nbytes: int, keep: object) -> Tensor:
-    """A mapping of a message whose writes are private; `keep` is alive as long as it is."""
+    """Map a message so that writes are private. The mapping keeps `keep` alive."""
     length = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE
     address = calls().map(None, length, protection, flags, segment.descriptor, begin + HEAD_BYTES)

@@ -1,35 +1,14 @@
-"""The layout of payloads in shared memory of actors, and the counts a wait needs: from a program.
+"""The layout of a program's messages in shared memory, and the counts that its waits need.
 
-    between = CrossHostKeys(program, (0, 1))            # the controller: once for a program,
-    replace(own, meetings=between.of(own.ranks))        # then for each host's part of it
-    arena = lay_out(own, (0, 1), shares)                # the host
+    between = CrossHostKeys(program, (0, 1))            # on the controller, once for a program
+    replace(own, meetings=between.of(own.ranks))        # on the controller, for each host's part
+    arena = lay_out(own, (0, 1), shares)                # on each host
 
-Each actor has a window of memory, which it writes and the others read. A key (`instructions.Key`)
-has a `Lane`: in the window of each member's actor, `slots` slots, each as large as the largest
-payload that this member brings to the key. The k-th start of a program on a key writes slot `k %
-slots` of the member's own, and the others read it there.
-
-    all_reduce of f32[1024] over (0, 1), waited for before the next on its channel:
-    Lane(key, slots=2, slot_bytes=(4096, 4096), begins=(0, 0), ...)      # 8 KB in either window
-
-The number of slots: `span` of a rank is the largest number of starts from the oldest unfinished one
-to the newest, both counted. A start may overwrite a slot that all members have read. They have read
-all but the last `span` of its own starts and as many as the partner's span before them, so the sum
-of the two largest spans is enough (docs/design/0016-same-host.md has the proof, and `python -m
-tests.daft.explore --slots` tests it).
-
-The counts of a wait: one semaphore for each ordered pair of ranks counts the starts of the first
-that concern the second, on any key, in the order of its list. For a start and each of its partners,
-`ahead` is the count that the semaphore must reach: the starts that this rank had made itself before
-this start, and so many more.
-
-A host has the lists of its own ranks. For the other ranks it gets the payloads of their starts with
-its ranks, in their order, and for all keys between hosts the number and the size of their slots.
-
-Invariants: all actors compute the same layout from their parts of the same program. A window begins
-with a line for its user; payloads begin at multiples of `LINE`. Bytes are bounded: for each key and
-member `slots` times its largest payload, which is at most `LARGEST_BYTES`; a key with larger ones
-uses messages. It handles neither memory nor processes.
+A key (`instructions.Key`) has a `Lane`: some slots in the window of each member's actor. Start
+number k on the key writes slot k % slots of its own actor, where the other members read it. An
+all_reduce of f32[1024] over (0, 1) has Lane(key, slots=2, slot_bytes=(4096, 4096), ...). A
+semaphore for each pair of ranks counts starts. docs/design/0016-same-host.md proves that the slots
+and counts are enough. Invariant: all actors compute the same layout from their parts of a program.
 """
 
 from __future__ import annotations
@@ -48,45 +27,42 @@ from dtensor.daft.verification.pairing import Site, instruction_at, starts_of_wa
 from dtensor.numerics import REDUCTIONS
 
 LINE = 64
-"""Size of a cache line in bytes: tensors and semaphores begin at multiples."""
-LARGEST_BYTES = 1 << 28
-"""Most bytes of a slot. Larger payloads are rare, and would stay with the actor as long as the
-program."""
+"""The bytes of a cache line: tensors and semaphores begin at multiples of it."""
+MAX_SLOT_BYTES = 1 << 28
+"""The most bytes of a slot. A key with larger payloads uses messages, since its slots would keep
+their memory as long as the program is loaded."""
 TOGETHER_BYTES = 1 << 16
-"""An all_reduce of more bytes, over more than two ranks, is folded piece by piece, each piece by
-one member: else each member would read the payloads of all."""
-PIECE_BYTES = 1 << 18  # its sums stay in a core's cache
-MOST_PIECES = 32
+"""An all_reduce of more bytes over more than two ranks is folded piece by piece, each piece by one
+member. Otherwise each member would read the payloads of all."""
+PIECE_BYTES = 1 << 18  # a piece whose sums stay in a core's cache
+MAX_PIECES = 32
 
 Piece: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Elements of a bucket: (number of the tensor, first element, end)."""
+"""Parts of tensors in a bucket: (number of the tensor, first element, end)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """The places of a key's payloads; all offsets are in the window of an actor.
-
-    `slot_bytes` and `begins` are by member, in the order of the key's ranks. A collective that is
-    folded together (in at most `pieces`, 0 if none is) has, in the window of the first member,
-    `claims`, a semaphore for each slot and piece, and `results`, `result_bytes` for each slot; and
-    with each member `done`, a semaphore for each slot.
-    """
+    """Where the payloads of a key are. Offsets are in the windows of actors; tuples are by member,
+    in the order of the key's ranks. The fields from `pieces` on are for all_reduces that are folded
+    piece by piece."""
 
     key: Key
     slots: int
     slot_bytes: tuple[int, ...]
-    begins: tuple[int, ...]
-    pieces: int
-    result_bytes: int
-    claims: int
-    results: int
-    done: tuple[int, ...]
+    begins: tuple[int, ...]  # offsets of the first slots
+    pieces: int  # the most pieces of an all_reduce, 0 if none is folded piece by piece
+    result_bytes: int  # the results of one slot
+    claims: int  # offset, in the first member's window, of a semaphore for each slot and piece
+    results: int  # offset, in the first member's window, of the results
+    done: tuple[int, ...]  # offsets of a semaphore for each slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arena:
-    """The layout on one host. `window_bytes`: by actor. For each start of its own ranks, `brings`:
-    the payloads by member of its key; `ahead`: counts by the key's other ranks."""
+    """The layout on one host. `window_bytes`: by actor. For each start of the host's ranks,
+    `brings`: the buffers of each member; `ahead`: for each other rank of the key, by how many
+    starts that rank must be ahead of this rank's starts before this one."""
 
     lanes: Mapping[Key, Lane]
     window_bytes: tuple[int, ...]
@@ -95,7 +71,8 @@ class Arena:
 
 
 class CrossHostKeys:
-    """The traffic between hosts of a program, of all its ranks; `host_of`: by rank, its host."""
+    """The keys of a program whose members are on different hosts. `host_of`: the host of each
+    rank."""
 
     def __init__(self, program: Program, host_of: Sequence[int]) -> None:
         uses = _uses(program, host_of)
@@ -104,33 +81,32 @@ class CrossHostKeys:
         self.keys: tuple[KeySlots, ...] = tuple(
             key_slots for _, key_slots in slots if key_slots is not None
         )
-        known: dict[tuple[int, tuple[Buffer, ...]], tuple[int, tuple[Buffer, ...]]] = {}
+        shared: dict[tuple[int, tuple[Buffer, ...]], tuple[int, tuple[Buffer, ...]]] = {}
         starts: dict[Site, tuple[int, tuple[Buffer, ...]]] = {}
         for number, key_slots in enumerate(self.keys):
             for rank, indices in uses[key_slots.key].starts.items():
                 for index in indices:
                     each = number, brought(_start(program, (rank, index)))
-                    starts[rank, index] = known.setdefault(each, each)
+                    starts[rank, index] = shared.setdefault(each, each)  # equal ones are one object
         self._starts: dict[int, list[tuple[int, tuple[Buffer, ...]]]] = defaultdict(list)
         for site in sorted(starts):
             self._starts[site[0]].append(starts[site])
 
     def of(self, ranks: Collection[int]) -> Meetings:
-        """The facts that the host of these ranks needs."""
-        members = [frozenset(members_of_key.key[0]) for members_of_key in self.keys]
-        mine = {
-            n for n, members_of_key in enumerate(members) if not members_of_key.isdisjoint(ranks)
-        }
-        peers = sorted({rank for n in mine for rank in members[n]}.difference(ranks))
+        """Return what the host of these ranks needs: all keys, and for each other rank its starts
+        on keys of these ranks."""
+        members = [frozenset(key_slots.key[0]) for key_slots in self.keys]
+        numbers = {n for n, of_key in enumerate(members) if not of_key.isdisjoint(ranks)}
+        peers = sorted({rank for n in numbers for rank in members[n]}.difference(ranks))
         return Meetings(
             keys=self.keys,
-            peers={r: tuple(each for each in self._starts[r] if each[0] in mine) for r in peers},
+            peers={r: tuple(each for each in self._starts[r] if each[0] in numbers) for r in peers},
         )
 
 
 def lay_out(program: HostProgram, host_of: Sequence[int], shares: Callable[[Key], bool]) -> Arena:
-    """The layout for the keys for which `shares` is true; `host_of`: by rank, the number of its
-    actor."""
+    """Return the layout of the keys for which `shares(key)` is true. `host_of`: the actor of each
+    rank."""
     used = [LINE] * (max(host_of) + 1)
     meetings = program.meetings
     lanes = {own.key: _lane(own, host_of, used) for own in meetings.keys if shares(own.key)}
@@ -145,7 +121,7 @@ def lay_out(program: HostProgram, host_of: Sequence[int], shares: Callable[[Key]
 
 
 def brought(start: Start) -> tuple[Buffer, ...]:
-    """The payload that a rank writes into its slot."""
+    """Return the buffers that a rank writes into its slot."""
     match start:
         case Send(buffer=buffer):
             return (buffer,)
@@ -158,23 +134,24 @@ def brought(start: Start) -> tuple[Buffer, ...]:
 
 
 def placed(buffers: Sequence[Buffer]) -> tuple[tuple[int, ...], int]:
-    """The begin of each in a slot or among results, and the bytes of all."""
+    """Return the offset of each buffer in a slot, and the bytes of all."""
     ends = tuple(accumulate((_lines(buffer.nbytes) for buffer in buffers), initial=0))
     return ends[:-1], ends[-1]
 
 
 def pieces_of(start: Start) -> tuple[Piece, ...]:
-    """The pieces that single members fold; empty if each member folds all of it."""
+    """Return the pieces of an all_reduce that single members fold, () if each member folds
+    everything."""
     if not isinstance(start, Collective) or start.kind != "all_reduce" or start.op is None:
         return ()
     total = sum(buffer.nbytes for buffer in start.in_buffers)
     if len(start.group) == 2 or total <= TOGETHER_BYTES:
         return ()
-    most = min(PIECE_BYTES, ceil(total / (2 * len(start.group))))
-    unit, most = REDUCTIONS[start.op].unit, max(most, ceil(total / MOST_PIECES))
+    limit = min(PIECE_BYTES, ceil(total / (2 * len(start.group))))
+    unit, limit = REDUCTIONS[start.op].unit, max(limit, ceil(total / MAX_PIECES))
     pieces: list[Piece] = []
     piece: list[tuple[int, int, int]] = []
-    room = most
+    room = limit
     for number, buffer in enumerate(start.in_buffers):
         size, itemsize, at = prod(buffer.shape), buffer.dtype.itemsize, 0
         while at < size:
@@ -184,14 +161,14 @@ def pieces_of(start: Start) -> tuple[Piece, ...]:
             at = end
             if room < unit * itemsize:
                 pieces.append(tuple(piece))
-                piece, room = [], most
+                piece, room = [], limit
     return (*pieces, tuple(piece)) if piece else tuple(pieces)
 
 
 @dataclass(slots=True)
 class _Use:
-    """The use of a key: by rank, the indices of its starts in the rank's list; and all ranks'
-    spans."""
+    """The use of a key. `starts`: rank to the indices of its starts in the rank's list; `spans`:
+    for each rank, the most starts from the oldest unfinished one to the newest, both counted."""
 
     key: Key
     starts: dict[int, list[int]]
@@ -199,13 +176,13 @@ class _Use:
 
 
 def _uses(program: Program, host_of: Sequence[int]) -> dict[Key, _Use]:
-    """The uses of the keys whose members are on different hosts."""
+    """Return the uses of the keys whose members are on different hosts."""
     uses: dict[Key, _Use] = {}
     crosses: dict[Key, bool] = {}
     for rank, rank_program in enumerate(program.ranks):
         waits = starts_of_waits(rank_program.instructions)
-        at: dict[int, tuple[Key, int]] = {}  # a start: its key, and its number on that
-        pending: dict[Key, dict[int, None]] = defaultdict(dict)  # numbers, the oldest first
+        at: dict[int, tuple[Key, int]] = {}  # index of a start to its key, and its number there
+        pending: dict[Key, dict[int, None]] = defaultdict(dict)  # unfinished, the oldest first
         spans: dict[Key, int] = {}
         for index, instruction in enumerate(rank_program.instructions):
             if isinstance(instruction, Wait):
@@ -234,25 +211,25 @@ def _uses(program: Program, host_of: Sequence[int]) -> dict[Key, _Use]:
 
 
 def _slots_of(program: Program, use: _Use) -> KeySlots | None:
-    """The slots of a key; None if they are too large."""
+    """Return the slots of a key, None if they would be too large."""
     starts = [
         [_start(program, (r, index)) for index in indices] for r, indices in use.starts.items()
     ]
     sizes = tuple(max(placed(brought(start))[1] for start in indices) for indices in starts)
-    if max(sizes) > LARGEST_BYTES:
+    if max(sizes) > MAX_SLOT_BYTES:
         return None
-    together = [(start, pieces) for start in starts[0] if (pieces := pieces_of(start))]
+    in_pieces = [(start, pieces) for start in starts[0] if (pieces := pieces_of(start))]
     return KeySlots(
         key=use.key,
         slots=sum(sorted(use.spans)[-2:]),
         slot_bytes=sizes,
-        pieces=max((len(pieces) for _, pieces in together), default=0),
-        result_bytes=max((placed(_made(start))[1] for start, _ in together), default=0),
+        pieces=max((len(pieces) for _, pieces in in_pieces), default=0),
+        result_bytes=max((placed(_out_buffers(start))[1] for start, _ in in_pieces), default=0),
     )
 
 
 def _lane(key_slots: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
-    """Place a key's slots after the `used` bytes of each window."""
+    """Place the slots of a key after the `used` bytes of each window, and add them to `used`."""
     members, slots = key_slots.key[0], key_slots.slots
 
     def take(member: int, nbytes: int) -> int:
@@ -275,7 +252,8 @@ def _lane(key_slots: KeySlots, host_of: Sequence[int], used: list[int]) -> Lane:
 
 
 _Starts: TypeAlias = list[tuple[int, Key, tuple[Buffer, ...]]]
-"""The starts of a rank, in its order: the index, -1 on another host, the key, and the payload."""
+"""The starts of a rank, in order: the index in its list (-1 if the rank is on another host), the
+key, and the buffers."""
 
 
 def _own_starts(program: HostProgram, rank: int, lanes: Mapping[Key, Lane]) -> _Starts:
@@ -291,9 +269,9 @@ def _own_starts(program: HostProgram, rank: int, lanes: Mapping[Key, Lane]) -> _
 def _met(
     starts: Mapping[int, _Starts], hosted: Collection[int]
 ) -> tuple[dict[Site, tuple[tuple[Buffer, ...], ...]], dict[Site, dict[int, int]]]:
-    """`Arena.brings` and `Arena.ahead`."""
-    # for the k-th start on a key, by rank: its payload, and by partner how many earlier starts of
-    # the rank concern it
+    """Return `Arena.brings` and `Arena.ahead`. `hosted`: the ranks of this host."""
+    # for start number k of a rank on a key: its buffers, and, by partner, how many earlier starts
+    # of the rank concern the partner
     brings: dict[tuple[Key, int, int], tuple[Buffer, ...]] = {}
     before: dict[tuple[Key, int, int], dict[int, int]] = {}
     sites: dict[Site, tuple[Key, int]] = {}
@@ -307,9 +285,9 @@ def _met(
             if rank in hosted:
                 sites[rank, index] = key, number
             brings[key, number, rank] = buffers
-            there = before[key, number, rank] = {}
+            earlier = before[key, number, rank] = {}
             for other in concerned[key]:
-                there[other] = counts[other]
+                earlier[other] = counts[other]
                 counts[other] += 1
     return (
         {
@@ -328,7 +306,8 @@ def _met(
 
 
 def _concerned(key: Key, rank: int, hosted: Collection[int]) -> tuple[int, ...]:
-    """The partners of a rank on a key whose starts are counted here."""
+    """Return the partners of a rank on a key that are counted: this host has the rank or the
+    partner."""
     return tuple(other for other in key[0] if other != rank and (rank in hosted or other in hosted))
 
 
@@ -338,11 +317,11 @@ def _start(program: Program, site: Site) -> Start:
     return start
 
 
-def _made(start: Start) -> tuple[Buffer, ...]:
+def _out_buffers(start: Start) -> tuple[Buffer, ...]:
     assert isinstance(start, Collective)
     return start.out_buffers
 
 
 def _lines(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole lines."""
+    """Return `nbytes` rounded up to whole lines."""
     return -(-nbytes // LINE) * LINE
