@@ -27,8 +27,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
-from dtensor.api.eager.compiled_gradient import Derivative, Differentiated, operands_of
-from dtensor.api.eager.execute_op import changed, lend
+from dtensor.api.eager.compiled_gradient import Derivative, Differentiated, differentiable_operands
+from dtensor.api.eager.execute_op import make_shards_private, mark_changed
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.eager.values import Cell, Value, fresh_name
 from dtensor.api.model.mesh_history import mesh_since, num_switches
@@ -110,7 +110,7 @@ class CompiledFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, its tensors as DTensors. It does not wait for their values."""
         call = BoundCall.of(self.fn, args, kwargs)
-        operands = operands_of(call)
+        operands = differentiable_operands(call)
         with CALL_LOCK:
             derivative = self._derivative(call, operands) if operands else None
             planned = self._planned(call)
@@ -127,7 +127,7 @@ class CompiledFunction:
             for derivative in known:
                 if unchanged(derivative.reads):
                     return derivative
-        compiled = partial(self._like, options=replace(self._options, each_call=False))
+        compiled = partial(self._with_function, options=replace(self._options, each_call=False))
         graph = call.graph("tangents", each_call=self._options.each_call)
         known.append(Derivative(graph, call, operands, compiled, self._name))
         del known[:-MAX_PLANS]
@@ -135,7 +135,9 @@ class CompiledFunction:
             del self._derivatives[next(iter(self._derivatives))]
         return known[-1]
 
-    def _like(self, fn: Callable[..., Any], out: Out, options: Options) -> CompiledFunction:
+    def _with_function(
+        self, fn: Callable[..., Any], out: Out, options: Options
+    ) -> CompiledFunction:
         """Another function on the same mesh."""
         return CompiledFunction(fn, self.mesh, out, options, self._roles.detect_nan)
 
@@ -154,7 +156,7 @@ class CompiledFunction:
 
     def _run(self, call: BoundCall, planned: Planned) -> list[Any]:
         """The tensors that the function returns, in their order."""
-        lend(call.leaves, planned.changed)
+        make_shards_private(call.leaves, planned.changed)
         session = session_for(self.mesh_of(call))
         program = load(session, planned, self._roles, owner=self)
         session.place(planned.models, planned.plan, planned.stages)
@@ -166,7 +168,7 @@ class CompiledFunction:
         future = session.run(program.handle, fed, names, counted, program.returned)
         program.last_run = ref(future)
         session.wrote(program.written)
-        changed(call.leaves, planned.changed, future)
+        mark_changed(call.leaves, planned.changed, future)
         if session.at_once:
             try:
                 future.check()
@@ -270,7 +272,7 @@ def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[i
     results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
     shape = graph.unflatten([_ResultTensor(index) for index in sorted(results)])
     pinned: dict[int, Stated] = {}
-    for tensor, stated, where in _matched(out, shape, "out"):
+    for tensor, stated, where in _match_results(out, shape, "out"):
         for axis, placement in stated.items():
             mesh.axis_size(axis)
             if not isinstance(placement, Placement):
@@ -286,7 +288,9 @@ def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[i
     return pinned
 
 
-def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_ResultTensor, Stated, str]]:
+def _match_results(
+    out: object, shape: object, where: str
+) -> Iterator[tuple[_ResultTensor, Stated, str]]:
     """Each tensor of the result with what is stated of it, and where that stands in ``out``."""
     if out is None:
         return
@@ -305,7 +309,7 @@ def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_ResultTe
                     f"{listing([str(k) for k in results])}.\n"
                     f'fix: write "{near[0] if near else next(iter(results), "")}"'
                 )
-            yield from _matched(below, results[key], f"{where}[{key!r}]")
+            yield from _match_results(below, results[key], f"{where}[{key!r}]")
         return
     if isinstance(out, (list, tuple)):
         parts = cast(Sequence[object], out)
@@ -320,7 +324,7 @@ def _matched(out: object, shape: object, where: str) -> Iterator[tuple[_ResultTe
                 )
             below = tensors
         for number, (part, one) in enumerate(zip(parts, below, strict=True)):
-            yield from _matched(part, one, f"{where}[{number}]")
+            yield from _match_results(part, one, f"{where}[{number}]")
         return
     raise PlanningError(
         f"{where}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "

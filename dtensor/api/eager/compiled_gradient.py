@@ -45,7 +45,7 @@ from dtensor.sharding.spec.placements import Placement
 _FIX = "call it on x.detach(), or train with dt.train_step"
 
 
-def operands_of(call: BoundCall) -> tuple[int, ...]:
+def differentiable_operands(call: BoundCall) -> tuple[int, ...]:
     """The tensor leaves of a call that require a gradient, where autograd is on."""
     if not torch.is_grad_enabled():
         return ()

@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from dtensor.api.eager.errors import op_name, refused
+from dtensor.api.eager.errors import op_name, unsupported
 from dtensor.api.eager.execute_op import execute, fill, own_value
-from dtensor.api.eager.op_program import fake, fakes
+from dtensor.api.eager.op_program import fake, fake_tensors
 from dtensor.api.eager.random_ops import draw
 from dtensor.api.eager.values import Alias, Cell, CellTensor
 from dtensor.api.eager.views import functional_form, view_step
@@ -56,17 +56,17 @@ def _handler_of(target: Any) -> Handler:
     if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags):
         return _refuse_dynamic
     if name.startswith("_foreach_"):
-        return _loop
+        return _foreach
     if dispatch_has_kernel_for_dispatch_key(
         target.name(), torch.DispatchKey.CompositeImplicitAutograd
     ):  # autograd takes it apart, but is off: inference_mode, or we are below it already
-        return _take_apart
+        return _decompose
     if name.startswith("_fused_"):
         return _refuse_fused
     if name in ("resize_", "set_", "resize_as_"):
         return _refuse_metadata
     if torch.Tag.inplace_view in target.tags:
-        return _becomes_view
+        return _view_in_place
     if target.is_view:
         return _view
     if schema.is_mutable:
@@ -101,7 +101,7 @@ def _in_place(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _require_dtensor(target: Any, x: Any) -> None:
     if not isinstance(x, CellTensor):  # a plain tensor that is to take a DTensor's value
-        raise refused(
+        raise unsupported(
             op_name(target),
             "it would write a DTensor's value into a plain tensor",
             "x.full_tensor() for the value",
@@ -113,7 +113,9 @@ def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
     outs = [a.name for a in target._schema.arguments if a.is_out]
     form = functional_form(target)
     if form is None:
-        raise refused(op_name(target), "its out= form has no functional twin", "leave out= away")
+        raise unsupported(
+            op_name(target), "its out= form has no functional twin", "leave out= away"
+        )
     given = {k: v for k, v in kwargs.items() if k not in outs}
     if any(a.name == "dtype" and a.kwarg_only for a in target._schema.arguments):
         given["dtype"] = given.get("dtype") or kwargs[outs[0]].dtype  # as torch: sums in that dtype
@@ -121,9 +123,11 @@ def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
     outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     pairs = list(zip([kwargs[name] for name in outs], outputs, strict=True))
     if any(out.shape != value.shape for out, value in pairs):
-        raise refused(op_name(target), "out= has another shape than the result", "leave out= away")
+        raise unsupported(
+            op_name(target), "out= has another shape than the result", "leave out= away"
+        )
     if any(out.dtype != value.dtype for out, value in pairs):
-        with fakes():  # raises torch's error where torch does not cast
+        with fake_tensors():  # raises torch's error where torch does not cast
             target(*pytree.tree_map(_as_fake, args), **pytree.tree_map(_as_fake, dict(kwargs)))
     for out, value in pairs:
         out.copy_(value)
@@ -134,12 +138,12 @@ def _as_fake(x: Any) -> Any:
     return fake(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
 
 
-def _loop(target: Any, args: Args, kwargs: Kwargs) -> Any:
+def _foreach(target: Any, args: Args, kwargs: Kwargs) -> Any:
     """Torch's own loop over the list, which comes back here with single ops."""
     return target._op_dk(torch.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
-def _take_apart(target: Any, args: Args, kwargs: Kwargs) -> Any:
+def _decompose(target: Any, args: Args, kwargs: Kwargs) -> Any:
     return target.decompose(*args, **kwargs)
 
 
@@ -150,10 +154,10 @@ def _view(target: Any, args: Args, kwargs: Kwargs) -> Alias:
     x, *rest = args
     names = [a.name for a in target._schema.arguments]
     rest += [kwargs[name] for name in names[1 + len(rest) :] if name in kwargs]
-    return _seen_as(x, target, *rest)
+    return _view_alias(x, target, *rest)
 
 
-def _becomes_view(target: Any, args: Args, kwargs: Kwargs) -> CellTensor:
+def _view_in_place(target: Any, args: Args, kwargs: Kwargs) -> CellTensor:
     """``x.t_()``: x becomes the view that ``x.t()`` is."""
     x = args[0]
     packet = getattr(aten, target._schema.name.split("::")[1].removesuffix("_"))
@@ -161,11 +165,11 @@ def _becomes_view(target: Any, args: Args, kwargs: Kwargs) -> CellTensor:
     step = _view(overload, args, kwargs).view
     with no_dispatch():  # the shape and strides that torch keeps of it
         target(*args, **kwargs)
-    x._view, x._made = step, None
+    x._view, x._cached_view = step, None
     return x
 
 
-def _seen_as(x: CellTensor, target: Any, *args: Any) -> Alias:
+def _view_alias(x: CellTensor, target: Any, *args: Any) -> Alias:
     return Alias(x._cell, view_step(x, target, args))
 
 
@@ -188,7 +192,7 @@ def _split(target: Any, args: Args, kwargs: Kwargs) -> list[Alias]:
     parts: list[Alias] = []
     start = 0
     for part in sizes:
-        parts.append(_seen_as(x, aten.slice.Tensor, dim, start, start + part, 1))
+        parts.append(_view_alias(x, aten.slice.Tensor, dim, start, start + part, 1))
         start += part
     return parts
 
@@ -196,7 +200,7 @@ def _split(target: Any, args: Args, kwargs: Kwargs) -> list[Alias]:
 def _unbind(target: Any, args: Args, kwargs: Kwargs) -> list[Alias]:
     x = args[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % x.dim()
-    return [_seen_as(x, aten.select.int, dim, i) for i in range(x.shape[dim])]
+    return [_view_alias(x, aten.select.int, dim, i) for i in range(x.shape[dim])]
 
 
 def _index(target: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -227,7 +231,7 @@ def _random(target: Any, args: Args, kwargs: Kwargs) -> Any:
     drawn = draw(target, args, kwargs)
     if drawn is None:
         name = op_name(target)
-        raise refused(name, _NO_FORM, DRAW if name == "multinomial" else _FORMS)
+        raise unsupported(name, _NO_FORM, DRAW if name == "multinomial" else _FORMS)
     return drawn
 
 
@@ -237,7 +241,7 @@ def _random(target: Any, args: Args, kwargs: Kwargs) -> Any:
 def _clone(target: Any, args: Args, kwargs: Kwargs) -> Any:
     """A value never changes, so a clone is another cell that holds the same."""
     x = args[0]
-    with fakes():
+    with fake_tensors():
         new = target(fake(tuple(x.shape), x.stride(), x.dtype), *args[1:], **kwargs)
     value = own_value(x)
     return Cell(value.session, layout_of(value.stored.spec, tuple(new.stride())), value)
@@ -247,7 +251,7 @@ def _to_copy(target: Any, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     device = kwargs.get("device")
     if device is not None and torch.device(device).type != "cpu":
-        raise refused(
+        raise unsupported(
             f"moving to {device}",
             "its shards live where the launch put them",
             'dt.launch(mesh, device="cuda")',
@@ -294,7 +298,7 @@ def _factory(target: Any, args: Args, kwargs: Kwargs) -> Any:
     """A tensor of x's shape is placed as x is; one of another shape is on every rank."""
     x = args[0]
     given = {k: v for k, v in kwargs.items() if k != "pin_memory"}
-    with fakes():
+    with fake_tensors():
         new = target(fake(tuple(x.shape), x.stride(), x.dtype), *args[1:], **given)
     shape, strides = tuple(new.shape), tuple(new.stride())
     spec = like_spec(x.spec)
@@ -347,7 +351,7 @@ def _attention_args(args: Args, kwargs: Kwargs, num_tensors: int) -> Args:
     dropout = args[num_tensors] if len(args) > num_tensors else 0.0
     is_causal = args[num_tensors + 1] if len(args) > num_tensors + 1 else False
     if dropout or kwargs.get("attn_mask") is not None:
-        raise refused(
+        raise unsupported(
             "the fused attention of torch",
             "it takes no mask and no dropout here",
             "with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH): ...",
@@ -383,7 +387,7 @@ def _batch_norm(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _refusing(why: str, fix: str) -> Callable[[Any, Args, Kwargs], NoReturn]:
     def refuse(target: Any, args: Args, kwargs: Kwargs) -> NoReturn:
-        raise refused(op_name(target), why, fix)
+        raise unsupported(op_name(target), why, fix)
 
     return refuse
 

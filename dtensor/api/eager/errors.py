@@ -29,11 +29,11 @@ def op_name(target: Any) -> str:
     return "redistribute" if target is None else str(target._schema.name).split("::")[1]
 
 
-def refused(name: str, why: str, fix: str) -> PlanningError:
+def unsupported(name: str, why: str, fix: str) -> PlanningError:
     return PlanningError(f"{name} is not supported on a DTensor: {why}.\nfix: {fix}")
 
 
-def elsewhere(target: Any, a: Any, b: Any) -> PlanningError:
+def two_homes_error(target: Any, a: Any, b: Any) -> PlanningError:
     """For two DTensors that are not on the same ranks."""
     name = op_name(target)
     if a.mesh != b.mesh:
@@ -61,7 +61,7 @@ def _cluster(x: Any) -> str:
     return f"{type(x.session.cluster).__name__} {id(x.session.cluster):#x}{ended}"
 
 
-def plain(target: Any, operands: Sequence[Any]) -> PlanningError:
+def plain_tensor_error(target: Any, operands: Sequence[Any]) -> PlanningError:
     """For a DTensor beside plain tensors."""
     lines = [f"{op_name(target)} takes a DTensor together with a plain tensor."]
     for x in operands:

@@ -20,10 +20,17 @@ from typing import Any
 
 import torch
 
-from dtensor.api.eager.errors import elsewhere, located, note_line, op_name, plain, with_line
-from dtensor.api.eager.functions import is_given
+from dtensor.api.eager.errors import (
+    located,
+    note_line,
+    op_name,
+    plain_tensor_error,
+    two_homes_error,
+    with_line,
+)
+from dtensor.api.eager.functions import is_function_argument
 from dtensor.api.eager.op_program import CallKey, OneOp, PlannedOp, plan_op
-from dtensor.api.eager.policy import COUNTED, check
+from dtensor.api.eager.policy import RECORDINGS, check_moves
 from dtensor.api.eager.values import (
     CachedView,
     Cell,
@@ -53,7 +60,7 @@ MAX_PROGRAMS = 4096
 """Plans of single ops, and programs of them per session, that are kept: the last used ones."""
 
 aten: Any = torch.ops.aten
-_OPEN_NUMBERS: dict[str, frozenset[int | str]] = {
+_RUN_NUMBER_ARGUMENTS: dict[str, frozenset[int | str]] = {
     "aten.add.Tensor": frozenset({1, "alpha"}),
     "aten.sub.Tensor": frozenset({1, "alpha"}),
     "aten.mul.Tensor": frozenset({1}),
@@ -104,37 +111,37 @@ def execute(
     write: CellTensor | None = None,
     pinned: Mapping[str, Placement] | None = None,
     like: Cell | None = None,
-    told: bool = False,
+    requested: bool = False,
 ) -> OpResult:
     """Run one op; ``target`` None: bring ``args[0]`` to ``pinned``, or out of its views.
 
     Args:
         write: the DTensor among args that the op changes; the result is its whole cell.
         like: determines where an op without operands runs.
-        told: the user requested the communication.
+        requested: the user requested the communication.
     """
     with CALL_LOCK:
-        return _executed(target, args, kwargs, write, pinned, like, told)
+        return _execute_locked(target, args, kwargs, write, pinned, like, requested)
 
 
-def _executed(
+def _execute_locked(
     target: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     write: CellTensor | None,
     pinned: Mapping[str, Placement] | None,
     like: Cell | None,
-    told: bool,
+    requested: bool,
 ) -> OpResult:
     call = CallKey()
-    open_numbers = _open(target)
+    open_numbers = _run_number_arguments(target)
     key = (
         target,
         *(call.key(v, is_open=i in open_numbers) for i, v in enumerate(args)),
         *((k, call.key(v, is_open=k in open_numbers)) for k, v in kwargs.items()),
     )
-    session, mesh = _home(target, call.operands, like)
-    reads = [_read(x, mesh, whole=target is None or x is write) for x in call.operands]
+    session, mesh = _session_and_mesh(target, call.operands, like)
+    reads = [_read_operand(x, mesh, whole=target is None or x is write) for x in call.operands]
     held = tuple((r.layout, r.view) for r in reads)
     at = None if write is None else call.places[id(write)]
     pins = None if pinned is None else tuple(pinned.items())
@@ -161,32 +168,34 @@ def _executed(
         )
         entry = _plan(asked, key_of_entry, call.numbers)
     _entries.move_to_end(entry.key)
-    if entry.planned.moves and not told:
-        check(entry.name, entry.planned.moves)
-    for collectives in COUNTED:
+    if entry.planned.moves and not requested:
+        check_moves(entry.name, entry.planned.moves)
+    for collectives in RECORDINGS:
         collectives += entry.planned.plan.collectives
     return _run(session, entry, call, reads)
 
 
 @cache
-def _open(target: Any) -> frozenset[int | str]:
+def _run_number_arguments(target: Any) -> frozenset[int | str]:
     name = str(target)
     if target is not None and target._schema.is_mutable:
         base, _, overload = name.rpartition(".")
         name = f"{base.removesuffix('_')}.{overload}"
-    return _OPEN_NUMBERS.get(name, frozenset())
+    return _RUN_NUMBER_ARGUMENTS.get(name, frozenset())
 
 
-def _home(target: Any, operands: Sequence[Any], like: Cell | None) -> tuple[MeshSession, Mesh]:
+def _session_and_mesh(
+    target: Any, operands: Sequence[Any], like: Cell | None
+) -> tuple[MeshSession, Mesh]:
     """The session and mesh of the op's operands, where it runs. PlanningError if they differ."""
     first: Any = None
     for x in operands:
         if isinstance(x, CellTensor):
             first = x if first is None else first
             if x.session is not first.session:
-                raise elsewhere(target, first, x)
-        elif x.dim() and current_graph_task_id() == -1 and is_given(x):
-            raise plain(target, operands)
+                raise two_homes_error(target, first, x)
+        elif x.dim() and current_graph_task_id() == -1 and is_function_argument(x):
+            raise plain_tensor_error(target, operands)
     cell = like if first is None else first._cell
     assert cell is not None
     cell.session.check()
@@ -293,7 +302,7 @@ def fill(cell: Cell, number: Any) -> None:
     cell.set(ran.values[0])
 
 
-def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
+def _read_operand(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
     """The read of an operand: for a DTensor its cell's value, seen through its views.
 
     A view that takes communication is made once and kept; ``whole``: the cell and the view, even
@@ -311,14 +320,14 @@ def _read(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
     layout = (
         cell.layout if value is cell.value else layout_of(value.stored.spec, cell.layout.strides)
     )
-    if view is None or whole or not _seen(layout, view).moves:
+    if view is None or whole or not _planned_view(layout, view).moves:
         return ReadValue(value, layout, view)
     own = own_value(x)
     return ReadValue(own, layout_of(own.stored.spec, x.stride()), None)
 
 
-def own_value(x: CellTensor, *, told: bool = False) -> Value:
-    """The tensor's own shards, not those of the whole that it views; ``told``: the user will read
+def own_value(x: CellTensor, *, requested: bool = False) -> Value:
+    """The tensor's own shards, not those of the whole that it views; ``requested``: the user will read
     them.
 
     A view's value is made if its source has changed, and kept, so that its name stays valid.
@@ -330,27 +339,27 @@ def own_value(x: CellTensor, *, told: bool = False) -> Value:
     assert now is not None
     if x._view is None:
         return now
-    if x._made is None or x._made.of is not now:
+    if x._cached_view is None or x._cached_view.source is not now:
         pinned = _pending_of(cell.layout.spec)
-        (new,) = execute(None, (x,), {}, pinned=pinned, told=told).values
+        (new,) = execute(None, (x,), {}, pinned=pinned, requested=requested).values
         assert new is not None
-        x._made = CachedView(now, new)
-    return x._made.value
+        x._cached_view = CachedView(now, new)
+    return x._cached_view.value
 
 
 def spec_of(x: CellTensor) -> TensorSpec:
     layout = x._cell.layout
     if x._view is None:
         return layout.spec
-    if x._made is not None and x._made.of is x._cell.value:
-        return x._made.value.stored.spec
-    result = _seen(layout, x._view).results[0]
+    if x._cached_view is not None and x._cached_view.source is x._cell.value:
+        return x._cached_view.value.stored.spec
+    result = _planned_view(layout, x._view).results[0]
     assert result is not None
     return result.spec
 
 
 @lru_cache(MAX_PROGRAMS)
-def _seen(layout: Layout, view: ViewStep) -> PlannedOp:
+def _planned_view(layout: Layout, view: ViewStep) -> PlannedOp:
     """The program that makes a view of a cell, and the view's placement."""
     op = OneOp(
         target=None,
@@ -372,7 +381,7 @@ def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
     return {axis: p for axis, p in spec.sharding.items() if p == PARTIAL}
 
 
-def lend(call: Sequence[Any], changed: Sequence[int]) -> None:
+def make_shards_private(call: Sequence[Any], changed: Sequence[int]) -> None:
     """Prepares these leaves of a call for changes in place: the shards of each are its own.
 
     PlanningError where another leaf is the same tensor, or it is a view of a larger one.
@@ -400,18 +409,20 @@ def lend(call: Sequence[Any], changed: Sequence[int]) -> None:
             fact = f"an argument that the function changes {fact}."
             raise with_line(PlanningError(f"{fact}\n  {spec_of(x)}\nfix: {fix}"))
         if own_value(x).cells > 1:  # a clone holds the same shards
-            (new,) = execute(None, (x,), {}, pinned=x._cell.layout.spec.sharding, told=True).values
+            (new,) = execute(
+                None, (x,), {}, pinned=x._cell.layout.spec.sharding, requested=True
+            ).values
             assert new is not None
             x._cell.set(new)
 
 
-def changed(call: Sequence[Any], indices: Sequence[int], run: Any) -> None:
+def mark_changed(call: Sequence[Any], indices: Sequence[int], run: Any) -> None:
     """A run changes the shards of these: views see it, and so does autograd. Readers raise its
     failure."""
     for index in indices:
         x = call[index]
         assert isinstance(x, CellTensor) and x._cell.value is not None
-        x._cell.set(x._cell.value.written(run))
+        x._cell.set(x._cell.value.after_write(run))
         torch.autograd.graph.increment_version(x)
 
 

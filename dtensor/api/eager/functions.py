@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtensor.api.eager.op_program import CallKey, OpGraph, placed
+from dtensor.api.eager.op_program import CallKey, OpGraph, with_nodes
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import is_capturing
 from dtensor.frontend.capture.canonical import canonicalise
@@ -30,7 +30,7 @@ aten: Any = torch.ops.aten
 
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-_now = threading.local()
+_running = threading.local()
 _rewritten: dict[Any, fx.GraphModule | None] = {}
 
 
@@ -42,22 +42,22 @@ def torch_function(
             "a DTensor is used in a compiled function but was not passed to it.\n"
             "fix: pass it as an argument, as in dt.compile(fn, mesh)(x, w)"
         )
-    rewrite = _WHOLE.get(func)
-    outer = getattr(_now, "given", None)
-    _now.given = (*args[:1], *args[2:]) if func in RECURRENT else args, kwargs
+    rewrite = _REWRITES.get(func)
+    outer = getattr(_running, "given", None)
+    _running.arguments = (*args[:1], *args[2:]) if func in RECURRENT else args, kwargs
     try:
         with DisableTorchFunctionSubclass():
             if rewrite is None:
                 return func(*args, **kwargs)
             return rewrite(*args, **kwargs)
     finally:
-        _now.given = outer
+        _running.arguments = outer
 
 
-def is_given(x: torch.Tensor) -> bool:
+def is_function_argument(x: torch.Tensor) -> bool:
     """Whether a plain tensor is an argument of the torch function that runs, or a view of one, and
     not made by it. The state of a recurrent layer counts as made: its module makes zeros."""
-    given = getattr(_now, "given", None)
+    given = getattr(_running, "given", None)
     if given is None:
         return True
     storage = x.untyped_storage().data_ptr()
@@ -80,7 +80,7 @@ def _attention(
     target = aten.scaled_dot_product_attention.default
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     kwargs: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
-    done = _run_rewritten(target, args, kwargs)
+    done = _run_canonical(target, args, kwargs)
     if done is not None:
         return done
     with sdpa_kernel(SDPBackend.MATH):
@@ -100,7 +100,7 @@ def _cross_entropy(
     rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     if size_average is None and reduce is None and reduction in _REDUCTIONS:
         args = (input, target, weight, _REDUCTIONS[reduction], ignore_index, label_smoothing)
-        done = _run_rewritten(aten.cross_entropy_loss.default, args, {})
+        done = _run_canonical(aten.cross_entropy_loss.default, args, {})
         if done is not None:
             return done
     return F.cross_entropy(input, target, *rest)
@@ -162,7 +162,7 @@ def _has_tensors(item: Any) -> bool:
     return any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(item))
 
 
-_WHOLE: dict[Any, Callable[..., Any]] = {
+_REWRITES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.fill_diagonal_: _fill_diagonal_,
     torch.Tensor.__getitem__: _get,
     torch.Tensor.__setitem__: _set,
@@ -175,7 +175,7 @@ _WHOLE: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _run_rewritten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _run_canonical(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What the canonical form of the call gives; None where the call has none."""
     call = CallKey()
     shape = tuple(call.key(v) for v in (*args, *kwargs.values()))
@@ -196,7 +196,7 @@ def _rewrite(
     op_graph = OpGraph()
     nodes = [op_graph.read(f"x{i}", *meta) for i, meta in enumerate(metas)]
     op_graph.graph.output(
-        op_graph.call(target, *placed(args, nodes), **placed(dict(kwargs), nodes))
+        op_graph.call(target, *with_nodes(args, nodes), **with_nodes(dict(kwargs), nodes))
     )
     module = fx.GraphModule(torch.nn.Module(), op_graph.graph)
     canonicalise(module)

@@ -30,7 +30,7 @@ from torch.fx.node import map_aggregate
 from dtensor.api.eager.errors import op_name
 from dtensor.api.eager.policy import moves_of
 from dtensor.api.eager.values import ViewStep
-from dtensor.api.eager.views import functional, written_back
+from dtensor.api.eager.views import functional, write_back
 from dtensor.api.store.handle import Layout, layout_of
 from dtensor.frontend.capture.decompose import (
     GraphAndConstants,
@@ -56,25 +56,25 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @cache
-def mode() -> FakeTensorMode:
+def fake_mode() -> FakeTensorMode:
     """Made at first use: it loads torch's compiler, and triton if that is installed."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
-def fakes() -> Iterator[None]:
+def fake_tensors() -> Iterator[None]:
     """Within, tensors are fake. Torch logs each error of a fake op besides raising it; here it does
     not."""
     before, _LOG.disabled = _LOG.disabled, True
     try:
-        with mode(), torch.no_grad():
+        with fake_mode(), torch.no_grad():
             yield
     finally:
         _LOG.disabled = before
 
 
 def fake(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    with fakes():
+    with fake_tensors():
         return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
@@ -128,7 +128,7 @@ class OneOp:
     """The request: an op, its arguments with `Operand`s for tensors, and the spec of each.
 
     ``target`` None: the operand itself (a view, or another placement, of it). ``labels``: the names
-    of operands in torch's schema. ``write``: the index of the operand that the op changes, seen
+    of operands in torch's schema. ``write``: the index of the operand that the op changes, chains
     through its views. ``pinned``: placements of the results by axis; None: the cheapest ones.
     """
 
@@ -193,7 +193,7 @@ def plan_op(op: OneOp) -> PlannedOp:
             outputs.append(Output(name, "result", len(outputs)))
         flow = replace(flow, outputs=tuple(outputs))
         planned = _plan(op, flow, wanted)
-    specs = {int(o.of): _as_stated(op, o.spec) for o in planned.outputs}
+    specs = {int(o.of): _restated_as_pinned(op, o.spec) for o in planned.outputs}
     num_results = len(built.graph.outputs)
     places = {name: i for i, name in enumerate(built.inputs) if name is not None}
     results = iter(range(num_results))
@@ -208,7 +208,7 @@ def plan_op(op: OneOp) -> PlannedOp:
         inputs=built.inputs,
         constants=built.constants,
         numbers=frozenset(name for names in slots for name in names),
-        folded=_folded(flow, planned, built.slots),
+        folded=_has_folded_number(flow, planned, built.slots),
         moves=moves_of(planned, places, op.labels),
         reduced=tuple(
             Reduced(num_results + i, places[name], specs[num_results + i])
@@ -233,7 +233,7 @@ def _plan(op: OneOp, flow: Dataflow, results: Mapping[int, Mapping[str, Placemen
     )
 
 
-def _as_stated(op: OneOp, spec: TensorSpec) -> TensorSpec:
+def _restated_as_pinned(op: OneOp, spec: TensorSpec) -> TensorSpec:
     """A result in the terms of its pins, if both specs hold the same."""
     stated = None
     if op.write is not None:
@@ -250,7 +250,7 @@ def without_pending(spec: TensorSpec) -> dict[str, Placement]:
     return {a: p for a, p in spec.sharding.items() if not isinstance(p, Partial)}
 
 
-def _folded(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> bool:
+def _has_folded_number(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> bool:
     """Whether a number of the call is no longer a direct argument of the one op that took it."""
     computed = [step.op for step in planned.steps if step.op is not None]
     taken = [slots_of(op.call) for op in flow.ops if slots_of(op.call)]
@@ -301,12 +301,12 @@ class OpGraph:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        with fakes():
-            node.meta["val"] = target(*_vals(args), **_vals(kwargs))
+        with fake_tensors():
+            node.meta["val"] = target(*_fake_values(args), **_fake_values(kwargs))
         return node
 
 
-def placed(value: Any, nodes: Sequence[fx.Node]) -> Any:
+def with_nodes(value: Any, nodes: Sequence[fx.Node]) -> Any:
     """Arguments with nodes in place of `Operand`s."""
 
     def node(value: Any) -> Any:
@@ -315,7 +315,7 @@ def placed(value: Any, nodes: Sequence[fx.Node]) -> Any:
     return map_aggregate(value, node)
 
 
-def _vals(value: Any) -> Any:
+def _fake_values(value: Any) -> Any:
     return fx.map_arg(value, lambda n: n.meta["val"])
 
 
@@ -335,13 +335,13 @@ def _build(op: OneOp) -> _Built:
         op_graph.read(f"{label}_", layout.spec.shape, layout.strides, layout.spec.dtype)
         for label, (layout, _) in zip(op.labels, op.operands, strict=True)
     ]
-    seen: list[tuple[fx.Node, ...]] = []  # per operand: the whole, then each view of it
+    chains: list[tuple[fx.Node, ...]] = []  # per operand: the whole, then each view of it
     for root, (_, view) in zip(roots, op.operands, strict=True):
         chain = [root]
         for step in view.steps() if view is not None else ():
             chain.append(op_graph.call(step.target, chain[-1], *step.args))
-        seen.append(tuple(chain))
-    results, structure = _results(op, op_graph, seen)
+        chains.append(tuple(chain))
+    results, structure = _results(op, op_graph, chains)
     strides = tuple(None if r is None else tuple(r.meta["val"].stride()) for r in results)
     outputs = tuple(r for r in results if r is not None)
     graph = op_graph.graph
@@ -377,21 +377,21 @@ def _build(op: OneOp) -> _Built:
 
 
 def _results(
-    op: OneOp, op_graph: OpGraph, seen: Sequence[tuple[fx.Node, ...]]
+    op: OneOp, op_graph: OpGraph, chains: Sequence[tuple[fx.Node, ...]]
 ) -> tuple[tuple[fx.Node | None, ...], type]:
     """The op's results, and their container; for an in-place op, the whole of its operand."""
-    tensors = [chain[-1] for chain in seen]
+    tensors = [chain[-1] for chain in chains]
     if op.target is None:
         return (tensors[0],), torch.Tensor
-    args, kwargs = placed(op.args, tensors), placed(dict(op.kwargs), tensors)
+    args, kwargs = with_nodes(op.args, tensors), with_nodes(dict(op.kwargs), tensors)
     if op.write is not None:
-        with fakes():  # torch's own errors for shapes and dtypes
-            op.target(*_clones(args), **_clones(kwargs))
+        with fake_tensors():  # torch's own errors for shapes and dtypes
+            op.target(*_fake_clones(args), **_fake_clones(kwargs))
         layout, view = op.operands[op.write]
         split = any(isinstance(p, Shard) for p in layout.spec.placements)
         new = functional(op_graph.call, op.target, tensors[op.write], args, kwargs)
         return (
-            written_back(op_graph.call, view, seen[op.write], new, is_split=split),
+            write_back(op_graph.call, view, chains[op.write], new, is_split=split),
         ), torch.Tensor
     node = op_graph.call(op.target, *args, **kwargs)
     val = node.meta["val"]
@@ -407,7 +407,7 @@ def _results(
     return tuple(items), type(val) if type(val) in (tuple, list) else tuple
 
 
-def _clones(value: Any) -> Any:
+def _fake_clones(value: Any) -> Any:
     """Fake values that an in-place op may change."""
     return fx.map_arg(
         value, lambda n: fake(n.meta["val"].shape, n.meta["val"].stride(), n.meta["val"].dtype)
@@ -422,7 +422,7 @@ def _simplify(graph: fx.Graph) -> dict[str, torch.Tensor]:
     if all(has_rule(op_call(node)[0]) for node in calls):
         return {}
     lifted = GraphAndConstants(graph, {})
-    decompose(lifted, mode())
-    constants = lift_constants(lifted, mode())
+    decompose(lifted, fake_mode())
+    constants = lift_constants(lifted, fake_mode())
     simplify(graph)
     return {node.name: value for node, value in constants.items()}

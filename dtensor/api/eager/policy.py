@@ -70,7 +70,7 @@ class _State:
 _state = _State()
 
 
-def check(op: str, moves: Sequence[tuple[str, Move]]) -> None:
+def check_moves(op: str, moves: Sequence[tuple[str, Move]]) -> None:
     """Called for an op that sends ``moves`` without being told to; before it runs."""
     lines = [
         f"{label}: {move.src} -> {move.dst}: {move.kind} over {move.axis}, "
@@ -111,7 +111,7 @@ def _text(op: str, sent: Sequence[str], before: str, source: Source | None) -> s
     return "\n".join(lines)
 
 
-COUNTED: list[list[PlannedCollective]] = []
+RECORDINGS: list[list[PlannedCollective]] = []
 """Lists to which ops on DTensors add what they send."""
 
 
@@ -129,11 +129,11 @@ def eager_collectives() -> Iterator[list[PlannedCollective]]:
     Reading a value, as `full_tensor` does, is no collective. Raises nothing of its own.
     """
     collectives: list[PlannedCollective] = []
-    COUNTED.append(collectives)
+    RECORDINGS.append(collectives)
     try:
         yield collectives
     finally:
-        COUNTED[:] = [one for one in COUNTED if one is not collectives]
+        RECORDINGS[:] = [one for one in RECORDINGS if one is not collectives]
 
 
 # -- what one op sends -----------------------------------------------------------------------------

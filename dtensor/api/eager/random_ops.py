@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from dtensor.api.eager.execute_op import execute
-from dtensor.api.eager.op_program import CallKey, OpGraph, placed
+from dtensor.api.eager.op_program import CallKey, OpGraph, with_nodes
 from dtensor.api.eager.values import CellTensor
 from dtensor.frontend.capture.random_ops import randomise
 
@@ -61,7 +61,7 @@ def _rewrite(
 ) -> fx.Graph | None:
     op_graph = OpGraph()
     nodes = [op_graph.read(f"x{i}", *meta) for i, meta in enumerate(metas)]
-    node = op_graph.call(target, *placed(args, nodes), **placed(dict(kwargs), nodes))
+    node = op_graph.call(target, *with_nodes(args, nodes), **with_nodes(dict(kwargs), nodes))
     op_graph.graph.output(node)
     return op_graph.graph if randomise(op_graph.graph, node, itertools.count()) else None
 
@@ -76,13 +76,13 @@ def _run(graph: fx.Graph, operands: list[Any], like: CellTensor) -> Any:
         elif node.op == "output":
             return args[0]
         elif node.target in _FACTORIES:
-            values[node] = _drawn(node.target, args, kwargs, like)
+            values[node] = _draw_like(node.target, args, kwargs, like)
         else:
             values[node] = node.target(*args, **kwargs)
     raise AssertionError("the graph has no output")
 
 
-def _drawn(target: Any, args: tuple[Any, ...], kwargs: Any, like: CellTensor) -> Any:
+def _draw_like(target: Any, args: tuple[Any, ...], kwargs: Any, like: CellTensor) -> Any:
     """Noise, placed as ``like`` where it has its shape."""
     size, dtype = args[0], args[-1]
     noise: Any = like.new_empty(size, dtype=dtype)

@@ -69,14 +69,14 @@ class DTensor(CellTensor):
         )
         tensor._cell = cell
         tensor._view = view
-        tensor._made = None
+        tensor._cached_view = None
         return tensor
 
     # -- what it stands on ------------------------------------------------------------------------
 
-    def value(self, *, told: bool = False) -> Value:
-        """Its own shards, not those of what it is a view of; ``told``: to be read by the user."""
-        return own_value(self, told=told)
+    def value(self, *, requested: bool = False) -> Value:
+        """Its own shards, not those of what it is a view of; ``requested``: to be read by the user."""
+        return own_value(self, requested=requested)
 
     @property
     def spec(self) -> TensorSpec:
@@ -99,7 +99,7 @@ class DTensor(CellTensor):
 
     def local_tensors(self) -> list[torch.Tensor]:
         """The shards, one per rank that holds the value, in rank order; CPU copies. Waits."""
-        return fetch(self.value(told=True))
+        return fetch(self.value(requested=True))
 
     def full_tensor(self) -> torch.Tensor:
         """The global value as one CPU tensor; pending values are reduced. Waits.
@@ -112,7 +112,7 @@ class DTensor(CellTensor):
 
     def full_value(self) -> torch.Tensor:
         """The global value, without history."""
-        value = self.value(told=True)
+        value = self.value(requested=True)
         shards = dict(zip(value.stored.at, fetch(value), strict=True))
         return assemble_at(shards, value.stored.spec)
 
@@ -174,7 +174,7 @@ class DTensor(CellTensor):
                 f"  x: {self.spec}\n  y: {what}\n"
                 f"fix: make a new tensor, as in torch.nn.Parameter(y)"
             )
-        self._cell, self._view, self._made = other._cell, other._view, None
+        self._cell, self._view, self._cached_view = other._cell, other._view, None
 
     def tolist(self) -> Any:
         """The values as Python numbers. Waits."""
@@ -265,7 +265,7 @@ class _Redistribute(torch.autograd.Function):
         if before == target:
             value = x.value()
             return DTensor.of(Cell(value.session, contiguous_layout(value.stored.spec), value))
-        ran = execute(None, (x,), {}, pinned=target.sharding, told=True)
+        ran = execute(None, (x,), {}, pinned=target.sharding, requested=True)
         return _as_tensors(ran.cells()[0])
 
     @staticmethod
@@ -294,14 +294,14 @@ class _Placed(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, grad: torch.Tensor, spec: TensorSpec, session: MeshSession
     ) -> DTensor:
-        return placed(grad, spec, session)
+        return put_shards(grad, spec, session)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Any, ...]:  # type: ignore[override]
         return _FullTensor.apply(grad), None, None
 
 
-def placed(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTensor:
+def put_shards(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTensor:
     """A tensor's shards on the ranks, as ``spec`` says; it may name a part of the mesh."""
     name, mesh = fresh_name(), spec.mesh
     values: list[dict[str, object]] = [{} for _ in range(mesh.size)]
@@ -359,7 +359,7 @@ def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTe
     check_dense("the first argument of distribute", tensor, name="pass x")
     check_placements(mesh, placements)
     wanted = make_spec(tuple(tensor.shape), tensor.dtype, mesh, placements)
-    distributed = placed(tensor.detach(), wanted, session_for(mesh))
+    distributed = put_shards(tensor.detach(), wanted, session_for(mesh))
     distributed.requires_grad_(tensor.requires_grad)
     return distributed
 

@@ -43,28 +43,28 @@ class Value:
     ``returned``: its shards' output, if they also come back with the run that makes them.
     """
 
-    __slots__ = ("cells", "is_own", "returned", "run", "session", "stored")
+    __slots__ = ("cells", "owns_shards", "returned", "run", "session", "stored")
 
     def __init__(
         self, session: MeshSession, stored: StoredTensor, returned: Returned | None = None
     ) -> None:
         self.session: MeshSession = session
         self.stored: StoredTensor = stored
-        self.is_own: bool = True  # False once another Value has its shards
+        self.owns_shards: bool = True  # False once another Value has its shards
         self.returned: Returned | None = returned
         self.cells: int = 0  # number of cells that have held it
         self.run: Any = None  # the future of the run that has changed it in place
 
-    def written(self, run: Any) -> Value:
+    def after_write(self, run: Any) -> Value:
         """A new Value for its shards, since a run writes to them; this one is not valid any
         more."""
         new = Value(self.session, self.stored)
         new.run = run
-        self.is_own = False
+        self.owns_shards = False
         return new
 
     def __del__(self) -> None:
-        if self.is_own:
+        if self.owns_shards:
             self.session.forget(self.stored)
 
 
@@ -118,19 +118,19 @@ class Cell:
 class CachedView:
     """A view's own value, and the value of its cell from which it was made."""
 
-    of: Value
+    source: Value
     value: Value
 
 
 class CellTensor(TensorHandle):
     """A tensor that is a cell, or a view of one: the operand of ops. `DTensor` is the only kind.
 
-    ``_made``: the view's own value, if it took communication to make it.
+    ``_cached_view``: the view's own value, if it took communication to make it.
     """
 
     _cell: Cell
     _view: ViewStep | None
-    _made: CachedView | None
+    _cached_view: CachedView | None
 
     @property
     def session(self) -> MeshSession:

@@ -5,7 +5,7 @@
     x.t().zero_()     full(sizes, 0)    then  permute(new)
 
 `view_step` says what a view looks like; `functional` gives the value that an in-place op's operand
-is to have; `written_back` the value of the whole that the operand is a view of. The latter two
+is to have; `write_back` the value of the whole that the operand is a view of. The latter two
 write calls into the graph that is being built (op_program.py).
 
 Invariant: an in-place op or a view that is not known here is refused by name.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.api.eager.errors import op_name, refused
+from dtensor.api.eager.errors import op_name, unsupported
 from dtensor.api.eager.values import CellTensor, ViewStep
 from dtensor.errors import PlanningError
 from dtensor.private_torch import jit_get_schemas_for_operator
@@ -76,7 +76,7 @@ def functional(
         case _:
             form = functional_form(target)
             if form is None:
-                raise refused(
+                raise unsupported(
                     op_name(target), "it has no out-of-place form", "compute a new tensor instead"
                 )
             new = call(form, *args, **kwargs)
@@ -105,7 +105,7 @@ def functional_form(target: Any) -> Any:
     return None
 
 
-def written_back(
+def write_back(
     call: Write, view: ViewStep | None, chain: tuple[fx.Node, ...], new: fx.Node, *, is_split: bool
 ) -> fx.Node:
     """The whole, once ``new`` is written where the last view looks at it.
@@ -114,11 +114,13 @@ def written_back(
     """
     steps = view.steps() if view is not None else ()
     for step, base in zip(reversed(steps), reversed(chain[:-1]), strict=True):
-        new = _inverse(call, step, base, new, is_split)
+        new = _write_through(call, step, base, new, is_split)
     return new
 
 
-def _inverse(call: Write, step: ViewStep, base: fx.Node, new: fx.Node, is_split: bool) -> fx.Node:
+def _write_through(
+    call: Write, step: ViewStep, base: fx.Node, new: fx.Node, is_split: bool
+) -> fx.Node:
     shape = list(base.meta["val"].shape)
     match step.target:
         case (
@@ -161,7 +163,7 @@ def _inverse(call: Write, step: ViewStep, base: fx.Node, new: fx.Node, is_split:
                 "fix: write to x.clone(), or to the tensor before expand"
             )
         case _:
-            raise refused(
+            raise unsupported(
                 f"an in-place op on {op_name(step.target)}(...)",
                 "it is not known how to write back",
                 "x = x.clone() first",

@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dtensor.api.eager.execute_op import changed, lend
+from dtensor.api.eager.execute_op import make_shards_private, mark_changed
 from dtensor.api.eager.tensor import DTensor
 from dtensor.api.generation.forwards import Forward, evaluating, forward_of
 from dtensor.api.generation.programs import (
@@ -272,7 +272,7 @@ class DisaggregatedPrefill:
             model_home = there.model_home(self.caches)
             model_home.settle()
             there.hold(self.caches, current_homes(self.caches, there.ranks, model_home))
-            lend([live], (0,))
+            make_shards_private([live], (0,))
             fed["live"] = Stored(name_on_ranks(there, live.name))
             program = self._program(length, at.row, slot)
             handle = program.handle
@@ -283,7 +283,7 @@ class DisaggregatedPrefill:
             labels = frozenset(label for label, _ in self.caches.module.named_buffers())
             there.wrote([(self.caches, labels)])
             model_home.unsaved = False
-            changed([live], (0,), run)
+            mark_changed([live], (0,), run)
         if there.at_once:
             self._checked(run)
         else:

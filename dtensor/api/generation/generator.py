@@ -35,7 +35,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from dtensor.api.eager.tensor import DTensor, placed
+from dtensor.api.eager.tensor import DTensor, put_shards
 from dtensor.api.generation.disaggregated_prefill import (
     DisaggregatedPrefill,
     check_length,
@@ -574,7 +574,7 @@ class Generator:
         self._recovered = session.cluster.recovered
         self.caches.initial.holders.clear()  # zeros again: the old caches ended with their launch
         spec = live_spec(self.model, self.rows, self.rows_over)
-        self._live = placed(torch.zeros(spec.shape, dtype=spec.dtype), spec, session)
+        self._live = put_shards(torch.zeros(spec.shape, dtype=spec.dtype), spec, session)
         if begun:
             raise RuntimeError(
                 f"the launch in which {len(begun)} requests were in flight has ended, and their "
