@@ -3,20 +3,13 @@
     f = compile(lambda x, w: (x @ w).relu(), Mesh(tp=2))
     y = f(x, w)                  # DTensors; the first call captures, plans and loads
     print(f.plan(x, w))          # nothing launched, nothing computed
+    compile(fn, mesh, out=dict(tp=Row()))        # placements of all results
+    compile(fn, mesh, out={"logits": dict(tp=Column())})    # in the structure that fn returns
 
-A call costs one message to each actor, which nobody waits for. Results are DTensors, replicated
-unless ``out`` pins them; their shards stay on the actors, and small ones (RETURNED_BYTES) come back
-too: reading them costs no further message, and waits for that call alone. A result may be an
-argument of the next call before it is there. Where an operand requires a gradient, results have one
-(compiled_gradient.py). A program is captured anew for new shapes, placements
-or modes, and cached: those of the `MAX_PLANS` plans that were used last.
-`out=` is stated for all results or in the shape of the result:
-
-    dict(tp=Row())                               # all results
-    [dict(tp=Row()), {}]                         # one mapping for each, {} states nothing
-    {"logits": dict(tp=Column()), "loss": {}}    # where fn returns {"logits": ..., "loss": ...}
-
-A mapping of placements stands for all tensors below it; what is left out of a dict is not pinned.
+A call sends one message to each actor and does not wait. Results are DTensors, replicated unless
+``out`` pins them. Their shards stay on the actors; the call also returns small results (at most
+RETURNED_BYTES), so that reading them needs no further message. Results are differentiable
+(compiled_gradient.py). Plans are cached by shapes, placements and modes, at most `MAX_PLANS`.
 """
 
 from __future__ import annotations
@@ -64,8 +57,8 @@ Out = Stated | Sequence[Any] | Mapping[str, Any] | None
 
 
 class CompiledFunction:
-    """What `compile` returns. Programs are cached by shapes, dtypes, placements and modes: those
-    of the last 16 plans."""
+    """The result of `compile`: a function that runs as a planned program. The last 16 plans are
+    cached, by shapes, dtypes, placements and modes."""
 
     def __init__(
         self,
@@ -80,7 +73,7 @@ class CompiledFunction:
         self.out = out
         self.plans: PlanCache = PlanCache("none")
         self.calls: Counter = Counter(f"compile {self._name}")
-        self.graph: Graph | None = None  # for one who has it, in place of a capture
+        self.graph: Graph | None = None  # if set, it is planned in place of a capture
         self._roles = Roles(detect_nan=detect_nan)
         self._options = options
         self._since = num_switches()
@@ -99,16 +92,15 @@ class CompiledFunction:
         return html_text(repr(self)) + (latest.plan._repr_html_() if latest is not None else "")
 
     def plan(self, *args: Any, device: str | None = None, **kwargs: Any) -> Plan:
-        """The plan for these arguments: DTensors, tensors (meta too), specs, modules.
-
-        ``device``: as for a step's `plan`.
-        """
+        """Return the plan for these arguments: DTensors, tensors (meta too), specs or modules.
+        ``device``: as for a step's `plan`."""
         device, kwargs = stated_device(self.fn, device, kwargs)
         with CALL_LOCK, planning_for(device):
             return self._planned(BoundCall.of(self.fn, args, kwargs)).plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, its tensors as DTensors. It does not wait for their values."""
+        """Return the function's result, with DTensors for its tensors. Does not wait for their
+        values."""
         call = BoundCall.of(self.fn, args, kwargs)
         operands = differentiable_operands(call)
         with CALL_LOCK:
@@ -138,24 +130,24 @@ class CompiledFunction:
     def _with_function(
         self, fn: Callable[..., Any], out: Out, options: Options
     ) -> CompiledFunction:
-        """Another function on the same mesh."""
+        """Return another function that is compiled for the same mesh."""
         return CompiledFunction(fn, self.mesh, out, options, self._roles.detect_nan)
 
     def profile(self, n: int, *args: Any, **kwargs: Any) -> Profile:
-        """Where the time of a call goes on each rank: of ``n`` timed ones, after a few to warm up.
+        """Time ``n`` calls, after a few to warm up, and return where their time goes on each rank.
 
-        What a call changes (buffers, random numbers) it changes each time, twice for each that is
-        timed.
+        Each timed call is two calls, and each changes what a call changes (buffers, random
+        numbers).
         """
 
         def read(results: object) -> None:
-            pass  # a run that has ended well has made them
+            pass  # a run that ended without failure has made them
 
         session = session_for(self.mesh_of(BoundCall.of(self.fn, args, kwargs)))
         return PROFILER.get()(n, session, lambda: self(*args, **kwargs), read, self.plans)
 
     def _run(self, call: BoundCall, planned: Planned) -> list[Any]:
-        """The tensors that the function returns, in their order."""
+        """Run the program of a call, and return the tensors of the function's result in order."""
         make_shards_private(call.leaves, planned.changed)
         session = session_for(self.mesh_of(call))
         program = load(session, planned, self._roles, owner=self)
@@ -185,7 +177,8 @@ class CompiledFunction:
         return results
 
     def mesh_of(self, call: BoundCall) -> Mesh:
-        """That which was stated, or where a switch has brought a module of the call since."""
+        """Return the mesh of a call: the stated mesh, or the mesh to which a switch has moved a
+        module of the call since."""
         if num_switches() != self._since:
             for model in call.modules():
                 if (mesh := mesh_since(model, self.mesh, self._since)) != self.mesh:
@@ -223,7 +216,7 @@ def compile(
     detect_nan: bool | str = False,
     capture: str = "once",
 ) -> CompiledFunction:
-    """A function of DTensors, tensors, parallelized modules and pytrees of them, as a program.
+    """Compile a function of DTensors, tensors, parallelized modules and pytrees of them.
 
         >>> mesh = dt.Mesh(tp=2)
         >>> f = dt.compile(lambda x, w: (x @ w).relu(), mesh, out=dict(tp=dt.Column()))
@@ -232,16 +225,17 @@ def compile(
         'f32[3,6@tp]'
 
     Args:
-        mesh: where it runs; models and DTensors among the arguments are of it.
-        out: placements of the results by axis, for all; or such mappings in the structure that
-            ``fn`` returns, a list, a tuple or a dict; the default is Replicate.
-        topology: what the planner prices with.
-        search: "predictable" splits only what pins reach; "free" lifts that.
-        detect_nan: the first op that gives NaN or Inf fails the call, as in `train_step`.
-        capture: "once": fn's Python runs once, and again where what it reads has changed, and for
-            other shapes, of which the last 16 are known (for all lengths of an argument that is no
-            DTensor at once, where that is sure to be right); "each call": at each call, so that it
-            may draw random numbers and change attributes.
+        mesh: the mesh on which the function runs; models and DTensors among the arguments are on
+            it.
+        out: placements by axis for all results; or such mappings in the structure that ``fn``
+            returns, a list, a tuple or a dict. The default is Replicate.
+        topology: the hardware by which the planner prices.
+        search: "predictable": only values that pins reach are split; "free": any value.
+        detect_nan: True: the first op that returns NaN or Inf fails the call, as in `train_step`.
+        capture: "once": fn's Python runs once for each combination of shapes, of which the last 16
+            are cached, and again if Python state that it read has changed. (One capture serves all
+            lengths of a plain tensor argument if this is sure to be right.) "each call": fn's
+            Python runs at each call, so that it may draw random numbers and change attributes.
 
     Raises PlanningError at the first call, or at `plan`.
     """
@@ -266,7 +260,8 @@ class _ResultTensor:
 
 
 def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[int, Stated]:
-    """Result index to its pins. PlanningError for an axis, a structure or a fit that is wrong."""
+    """Return the pins of each result, by index. Raises PlanningError if ``out`` names an unknown
+    axis, does not have the structure of the results, or a placement does not fit."""
     if out is None:
         return {}
     results = {int(o.of): o.value for o in flow.outputs if o.kind == "result"}
@@ -291,7 +286,7 @@ def pinned_results(out: Out, graph: Graph, flow: Dataflow, mesh: Mesh) -> dict[i
 def _match_results(
     out: object, shape: object, where: str
 ) -> Iterator[tuple[_ResultTensor, Stated, str]]:
-    """Each tensor of the result with what is stated of it, and where that stands in ``out``."""
+    """Yield each tensor of the result with its stated placements and their path in ``out``."""
     if out is None:
         return
     if isinstance(out, Mapping):
@@ -323,8 +318,8 @@ def _match_results(
                     f"fix: one dict for each tensor in the order of the results, or one for all"
                 )
             below = tensors
-        for number, (part, one) in enumerate(zip(parts, below, strict=True)):
-            yield from _match_results(part, one, f"{where}[{number}]")
+        for number, (part, result) in enumerate(zip(parts, below, strict=True)):
+            yield from _match_results(part, result, f"{where}[{number}]")
         return
     raise PlanningError(
         f"{where}={out!r} states no placements; fix: a dict such as dict(tp=dt.Row()), or such "

@@ -1,14 +1,13 @@
-"""The gradient of a compiled function: a program of its own, captured at the first call with
-operands that require one, and planned at the first backward.
+"""The gradient of a compiled function: a second program, captured at the first call with operands
+that require a gradient, and planned at the first backward.
 
     f = compile(lambda x: x.square().sum(), mesh)
     (f(x) + x.sum()).backward()              # x.grad == 2 * x + 1
 
-The call is captured a second time, with its backward. `gradient_graph` makes of that a program from
-the arguments and the gradients of the results to the gradients of the operands. It computes again
-what it needs of the forward, so nothing is kept between the two runs but the operands. They must
-not have changed in between, as in torch. A gradient is placed as its operand is, and replicated
-where the operand is pending. Not here: gradients of a module's parameters (`train_step`).
+The program takes the call's arguments and the gradients of the results, and returns the gradients
+of the operands. It computes the forward again, so only the operands are saved; as in torch, they
+must not change in between. A gradient is placed like its operand, but replicated where the operand
+is a pending sum. Gradients of a module's parameters need `train_step`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _FIX = "call it on x.detach(), or train with dt.train_step"
 
 
 def differentiable_operands(call: BoundCall) -> tuple[int, ...]:
-    """The tensor leaves of a call that require a gradient, where autograd is on."""
+    """Return the tensor leaves of a call that require a gradient; none if autograd is off."""
     if not torch.is_grad_enabled():
         return ()
     leaves = enumerate(call.leaves)
@@ -72,23 +71,23 @@ def check_differentiable(graph: Graph, name: str) -> None:
 
 
 def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Graph:
-    """Return the graph that computes the gradients of the leaves ``operands`` which have one. Its
-    arguments are the leaves of the call, then the gradients of its results."""
+    """Return the graph that computes the gradients of the leaves ``operands``, as far as they have
+    one. Its arguments are the leaves of the call, then the gradients of its results."""
     indices = {index: place for place, index in enumerate(operands)}
     nodes: dict[int, fx.Node] = {}
-    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    made.graph_copy(graph.fx, copies)
+    backward, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    backward.graph_copy(graph.fx, copies)
     for node, output in zip(graph.output_nodes, graph.outputs, strict=True):
         if isinstance(output, Grad) and isinstance(output.of, Arg):
             nodes[indices[output.of.index]] = copies[node]
-    made.output(tuple(nodes[place] for place in sorted(nodes)))
-    made.eliminate_dead_code()
-    for node in made.nodes:
-        node.meta["phase"] = "forward"  # of the new program, which has no backward
+    backward.output(tuple(nodes[place] for place in sorted(nodes)))
+    backward.eliminate_dead_code()
+    for node in backward.nodes:
+        node.meta["phase"] = "forward"  # the new program has no backward
     spec = pytree.tree_flatten([0] * len(nodes))[1]
     return replace(
         graph,
-        fx=made,
+        fx=backward,
         inputs=tuple(
             Arg(num_leaves + x.output, f"gradient_{x.output}") if isinstance(x, Tangent) else x
             for x in graph.inputs
@@ -99,8 +98,7 @@ def gradient_graph(graph: Graph, operands: Sequence[int], num_leaves: int) -> Gr
 
 
 def results_needed(graph: Graph) -> dict[int, frozenset[int]]:
-    """Return, by the leaf that has a gradient, the results whose gradients this gradient is
-    computed from."""
+    """Return, for each leaf that has a gradient, the results whose gradients it depends on."""
     reached: dict[fx.Node, frozenset[int]] = {}
     for node, x in zip(graph.placeholders, graph.inputs, strict=True):
         reached[node] = frozenset([x.output] if isinstance(x, Tangent) else [])
@@ -115,8 +113,8 @@ def results_needed(graph: Graph) -> dict[int, frozenset[int]]:
 
 class Derivative:
     """The backward of one captured call. ``with_gradient``: the results that have a gradient.
-    ``places``: the operands that receive one, each with the results that it depends on.
-    ``compiled``: makes a `CompiledFunction` of a function and the placements of its results."""
+    ``places``: the operands that receive a gradient, each with the results that it depends on.
+    ``compiled``: the `CompiledFunction` that computes the gradients."""
 
     def __init__(
         self,
@@ -143,15 +141,15 @@ class Derivative:
         self.compiled.graph = gradient_graph(graph, operands, len(call.leaves))
 
     def numbers(self) -> list[int]:
-        """How often each tensor that the call closes over has changed."""
+        """Return how often each tensor that the function closes over has changed."""
         self.reads.refresh()
         return [caught.number for caught in self.reads.caught]
 
     def __call__(self, call: BoundCall, gradients: Sequence[Any], num_results: int) -> list[Any]:
-        given = iter(gradients)
-        every = [next(given) if i in self.with_gradient else 0 for i in range(num_results)]
+        remaining = iter(gradients)
+        tangents = [next(remaining) if i in self.with_gradient else 0 for i in range(num_results)]
         args = pytree.tree_unflatten(call.leaves, call.tree)
-        return self.compiled(args, every)
+        return self.compiled(args, tangents)
 
 
 def _gradient(call: Any, gradients: Any) -> Any:
@@ -163,7 +161,7 @@ def _placements(operand: torch.Tensor) -> dict[str, Placement]:
 
 
 class Differentiated(torch.autograd.Function):
-    """A call of a compiled function on operands that require a gradient. Returns its tensors."""
+    """Calls a compiled function on operands that require a gradient, and returns its tensors."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -212,10 +210,10 @@ class Differentiated(torch.autograd.Function):
             torch.zeros(ctx.metas[i][0], dtype=ctx.metas[i][1]) if i in unused else gradients[i]
             for i in derivative.with_gradient
         ]
-        found = derivative(replace(ctx.call, leaves=tuple(leaves)), wanted, len(ctx.metas))
-        for (place, needed), gradient in zip(derivative.places.items(), found, strict=True):
+        new = derivative(replace(ctx.call, leaves=tuple(leaves)), wanted, len(ctx.metas))
+        for (place, needed), gradient in zip(derivative.places.items(), new, strict=True):
             if needed and needed <= unused:
-                continue  # as torch: None for an operand on which no used result depends
-            plain = not isinstance(leaves[ctx.operands[place]], DTensor)
-            result[place] = gradient.full_tensor() if plain else gradient
+                continue  # as torch: None for an operand that no used result depends on
+            is_plain = not isinstance(leaves[ctx.operands[place]], DTensor)
+            result[place] = gradient.full_tensor() if is_plain else gradient
         return (None, None, None, None, *result)

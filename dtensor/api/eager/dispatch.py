@@ -1,18 +1,14 @@
-"""What a DTensor does with each ATen op that reaches it below autograd.
+"""The handler of each ATen op that reaches a DTensor below autograd.
 
-    view ops           another tensor on the same cell (`Alias`)
-    in-place ops       a new value for the cell, computed as the functional op
-    factories          zeros_like and its kin: placed like their operand
-    reads              item(), bool(), torch.equal: wait, and give a number
+    view ops           another tensor on the same cell (`Alias`); split, unbind: slices, selections
+    in-place ops       a new value for the cell, computed by the functional op
+    factories          zeros_like and similar: placed like their operand
+    random ops         counter-based (random_ops.py)
+    reads              item(), bool(), torch.equal: wait, and return a number
     all others         one planned op (execute_op.py), whose results are new cells
 
-What is made are cells and aliases; that they are DTensors is said above (tensor.py). Parts of a
-tensor (split, unbind) are slices and selections of it, so that each can be written back. Random ops
-draw by counter (random_ops.py); ops whose sizes depend on values are refused. `_foreach_` ops run
-as torch's own loops over single ops.
-
-Invariant: an op that is not known to alias or to write gives a new cell; one that writes in a way
-not known here is refused, never run on a copy.
+Handlers return cells and aliases, which tensor.py wraps as DTensors. Invariant: an op that writes
+in a way that is not known here, or whose result size depends on values, is an error.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ Handler = Callable[[Any, Args, Kwargs], Any]
 
 
 def dispatch(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """What an op gives: cells and aliases for new tensors, in the structure that torch has them."""
+    """Run an op. Return cells and aliases for new tensors, in the structure of torch's result."""
     handler = _handlers.get(target)
     if handler is None:
         handler = _handlers[target] = _handler_of(target)
@@ -49,6 +45,7 @@ def dispatch(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _handler_of(target: Any) -> Handler:
+    """Return the handler of an op that `_handlers` does not list, by its schema and tags."""
     schema = target._schema
     name = schema.name.split("::")[1]
     if torch.Tag.nondeterministic_seeded in target.tags:
@@ -59,7 +56,7 @@ def _handler_of(target: Any) -> Handler:
         return _foreach
     if dispatch_has_kernel_for_dispatch_key(
         target.name(), torch.DispatchKey.CompositeImplicitAutograd
-    ):  # autograd takes it apart, but is off: inference_mode, or we are below it already
+    ):  # autograd, which decomposes it, is off (inference_mode), or we are below it already
         return _decompose
     if name.startswith("_fused_"):
         return _refuse_fused
@@ -100,7 +97,7 @@ def _in_place(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _require_dtensor(target: Any, x: Any) -> None:
-    if not isinstance(x, CellTensor):  # a plain tensor that is to take a DTensor's value
+    if not isinstance(x, CellTensor):  # a plain tensor, into which a DTensor would be written
         raise unsupported(
             op_name(target),
             "it would write a DTensor's value into a plain tensor",
@@ -109,7 +106,7 @@ def _require_dtensor(target: Any, x: Any) -> None:
 
 
 def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.add(a, b, out=c)``: the functional op, then c takes its value."""
+    """Run ``torch.add(a, b, out=c)`` as the functional op, and copy its result into c."""
     outs = [a.name for a in target._schema.arguments if a.is_out]
     form = functional_form(target)
     if form is None:
@@ -127,7 +124,7 @@ def _out(target: Any, args: Args, kwargs: Kwargs) -> Any:
             op_name(target), "out= has another shape than the result", "leave out= away"
         )
     if any(out.dtype != value.dtype for out, value in pairs):
-        with fake_tensors():  # raises torch's error where torch does not cast
+        with fake_tensors():  # raises torch's error if torch does not cast
             target(*pytree.tree_map(_as_fake, args), **pytree.tree_map(_as_fake, dict(kwargs)))
     for out, value in pairs:
         out.copy_(value)
@@ -139,7 +136,7 @@ def _as_fake(x: Any) -> Any:
 
 
 def _foreach(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Torch's own loop over the list, which comes back here with single ops."""
+    """Run torch's own loop over the list, which dispatches single ops."""
     return target._op_dk(torch.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 
@@ -158,12 +155,12 @@ def _view(target: Any, args: Args, kwargs: Kwargs) -> Alias:
 
 
 def _view_in_place(target: Any, args: Args, kwargs: Kwargs) -> CellTensor:
-    """``x.t_()``: x becomes the view that ``x.t()`` is."""
+    """Run ``x.t_()``: make x the view that ``x.t()`` returns."""
     x = args[0]
     packet = getattr(aten, target._schema.name.split("::")[1].removesuffix("_"))
     overload = getattr(packet, target._overloadname, None) or packet.int  # transpose_.default
     step = _view(overload, args, kwargs).view
-    with no_dispatch():  # the shape and strides that torch keeps of it
+    with no_dispatch():  # changes the shape and strides of the wrapper tensor
         target(*args, **kwargs)
     x._view, x._cached_view = step, None
     return x
@@ -210,7 +207,7 @@ def _index(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``x[mask] = number`` has a size that is known."""
+    """Run ``x[indices] = value``; a mask is allowed if the value is one number."""
     x, indices, value = args[:3]
     masks = [t for t in indices if t is not None and t.dtype in (torch.bool, torch.uint8)]
     if not masks:
@@ -219,7 +216,7 @@ def _index_put_(target: Any, args: Args, kwargs: Kwargs) -> Any:
     if len(indices) > 1 or value.numel() != 1 or accumulate:
         return _refuse_dynamic(target, args, kwargs)
     mask = masks[0]
-    if mask.dtype == torch.uint8:  # torch's words
+    if mask.dtype == torch.uint8:  # with torch's message
         raise RuntimeError(
             "masked_fill_ only supports boolean masks, but got mask with dtype unsigned char"
         )
@@ -239,7 +236,7 @@ def _random(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _clone(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A value never changes, so a clone is another cell that holds the same."""
+    """Return a new cell that holds the same value, which never changes."""
     x = args[0]
     with fake_tensors():
         new = target(fake(tuple(x.shape), x.stride(), x.dtype), *args[1:], **kwargs)
@@ -263,13 +260,14 @@ def _to_copy(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _copy_(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """The source's own value where nothing need change; so gradients are stored for nothing."""
+    """Run ``x.copy_(source)``. If the shape, dtype, mesh and placement are the same, x takes over
+    the source's value, so that storing a gradient costs nothing."""
     x, source = args[0], args[1]
     _require_dtensor(target, x)
     cell = x._cell
-    alike = isinstance(source, CellTensor) and source.session is cell.session
-    alike = alike and (source.shape, source.dtype, source.mesh) == (x.shape, x.dtype, x.mesh)
-    if alike and x._view is None:
+    same = isinstance(source, CellTensor) and source.session is cell.session
+    same = same and (source.shape, source.dtype, source.mesh) == (x.shape, x.dtype, x.mesh)
+    if same and x._view is None:
         value = own_value(source)
         if cell.value is None or value.stored.spec == cell.layout.spec:
             cell.set(value)
@@ -278,9 +276,9 @@ def _copy_(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def like_spec(spec: TensorSpec) -> TensorSpec:
-    """The placement of a new tensor that is like another: split alike, never pending."""
-    done = tuple(REPLICATE if isinstance(p, Partial) else p for p in spec.placements)
-    return TensorSpec(spec.shape, spec.dtype, spec.mesh, done)
+    """Return the spec of a new tensor like another: with Replicate in place of pending sums."""
+    placements = tuple(REPLICATE if isinstance(p, Partial) else p for p in spec.placements)
+    return TensorSpec(spec.shape, spec.dtype, spec.mesh, placements)
 
 
 _FILLS: dict[Any, Callable[[Args], Any]] = {
@@ -295,7 +293,7 @@ _EMPTY = (aten.empty_like.default, aten.new_empty.default, aten.new_empty_stride
 
 
 def _factory(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """A tensor of x's shape is placed as x is; one of another shape is on every rank."""
+    """Return a new cell, placed like x if it has x's shape, else replicated."""
     x = args[0]
     given = {k: v for k, v in kwargs.items() if k != "pin_memory"}
     with fake_tensors():
@@ -333,11 +331,12 @@ def _allclose(target: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _sdp_choice(target: Any, args: Args, kwargs: Kwargs) -> int:
-    return 0  # torch's plain math: what the fused op covers was taken above (functions.py)
+    return 0  # the math kernel: functions.py has already rewritten what dt.attention covers
 
 
 def _attention(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """Attention that a layer of torch's calls; what the user calls never comes here."""
+    """Run the fused attention that torch's own layers call. functions.py rewrites the user's
+    calls."""
     query, key, value, is_causal, scale = _attention_args(args, kwargs, 3)
     return _compute(torch.ops.dt.attention.default, (query, key, value, is_causal, scale), {})
 
@@ -366,17 +365,18 @@ def _attention_args(args: Args, kwargs: Kwargs, num_tensors: int) -> Args:
 
 
 def _check_errors(target: Any, args: Args, kwargs: Kwargs) -> None:
-    """What torch.linalg asks of its kernels, to raise at once: so it waits."""
+    """Wait for the error codes of torch.linalg's kernels, and raise their errors."""
     target(args[0].full_value(), *args[1:], **kwargs)
 
 
 def _batch_norm(target: Any, args: Args, kwargs: Kwargs) -> Any:
-    """``native_batch_norm`` writes its running statistics, which its schema does not say."""
+    """Run ``native_batch_norm``, which writes its running statistics although its schema does not
+    say so."""
     mean, var, training = args[3:6]
     if not training or mean is None:
         return _compute(target, args, kwargs)
     form = aten._native_batch_norm_legit_functional.default
-    *results, new_mean, new_var = form(*args, **kwargs)  # comes back here
+    *results, new_mean, new_var = form(*args, **kwargs)  # dispatches to `_compute`
     for old, new in ((mean, new_mean), (var, new_var)):
         old.copy_(new)
     return tuple(results)
@@ -386,6 +386,8 @@ def _batch_norm(target: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _refusing(why: str, fix: str) -> Callable[[Any, Args, Kwargs], NoReturn]:
+    """Return a handler that raises the error of an unsupported op."""
+
     def refuse(target: Any, args: Args, kwargs: Kwargs) -> NoReturn:
         raise unsupported(op_name(target), why, fix)
 

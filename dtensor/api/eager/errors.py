@@ -1,8 +1,8 @@
-"""What eager ops refuse: operands in two places, plain tensors, ops that they do not take; and the
-user's line of what fails, refused or run.
+"""Errors of eager ops: operands on two meshes, plain tensors, unsupported ops; and the user's line
+of each error.
 
-An op's program is made once and serves every line that calls the op, so it bears no line. Which
-line started a run is written down here by the run's number, which a failure states.
+One program serves every line that calls its op, so it has no line itself. `note_line` records the
+line that started each run, by the run's number, which a failure states.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _lines: WeakKeyDictionary[MeshSession, OrderedDict[int, Place]] = WeakKeyDiction
 
 
 def op_name(target: Any) -> str:
-    """``add`` for aten.add.Tensor; ``target`` None is a redistribution."""
+    """Return the name of an op, as "add" for aten.add.Tensor, or "redistribute" for None."""
     return "redistribute" if target is None else str(target._schema.name).split("::")[1]
 
 
@@ -34,7 +34,7 @@ def unsupported(name: str, why: str, fix: str) -> PlanningError:
 
 
 def two_homes_error(target: Any, a: Any, b: Any) -> PlanningError:
-    """For two DTensors that are not on the same ranks."""
+    """Return the error for two DTensors that are not on one mesh of one launch."""
     name = op_name(target)
     if a.mesh != b.mesh:
         return with_line(
@@ -62,7 +62,7 @@ def _cluster(x: Any) -> str:
 
 
 def plain_tensor_error(target: Any, operands: Sequence[Any]) -> PlanningError:
-    """For a DTensor beside plain tensors."""
+    """Return the error for an op on both DTensors and plain tensors."""
     lines = [f"{op_name(target)} takes a DTensor together with a plain tensor."]
     for x in operands:
         lines.append(f"  {_text(x) if isinstance(x, CellTensor) else type_text(x)}")
@@ -77,7 +77,7 @@ def plain_tensor_error(target: Any, operands: Sequence[Any]) -> PlanningError:
 
 
 def with_line(error: PlanningError) -> PlanningError:
-    """The error with the user's line after its first sentence."""
+    """Return the error with the user's line after its first line."""
     source = source_here()
     if source is None:
         return error
@@ -86,7 +86,7 @@ def with_line(error: PlanningError) -> PlanningError:
 
 
 def note_line(session: MeshSession) -> None:
-    """Write down the line of the run that comes next."""
+    """Record the user's line for the session's next run."""
     place = user_place() if session.cluster.failure is None else None
     if place is not None:
         lines = _lines.setdefault(session, OrderedDict())
@@ -96,7 +96,7 @@ def note_line(session: MeshSession) -> None:
 
 
 def located(session: MeshSession, error: DaftError) -> DaftError:
-    """The failure of an eager op with the user's line."""
+    """Return the failure of an eager op with the user's line that started the run."""
     failure = error.failure
     step = failure.step if failure.step is not None else session.cluster.runs - 1
     place = _lines.get(session, {}).get(step)

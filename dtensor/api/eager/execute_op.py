@@ -1,13 +1,12 @@
-"""Running one op on DTensors: plan it once per kind of operands, then one call per op.
+"""Running one op on DTensors: it is planned once for each kind of operands, then called.
 
     execute(aten.mul.Tensor, (x, 2.0), {})  ->  OpResult(values=(Value,), planned=...)
 
-The cache key is the op, its arguments without tensors, each operand's layout and views, and the
-registered kernels; a plan serves every session, a loaded program one. A run is an asynchronous call
-of the session's cluster: its results stay on the ranks under fresh names.
-
-Invariants: operands belong to one session and one mesh. Communication that the user did not request
-is reported (policy.py) before anything runs. A failure names the user's line.
+Plans are cached by the op, its arguments without tensors, each operand's layout and views, and the
+registered kernels. A plan serves every session; each session caches its loaded programs. A run is
+asynchronous, and its results stay on the ranks under new names. Invariants: operands belong to one
+session and one mesh. Communication that the user did not request is reported (policy.py) before
+anything runs. A failure names the user's line.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ from dtensor.sharding.spec.placements import PARTIAL, Placement
 from dtensor.sharding.spec.spec import TensorSpec, make_spec
 
 MAX_PROGRAMS = 4096
-"""Plans of single ops, and programs of them per session, that are kept: the last used ones."""
+"""The number of plans of single ops, and of their programs on each session, that stay cached."""
 
 aten: Any = torch.ops.aten
 _RUN_NUMBER_ARGUMENTS: dict[str, frozenset[int | str]] = {
@@ -73,7 +72,8 @@ _RUN_NUMBER_ARGUMENTS: dict[str, frozenset[int | str]] = {
     "aten.addcdiv.default": frozenset({"value"}),
     "aten.lerp.Scalar": frozenset({2}),
 }
-"""The arguments that a training loop changes from step to step: inputs of each run, not planned."""
+"""Arguments that a training loop changes from step to step, by op: the program takes them as
+inputs of each run, so that a plan serves all their values."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +87,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class OpResult:
+    """The values that a run of an op returns; None where the op returns None."""
+
     planned: PlannedOp
     values: tuple[Value | None, ...]
 
     def cells(self) -> tuple[Cell | None, ...]:
-        """A new cell for each returned value."""
+        """Return a new cell for each value."""
         return tuple(
             None if value is None or layout is None else Cell(value.session, layout, value)
             for value, layout in zip(self.values, self.planned.results, strict=True)
@@ -100,7 +102,7 @@ class OpResult:
 
 _entries: OrderedDict[Any, Entry] = OrderedDict()
 _draws = Counter("eager")
-"""The counters of random ops, in the program's order."""
+"""Counts the runs of random ops."""
 
 
 def execute(
@@ -113,12 +115,14 @@ def execute(
     like: Cell | None = None,
     requested: bool = False,
 ) -> OpResult:
-    """Run one op; ``target`` None: bring ``args[0]`` to ``pinned``, or out of its views.
+    """Run one op. ``target`` None: redistribute ``args[0]`` to ``pinned``, or compute the value of
+    a view.
 
     Args:
-        write: the DTensor among args that the op changes; the result is its whole cell.
-        like: determines where an op without operands runs.
-        requested: the user requested the communication.
+        write: the DTensor among args that the op changes; the result is the new value of its cell.
+        pinned: placements of the results, by axis; None: the cheapest.
+        like: determines the session and mesh of an op without operands.
+        requested: whether the user requested the communication.
     """
     with CALL_LOCK:
         return _execute_locked(target, args, kwargs, write, pinned, like, requested)
@@ -151,7 +155,7 @@ def _execute_locked(
         entry = _entries.get((key_of_entry, tuple(map(repr, call.numbers))))
     if entry is None:
         names: list[str] = []
-        asked = OneOp(
+        op = OneOp(
             target=target,
             args=tuple(
                 call.structure(v, names if i in open_numbers else None) for i, v in enumerate(args)
@@ -166,7 +170,7 @@ def _execute_locked(
             write=at,
             pinned=pinned,
         )
-        entry = _plan(asked, key_of_entry, call.numbers)
+        entry = _plan(op, key_of_entry, call.numbers)
     _entries.move_to_end(entry.key)
     if entry.planned.moves and not requested:
         check_moves(entry.name, entry.planned.moves)
@@ -177,6 +181,7 @@ def _execute_locked(
 
 @cache
 def _run_number_arguments(target: Any) -> frozenset[int | str]:
+    """Return the indices and names of an op's arguments that are inputs of each run."""
     name = str(target)
     if target is not None and target._schema.is_mutable:
         base, _, overload = name.rpartition(".")
@@ -187,7 +192,7 @@ def _run_number_arguments(target: Any) -> frozenset[int | str]:
 def _session_and_mesh(
     target: Any, operands: Sequence[Any], like: Cell | None
 ) -> tuple[MeshSession, Mesh]:
-    """The session and mesh of the op's operands, where it runs. PlanningError if they differ."""
+    """Return the session and mesh of the op's operands. Raises PlanningError if they differ."""
     first: Any = None
     for x in operands:
         if isinstance(x, CellTensor):
@@ -214,7 +219,7 @@ def _session_and_mesh(
 def _labels(
     target: Any, call: CallKey, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The names of operands in torch's schema; numbered within a list."""
+    """Return the name of each operand in torch's schema, with a number if it is in a list."""
     names = [a.name for a in target._schema.arguments] if target is not None else ["x"]
     labels: dict[int, str] = {}
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
@@ -228,13 +233,14 @@ def _labels(
 
 
 def _plan(op: OneOp, key: Any, numbers: Sequence[float]) -> Entry:
+    """Plan an op and cache it. If the plan folded the run numbers, they become part of its key."""
     try:
         planned = plan_op(op)
     except PlanningError as error:
         raise with_line(error) from None
-    last = op.operands[0][1] if op.target is None else None  # a view that needs communication
+    view = op.operands[0][1] if op.target is None else None  # a view that needs communication
     key = (key, tuple(map(repr, numbers))) if planned.folded else key
-    entry = _entries[key] = Entry(planned, op_name(op.target if last is None else last.target), key)
+    entry = _entries[key] = Entry(planned, op_name(op.target if view is None else view.target), key)
     if len(_entries) > MAX_PROGRAMS:
         _entries.popitem(last=False)
     return entry
@@ -272,10 +278,10 @@ def _run(session: MeshSession, entry: Entry, call: CallKey, reads: Sequence[Read
         for layout in planned.results
     )
     for extra in planned.reduced:
-        kept = Value(session, session.stored(names[extra.index], extra.spec))
+        reduced = Value(session, session.stored(names[extra.index], extra.spec))
         x = call.operands[extra.operand]
         if isinstance(x, CellTensor) and x._cell.value is reads[extra.operand].value:
-            x._cell.reduced = kept
+            x._cell.reduced = reduced
     return OpResult(planned, values)
 
 
@@ -288,26 +294,24 @@ def _load(session: MeshSession, planned: PlannedOp) -> ClusterProgram:
 
 
 def fill(cell: Cell, number: Any) -> None:
-    """The first value of a cell that has none."""
+    """Set a cell's value to one number everywhere."""
     spec = cell.layout.spec
     cpu = torch.device("cpu")
-    ran = execute(
+    result = execute(
         aten.full.default,
         (list(spec.shape), number),
         {"dtype": spec.dtype, "device": cpu},
         pinned=spec.sharding,
         like=cell,
     )
-    assert ran.values[0] is not None
-    cell.set(ran.values[0])
+    assert result.values[0] is not None
+    cell.set(result.values[0])
 
 
 def _read_operand(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
-    """The read of an operand: for a DTensor its cell's value, seen through its views.
-
-    A view that takes communication is made once and kept; ``whole``: the cell and the view, even
-    with communication. A plain tensor is one number, or in a backward pass a tensor of autograd:
-    zeros for a part of a split that has no gradient.
+    """Return how an op reads an operand. A DTensor is read as its cell's value seen through its
+    views; but the value of a view that needs communication is computed once and cached, unless
+    ``whole``. A plain tensor has one element, or it is autograd's zeros for a missing gradient.
     """
     if not isinstance(x, CellTensor):
         spec = make_spec(tuple(x.shape), x.dtype, mesh)
@@ -322,28 +326,25 @@ def _read_operand(x: torch.Tensor, mesh: Mesh, *, whole: bool) -> ReadValue:
     )
     if view is None or whole or not _planned_view(layout, view).moves:
         return ReadValue(value, layout, view)
-    own = own_value(x)
-    return ReadValue(own, layout_of(own.stored.spec, x.stride()), None)
+    cached = own_value(x)
+    return ReadValue(cached, layout_of(cached.stored.spec, x.stride()), None)
 
 
 def own_value(x: CellTensor, *, requested: bool = False) -> Value:
-    """The tensor's own shards, not those of the whole that it views; ``requested``: the user will read
-    them.
-
-    A view's value is made if its source has changed, and kept, so that its name stays valid.
-    """
+    """Return the value of a tensor; for a view, of the view and not of its cell. The value of a
+    view is cached until its cell changes. ``requested``: the user will read it."""
     cell = x._cell
     if cell.value is None:
         fill(cell, 0)
-    now = cell.value
-    assert now is not None
+    source = cell.value
+    assert source is not None
     if x._view is None:
-        return now
-    if x._cached_view is None or x._cached_view.source is not now:
+        return source
+    if x._cached_view is None or x._cached_view.source is not source:
         pinned = _pending_of(cell.layout.spec)
         (new,) = execute(None, (x,), {}, pinned=pinned, requested=requested).values
         assert new is not None
-        x._cached_view = CachedView(now, new)
+        x._cached_view = CachedView(source, new)
     return x._cached_view.value
 
 
@@ -360,7 +361,7 @@ def spec_of(x: CellTensor) -> TensorSpec:
 
 @lru_cache(MAX_PROGRAMS)
 def _planned_view(layout: Layout, view: ViewStep) -> PlannedOp:
-    """The program that makes a view of a cell, and the view's placement."""
+    """Return the plan that computes the value of a view, with its placement."""
     op = OneOp(
         target=None,
         args=(),
@@ -377,15 +378,14 @@ def _planned_view(layout: Layout, view: ViewStep) -> PlannedOp:
 
 
 def _pending_of(spec: TensorSpec) -> dict[str, Placement]:
-    """A view of a pending sum is pending: every view is linear. Others are reduced first."""
+    """Return the placements by pending sums, which a view keeps, because every view is linear."""
     return {axis: p for axis, p in spec.sharding.items() if p == PARTIAL}
 
 
 def make_shards_private(call: Sequence[Any], changed: Sequence[int]) -> None:
-    """Prepares these leaves of a call for changes in place: the shards of each are its own.
-
-    PlanningError where another leaf is the same tensor, or it is a view of a larger one.
-    """
+    """Give each of these leaves of a call its own copy of its shards, so that a function can write
+    them in place. Raises PlanningError if a leaf is a view, a pending sum or not a DTensor, or if
+    another leaf shares its memory."""
     for index in changed:
         x = call[index]
         fact = fix = ""
@@ -408,7 +408,7 @@ def make_shards_private(call: Sequence[Any], changed: Sequence[int]) -> None:
         if fact:
             fact = f"an argument that the function changes {fact}."
             raise with_line(PlanningError(f"{fact}\n  {spec_of(x)}\nfix: {fix}"))
-        if own_value(x).cells > 1:  # a clone holds the same shards
+        if own_value(x).cells > 1:  # a clone shares the shards
             (new,) = execute(
                 None, (x,), {}, pinned=x._cell.layout.spec.sharding, requested=True
             ).values
@@ -417,8 +417,8 @@ def make_shards_private(call: Sequence[Any], changed: Sequence[int]) -> None:
 
 
 def mark_changed(call: Sequence[Any], indices: Sequence[int], run: Any) -> None:
-    """A run changes the shards of these: views see it, and so does autograd. Readers raise its
-    failure."""
+    """Record that a run writes the shards of these leaves in place, for their views and for
+    autograd. Reading them raises the run's failure."""
     for index in indices:
         x = call[index]
         assert isinstance(x, CellTensor) and x._cell.value is not None
@@ -427,10 +427,10 @@ def mark_changed(call: Sequence[Any], indices: Sequence[int], run: Any) -> None:
 
 
 def fetch(value: Value) -> list[torch.Tensor]:
-    """The shards, one per rank that holds them. Waits."""
+    """Return the shards, one per rank that holds the value. Waits for the value."""
     try:
         if value.run is not None:
-            run, value.run = value.run, None  # a failure is raised once
+            run, value.run = value.run, None  # its failure is raised once
             run.check()
         if value.returned is not None:
             return value.session.returned(value.returned, value.stored.at)

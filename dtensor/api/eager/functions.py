@@ -1,10 +1,10 @@
-"""What DTensors do above autograd: functions that are kept whole.
+"""Torch functions that DTensors rewrite above autograd, before torch decomposes them.
 
-    F.scaled_dot_product_attention(q, k, v, is_causal=True)      dt.attention, as in dt.compile
-    F.cross_entropy(logits, targets)       dt's ops, which take a split vocabulary
+    F.scaled_dot_product_attention(q, k, v, is_causal=True)      # dt.attention, as in dt.compile
+    F.cross_entropy(logits, targets)               # dt's ops, which take a split vocabulary
 
-They are rewritten by the code that rewrites them in a captured graph
-(frontend/capture/canonical.py); the calls that it does not cover are torch's own.
+The rewrites are those of captured graphs (frontend/capture/canonical.py). Calls that they do not
+cover run torch's own function.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ _rewritten: dict[Any, fx.GraphModule | None] = {}
 def torch_function(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
+    """Call a torch function on DTensors, rewritten if it has a rewrite."""
     if is_capturing():
         raise PlanningError(
             "a DTensor is used in a compiled function but was not passed to it.\n"
             "fix: pass it as an argument, as in dt.compile(fn, mesh)(x, w)"
         )
     rewrite = _REWRITES.get(func)
-    outer = getattr(_running, "given", None)
+    outer = getattr(_running, "arguments", None)
     _running.arguments = (*args[:1], *args[2:]) if func in RECURRENT else args, kwargs
     try:
         with DisableTorchFunctionSubclass():
@@ -55,15 +56,16 @@ def torch_function(
 
 
 def is_function_argument(x: torch.Tensor) -> bool:
-    """Whether a plain tensor is an argument of the torch function that runs, or a view of one, and
-    not made by it. The state of a recurrent layer counts as made: its module makes zeros."""
-    given = getattr(_running, "given", None)
-    if given is None:
+    """Return whether a plain tensor is an argument of the running torch function, or a view of one,
+    rather than made by the function. The state of a recurrent layer counts as made, because its
+    module makes zeros."""
+    arguments = getattr(_running, "arguments", None)
+    if arguments is None:
         return True
     storage = x.untyped_storage().data_ptr()
     return any(
         type(y) in (torch.Tensor, torch.nn.Parameter) and y.untyped_storage().data_ptr() == storage
-        for y in pytree.tree_leaves(given)
+        for y in pytree.tree_leaves(arguments)
     )
 
 
@@ -80,9 +82,9 @@ def _attention(
     target = aten.scaled_dot_product_attention.default
     args = (query, key, value, attn_mask, dropout_p, is_causal)
     kwargs: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
-    done = _run_canonical(target, args, kwargs)
-    if done is not None:
-        return done
+    result = _run_canonical(target, args, kwargs)
+    if result is not None:
+        return result
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
@@ -97,17 +99,17 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    options = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
     if size_average is None and reduce is None and reduction in _REDUCTIONS:
         args = (input, target, weight, _REDUCTIONS[reduction], ignore_index, label_smoothing)
-        done = _run_canonical(aten.cross_entropy_loss.default, args, {})
-        if done is not None:
-            return done
-    return F.cross_entropy(input, target, *rest)
+        result = _run_canonical(aten.cross_entropy_loss.default, args, {})
+        if result is not None:
+            return result
+    return F.cross_entropy(input, target, *options)
 
 
 def _multi_head(*args: Any, **kwargs: Any) -> Any:
-    """A layer of torch's: with a mask, its attention is torch's plain math."""
+    """Run torch's multi-head attention; with a mask, use the math kernel, which decomposes."""
     if kwargs.get("attn_mask") is None and kwargs.get("key_padding_mask") is None:
         return F.multi_head_attention_forward(*args, **kwargs)
     with sdpa_kernel(SDPBackend.MATH):
@@ -115,24 +117,25 @@ def _multi_head(*args: Any, **kwargs: Any) -> Any:
 
 
 def _lstm(*args: Any) -> Any:
-    """In the ops of autograd's form, also where it is off: mkldnn's has no rule."""
+    """Run torch's LSTM without mkldnn, whose fused op has no rule."""
     with torch.backends.mkldnn.flags(enabled=False):
         return torch.lstm(*args)
 
 
 def _fill_diagonal_(x: Any, value: Any, wrap: bool = False) -> Any:
-    """Torch's own form writes through a view with strides of its own."""
+    """Fill the diagonal by a mask. Torch's own function writes through an as_strided view."""
     diagonal = torch.zeros(x.shape, dtype=torch.bool).fill_diagonal_(True, wrap)
     return x.masked_fill_(diagonal, value)
 
 
 def _combinations(x: Any, r: int = 2, with_replacement: bool = False) -> Any:
-    """Torch's own form selects by a mask, whose size is a value."""
+    """Return combinations by an index. Torch's own function selects by a mask, so the size of its
+    result depends on values."""
     return x[torch.combinations(torch.arange(len(x)), r, with_replacement)]
 
 
 def _vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
-    """Torch's own form writes into a tensor that it makes."""
+    """Return the Vandermonde matrix as powers. Torch's own function writes into a new tensor."""
     powers = torch.arange(len(x) if N is None else N)
     return x[:, None] ** (powers if increasing else powers.flip(0))
 
@@ -146,11 +149,11 @@ def _set(x: Any, index: Any, value: Any) -> None:
 
 
 def _without_masks(index: Any) -> Any:
-    """The index with the positions of True in lists and numpy arrays of bools."""
+    """Return the index with each list or numpy array of bools replaced by the positions of True."""
     items: list[Any] = []
     for item in index if isinstance(index, tuple) else (index,):
-        known = isinstance(item, (list, np.ndarray)) and len(item) > 0
-        mask = np.asarray(item) if known and not _has_tensors(item) else None
+        is_array = isinstance(item, (list, np.ndarray)) and len(item) > 0
+        mask = np.asarray(item) if is_array and not _has_tensors(item) else None
         if mask is None or mask.dtype != bool:
             items.append(item)
         else:
@@ -176,7 +179,7 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
 
 
 def _run_canonical(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the canonical form of the call gives; None where the call has none."""
+    """Run the canonical form of a call and return its result; None if there is no such form."""
     call = CallKey()
     shape = tuple(call.key(v) for v in (*args, *kwargs.values()))
     tensors = call.operands
@@ -193,6 +196,8 @@ def _run_canonical(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def _rewrite(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], metas: tuple[Any, ...]
 ) -> fx.GraphModule | None:
+    """Return the canonical form of a call as a module of its tensors; None if it has none.
+    ``metas``: the shape, strides and dtype of each tensor."""
     op_graph = OpGraph()
     nodes = [op_graph.read(f"x{i}", *meta) for i, meta in enumerate(metas)]
     op_graph.graph.output(

@@ -1,16 +1,12 @@
-"""One op on DTensors as a program: a graph of that op alone, then the compiled path.
+"""One op on DTensors as a program: a graph of this op, planned as `dt.compile` plans a graph.
 
     relu of f32[8,16]{sum@tp}   ->   Graph(relu)  ->  Dataflow  ->  Plan:  all_reduce, relu
-
-No `torch.export`: the graph is built here, with fake tensors for shapes and dtypes. The rest is the
-code of `dt.compile`: the same simplification and decomposition, the same planner, the same
-lowering. The views through which an op reads its operands are part of its graph, and so are, for an
-in-place op, the ops that write the new value back through them:
-
     x.t()[0].mul_(2)    ->   permute, select, mul, select_scatter, permute; placed as x is
 
-Invariants: planning is pure; it launches and computes nothing. Numbers that an optimizer changes
-from step to step stay open (`RunNumber`) if no decomposition could have folded them.
+The graph includes the views through which the op reads its operands and, for an in-place op, the
+ops that write the new value back through these views. Invariants: planning launches and computes
+nothing. Numbers that an optimizer changes from step to step are inputs of the program
+(`RunNumber`), unless a decomposition folds them.
 """
 
 from __future__ import annotations
@@ -57,14 +53,15 @@ _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 @cache
 def fake_mode() -> FakeTensorMode:
-    """Made at first use: it loads torch's compiler, and triton if that is installed."""
+    """Return the fake mode of all ops. It is made at first use, because this loads torch's
+    compiler, and Triton if it is installed."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Within, tensors are fake. Torch logs each error of a fake op besides raising it; here it does
-    not."""
+    """Within the block, new tensors are fake, and torch does not log the errors of fake ops, which
+    it raises too."""
     before, _LOG.disabled = _LOG.disabled, True
     try:
         with fake_mode(), torch.no_grad():
@@ -83,13 +80,15 @@ def fake(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -
 
 @dataclass(slots=True)
 class CallKey:
-    """An op's call in parts; a plan depends on ``key``."""
+    """Collects the tensors and run numbers of an op's call while `key` walks its arguments."""
 
     operands: list[Any] = field(default_factory=list)  # DTensors, and plain tensors of one element
-    places: dict[int, int] = field(default_factory=dict)  # by id of the tensor
+    places: dict[int, int] = field(default_factory=dict)  # by id of the tensor, its index there
     numbers: list[float] = field(default_factory=list)
 
     def key(self, value: Any, *, is_open: bool = False) -> Any:
+        """Return the part of the plan's key for an argument. ``is_open``: a float is a number of
+        the run, and the plan depends only on whether it is 0."""
         kind = type(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
@@ -97,7 +96,7 @@ class CallKey:
             if is_open:
                 self.numbers.append(value)
                 return (RunNumber, value == 0.0)
-            return (float, repr(value))  # so that 0.0, -0.0, 1 and True are four keys, nan one
+            return (float, repr(value))  # 0.0, -0.0, 1 and True differ; all NaNs are equal
         if kind is list or kind is tuple:
             return (kind, *(self.key(v) for v in value))
         if kind is bool or kind is complex:
@@ -112,7 +111,8 @@ class CallKey:
         return (torch.Tensor, place)
 
     def structure(self, value: Any, numbers: list[str] | None = None) -> Any:
-        """The argument with `Operand`s for tensors, and `RunNumber`s for open numbers."""
+        """Return the argument with `Operand`s in place of tensors, and with `RunNumber`s in place
+        of floats if ``numbers`` is a list, to which it adds their names."""
         if isinstance(value, torch.Tensor):
             return Operand(self.places[id(value)])
         if isinstance(value, (list, tuple)):
@@ -125,26 +125,22 @@ class CallKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneOp:
-    """The request: an op, its arguments with `Operand`s for tensors, and the spec of each.
+    """The request to plan one op. Its arguments have `Operand`s in place of tensors."""
 
-    ``target`` None: the operand itself (a view, or another placement, of it). ``labels``: the names
-    of operands in torch's schema. ``write``: the index of the operand that the op changes, chains
-    through its views. ``pinned``: placements of the results by axis; None: the cheapest ones.
-    """
-
-    target: Any
+    target: Any  # None: the result is the operand itself, through its views, or placed otherwise
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    operands: tuple[tuple[Layout, ViewStep | None], ...]
-    labels: tuple[str, ...]
+    operands: tuple[tuple[Layout, ViewStep | None], ...]  # each cell's layout, and the view of it
+    labels: tuple[str, ...]  # the names of the operands in torch's schema
     mesh: Mesh
-    write: int | None = None
-    pinned: Mapping[str, Placement] | None = None
+    write: int | None = None  # the index of the operand that the op changes through its views
+    pinned: Mapping[str, Placement] | None = None  # of the results, by axis; None: the cheapest
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Result ``index`` of the program is operand ``operand``, reduced on the op's behalf."""
+    """Result ``index`` of the program is the reduced value of operand ``operand``, a pending sum
+    that the op needed reduced."""
 
     index: int
     operand: int
@@ -153,22 +149,16 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOp:
-    """``results``: one per returned tensor, None where the op returns None.
-
-    ``inputs``: the plan's name for each operand, None where the program does not read it.
-    ``constants``: plan inputs that a decomposition made. ``folded``: a number was folded in, so the
-    plan holds for these numbers alone. ``numbers``: those that the program reads at each run.
-    ``moves``: the transfers, by label of the moved value.
-    """
+    """The plan of one op, and how to run it."""
 
     plan: Plan
-    results: tuple[Layout | None, ...]
-    structure: type
-    inputs: tuple[str | None, ...]
-    constants: Mapping[str, torch.Tensor]
-    folded: bool
-    numbers: frozenset[str]
-    moves: tuple[tuple[str, Move], ...]
+    results: tuple[Layout | None, ...]  # of each returned tensor; None if the op returns None there
+    structure: type  # the container of the results, or torch.Tensor
+    inputs: tuple[str | None, ...]  # each operand's name in the plan; None if it is not read
+    constants: Mapping[str, torch.Tensor]  # inputs of the plan that a decomposition made
+    folded: bool  # whether numbers were folded in, so that the plan is for these numbers only
+    numbers: frozenset[str]  # the numbers that the program reads at each run
+    moves: tuple[tuple[str, Move], ...]  # the transfers, with the label of the moved value
     reduced: tuple[Reduced, ...] = ()
 
 
@@ -176,7 +166,8 @@ class PlannedOp:
 
 
 def plan_op(op: OneOp) -> PlannedOp:
-    """Raises PlanningError, and torch's own error where the op does not take such operands."""
+    """Plan an op. Raises PlanningError, or torch's own error if the op does not take these
+    operands."""
     built = _build(op)
     flow = dataflow(built.graph)
     wanted: dict[int, Mapping[str, Placement]] = {}
@@ -234,7 +225,7 @@ def _plan(op: OneOp, flow: Dataflow, results: Mapping[int, Mapping[str, Placemen
 
 
 def _restated_as_pinned(op: OneOp, spec: TensorSpec) -> TensorSpec:
-    """A result in the terms of its pins, if both specs hold the same."""
+    """Return a result's spec as the user stated it, if the stated spec is equivalent."""
     stated = None
     if op.write is not None:
         stated = op.operands[op.write][0].spec
@@ -246,22 +237,23 @@ def _restated_as_pinned(op: OneOp, spec: TensorSpec) -> TensorSpec:
 
 
 def without_pending(spec: TensorSpec) -> dict[str, Placement]:
-    """Return the placements of a spec that are no pending sums, as an in-place op keeps them."""
+    """Return the placements of a spec without pending sums: an in-place op keeps the others."""
     return {a: p for a, p in spec.sharding.items() if not isinstance(p, Partial)}
 
 
 def _has_folded_number(flow: Dataflow, planned: Plan, slots: frozenset[str]) -> bool:
-    """Whether a number of the call is no longer a direct argument of the one op that took it."""
+    """Return whether a run number is no longer a direct argument of the one op that took it."""
     computed = [step.op for step in planned.steps if step.op is not None]
-    taken = [slots_of(op.call) for op in flow.ops if slots_of(op.call)]
-    run = [slots_of(op.call) for op in computed if slots_of(op.call)]
-    whole = len(flow.ops) == len({op.name for op in computed})
-    return bool(slots) and not (len(taken) == len(run) == 1 and set(run[0]) == slots and whole)
+    in_flow = [slots_of(op.call) for op in flow.ops if slots_of(op.call)]
+    in_plan = [slots_of(op.call) for op in computed if slots_of(op.call)]
+    all_computed = len(flow.ops) == len({op.name for op in computed})
+    intact = len(in_flow) == len(in_plan) == 1 and set(in_plan[0]) == slots and all_computed
+    return bool(slots) and not intact
 
 
 def _reductions(planned: Plan) -> list[tuple[str, TensorSpec]]:
-    """The operands that the plan reduces, and their reduced specs: the next op need not reduce
-    again."""
+    """Return the operands that the plan reduces, with their reduced specs. The program returns
+    them, so that the next op does not reduce them again."""
     reduced: dict[str, TensorSpec] = {}
     current: dict[str, str] = {i.name: i.name for i in planned.inputs}
     for step in planned.steps:
@@ -286,8 +278,7 @@ def _is_pending(spec: TensorSpec) -> bool:
 
 
 class OpGraph:
-    """A graph under construction: each node's result is known, as a fake tensor, when it is
-    added."""
+    """A graph under construction. Each node gets its result as a fake tensor when it is added."""
 
     def __init__(self) -> None:
         self.graph: fx.Graph = fx.Graph()
@@ -307,7 +298,7 @@ class OpGraph:
 
 
 def with_nodes(value: Any, nodes: Sequence[fx.Node]) -> Any:
-    """Arguments with nodes in place of `Operand`s."""
+    """Return arguments with nodes in place of `Operand`s."""
 
     def node(value: Any) -> Any:
         return nodes[value.index] if isinstance(value, Operand) else value
@@ -321,6 +312,9 @@ def _fake_values(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Built:
+    """An op's graph, and the fields of `PlannedOp` that are known before planning. ``strides``: of
+    each result; ``slots``: the names of the call's run numbers."""
+
     graph: Graph
     strides: tuple[tuple[int, ...] | None, ...]
     structure: type
@@ -330,12 +324,13 @@ class _Built:
 
 
 def _build(op: OneOp) -> _Built:
+    """Build the graph of an op, with the views of its operands, and simplify it."""
     op_graph = OpGraph()
-    roots = [  # self is no valid argument name
+    roots = [  # with "_", because "self" is not a valid argument name
         op_graph.read(f"{label}_", layout.spec.shape, layout.strides, layout.spec.dtype)
         for label, (layout, _) in zip(op.labels, op.operands, strict=True)
     ]
-    chains: list[tuple[fx.Node, ...]] = []  # per operand: the whole, then each view of it
+    chains: list[tuple[fx.Node, ...]] = []  # per operand: the cell, then each view of it
     for root, (_, view) in zip(roots, op.operands, strict=True):
         chain = [root]
         for step in view.steps() if view is not None else ():
@@ -379,13 +374,14 @@ def _build(op: OneOp) -> _Built:
 def _results(
     op: OneOp, op_graph: OpGraph, chains: Sequence[tuple[fx.Node, ...]]
 ) -> tuple[tuple[fx.Node | None, ...], type]:
-    """The op's results, and their container; for an in-place op, the whole of its operand."""
+    """Return the op's results and their container. The result of an in-place op is the new value of
+    the written operand's cell."""
     tensors = [chain[-1] for chain in chains]
     if op.target is None:
         return (tensors[0],), torch.Tensor
     args, kwargs = with_nodes(op.args, tensors), with_nodes(dict(op.kwargs), tensors)
     if op.write is not None:
-        with fake_tensors():  # torch's own errors for shapes and dtypes
+        with fake_tensors():  # raises torch's own errors for shapes and dtypes
             op.target(*_fake_clones(args), **_fake_clones(kwargs))
         layout, view = op.operands[op.write]
         split = any(isinstance(p, Shard) for p in layout.spec.placements)
@@ -408,15 +404,15 @@ def _results(
 
 
 def _fake_clones(value: Any) -> Any:
-    """Fake values that an in-place op may change."""
+    """Return arguments with copies of the nodes' fake tensors, which an in-place op may change."""
     return fx.map_arg(
         value, lambda n: fake(n.meta["val"].shape, n.meta["val"].stride(), n.meta["val"].dtype)
     )
 
 
 def _simplify(graph: fx.Graph) -> dict[str, torch.Tensor]:
-    """Simplify it in place, to ops that have rules; returns tensors of a decomposition, by
-    placeholder."""
+    """Simplify and decompose a graph, in place, to ops that have rules. Return the constants that a
+    decomposition made, by placeholder."""
     simplify(graph)
     calls = [n for n in graph.nodes if isinstance(n.target, OpOverload)]
     if all(has_rule(op_call(node)[0]) for node in calls):

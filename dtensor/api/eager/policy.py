@@ -1,17 +1,13 @@
-"""`implicit_redistribution`: whether an op on DTensors may communicate without being told to.
+"""`implicit_redistribution`: whether an op on DTensors may communicate if the user did not ask.
 
     with dt.implicit_redistribution("error"):
         y = x @ w            # raises, before anything runs, if a collective were needed
 
     dt.implicit_redistribution("allow")       # from now on, for the whole process
 
-Implicit is what one op's plan sends (`moves_of`). Not implicit: `redistribute`, `full_tensor`,
-`local_tensors`, reading a value; nor what sends nothing (taking a part of a replicated value).
-
-An actor's method that is given a DTensor reads it too: implicit where it is not replicated.
-
-Invariants: "warn", the default, warns once per line of the user's program. "error" raises before
-anything runs, operands unchanged.
+Implicit communication: what one op's plan sends (`moves_of`), and gathering a DTensor argument of
+an actor's method. Explicit: `redistribute`, `full_tensor`, `local_tensors`, reading a value.
+The default, "warn", warns once per line of the user's program.
 """
 
 from __future__ import annotations
@@ -34,11 +30,11 @@ Policy = Literal["allow", "warn", "error"]
 
 
 class implicit_redistribution:
-    """Set what happens when an op must communicate; as a context manager, for the block.
-    ``policy``:
+    """Set what happens when an op must communicate, for the process, or as a context manager for
+    the block. ``policy``:
 
-    "allow": nothing is said. "warn": once per source line, with the op, the specs before and after
-    and the bytes that a rank sends. "error": PlanningError, before anything runs.
+    "allow": communicate silently. "warn": warn once per source line, with the op, the specs before
+    and after, and the bytes that a rank sends. "error": raise PlanningError before anything runs.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -71,7 +67,7 @@ _state = _State()
 
 
 def check_moves(op: str, moves: Sequence[tuple[str, Move]]) -> None:
-    """Called for an op that sends ``moves`` without being told to; before it runs."""
+    """Apply the policy to an op that implicitly sends ``moves``, before it runs."""
     lines = [
         f"{label}: {move.src} -> {move.dst}: {move.kind} over {move.axis}, "
         f"{size_text(move.bytes_sent)} sent per rank"
@@ -80,8 +76,9 @@ def check_moves(op: str, moves: Sequence[tuple[str, Move]]) -> None:
     check_sent(op, lines, "op")
 
 
-def check_sent(op: str, sent: Sequence[str], before: str) -> None:
-    """Called for what sends, as ``sent`` says, without being told to; ``before``: what it is."""
+def check_sent(op: str, sent: Sequence[str], kind: str) -> None:
+    """Apply the policy to implicit communication. ``sent``: a line of text for each transfer;
+    ``kind``: "op" or "call", before which the user can redistribute."""
     match _state.policy:
         case "allow":
             pass
@@ -90,35 +87,35 @@ def check_sent(op: str, sent: Sequence[str], before: str) -> None:
             place = (source.file, source.line) if source is not None else ("", 0)
             if place not in _state.warned:
                 _state.warned.add(place)
-                message = f"implicit redistribution in {_text(op, sent, before, source)}"
+                message = f"implicit redistribution in {_text(op, sent, kind, source)}"
                 warnings.warn_explicit(message, UserWarning, *place)
         case "error":
             raise PlanningError(
-                f"{_text(op, sent, before, source_here())}".replace(
+                f"{_text(op, sent, kind, source_here())}".replace(
                     op, f"{op} would redistribute implicitly", 1
                 )
             )
 
 
-def _text(op: str, sent: Sequence[str], before: str, source: Source | None) -> str:
+def _text(op: str, sent: Sequence[str], kind: str, source: Source | None) -> str:
     lines = [op, *(f"  {line}" for line in sent)]
     if source is not None:
         lines.append(f"  {source}: {source.text}")
     lines.append(
-        f"fix: say it with x.redistribute(...) before the {before}, or "
+        f"fix: say it with x.redistribute(...) before the {kind}, or "
         'dt.implicit_redistribution("allow")'
     )
     return "\n".join(lines)
 
 
 RECORDINGS: list[list[PlannedCollective]] = []
-"""Lists to which ops on DTensors add what they send."""
+"""Open recordings: each op on DTensors adds its collectives to each of these lists."""
 
 
 @contextmanager
 def eager_collectives() -> Iterator[list[PlannedCollective]]:
-    """Within, what ops on DTensors send, `redistribute` too, in their order; of the kind that
-    `Plan.collectives` has.
+    """Record the collectives of ops on DTensors within the block, including `redistribute`, in
+    order. The records have the type of those in `Plan.collectives`.
 
         >>> x = dt.distribute(torch.ones(4, 8), dt.Mesh(tp=2), tp=dt.Row())
         >>> with dt.testing.eager_collectives() as sent:
@@ -126,17 +123,17 @@ def eager_collectives() -> Iterator[list[PlannedCollective]]:
         >>> [(c.key, c.bytes_sent) for c in sent]
         [('all_gather@tp', 64)]
 
-    Reading a value, as `full_tensor` does, is no collective. Raises nothing of its own.
+    Reading a value, as `full_tensor` does, is not a collective. Raises nothing itself.
     """
     collectives: list[PlannedCollective] = []
     RECORDINGS.append(collectives)
     try:
         yield collectives
     finally:
-        RECORDINGS[:] = [one for one in RECORDINGS if one is not collectives]
+        RECORDINGS[:] = [other for other in RECORDINGS if other is not collectives]
 
 
-# -- what one op sends -----------------------------------------------------------------------------
+# -- the transfers of one op -----------------------------------------------------------------------
 
 _REARRANGING = ("aten.reshape.default", "aten.permute.default", "aten.expand.default")
 
@@ -144,10 +141,9 @@ _REARRANGING = ("aten.reshape.default", "aten.permute.default", "aten.expand.def
 def moves_of(
     planned: Plan, places: Mapping[str, int], operands: Sequence[str]
 ) -> tuple[tuple[str, Move], ...]:
-    """What an op's plan sends: the operand's name in torch's schema, or the op whose result it is.
-
-    ``places``: the operands among the plan's inputs, as indices of ``operands``, their names.
-    """
+    """Return the transfers of an op's plan, each with a label: the moved operand's name in torch's
+    schema, or the op whose result is moved. ``places``: the index in ``operands``, the names, of
+    each input of the plan."""
     labels = {name: operands[index] for name, index in places.items()}
     sent: list[tuple[str, Move]] = []
     for step in planned.steps:

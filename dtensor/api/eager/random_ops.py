@@ -1,15 +1,11 @@
-"""Random ops on DTensors: the project's own, whose numbers no placement changes.
+"""Random ops on DTensors: counter-based ops, whose numbers do not depend on placements.
 
     rand_like(x)      ->  dt.random_uniform(shape, dtype), placed as x is
     x.bernoulli_(p)   ->  x.copy_(dt.random_uniform(shape, f32) < p)
 
-They are rewritten as in a captured graph (frontend/capture/random_ops.py). A draw takes the next
-step of one count for the process, which `dt.manual_seed` starts again: so a program gives what it
-gives on ``dt.Mesh()``. Noise of another shape than x's is on every rank.
-
-Invariant: each run of a random op takes a number of its own (execute_op.py). Not here: what the
-numbers are (sharding/ops), and the ops that draw them in a function of torch's: autograd takes
-dropout apart into these.
+Ops are rewritten as in a captured graph (frontend/capture/random_ops.py). Each run of a random op
+takes the next number of one counter of the process, which `dt.manual_seed` resets, so that a
+program has the same results on every mesh. Noise whose shape is not x's is on every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +30,8 @@ _rewritten: dict[Any, fx.Graph | None] = {}
 
 
 def draw(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What the op gives: DTensors; None for an op that has no form by counter."""
+    """Run a random op on DTensors and return its result; None if the op has no counter-based
+    form."""
     if target is aten.native_dropout.default:
         x, p, train = args
         if train is False:
@@ -59,6 +56,7 @@ def draw(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _rewrite(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], metas: tuple[Any, ...]
 ) -> fx.Graph | None:
+    """Return the op as a graph of counter-based ops; None if it has no such form."""
     op_graph = OpGraph()
     nodes = [op_graph.read(f"x{i}", *meta) for i, meta in enumerate(metas)]
     node = op_graph.call(target, *with_nodes(args, nodes), **with_nodes(dict(kwargs), nodes))
@@ -67,12 +65,13 @@ def _rewrite(
 
 
 def _run(graph: fx.Graph, operands: list[Any], like: CellTensor) -> Any:
+    """Run a graph op by op. Noise is placed like ``like`` if it has its shape."""
     values: dict[fx.Node, Any] = {}
-    given = iter(operands)
+    remaining = iter(operands)
     for node in graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
         if node.op == "placeholder":
-            values[node] = next(given)
+            values[node] = next(remaining)
         elif node.op == "output":
             return args[0]
         elif node.target in _FACTORIES:
@@ -83,7 +82,7 @@ def _run(graph: fx.Graph, operands: list[Any], like: CellTensor) -> Any:
 
 
 def _draw_like(target: Any, args: tuple[Any, ...], kwargs: Any, like: CellTensor) -> Any:
-    """Noise, placed as ``like`` where it has its shape."""
+    """Return noise, placed like ``like`` if it has its shape, else replicated."""
     size, dtype = args[0], args[-1]
     noise: Any = like.new_empty(size, dtype=dtype)
     cell = noise._cell

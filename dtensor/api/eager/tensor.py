@@ -5,13 +5,10 @@
     y = (x @ w).relu()                 # op by op on the actors; nothing waits
     print(y); y.full_tensor(); y.local_tensors()
 
-It is a torch.Tensor with the global shape: autograd, `nn.Module`, `torch.optim` and
-`torch.nn.functional` take it as it is. Below autograd each ATen op arrives in `__torch_dispatch__`
-and becomes a program of its own (dispatch.py, execute_op.py), made by the planner, the lowering
-and the execution of `dt.compile`. Reading a value waits for it; nothing else does.
-
-Invariants: tensors that share storage in PyTorch share it here (values.py). Mixing clusters,
-meshes, or plain tensors of more than one number, is an error that names both.
+It is a torch.Tensor with the global shape, for autograd, `nn.Module` and `torch.optim`. Below
+autograd, each ATen op becomes a planned program (dispatch.py, execute_op.py). Only reading a value
+waits. Tensors that share storage in PyTorch share it here (values.py). Mixing clusters, meshes, or
+plain tensors of more than one element is an error that names both operands.
 """
 
 from __future__ import annotations
@@ -44,11 +41,11 @@ from dtensor.showing import html_text, screen
 
 
 class DTensor(CellTensor):
-    """Global ``shape`` and ``dtype``; ``spec`` says how it is split. Made by `distribute`, by
-    compiled functions and by ops on DTensors."""
+    """A tensor with a global ``shape`` and ``dtype`` that is split as ``spec`` says. `distribute`,
+    compiled functions and ops on DTensors return DTensors."""
 
     def __new__(cls, spec: TensorSpec, session: MeshSession, name: str) -> DTensor:
-        """The tensor whose shards are stored under ``name``, which it drops with itself."""
+        """Make a tensor of the shards that are stored under ``name``. They are dropped with it."""
         value = Value(session, session.stored(name, spec))
         return cls.of(Cell(session, contiguous_layout(spec), value))
 
@@ -57,7 +54,7 @@ class DTensor(CellTensor):
 
     @staticmethod
     def of(cell: Cell, view: ViewStep | None = None) -> DTensor:
-        """The tensor that is a cell, or a view of it."""
+        """Return a tensor of a cell, or of a view of the cell."""
         spec = cell.layout.spec
         tensor: Any = make_wrapper_subclass(  # type: ignore[attr-defined]
             DTensor,
@@ -72,10 +69,11 @@ class DTensor(CellTensor):
         tensor._cached_view = None
         return tensor
 
-    # -- what it stands on ------------------------------------------------------------------------
+    # -- the value on the ranks -------------------------------------------------------------------
 
     def value(self, *, requested: bool = False) -> Value:
-        """Its own shards, not those of what it is a view of; ``requested``: to be read by the user."""
+        """Return the value of this tensor, for a view the value of the view and not of its cell.
+        ``requested``: the user reads it, so its communication is not implicit."""
         return own_value(self, requested=requested)
 
     @property
@@ -85,42 +83,42 @@ class DTensor(CellTensor):
 
     @property
     def held(self) -> Layout:
-        """Its spec as a layout, the same object for equal specs: a spec takes longer to compare."""
+        """The spec as a contiguous layout: the same object for equal specs, which is faster to
+        compare than a spec."""
         if self._view is None:
             return contiguous(self._cell.layout)
         return contiguous_layout(spec_of(self))
 
     @property
     def name(self) -> str:
-        """Under which its shards stand in the ranks' tables, as long as nothing writes to it."""
+        """The name of the shards in the ranks' tables, until the tensor is written."""
         return self.value().stored.label
 
     # -- values -----------------------------------------------------------------------------------
 
     def local_tensors(self) -> list[torch.Tensor]:
-        """The shards, one per rank that holds the value, in rank order; CPU copies. Waits."""
+        """Return CPU copies of the shards, one per rank that holds the value, in rank order. Waits
+        for the value."""
         return fetch(self.value(requested=True))
 
     def full_tensor(self) -> torch.Tensor:
-        """The global value as one CPU tensor; pending values are reduced. Waits.
-
-        Differentiable: the gradient is placed as this tensor is.
-        """
+        """Return the global value as one CPU tensor, with pending sums reduced. Waits for the
+        value. Differentiable: the gradient is placed as this tensor is."""
         if self.requires_grad and torch.is_grad_enabled():
             return _FullTensor.apply(self)
         return self.full_value()
 
     def full_value(self) -> torch.Tensor:
-        """The global value, without history."""
+        """Return the global value as a CPU tensor without autograd history. Waits for the value."""
         value = self.value(requested=True)
         shards = dict(zip(value.stored.at, fetch(value), strict=True))
         return assemble_at(shards, value.stored.spec)
 
     def redistribute(self, **placements: Placement) -> DTensor:
-        """The same value under other placements; the collectives run on the actors.
+        """Return the same value with other placements. Collectives run on the actors.
 
-        Axes that are not named stay as they are. Differentiable: the gradient goes back to this
-        tensor's placement; that of a pending sum is replicated where the sum was pending.
+        Axes that are not named keep their placements. Differentiable: the gradient has this
+        tensor's placement, but Replicate in place of a pending sum.
         """
         spec = self.spec
         check_placements(self.mesh, placements)
@@ -177,11 +175,11 @@ class DTensor(CellTensor):
         self._cell, self._view, self._cached_view = other._cell, other._view, None
 
     def tolist(self) -> Any:
-        """The values as Python numbers. Waits."""
+        """Return the global value as nested lists. Waits for the value."""
         return self.full_value().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The global value as an array of its own. Waits."""
+        """Return the global value as a new array. Waits for the value."""
         if self.requires_grad and not force:
             raise RuntimeError("numpy() of a tensor that requires grad: use x.detach().numpy()")
         return self.full_value().numpy()
@@ -234,7 +232,7 @@ class DTensor(CellTensor):
 
 
 def _sent_to_actor(x: DTensor) -> torch.Tensor:
-    # Not at the top: few programs have actors of their own.
+    # imported here because few programs spawn actors
     from dtensor.api.eager.actor_arguments import sent_to_actor
 
     return sent_to_actor(x)
@@ -256,7 +254,7 @@ def _as_tensors(result: Any) -> Any:
 
 
 class _Redistribute(torch.autograd.Function):
-    """The same value at another spec; its gradient at the operand's, where that is not pending."""
+    """Changes the placements. The gradient has the operand's placements, without pending sums."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, target: TensorSpec) -> DTensor:  # type: ignore[override]
@@ -274,7 +272,7 @@ class _Redistribute(torch.autograd.Function):
 
 
 class _FullTensor(torch.autograd.Function):
-    """The global value as a plain tensor; its gradient is distributed again."""
+    """Gathers the global value as a plain tensor, and distributes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor) -> torch.Tensor:  # type: ignore[override]
@@ -288,7 +286,7 @@ class _FullTensor(torch.autograd.Function):
 
 
 class _Placed(torch.autograd.Function):
-    """A gradient of a global value, distributed. Its own gradient is a global value again."""
+    """Distributes the gradient of a gathered value, and gathers the gradient's own gradient."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -302,7 +300,7 @@ class _Placed(torch.autograd.Function):
 
 
 def put_shards(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> DTensor:
-    """A tensor's shards on the ranks, as ``spec`` says; it may name a part of the mesh."""
+    """Put a tensor's shards on the ranks that ``spec`` names, and return them as a DTensor."""
     name, mesh = fresh_name(), spec.mesh
     values: list[dict[str, object]] = [{} for _ in range(mesh.size)]
     for rank in holders_of(spec):
@@ -312,16 +310,16 @@ def put_shards(tensor: torch.Tensor, spec: TensorSpec, session: MeshSession) -> 
     return DTensor(spec, session, name)
 
 
-# -- made by the user ------------------------------------------------------------------------------
+# -- functions for the user ------------------------------------------------------------------------
 
 
 def spec(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
-    """The spec that ``text`` denotes, as in ``spec("f32[8@tp,16]", Mesh(tp=2))``.
+    """Return the spec that a text denotes, as in ``spec("f32[8@tp,16]", Mesh(tp=2))``.
 
         >>> dt.spec("f32[8@tp,3*16]{sum@dp}", dt.Mesh(dp=2, tp=2)).sharding
         {'dp': Partial("sum"), 'tp': Shard(0)}
 
-    It stands for an argument in ``plan`` and in `dtensor.testing`.
+    A spec can take the place of a tensor argument in ``plan`` and in `dtensor.testing`.
 
     Args:
         text: a dtype and the global shape. ``8@tp``: split over tp; ``8@(tp,dp)``: over two axes,
@@ -329,7 +327,7 @@ def spec(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
         mesh: has the axes that are named.
         requires_grad: marks an input whose gradient is wanted.
 
-    Raises PlanningError for a text that is none, and for an axis that the mesh lacks.
+    Raises PlanningError for a text that is not a spec, or an axis that the mesh lacks.
     """
     check_kind("a spec", text, str, "a text", 'dt.spec("f32[8@tp,16]", mesh)')
     check_mesh(mesh)
@@ -338,15 +336,15 @@ def spec(text: str, mesh: Mesh, *, requires_grad: bool = False) -> TensorSpec:
 
 
 def distribute(tensor: torch.Tensor, mesh: Mesh, **placements: Placement) -> DTensor:
-    """Put a tensor's shards on the ranks of ``mesh``; ``placements`` are by axis, ``tp=dt.Row()``.
-    Axes that are not named: Replicate.
+    """Put a tensor's shards on the ranks of ``mesh``. ``placements``: by axis, as in
+    ``tp=dt.Row()``; Replicate on other axes.
 
         >>> x = dt.distribute(torch.ones(4, 3), dt.Mesh(tp=2), tp=dt.Row())
         >>> str(x.spec), str(x.sum(0).spec), x.sum().full_tensor()
         ('f32[4@tp,3]', 'f32[3]{sum@tp}', tensor(12.))
 
-    The result is a leaf; it requires grad where ``tensor`` does. Raises PlanningError for an axis
-    that the mesh lacks and a placement that does not fit.
+    The result is a leaf, which requires grad if ``tensor`` does. Raises PlanningError for an axis
+    that the mesh lacks, or a placement that does not fit.
     """
     if isinstance(tensor, DTensor):
         raise PlanningError(

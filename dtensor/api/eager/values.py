@@ -1,20 +1,13 @@
-"""The values of DTensors: values that never change, cells that do, and views of cells.
+"""The data structures of DTensors: immutable values, cells that hold them, and views of cells.
 
     w = (x @ y)            a Cell that holds a Value: shards under one name on the ranks
     v = w[1:].t()          the same Cell, seen through the views slice and t
-    v.mul_(2)              a new Value is computed and the Cell holds it; w and v both see it
+    v.mul_(2)              a new Value is computed and stored in the Cell; w and v both see it
 
-So aliasing is PyTorch's: tensors that share storage there share a cell here, and a view is read
-from its cell's present value. A Value is dropped on the ranks when nothing refers to it. The user's
-tensor is a CellTensor: a cell, or a view of one.
-
-Invariants: a Value's shards are never written again, so cells may share one (a clone costs
-nothing). The exception is a Value that only one cell has ever held, which a compiled function may
-change in place: then a new Value has the same shards. A cell's shape, dtype and strides are fixed;
-its placement is that of the value it holds. Views are interned, like layouts: equal ones are one
-object, compared by identity.
-
-Not here: the computation of a value (execute_op.py), the backward of a view (views.py).
+Tensors that share storage in PyTorch share a cell here. A Value that nothing refers to is dropped
+on the ranks. Invariants: a Value's shards are never written, so cells may share a Value, and a
+clone costs nothing; except that a compiled function may write the shards of a Value that only one
+cell has ever held. Equal views are one object, compared by identity.
 """
 
 from __future__ import annotations
@@ -38,9 +31,9 @@ def fresh_name() -> str:
 
 
 class Value:
-    """A value on the ranks of a session, which is dropped there with this object.
+    """A value on the ranks of a session. Its shards are dropped when this object is collected.
 
-    ``returned``: its shards' output, if they also come back with the run that makes them.
+    ``returned``: the output of the run that makes the value, if the run also returns its shards.
     """
 
     __slots__ = ("cells", "owns_shards", "returned", "run", "session", "stored")
@@ -50,14 +43,14 @@ class Value:
     ) -> None:
         self.session: MeshSession = session
         self.stored: StoredTensor = stored
-        self.owns_shards: bool = True  # False once another Value has its shards
+        self.owns_shards: bool = True  # False once another Value has the shards
         self.returned: Returned | None = returned
-        self.cells: int = 0  # number of cells that have held it
-        self.run: Any = None  # the future of the run that has changed it in place
+        self.cells: int = 0  # the number of cells that have held this value
+        self.run: Any = None  # the future of the run that writes the shards in place
 
     def after_write(self, run: Any) -> Value:
-        """A new Value for its shards, since a run writes to them; this one is not valid any
-        more."""
+        """Return a new Value of the same shards, which a run writes in place. This Value is no
+        longer valid."""
         new = Value(self.session, self.stored)
         new.run = run
         self.owns_shards = False
@@ -70,10 +63,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ViewStep:
-    """A view op on a cell (``parent`` None) or on a view, and its layout.
-
-    ``args`` are the op's arguments after the tensor.
-    """
+    """A view op on a cell (``parent`` is None) or on another view, and the layout of its result.
+    ``args``: the op's arguments after the tensor."""
 
     parent: ViewStep | None
     target: Any
@@ -84,16 +75,15 @@ class ViewStep:
     dtype: torch.dtype
 
     def steps(self) -> tuple[ViewStep, ...]:
-        """The views from the cell to this one."""
+        """Return the views from the cell to this view, in order."""
         return (*(self.parent.steps() if self.parent is not None else ()), self)
 
 
 class Cell:
-    """Storage, which a tensor and its views share.
+    """The storage that a tensor and its views share. Its shape, dtype and strides are fixed.
 
-    ``value`` is None until the first write (`torch.empty_like`); ``layout`` is the value's layout.
-    ``reduced``: the same value, reduced for an op that needed it, so that the next one need not
-    reduce it again.
+    ``value``: None until the first write (`torch.empty_like`); ``layout``: the value's layout;
+    ``reduced``: the same value without its pending sum, which an earlier op had to reduce.
     """
 
     __slots__ = ("layout", "reduced", "session", "value")
@@ -107,7 +97,7 @@ class Cell:
             value.cells += 1
 
     def set(self, value: Value) -> None:
-        """Hold another value from now on."""
+        """Hold this value from now on."""
         self.value = value
         self.reduced = None
         value.cells += 1
@@ -116,17 +106,15 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class CachedView:
-    """A view's own value, and the value of its cell from which it was made."""
+    """The value of a view, and the cell's value from which it was computed."""
 
     source: Value
     value: Value
 
 
 class CellTensor(TensorHandle):
-    """A tensor that is a cell, or a view of one: the operand of ops. `DTensor` is the only kind.
-
-    ``_cached_view``: the view's own value, if it took communication to make it.
-    """
+    """A tensor that is a cell, or a view of one: the operand of ops. `DTensor` is the only
+    subclass. ``_cached_view``: the view's value, if its computation needed communication."""
 
     _cell: Cell
     _view: ViewStep | None
@@ -151,8 +139,8 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadValue:
-    """An operand as an op reads it: a whole value seen through views; or a plain tensor, given to
-    each rank."""
+    """An operand as an op reads it: a cell's value seen through views, or a plain tensor that is
+    sent to each rank."""
 
     value: Value | torch.Tensor
     layout: Layout

@@ -1,14 +1,12 @@
-"""Views of a cell, and what in-place ops on them mean for the whole: both as functional ops.
+"""Views of a cell, and in-place ops on views, expressed as functional ops.
 
     x[1:].t()         the steps slice, then t
     x[1:].mul_(2)     mul(slice(x), 2)  then  slice_scatter(x, new)
     x.t().zero_()     full(sizes, 0)    then  permute(new)
 
-`view_step` says what a view looks like; `functional` gives the value that an in-place op's operand
-is to have; `write_back` the value of the whole that the operand is a view of. The latter two
-write calls into the graph that is being built (op_program.py).
-
-Invariant: an in-place op or a view that is not known here is refused by name.
+`view_step` returns the shape of a view. `functional` and `write_back` add calls to the graph of an
+op (op_program.py): for the new value of the written view, and for the new value of its cell.
+Invariant: an unknown in-place op or view is an error that names it.
 """
 
 from __future__ import annotations
@@ -33,13 +31,14 @@ _steps: dict[Any, ViewStep] = {}
 
 
 def view_step(x: CellTensor, target: Any, args: tuple[Any, ...]) -> ViewStep:
-    """``target(x, *args)`` as a view of x's cell. Torch's own errors where x has no such view."""
+    """Return ``target(x, *args)`` as a view of x's cell. Raises torch's own error if x has no such
+    view."""
     parent = x._view
-    seen = (tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
-    key = (seen if parent is None else parent, target, _hashable(args))
+    layout = (tuple(x.shape), x.stride(), x.storage_offset(), x.dtype)
+    key = (layout if parent is None else parent, target, _hashable(args))
     step = _steps.get(key)
     if step is None:
-        # on the meta device, not fake: its errors are those of torch's own kernels
+        # a meta tensor, not a fake one: its errors are those of torch's kernels
         reach = sum(max(n - 1, 0) * s for n, s in zip(x.shape, x.stride(), strict=True))
         storage = torch.empty(x.storage_offset() + reach + 1, dtype=x.dtype, device="meta")
         with torch.no_grad():
@@ -63,7 +62,8 @@ def _hashable(value: Any) -> Any:
 def functional(
     call: Write, target: Any, self: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> fx.Node:
-    """The new value of ``self``, in its own shape and dtype."""
+    """Add calls that compute the new value of ``self`` after an in-place op, in the shape and dtype
+    of ``self``."""
     val = self.meta["val"]
     shape, dtype = list(val.shape), val.dtype
     match target:
@@ -94,7 +94,8 @@ def functional(
 
 @cache
 def functional_form(target: Any) -> Any:
-    """``aten.add.Tensor`` for ``aten.add_.Tensor`` and ``aten.add.out``. None: torch has none."""
+    """Return the functional form of an op, as aten.add.Tensor for aten.add_.Tensor and
+    aten.add.out; None if torch has none."""
     space, name = target._schema.name.split("::")
     twin = name if name.endswith("__") else name.removesuffix("_")
     taken = [(a.name, a.type) for a in target._schema.arguments if not a.is_out]
@@ -108,9 +109,9 @@ def functional_form(target: Any) -> Any:
 def write_back(
     call: Write, view: ViewStep | None, chain: tuple[fx.Node, ...], new: fx.Node, *, is_split: bool
 ) -> fx.Node:
-    """The whole, once ``new`` is written where the last view looks at it.
+    """Add calls that compute the cell's value after ``new`` is written through its views.
 
-    ``chain``: the whole, then each view of it; ``is_split``: some rank has but a part of the whole.
+    ``chain``: the cell's value, then each view of it; ``is_split``: the cell is sharded.
     """
     steps = view.steps() if view is not None else ()
     for step, base in zip(reversed(steps), reversed(chain[:-1]), strict=True):
@@ -121,6 +122,7 @@ def write_back(
 def _write_through(
     call: Write, step: ViewStep, base: fx.Node, new: fx.Node, is_split: bool
 ) -> fx.Node:
+    """Add calls that compute the value of ``base`` after ``new`` is written to one view of it."""
     shape = list(base.meta["val"].shape)
     match step.target:
         case (
@@ -143,7 +145,7 @@ def _write_through(
             return call(aten.permute.default, new, [order.index(d) for d in range(len(order))])
         case aten.slice.Tensor:
             return call(aten.slice_scatter.default, base, new, *step.args)
-        case aten.select.int if is_split:  # no rank need have the dim whole for this
+        case aten.select.int if is_split:  # select_scatter would need the dim unsplit
             dim, index = step.args[0] % len(shape), step.args[1] % shape[step.args[0]]
             place = call(aten.arange.default, shape[dim], device=CPU)
             ones = [-1 if d == dim else 1 for d in range(len(shape))]
