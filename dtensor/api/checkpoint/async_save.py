@@ -1,19 +1,12 @@
-"""An asynchronous save: where its values are, who writes them, when it is done.
+"""Asynchronous saves: ranks copy their values between two steps, and write them while steps run.
 
-    saved = submitted(SaveOptions("ckpt/100", 100, None, None, "dcp"), model, optimizer)
+    saved = submit_save(SaveOptions("ckpt/100", 100, None, None, "dcp"), model, optimizer)
     saved.get()                # "ckpt/100", once it is on the disk
-    saved.wait()               # the same, and returns None
 
-Ranks copy their values in a run among the steps, and write them while later steps run. Of
-`f32[64@dp,16]` at dp=4 each rank writes its `[16,16]`; a replicated value is written by one rank.
-The controller writes its own values by the same code. A thread of the controller waits for all
-parts, and publishes the folder whole.
-
-Invariant: a save ends before the process does. A failure that was not read by then is printed, and
-the exit status is not 0. (Python waits for the thread, which is no daemon, and calls exit handlers
-then.)
-
-Not here: the files (runtime/checkpoint), the ranks' side (runtime/checkpoint/saving.py).
+Of `f32[64@dp,16]` at dp=4 each rank writes its `[16,16]`; one rank writes a replicated value; the
+controller writes its own values. A thread of the controller waits for all parts, and then publishes
+the folder. Invariant: a save ends before the process does, because Python waits for the thread. An
+exit handler prints a failure that was not read, and makes the exit status nonzero.
 """
 
 from __future__ import annotations
@@ -77,18 +70,18 @@ from dtensor.sharding.ops.call import STEP
 from dtensor.sharding.spec.stored import StoredTensor
 from dtensor.signals import held_back, wait
 
-LOOK_S = 0.02  # how often a save looks for the parts of ranks
-ASK_S = 2.0  # after which it asks the ranks how far they are: one may be lost, or its disk full
+LOOK_S = 0.02  # the interval at which a save looks for the parts of ranks
+ASK_S = 2.0  # the interval at which it asks the ranks: one may be lost, or its disk full
 
 
 class WriterLost(CheckpointError):
-    """A rank was lost while it wrote, and replaced: its part is lost, and the launch continues."""
+    """A rank was lost while it wrote its part, and was replaced, so that the launch continues."""
 
 
 class Saved:
     """A save, which may still be running. ``get()`` waits, and returns the path or raises the
-    failure: then there is no checkpoint, and earlier ones are unchanged. ``wait()`` does the same
-    and returns None. ``done()``; ``path``."""
+    failure; there is no checkpoint then, and earlier ones are unchanged. ``wait()`` does the same
+    and returns None; ``done()`` returns whether the save has ended; ``path`` is its folder."""
 
     def __init__(self, path: str, finish: Callable[[], None], source: Source | None = None) -> None:
         self.path = path
@@ -105,8 +98,8 @@ class Saved:
             raise
 
     def get(self, timeout: float | None = None) -> str:
-        """The path, when all is on the disk. `TimeoutError` after ``timeout`` seconds; the save
-        continues."""
+        """Wait until all is on the disk, and return the path. Raises the save's failure, or
+        TimeoutError after ``timeout`` seconds; the save continues then."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"{self.path} is not written after {timeout:g} s; ask again.")
@@ -119,16 +112,16 @@ class Saved:
     result = get
 
     def wait(self, timeout: float | None = None) -> None:
-        """As `get`, without a result."""
+        """Wait as `get` does, and return None."""
         self.get(timeout)
 
     def done(self) -> bool:
-        """Whether `get` would not wait."""
+        """Return whether the save has ended."""
         return not self._thread.is_alive()
 
     def settle(self) -> None:
-        """Wait; raises the failure, unless it was read. The loss of a rank that was replaced is
-        only a warning: the loop and later saves continue."""
+        """Wait, and raise the failure unless it was read. If a rank was lost and replaced, only
+        warn, so that the training loop continues."""
         self.join()
         if self._read:
             return
@@ -146,11 +139,11 @@ class Saved:
             wait()  # for signals
 
     def over(self) -> bool:
-        """Whether it is done and has no unread failure."""
+        """Return whether the save has ended without an unread failure."""
         return self.done() and (self._error is None or self._read)
 
-    def told(self) -> str:
-        """Wait; an unread failure as text, or ""."""
+    def take_note(self) -> str:
+        """Wait, and return an unread failure as the text of a note, or "". It counts as read."""
         self.join()
         if self._error is None or self._read:
             return ""
@@ -158,11 +151,11 @@ class Saved:
         return f"and of the save to {self.path}: {self._error}"
 
     def unread(self) -> str:
-        """Wait; the text that the end of the process prints, or "". It reports a failure that was
-        not read, or was only a warning or a note, which the user may not have seen."""
+        """Wait, and return the text that the end of the process prints, or "". It reports a failure
+        that was not read, or that was only a warning or a note."""
         try:
             self.join()
-        except BaseException as error:  # a Ctrl-C at the end: the process goes, and the thread too
+        except BaseException as error:  # Ctrl-C at the end: the process and the thread end
             why = f"{self.path} is not written: waiting for it was ended by {error!r}."
         else:
             if self._error is None or (self._read and not self._noted):
@@ -177,12 +170,12 @@ class Saved:
         try:
             finish()
         except BaseException as error:  # `get` raises it
-            if not os.path.exists(self.path):  # it exists where an older one cannot be removed
+            if not os.path.exists(self.path):  # it exists if an older save could not be removed
                 error.add_note(f"{self.path} was not written; its earlier contents are unchanged.")
             self._error = error
         else:
-            moot = {other for other in [*_open] if other._noted}  # a later checkpoint replaces them
-            _open.difference_update(moot, [self])
+            outdated = {other for other in [*_open] if other._noted}  # this save replaces them
+            _open.difference_update(outdated, [self])
 
     def __repr__(self) -> str:
         state = "running" if not self.done() else "failed" if self._error else "done"
@@ -190,27 +183,27 @@ class Saved:
 
 
 _open: set[Saved] = set()
-"""Saves that are running, or have failed and may be unread."""
-os.register_at_fork(after_in_child=_open.clear)  # the child does not have their threads
+"""Saves that are running, or that have failed and may be unread."""
+os.register_at_fork(after_in_child=_open.clear)  # a forked child does not have their threads
 
 
 def note_unread(error: BaseException, saves: Iterable[Saved]) -> None:
-    """Wait for saves; their unread failures become notes on the error that ends a launch. Notes on
-    an exit are not printed: the process's end prints those failures."""
+    """Wait for saves, and add their unread failures as notes to the error that ends a launch;
+    except to an exit, whose notes are not printed. The end of the process then prints them."""
     for saved in saves:
         saved.join()
-        if not isinstance(error, SystemExit | GeneratorExit) and (lost := saved.told()):
-            error.add_note(lost)
+        if not isinstance(error, SystemExit | GeneratorExit) and (note := saved.take_note()):
+            error.add_note(note)
 
 
 @atexit.register
-def _tell_unread() -> None:
+def _print_unread() -> None:
     texts = [text for saved in sorted(_open, key=lambda s: s.path) if (text := saved.unread())]
     if texts:
         if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
             with suppress(OSError, ValueError):  # a broken pipe, or closed
                 sys.stderr.write("".join(texts))
-        _open.clear()  # and their tracebacks, whose objects Python deletes at its end
+        _open.clear()  # also drops the tracebacks, whose objects Python would delete too late
         not_zero()
 
 
@@ -227,8 +220,8 @@ class SaveOptions:
 
 @dataclass(slots=True)
 class _Located:
-    """The locations of a checkpoint's values: on ranks, or here. ``aliases``: further names of
-    tensors, to their first ones."""
+    """The locations of a checkpoint's values: tensors on ranks or on the controller (``here``), and
+    ``small`` values. ``aliases``: each further name of a tied tensor, with its first name."""
 
     on_ranks: dict[Names, StoredTensor] = field(default_factory=dict[Names, StoredTensor])
     here: dict[Names, Tensor] = field(default_factory=dict[Names, Tensor])
@@ -236,14 +229,15 @@ class _Located:
     small: dict[Names, Any] = field(default_factory=dict[Names, Any])
 
 
-def submitted(
+def submit_save(
     stated: SaveOptions, model: ParallelModule, optimizer: torch.optim.Optimizer | None
 ) -> Saved:
-    with CALL_LOCK, held_back():  # it only begins here
+    """Start a save of the state after the steps called before."""
+    with CALL_LOCK, held_back():
         model.look()
         session = existing_session(model.mesh)
         if session is not None and launched() is not None:
-            _hold_what_is_on_meta(session, model)
+            _make_meta_values(session, model)
         model_home = session.model_homes.get(id(model)) if session is not None else None
         if model_home is not None:
             model_home.settle()
@@ -251,7 +245,7 @@ def submitted(
         _locate_model(state, model, model_home, () if stated.format == "hf" else ("model",))
         if optimizer is not None:
             _locate_optimizer(state, model, optimizer, model_home)
-        writing = _begun(stated, model, state)
+        writing = _begin_writing(stated, model, state)
         saving = Saving(folder=writing.folder, previous=writing.previous, format=stated.format)
         try:
             run, compare = None, None
@@ -260,9 +254,9 @@ def submitted(
                     from dtensor.api.checkpoint.equal_copies import warn_of_unequal
 
                     compare = warn_of_unequal(model_home, optimizer)
-                run = _copied_by_ranks(saving, session, model_home, state.on_ranks)
+                run = _copy_on_ranks(saving, session, model_home, state.on_ranks)
             if state.here:
-                pieces = [_whole(path, tensor) for path, tensor in state.here.items()]
+                pieces = [_full_piece(path, tensor) for path, tensor in state.here.items()]
                 hand_over(saving, model.mesh.size, pieces)
         except BaseException:
             writing.abort()
@@ -272,15 +266,15 @@ def submitted(
             counters["optimizer"] = type(optimizer).__name__
             counters["attributes"] = changed_attributes(optimizer)
             counters["numbers"] = python_numbers(optimizer)
-        ending = _Ending(
+        completion = _Completion(
             stated, writing, saving, state, counters, model.mesh.size, session, model_home, run,
             compare,
         )  # fmt: skip
         if model_home is not None:
             model_home.unsaved = False
         try:
-            saved = Saved(stated.path, ending.finish, source_here())
-        except BaseException:  # as in a process that ends, which starts no thread
+            saved = Saved(stated.path, completion.finish, source_here())
+        except BaseException:  # for example, a process that is ending cannot start a thread
             writing.abort()
             raise
         if session is not None:
@@ -289,20 +283,22 @@ def submitted(
         return saved
 
 
-def _begun(stated: SaveOptions, model: ParallelModule, state: _Located) -> Writing:
+def _begin_writing(stated: SaveOptions, model: ParallelModule, state: _Located) -> Writing:
     if stated.format == "dcp":
         return Writing.begin(stated.path, step=stated.step, extra=stated.extra, small=state.small)
     tensors = {
-        ".".join(path): (one.spec.dtype, one.spec.shape) for path, one in state.on_ranks.items()
-    } | {".".join(path): (own.dtype, tuple(own.shape)) for path, own in state.here.items()}
+        ".".join(path): (value.spec.dtype, value.spec.shape)
+        for path, value in state.on_ranks.items()
+    } | {".".join(path): (tensor.dtype, tuple(tensor.shape)) for path, tensor in state.here.items()}
     tied = {".".join(path): ".".join(first) for path, first in state.aliases.items()}
     return Writing.begin_hf(
         stated.path, tensors, tied=tied, model=model.module, step=stated.step, extra=stated.extra
     )
 
 
-def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
-    """Let ranks make the values that do not exist yet, rather than the controller."""
+def _make_meta_values(session: MeshSession, model: ParallelModule) -> None:
+    """Have the ranks, rather than the controller, make initial values of tensors on the meta device
+    that do not exist yet."""
     tensors, holders = model.seen.tensors, model.initial.holders
     labels = set(labels_in_state(model.module, model.seen).values()) & tensors.keys()
     missing = [n for n in sorted(labels) if tensors[n].is_meta and n not in holders]
@@ -314,6 +310,8 @@ def _hold_what_is_on_meta(session: MeshSession, model: ParallelModule) -> None:
 def _locate_model(
     state: _Located, model: ParallelModule, model_home: ModelHome | None, prefix: Names
 ) -> None:
+    """Add the locations of the module's state dict. Raises PlanningError for an entry that is
+    neither a parameter nor a buffer."""
     tensors = model.seen.tensors
     first: dict[str, Names] = {}
     for key, label in labels_in_state(model.module, model.seen).items():
@@ -343,6 +341,7 @@ def _locate_optimizer(
     optimizer: torch.optim.Optimizer,
     model_home: ModelHome | None,
 ) -> None:
+    """Add the locations of the optimizer's state and of its groups' options."""
     keys = keys_in_state(model, optimizer)
     state.small["optimizer", "param_groups"] = [
         {**_options(group), "params": [keys[id(p)] for p in group["params"]]}
@@ -363,7 +362,7 @@ def _locate_optimizer(
         if any(
             isinstance(value, Tensor) and value.is_meta for value in state_of_parameter.values()
         ):
-            continue  # Adagrad's initial value, of a parameter on the meta device
+            continue  # Adagrad's initial state of a parameter on the meta device
         for key, value in state_of_parameter.items():
             path = "optimizer", "state", keys[id(parameter)], key
             if isinstance(value, Tensor):
@@ -373,30 +372,31 @@ def _locate_optimizer(
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as data: a learning rate that is a tensor, as a number."""
+    """Return a group's options, with numbers in place of tensors of one element."""
 
-    def plain(value: Any) -> Any:
+    def to_number(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(plain, value))
+            return tuple(map(to_number, value))
         return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
-    return {k: plain(v) for k, v in group.items() if k not in ("params", "param_names")}
+    return {k: to_number(v) for k, v in group.items() if k not in ("params", "param_names")}
 
 
-def _whole(path: Names, tensor: Tensor) -> TensorPiece:
+def _full_piece(path: Names, tensor: Tensor) -> TensorPiece:
     shape = tuple(tensor.shape)
     return TensorPiece(
         path=path, shape=shape, offsets=(0,) * len(shape), tensor=private_copy(tensor)
     )
 
 
-def _copied_by_ranks(
+def _copy_on_ranks(
     saving: Saving,
     session: MeshSession,
     model_home: ModelHome,
     values: Mapping[Names, StoredTensor],
 ) -> Future:
-    """The run in which each rank copies its share; it returns the number of the next step."""
+    """Start the run in which each rank copies its share. The run returns the number of the next
+    step."""
     model = model_home.model
     counted = session.counted(f"{model_home.prefix}steps", model.steps, takes=False)
     fed: dict[str, object] = {STEP: model.steps.present(), SAVING: saving}
@@ -405,15 +405,15 @@ def _copied_by_ranks(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ending:
-    """The second half of a save, after it was submitted: a thread of the controller waits for the
-    parts of ``size`` ranks, if they ``run``, and for the controller's own, and publishes them."""
+class _Completion:
+    """The second half of a save, in a thread of the controller: it waits for the parts of ``size``
+    ranks, unless ``run`` is None, and of the controller, and publishes them."""
 
     stated: SaveOptions
     writing: Writing
     saving: Saving
     state: _Located
-    own: dict[str, Any]
+    counters: dict[str, Any]  # dtensor's own entry in the checkpoint
     size: int
     session: MeshSession | None
     model_home: ModelHome | None
@@ -431,7 +431,7 @@ class _Ending:
             raise
 
     def _finish(self) -> None:
-        steps = self.own["steps"]
+        steps = self.counters["steps"]
         try:
             if self.run is not None:
                 steps = self.run.get()[0]["number"]
@@ -439,7 +439,7 @@ class _Ending:
                 self.compare()
             parts = self._parts()
             if self.stated.format == "dcp":
-                self.writing.add(OWN, {**self.own, "steps": steps})
+                self.writing.add(OWN, {**self.counters, "steps": steps})
                 parts = [*parts[:-1], self._with_aliases(parts)]
         except BaseException:
             self.writing.abort()
@@ -449,8 +449,8 @@ class _Ending:
             self.model_home.saved = f"{self.stated.path} has the last save", steps
 
     def _parts(self) -> list[PartRecord]:
-        """The records of all parts. If one fails, the others are still waited for: they write
-        there."""
+        """Wait for all parts, and return their records. If a part fails, the other parts are still
+        waited for, because they write into the folder."""
         folder, records, failed = self.writing.folder, dict[int, PartRecord](), dict[int, str]()
         waiting = [*(range(self.size) if self.run is not None else ())]
         waiting += [self.size] if self.state.here else []
@@ -468,7 +468,7 @@ class _Ending:
             if self.session is not None and self.session.cluster.failure is not None:
                 raise self.session.cluster.failure
             if time.monotonic() - asked > ASK_S:
-                failed |= self._fallen(waiting)
+                failed |= self._failed_ranks(waiting)
                 asked = time.monotonic()
             time.sleep(LOOK_S)
         for rank, why in sorted(failed.items()):
@@ -477,9 +477,9 @@ class _Ending:
             raise kind(f"{who} could not write its part of {self.stated.path}: {why}")
         return list(records.values())
 
-    def _fallen(self, waiting: Sequence[int]) -> dict[int, str]:
-        """The ranks that will write nothing, and why: the process was lost, or could not even
-        report it. Asks the ranks, after the running steps."""
+    def _failed_ranks(self, waiting: Sequence[int]) -> dict[int, str]:
+        """Return the ranks that will not write their parts, with the reason: the process was lost,
+        or could not report a failure. Asks the ranks, after the running steps."""
         folder = self.writing.folder
         states = {self.size: state_of(folder, self.size)}
         if self.session is not None and self.run is not None:
@@ -487,21 +487,22 @@ class _Ending:
             handle = cluster.load(ask_program(self.size))
             states_by_rank = cluster.run(handle, [{SAVING: self.saving}] * self.size).get()
             cluster.unload(handle)
-            states |= {rank: own["state"] for rank, own in enumerate(states_by_rank)}
-        fallen = {r: states[r] for r in waiting if states[r] not in (WRITTEN, WRITING)}
+            states |= {rank: outputs["state"] for rank, outputs in enumerate(states_by_rank)}
+        failed = {r: states[r] for r in waiting if states[r] not in (WRITTEN, WRITING)}
         for rank in waiting:
             if states[rank] == WRITTEN and read_part(folder, rank) is None:
-                fallen[rank] = f"this machine does not see its part in {folder}"
-        return fallen
+                failed[rank] = f"this machine does not see its part in {folder}"
+        return failed
 
     def _with_aliases(self, parts: Sequence[PartRecord]) -> PartRecord:
-        """The last part, with tied tensors under their other names too, which have no bytes."""
+        """Return the last part with records of tied tensors under their other names, which point to
+        the same bytes."""
         pieces: dict[Names, list[TensorRecord]] = {}
         for record in (record for part in parts for record in part.tensors):
             pieces.setdefault(record.path, []).append(record)
-        also = [
+        aliases = [
             replace(record, path=path)
             for path, first in self.state.aliases.items()
             for record in pieces[first]
         ]
-        return replace(parts[-1], tensors=(*parts[-1].tensors, *also))
+        return replace(parts[-1], tensors=(*parts[-1].tensors, *aliases))

@@ -7,21 +7,8 @@
             saved = dt.save(f"ckpt/{i + 1}", model, opt, step=i + 1, extra={...}, keep=3)
     saved.get()                                        # "ckpt/1000", once it is on the disk
 
-A save is submitted like a step, and has its place in their order: it has the state after the steps
-called before it, and no changes of those called after. One save runs at a time: the next waits for
-it, so no rank holds more than one copy. Outside a launch, where no step could run meanwhile, it is
-done when the call returns; so is one for Hugging Face, whose folder others write to.
-
-Besides parameters, buffers and the optimizer's state a checkpoint has the facts that determine
-random numbers: the seed, the number of the next training step, the counts of compiled functions'
-calls.
-
-A load checks all names, shapes and dtypes before it writes anything. In a launch each rank reads
-its own ranges from the files; outside, the controller's tensors are filled, except that those on
-the meta device stay on the disk until ranks need them.
-
-Not here: the steps of a save (async_save.py), the matching of names (matching.py), the files
-(runtime/checkpoint), whole states in memory (state_dict.py).
+A save has the state after the steps that were called before it. One save runs at a time. A load
+checks all names, shapes and dtypes before it changes anything.
 """
 
 from __future__ import annotations
@@ -36,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtensor.api.checkpoint.async_save import Saved, SaveOptions, submitted
+from dtensor.api.checkpoint.async_save import Saved, SaveOptions, submit_save
 from dtensor.api.checkpoint.matching import OWN, matched, matched_state
 from dtensor.api.model.parallel import ParallelModule, check_parallel
 from dtensor.api.step.wrapped_optimizers import checked_optional
@@ -53,13 +40,13 @@ from dtensor.runtime.checkpoint.saving import load_program
 
 _ONE_SAVE = threading.RLock()
 _LAST: list[Saved] = []
-"""The save that the next one, and a load, wait for."""
+"""The last save, which the next save and loads wait for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The rest of a checkpoint besides values: ``step`` and ``extra`` as passed to `save`, and its
-    ``path``. Without a step of the user's it is the number of training steps taken."""
+    """The description of a loaded checkpoint: ``step`` and ``extra`` as passed to `save`, and its
+    ``path``. If no step was passed, ``step`` is the number of training steps taken."""
 
     step: int | None
     extra: Any
@@ -92,12 +79,12 @@ def save(
         format: "dcp", the files of torch.distributed.checkpoint; "hf", safetensors of the model
             alone, as `from_pretrained` reads them.
 
-    Outside a launch, and everywhere with ``format="hf"``, it returns when all is on the disk, and
-    raises its failure: `from_pretrained(path)` may follow. Within a launch "dcp" is written while
-    steps run, and the returned `Saved` raises its failure; if it is not read, the next save or the
-    launch's end raises it; at the latest the process's end prints it, and its status is not 0. It
-    waits for a running save, and so do `load` and `resume`. Raises PlanningError for state that
-    cannot be written as requested.
+    Within a launch, "dcp" is written while later steps run, and the returned `Saved` raises a
+    failure. A failure that was not read is raised by the next save or by the launch's end, or it is
+    printed at the end of the process, whose exit status is then not 0. Outside a launch, and with
+    ``format="hf"``, `save` returns when all is on the disk, and raises a failure itself. `save`,
+    `load` and `resume` wait for a running save. Raises PlanningError for state that cannot be
+    written as requested.
     """
     _check_path("save", path)
     check_parallel("save", model)
@@ -119,7 +106,7 @@ def save(
     with _ONE_SAVE:
         if _LAST:
             _LAST.pop().settle()
-        saved = submitted(stated, model, optimizer)
+        saved = submit_save(stated, model, optimizer)
         _LAST.append(saved)
     if format == "hf" or launched() is None:
         saved.wait()
@@ -133,7 +120,7 @@ def load(
     *,
     dtype: str = "saved",
 ) -> Loaded:
-    """Load a checkpoint into the model, and the optimizer, under any placement.
+    """Load a checkpoint into the model and the optimizer, with any placements.
 
     Args:
         path: a path passed to `save`; or a directory of torch.distributed.checkpoint, or of
@@ -141,9 +128,11 @@ def load(
         optimizer: None leaves the optimizer's state in the files.
         dtype: "saved" refuses a tensor of another dtype than the model's; "model" converts it.
 
-    All or nothing: PlanningError for names, shapes or dtypes that differ, CheckpointError for a
-    damaged file, DaftError where a rank fails; then nothing was loaded. Inside a launch the next
-    step reads the optimizer's state, and damage within its files is an error there.
+    In a launch each rank reads its own shards. Outside, the controller's tensors are filled, but
+    tensors on the meta device stay in the files until ranks need them. Raises PlanningError for
+    names, shapes or dtypes that differ, CheckpointError for a damaged file, and DaftError if a rank
+    fails; nothing was loaded then. Inside a launch the next step reads the optimizer's state, and
+    raises the error of a damaged file.
     """
     _check_path("load", path)
     _wait_for_save()
@@ -179,9 +168,9 @@ def load(
             restore_counts(counters["seed"], counters["counts"])
             model.steps.restore(counters["steps"])
         if session is not None:
-            where = f"{checkpoint.path} has the values that were loaded"
-            session.model_home(model).saved = where, model.steps.present()
-    return _told(checkpoint, path)
+            place = f"{checkpoint.path} has the values that were loaded"
+            session.model_home(model).saved = place, model.steps.present()
+    return _describe(checkpoint, path)
 
 
 def resume(
@@ -189,10 +178,11 @@ def resume(
     model: ParallelModule | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Loaded | None:
-    """Load the newest whole checkpoint in a folder, or the one at ``path``; None if there is none.
+    """Load the newest complete checkpoint in a folder, or the checkpoint at ``path``. Return None
+    if there is none.
 
-    So a script that begins with this line continues after a kill. Without a model it only describes
-    the checkpoint and loads no values; without an optimizer its state stays in the files. Raises
+    A script that begins with this call continues after it was killed. Without a model, it only
+    describes the checkpoint; without an optimizer, the optimizer's state stays in the files. Raises
     the errors of `load`.
     """
     _check_path("resume", path)
@@ -212,18 +202,18 @@ def resume(
         raise PlanningError(
             "resume has an optimizer and no model.\nfix: dt.resume(path, model, opt)"
         )
-    return _told(Checkpoint.open(newest), newest)
+    return _describe(Checkpoint.open(newest), newest)
 
 
 def _wait_for_save() -> None:
-    """Wait until the last save has ended: it may write the folder that is read next. A failure of
-    the save is not raised here."""
+    """Wait for the last save, which may write the folder that is read next. Its failure is not
+    raised here."""
     with _ONE_SAVE:
         if _LAST:
             _LAST[-1].join()
 
 
-def _told(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Loaded:
+def _describe(checkpoint: Checkpoint, path: str | os.PathLike[str]) -> Loaded:
     counters = checkpoint.small.get(OWN)
     step = (
         counters["steps"] if checkpoint.step is None and counters is not None else checkpoint.step
@@ -239,8 +229,8 @@ def _check_path(verb: str, path: object) -> None:
 
 
 def _fill_here(checkpoint: Checkpoint, model: ParallelModule, values: Mapping[str, OnDisk]) -> None:
-    """Fill the controller's tensors, all read before the first is written; those on meta stay on
-    the disk."""
+    """Fill the controller's tensors, after reading all values. Values of tensors on the meta device
+    stay on disk."""
     tensors = model.seen.tensors
     on_meta = {label: stored for label, stored in values.items() if tensors[label].is_meta}
     read = {
@@ -262,7 +252,7 @@ def _fill_ranks(
     model: ParallelModule,
     values: Mapping[str, OnDisk],
 ) -> None:
-    """Each rank reads its shards of all values."""
+    """Have each rank read its shards of all values."""
     model_home = session.model_home(model)
     model_home.settle()
     tensors, homes = model.seen.tensors, current_homes(model, session.ranks, model_home)
@@ -285,7 +275,8 @@ def _fill_ranks(
 
 
 def _leave_other_holder(tensor: Tensor, model_home: ModelHome) -> None:
-    """The value on another cluster is no longer valid; tell that holder, if it still answers."""
+    """Make another cluster, which holds this tensor's value, give it up: the value is no longer
+    valid."""
     holder = holder_of(tensor)
     if holder is not None and holder is not model_home:
         if holder.gone:

@@ -1,13 +1,11 @@
-"""Whether ranks that hold copies of one value hold the same: `check_replicas`.
+"""`check_replicas`: checks that ranks that hold copies of one value hold equal copies.
 
-    dt.check_replicas(model, opt)            # 14: so many values have copies, and all are equal
+    dt.check_replicas(model, opt)            # 14: this many values have copies, and all are equal
 
-Where several ranks compute the same update of a replicated value, as those along tp do for norms,
-nothing is sent that would keep their copies equal: their kernels must give the same bits. On a CPU
-they do. On CUDA some do not (`torch.use_deterministic_algorithms` lists them), and the copies may
-drift apart, of which no loss shows anything.
-
-Not here: the digests and their program (runtime/transfer/digests.py).
+Several ranks may compute the same update of a replicated value, as of a norm under tensor
+parallelism. No communication keeps the copies equal: they are equal only if the kernels return the
+same bits. CPU kernels do; some CUDA kernels do not (`torch.use_deterministic_algorithms` lists
+them), and the copies may then drift apart without a trace in the loss.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ _FIX = (
 
 
 class ReplicasDiffer(RuntimeError):
-    """Ranks that should hold copies of one value hold different values. ``names``: of the
-    values."""
+    """Ranks that should hold copies of one value hold different values. ``names``: the names of
+    these values."""
 
     def __init__(self, names: tuple[str, ...], lines: Iterable[str]) -> None:
         self.names = names
@@ -49,16 +47,16 @@ class ReplicasDiffer(RuntimeError):
 
 
 def check_replicas(model: ParallelModule, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Compare the copies of each value that several ranks hold, to the bit; returns how many values
-    have copies.
+    """Compare bitwise the copies of each value that several ranks hold. Return the number of values
+    that have copies.
 
     Args:
-        model: its parameters and buffers, as they are on the ranks after the steps called before.
+        model: the model, whose parameters and buffers are compared after the steps called before.
         optimizer: None leaves its state out.
 
     Raises `ReplicasDiffer`, which names the values, the ranks and the largest differences. Each
-    rank reads its copies once, and sends 16 bytes for each value; only copies that differ are sent
-    whole. On CUDA `gather_state_dict` and `save` look too, and warn.
+    rank reads its copies once and sends 16 bytes for each value; only copies that differ are sent
+    in full. On CUDA, `gather_state_dict` and `save` also compare, and warn.
     """
     check_parallel("check_replicas", model)
     optimizer = checked_optional(optimizer)
@@ -72,55 +70,55 @@ def check_replicas(model: ParallelModule, optimizer: torch.optim.Optimizer | Non
                 "fix: call dt.check_replicas(model, opt) in the launch, after a step"
             )
         values = with_copies(home, optimizer)
-        if values and (found := _begun(home, values)()):
-            _raise(home, values, found)
+        if values and (unequal_values := _submit(home, values)()):
+            _raise(home, values, unequal_values)
     return len(values)
 
 
 def with_copies(home: ModelHome, optimizer: torch.optim.Optimizer | None) -> Paths:
-    """The values of a model, and of its optimizer, of which several ranks have the same; by name,
-    and for the optimizer the key there."""
+    """Return the values of a model, by (name,), and of its optimizer, by (name, key), that several
+    ranks hold."""
     name = home.model.seen.name
-    found: dict[tuple[str, ...], StoredTensor] = {
+    values: dict[tuple[str, ...], StoredTensor] = {
         (name(label),): stored for label, stored in home.owner.stored.items()
     }
-    own = None if optimizer is None else home.optimizers.get(id(optimizer))
-    if own is not None and own.current:
-        for (label, key), stored in own.owner.stored.items():
-            found[name(label), key] = stored
-    return {path: stored for path, stored in found.items() if copies(stored)}
+    optimizer_home = None if optimizer is None else home.optimizers.get(id(optimizer))
+    if optimizer_home is not None and optimizer_home.current:
+        for (label, key), stored in optimizer_home.owner.stored.items():
+            values[name(label), key] = stored
+    return {path: stored for path, stored in values.items() if copies(stored)}
 
 
 Unequal = list[tuple[tuple[str, ...], tuple[int, ...]]]
 """Values whose copies differ, with the ranks of their mesh that hold copies."""
 
 
-def _begun(home: ModelHome, values: Paths) -> Callable[[], Unequal]:
-    """Submit the comparison of copies, as they are after the steps before; the function waits for
-    it."""
+def _submit(home: ModelHome, values: Paths) -> Callable[[], Unequal]:
+    """Submit the comparison of copies after the steps called before. Return a function that waits
+    for it and returns the values whose copies differ."""
     key = "copies", id(home.model), tuple(values)
     run = home.store.save(key, values, partial(digest_program, values), {})
 
-    def found() -> Unequal:
+    def wait() -> Unequal:
         try:
             return list(unequal(values, run.get()))
         except DaftError as error:
             raise home.session.with_loss_note(error) from error.__cause__
 
-    return found
+    return wait
 
 
 def warn_of_unequal(home: ModelHome, optimizer: torch.optim.Optimizer | None) -> Callable[[], None]:
-    """Submit the comparison; the function waits for it, and warns where copies differ, as whoever
-    writes one of them must."""
+    """Submit the comparison, before one of the copies is written to a checkpoint. Return a function
+    that waits for it and warns if copies differ."""
     values = with_copies(home, optimizer)
     if not values:
         return lambda: None
-    found = _begun(home, values)
+    wait = _submit(home, values)
 
     def warn() -> None:
         try:
-            differ = found()
+            differ = wait()
         except DaftError as error:
             if home.session.cluster.failure is not None:
                 raise
@@ -128,56 +126,60 @@ def warn_of_unequal(home: ModelHome, optimizer: torch.optim.Optimizer | None) ->
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             return
         if differ:
-            error = ReplicasDiffer(_names(differ), (f"{_said(p)}: {_ranks(r)}" for p, r in differ))
-            how_far = "\ndt.check_replicas(model, opt) says by how much"
-            warnings.warn(f"{error}{how_far}", RuntimeWarning, stacklevel=2)
+            lines = (f"{_path_text(path)}: {_ranks_text(ranks)}" for path, ranks in differ)
+            error = ReplicasDiffer(_names(differ), lines)
+            hint = "\ndt.check_replicas(model, opt) says by how much"
+            warnings.warn(f"{error}{hint}", RuntimeWarning, stacklevel=2)
 
     return warn
 
 
-def _raise(home: ModelHome, values: Paths, found: Unequal) -> None:
+def _raise(home: ModelHome, values: Paths, differ: Unequal) -> None:
+    """Fetch the copies that differ, and raise ReplicasDiffer."""
     lines: list[str] = []
-    for path, ranks in found:
+    for path, ranks in differ:
         stored = values[path]
         shards: dict[int, Tensor] = home.store.fetch([stored.on(ranks)])[stored.label]
         first = shards[ranks[0]]
         others = [rank for rank in ranks[1:] if not _same(first, shards[rank])]
-        each = [_difference(first, shards[rank]) for rank in others]
-        number = max(differs for differs, _ in each)
-        most = float(torch.tensor([by for _, by in each], dtype=torch.float64).max())  # nan, if any
+        differences = [_difference(first, shards[rank]) for rank in others]
+        number = max(count for count, _ in differences)
+        sizes = torch.tensor([size for _, size in differences], dtype=torch.float64)
+        largest = float(sizes.max())  # NaN if one is NaN
         lines.append(
-            f"{_said(path)}: {_ranks((ranks[0],))} and {_ranks(others)} differ in {number} of "
-            f"{first.numel()} elements, by up to {most:.2g}"
+            f"{_path_text(path)}: {_ranks_text((ranks[0],))} and {_ranks_text(others)} differ in "
+            f"{number} of {first.numel()} elements, by up to {largest:.2g}"
         )
-    raise ReplicasDiffer(_names(found), lines)
+    raise ReplicasDiffer(_names(differ), lines)
 
 
-def _names(found: Unequal) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_said(path) for path, _ in found))
+def _names(differ: Unequal) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_path_text(path) for path, _ in differ))
 
 
-def _said(path: tuple[str, ...]) -> str:
+def _path_text(path: tuple[str, ...]) -> str:
     name, *key = path
     return f"{key[0]} of {name}" if key else name
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    each = list(ranks)
-    return f"rank {each[0]}" if len(each) == 1 else f"ranks {', '.join(map(str, each))}"
+def _ranks_text(ranks: Iterable[int]) -> str:
+    numbers = list(ranks)
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return _bytes(one).equal(_bytes(other))
+def _same(tensor: Tensor, other: Tensor) -> bool:
+    return _bytes(tensor).equal(_bytes(other))
 
 
 def _bytes(value: Any) -> Tensor:
     return value.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _difference(one: Tensor, other: Tensor) -> tuple[int, float]:
-    """How many elements differ in a bit, and the largest difference; nan where only one is nan."""
-    wide = torch.complex128 if one.is_complex() else torch.float64
-    size = max(one.numel(), 1)
-    bits = (_bytes(one) != _bytes(other)).reshape(size, -1).any(1)
-    by = (one.to(wide) - other.to(wide)).abs().reshape(-1)[bits]
-    return int(bits.sum()), float(by.max()) if by.numel() else 0.0
+def _difference(tensor: Tensor, other: Tensor) -> tuple[int, float]:
+    """Return how many elements differ in a bit, and the largest difference, which is NaN if only
+    one of two elements is NaN."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    size = max(tensor.numel(), 1)
+    differs = (_bytes(tensor) != _bytes(other)).reshape(size, -1).any(1)
+    distances = (tensor.to(wide) - other.to(wide)).abs().reshape(-1)[differs]
+    return int(differs.sum()), float(distances.max()) if distances.numel() else 0.0

@@ -1,21 +1,13 @@
-"""The exit status of this process: not 0, if it ends and a failure was not read.
+"""Making the exit status of this process nonzero from an exit handler.
 
-    atexit.register(tell)      # it prints failures, and calls `not_zero()`
+    atexit.register(report)    # it prints failures that were not read, and calls `not_zero()`
 
-An exception in an exit handler does not change the status; `os._exit` in one skips the handlers
-that were registered before it, and unflushed data of open files. But Python returns 120 if its last
-flush of `sys.stderr` fails (`Py_FinalizeEx`, since 3.6; tried in 3.11): after all handlers, in any
-order, and with everything else ended properly. So that flush is made to fail.
-
-A status that is not 0 already must stay: 120 would replace it, and no handler can read it, since
-`SystemExit` calls no hook. So it is tried: a copy of the process, made by `os.fork`, continues to
-its end at once, and its status is this process's. The copy has no side effects: it runs no handler,
-prints nothing, and deletes no object, whose finalizer might delete a file or a folder. This happens
-only if a status must be changed.
-
-If it cannot be tried the status is 120 in any case: without glibc's `on_exit`; on Python 3.14,
-whose `atexit` has its own list; if a Python does not fork in exit handlers, like 3.12.0; and if the
-copy hangs or dies.
+Python returns 120 if its last flush of `sys.stderr` fails (`Py_FinalizeEx`), so `not_zero` makes
+this flush fail. (An exception in an exit handler does not change the status, and `os._exit` would
+skip other handlers.) A status that is nonzero already must stay, and no handler can read it. So a
+copy of the process, made by `os.fork`, ends at once without side effects, and its status is read.
+The status is 120 in any case where this does not work: without glibc's `on_exit`, on Python 3.14,
+on a Python that cannot fork in exit handlers, or if the copy hangs or dies.
 """
 
 from __future__ import annotations
@@ -33,19 +25,20 @@ from contextlib import suppress
 from typing import Any
 
 STATUS = 120
-"""Python's own status for a flush that fails at its end."""
-_COPY_S = 30.0  # that a copy may take: one that hangs has no status
+"""Python's exit status if the last flush fails."""
+_COPY_S = 30.0  # the longest time that the copy may take
 
 
 def not_zero() -> None:
-    """Called last in an exit handler: the status becomes 120, unless it is not 0 already."""
+    """Make the exit status 120, unless it is nonzero already. Called at the end of an exit
+    handler."""
     if _status_of_copy() == 0:
         _fail_last_flush()
 
 
 def _status_of_copy() -> int:
-    """The status of a copy that ends at once, and 0 if it is unknown. In the copy it returns
-    another value, and the copy continues to its end."""
+    """Fork a copy of the process that ends at once, and return its exit status; 0 if it is unknown.
+    In the copy, return 1, so that the copy continues to its end."""
     try:
         libc = ctypes.CDLL(None)
         # the copy ends as soon as its status is known: it skips the exit code of C libraries
@@ -53,14 +46,14 @@ def _status_of_copy() -> int:
         clear_handlers: Any = vars(atexit)["_clear"]
     except (OSError, AttributeError, KeyError):
         return 0
-    if sys.version_info >= (3, 14):  # it may run the handlers that were cleared
+    if sys.version_info >= (3, 14):  # the copy might run the cleared handlers
         return 0
     _flush()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of threads beside a fork: none of them is needed
+            warnings.simplefilter("ignore")  # about threads: the copy needs none of them
             copy = os.fork()
-    except (OSError, RuntimeError):  # no memory for one; a Python that forks no more by now
+    except (OSError, RuntimeError):  # no memory, or a Python that does not fork at exit
         return 0
     if copy:
         return _status_of(copy)
@@ -79,7 +72,7 @@ def _status_of_copy() -> int:
 
 
 def _status_of(process: int) -> int:
-    """The status of a child, when it has ended; 0 if it has none of its own."""
+    """Wait for a child and return its exit status; 0 if it crashed, hangs or is unknown."""
     end = time.monotonic() + _COPY_S
     try:
         while True:
@@ -93,18 +86,18 @@ def _status_of(process: int) -> int:
                 os.waitpid(process, 0)
                 return 0
             time.sleep(0.01)
-    except ChildProcessError:  # the program has consumed the status of all its children
+    except ChildProcessError:  # the program has read the statuses of all its children
         return 0
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):  # none, a broken pipe, closed
+        with suppress(AttributeError, OSError, ValueError):  # no stream, a broken pipe, closed
             stream.flush()
 
 
 class _Nowhere:
-    """A `sys.stderr` if there is none."""
+    """A `sys.stderr` that discards text, for a process without one."""
 
     closed = False
 
@@ -116,8 +109,8 @@ class _Nowhere:
 
 
 def _fail_last_flush() -> None:
-    """Let the last flush of `sys.stderr` fail; of Python's original one, too: a later handler may
-    restore it."""
+    """Make the last flush of `sys.stderr` fail, and of Python's original stderr, which a later
+    handler may restore."""
     stderr: Any = sys.stderr
     if stderr is None or stderr.closed:
         stderr = sys.stderr = _Nowhere()
@@ -131,7 +124,7 @@ def _fail_last_flush() -> None:
 
 
 class _Flush:
-    """`flush` of a stream: unchanged, but the last one of all fails."""
+    """A stream's `flush` that fails if Python is finalizing."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before

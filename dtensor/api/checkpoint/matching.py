@@ -1,15 +1,12 @@
-"""The match of a checkpoint with a model and its optimizer: by names, checked before a load.
+"""Matching a checkpoint with a model and its optimizer, by names, before anything is loaded.
 
     values = matched(checkpoint, model, convert=False)
     values["up.weight"]        # InCheckpoint("model.up.weight", (64, 16), torch.float32, ".../100")
     state = matched_state(checkpoint, model, adamw)
-    state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}, whole
+    state.read()               # {parameter: {"step": ..., "exp_avg": f32[64,16], ...}}
 
-Names are those of state dicts: a tied tensor is found by any of its names, and another program's
-checkpoint may have the prefix "model." or none. Shapes are global.
-
-Invariants: one error lists all differences, with near names and a fix, and nothing was loaded then.
-Not here: reads of the bytes (checkpoint.py, on_disk.py).
+Names are those of state dicts, and shapes are global. A tied tensor matches any of its names; in
+another program's checkpoint, names may begin with "model.". One error lists all differences.
 """
 
 from __future__ import annotations
@@ -43,7 +40,7 @@ from dtensor.runtime.optimizer.elementwise.optimizer_rule import give_attributes
 from dtensor.sharding.ops.philox import Pieces
 
 OWN = ("dtensor",)
-"""The paths of our own entries in a checkpoint: counts, and the optimizer's description."""
+"""The path of dtensor's own entry in a checkpoint: counters, and the optimizer's description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +54,9 @@ class InCheckpoint(OnDisk):
 
 
 def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> dict[str, OnDisk]:
-    """By label, the place in the checkpoint of each parameter and buffer of the state dict.
-
-    PlanningError for names that are missing or too many, for shapes and for dtypes.
-    """
+    """Return the location in the checkpoint of each parameter and buffer of the state dict, by
+    label. ``convert``: a dtype may differ. Raises PlanningError for missing or unexpected names,
+    other shapes and other dtypes."""
     tensors, keys = model.seen.tensors, labels_in_state(model.module, model.seen)
     prefix = _prefix(checkpoint, keys)
     stored = {
@@ -69,11 +65,13 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
         if name.startswith(prefix)
     }
     stored |= {n: stored[kept] for n, kept in checkpoint.tied.items() if n in keys}
-    named: dict[str, list[str]] = {}
+    keys_by_label: dict[str, list[str]] = {}
     for key, label in keys.items():
-        named.setdefault(label, []).append(key)
+        keys_by_label.setdefault(label, []).append(key)
     missing = [
-        possible[0] for possible in named.values() if not any(key in stored for key in possible)
+        possible[0]
+        for possible in keys_by_label.values()
+        if not any(key in stored for key in possible)
     ]
     unexpected = sorted(stored.keys() - keys.keys())
     if missing or unexpected:
@@ -81,21 +79,21 @@ def matched(checkpoint: Checkpoint, model: ParallelModule, *, convert: bool) -> 
     in_checkpoint: dict[str, OnDisk] = {}
     shapes: list[str] = []
     dtypes: list[str] = []
-    for label, possible in named.items():
-        there = [key for key in possible if key in stored]
-        record = stored[there[0]]
+    for label, possible in keys_by_label.items():
+        present = [key for key in possible if key in stored]
+        record = stored[present[0]]
         with as_it_is():
             shape, dtype = tuple(tensors[label].shape), tensors[label].dtype
         line = (
-            f"\n  {there[0]}: {_type(record.dtype, record.shape)} in the checkpoint, "
+            f"\n  {present[0]}: {_type(record.dtype, record.shape)} in the checkpoint, "
             f"{_type(dtype, shape)} in the model"
         )
         if record.shape != shape:
             shapes.append(line)
         elif record.dtype != dtype and not convert:
             dtypes.append(line)
-        for other in there[1:]:
-            _check_tied(checkpoint, there[0], record, other, stored[other])
+        for other in present[1:]:
+            _check_tied(checkpoint, present[0], record, other, stored[other])
         in_checkpoint[label] = InCheckpoint(
             record.name, shape, dtype, os.path.abspath(checkpoint.path)
         )
@@ -118,7 +116,8 @@ def _not_alike(checkpoint: Checkpoint, what: str, lines: Sequence[str], fix: str
 
 
 def _prefix(checkpoint: Checkpoint, keys: Mapping[str, str]) -> str:
-    """The prefix of a model's names: "model." in our checkpoints; in another's, the best match."""
+    """Return the prefix of a model's names in the checkpoint: "model." in dtensor's, none in
+    Hugging Face's, and the one that matches most names in others."""
     if checkpoint.layout == "hf":
         return ""
     if checkpoint.layout == "dtensor":
@@ -161,13 +160,13 @@ def _other_names(
 
 
 def _check_tied(
-    checkpoint: Checkpoint, key: str, one: TensorRecord, other_key: str, other: TensorRecord
+    checkpoint: Checkpoint, key: str, record: TensorRecord, other_key: str, other: TensorRecord
 ) -> None:
-    """PlanningError where two names that the model ties have different values."""
-    if one.pieces == other.pieces:
+    """Raises PlanningError if two names that the model ties have different values."""
+    if record.pieces == other.pieces:
         return
-    alike = (one.shape, one.dtype) == (other.shape, other.dtype)
-    if not alike or not torch.equal(checkpoint.read(one.name), checkpoint.read(other.name)):
+    alike = (record.shape, record.dtype) == (other.shape, other.dtype)
+    if not alike or not torch.equal(checkpoint.read(record.name), checkpoint.read(other.name)):
         raise PlanningError(
             f"{key} and {other_key} are one tensor in the model, and two with different values in "
             f"{checkpoint.path}; nothing was loaded.\n"
@@ -183,10 +182,9 @@ def _type(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def keys_in_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """By id, the names in files of an optimizer's parameters: those of the state dict; for one that
-    has left the module, its label, as a removed one. PlanningError for one that was never in the
-    module.
-    """
+    """Return the names, in files, of an optimizer's parameters, by id: the name in the state dict,
+    or "(gone) " and the label of a parameter that has left the module. Raises PlanningError for a
+    parameter that was never in the module."""
     keys: dict[str, str] = {}
     for key, label in labels_in_state(model.module, model.seen).items():
         keys.setdefault(label, key)
@@ -201,35 +199,37 @@ def keys_in_state(model: ParallelModule, optimizer: torch.optim.Optimizer) -> di
 
 @dataclass(slots=True)
 class MatchedState:
-    """An optimizer's state in a checkpoint: its groups, in torch's form, and its entries, tensors
-    as `OnDisk` until they are ``read``."""
+    """An optimizer's state in a checkpoint: its groups in torch's form, and its entries, whose
+    tensors are `OnDisk` until `read`."""
 
     groups: list[dict[str, Any]]
     entries: Entries
     attributes: Mapping[str, Any]
-    numbers: Mapping[str, str]  # Python numbers, which ranks have written as tensors: types by key
-    whole: Entries | None = None
+    numbers: Mapping[str, str]  # the types of Python numbers, which ranks write as tensors, by key
+    loaded: Entries | None = None  # the result of `read`
 
     def read(self) -> Entries:
-        """The entries, whole, on their parameters' devices."""
-        read = {p: self._numbers(read_whole(state)) for p, state in self.entries.items()}
-        self.whole = {p: _beside(p, state) for p, state in read.items()}
-        return self.whole
+        """Read the entries, and return them as full values on their parameters' devices."""
+        read = {p: self._with_numbers(read_whole(state)) for p, state in self.entries.items()}
+        self.loaded = {p: _to_device_of(p, state) for p, state in read.items()}
+        return self.loaded
 
-    def _numbers(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_numbers(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert tensors that stand for Python numbers back to numbers."""
         kinds = {"bool": bool, "int": int, "float": float}
         types = {k: kinds[kind] for k, kind in self.numbers.items() if k in entries}
         return {k: types[k](v) if k in types else v for k, v in entries.items()}
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
-        state = defaultdict[Tensor, dict[str, Any]](dict, self.whole or {})
+        """Set the optimizer's state: to the values, if they were read, else to a lazy state."""
+        state = defaultdict[Tensor, dict[str, Any]](dict, self.loaded or {})
         optimizer.__setstate__({"state": state, "param_groups": self.groups})
         give_attributes(optimizer, self.attributes)
-        if self.whole is None:
+        if self.loaded is None:
             optimizer.state = cast(Any, LazyOptimizerState({}, self.read, self.entries))
 
 
-def _beside(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+def _to_device_of(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
     with as_it_is():
         device = torch.device("cpu") if parameter.is_meta else parameter.device
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in entries.items()}
@@ -238,7 +238,8 @@ def _beside(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
 def matched_state(
     checkpoint: Checkpoint, model: ParallelModule, optimizer: torch.optim.Optimizer
 ) -> MatchedState:
-    """The matched state. PlanningError if groups, shapes or the optimizer differ."""
+    """Return the optimizer's state in the checkpoint. Raises PlanningError if its class, groups or
+    shapes differ."""
     keys = keys_in_state(model, optimizer)
     labels = [[keys[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     groups = _groups_in(checkpoint, labels)
@@ -255,11 +256,11 @@ def matched_state(
             f"{checkpoint.path} has the state of {saved_kind}, and this is {kind}; nothing was "
             f"loaded.\nfix: build the {saved_kind} that was saved, or dt.load(path, model) alone"
         )
-    theirs = [list(group["params"]) for group in groups]
-    if [sorted(names) for names in labels] != [sorted(names) for names in theirs]:
+    saved_labels = [list(group["params"]) for group in groups]
+    if [sorted(names) for names in labels] != [sorted(names) for names in saved_labels]:
         raise PlanningError(
             f"{checkpoint.path} has the optimizer's parameters in other groups; nothing was "
-            f"loaded.{_differing(labels, theirs)}\n"
+            f"loaded.{_differing(labels, saved_labels)}\n"
             f"fix: build the optimizer over the groups that it had when it was saved"
         )
     entries = {
@@ -268,8 +269,8 @@ def matched_state(
         for parameter in group["params"]
     }
     options = [
-        {**_as_theirs(group, theirs), "params": group["params"]}
-        for group, theirs in zip(optimizer.param_groups, groups, strict=True)
+        {**_with_saved_options(group, saved_group), "params": group["params"]}
+        for group, saved_group in zip(optimizer.param_groups, groups, strict=True)
     ]
     entries = {parameter: labels for parameter, labels in entries.items() if labels}
     return MatchedState(options, entries, saved.get("attributes", {}), saved.get("numbers", {}))
@@ -278,16 +279,16 @@ def matched_state(
 def _groups_in(
     checkpoint: Checkpoint, labels: Sequence[Sequence[str]]
 ) -> Sequence[Mapping[str, Any]] | None:
-    """The groups of the optimizer's options, with the names of their ``params``. Torch's tools
-    split the list, or give each parameter its options; from those it makes the groups of
-    ``labels``."""
-    place = "optimizer", "param_groups"
-    if place in checkpoint.small:
-        return checkpoint.small[place]
+    """Return the parameter groups in a checkpoint: options, and the names of ``params``; None if it
+    has none. Torch's tools may store the list's items separately, or the options of each parameter;
+    the groups are then those of ``labels``."""
+    root = "optimizer", "param_groups"
+    if root in checkpoint.small:
+        return checkpoint.small[root]
     numbered: dict[int, dict[str, Any]] = {}
     by_name: dict[str, tuple[str, ...]] = {}
     for path in checkpoint.small:
-        if path[:2] == place and len(path) == 4 and path[2].isdigit():
+        if path[:2] == root and len(path) == 4 and path[2].isdigit():
             numbered.setdefault(int(path[2]), {})[path[3]] = checkpoint.small[path]
         by_name[".".join(path)] = path
     if numbered:
@@ -298,8 +299,8 @@ def _groups_in(
         for key in keys:
             prefix = f"optimizer.param_groups.{key}."
             ends = {n.removeprefix(prefix): p for n, p in by_name.items() if n.startswith(prefix)}
-            options_here = {end: checkpoint.small[p] for end, p in ends.items() if "." not in end}
-            options += [options_here] if options_here else []
+            of_key = {end: checkpoint.small[p] for end, p in ends.items() if "." not in end}
+            options += [of_key] if of_key else []
         if any(other != options[0] for other in options[1:]):
             raise PlanningError(
                 f"{checkpoint.path} has different options for parameters that are one group here; "
@@ -309,26 +310,27 @@ def _groups_in(
     return groups or None
 
 
-def _differing(ours: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> str:
-    lines = [f"\n  groups: {len(theirs)} in the checkpoint, {len(ours)} here"]
-    for i, (mine, saved) in enumerate(zip(ours, theirs, strict=False)):
-        for what, names in (
-            ("only here", sorted(set(mine) - set(saved))),
-            ("only in the checkpoint", sorted(set(saved) - set(mine))),
+def _differing(present: Sequence[Sequence[str]], saved: Sequence[Sequence[str]]) -> str:
+    """Return the lines of a message that list how the groups' parameters differ."""
+    lines = [f"\n  groups: {len(saved)} in the checkpoint, {len(present)} here"]
+    for i, (here, there) in enumerate(zip(present, saved, strict=False)):
+        for side, names in (
+            ("only here", sorted(set(here) - set(there))),
+            ("only in the checkpoint", sorted(set(there) - set(here))),
         ):
             if names:
-                lines.append(f"\n  group {i}, {what}: {listing(names)}")
+                lines.append(f"\n  group {i}, {side}: {listing(names)}")
     return "".join(lines)
 
 
-def _as_theirs(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's saved options; as a tensor if the option is one now."""
+def _with_saved_options(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group with the saved options. An option that is a tensor now stays a tensor."""
 
-    def like(now: Any, value: Any) -> Any:
-        if isinstance(now, tuple) and isinstance(value, tuple) and len(now) == len(value):
-            return tuple(map(like, now, value))
-        if isinstance(now, Tensor) and isinstance(value, int | float):
-            return torch.full_like(now, value)
+    def like(present: Any, value: Any) -> Any:
+        if isinstance(present, tuple) and isinstance(value, tuple) and len(present) == len(value):
+            return tuple(map(like, present, value))
+        if isinstance(present, Tensor) and isinstance(value, int | float):
+            return torch.full_like(present, value)
         return value
 
     options = {key: like(group.get(key), value) for key, value in saved.items() if key != "params"}
@@ -336,6 +338,8 @@ def _as_theirs(group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
 
 
 def _entries_of(checkpoint: Checkpoint, key: str, parameter: Tensor) -> dict[str, Any]:
+    """Return a parameter's state entries in the checkpoint, with `OnDisk` in place of tensors.
+    Raises PlanningError for another shape."""
     prefix = f"optimizer.state.{key}."
     entries: dict[str, Any] = {}
     with as_it_is():

@@ -1,9 +1,9 @@
-"""A state of nested dicts that says where a key is which somebody looks up one level too high.
+"""A dict of dicts whose KeyError names the inner dict that has the missing key.
 
     state = gather_state_dict(model)
     state["up.weight"]        # KeyError: ... fix: state["model"]["up.weight"]
 
-It is a dict, and a plain one wherever it is copied or pickled, so torch alone reads what is saved.
+Its copies and pickles are plain dicts, so torch can load them without dtensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 
 class NestedState(dict[str, Any]):
-    """What `gather_state_dict` returns."""
+    """The result of `gather_state_dict`."""
 
     def __missing__(self, key: object) -> NoReturn:
         inside = [name for name, value in self.items() if isinstance(value, dict) and key in value]
@@ -29,6 +29,6 @@ class NestedState(dict[str, Any]):
         return copy.deepcopy(dict(self), memo)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        """As a dict that torch loads with weights_only, for which it knows one class of dicts."""
+        """Pickle as an OrderedDict, which torch.load accepts with weights_only=True."""
         items: Iterator[tuple[str, Any]] = iter(self.items())
         return OrderedDict, (), None, None, items

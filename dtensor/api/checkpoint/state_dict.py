@@ -1,16 +1,12 @@
-"""State in and out: whole tensors in torch's own format, under any placement.
+"""State dicts of full tensors in torch's format, which can be loaded under any placement.
 
     state = gather_state_dict(model, opt)        # {"model": ..., "optimizer": ...}
-    load_state_dict(model, opt, state)           # the same model, placed otherwise
+    load_state_dict(model, opt, state)           # the same model, with other placements
 
-"model" is what `module.state_dict()` gives and "optimizer" what `opt.state_dict()` gives, so torch
-alone reads and writes them. Master weights are entries "master_param" of the optimizer's state, in
-float32 as their moments; from a state without them the next step makes them anew. "step" is the
-number of the next training step, which random numbers depend on; it is there once a step was taken.
-"attributes" are those of the optimizer that its own step changes, which no state dict of torch has;
-they are there for a class that is not torch's and has some.
-
-Not here: how values come to the cluster (session.py) and back (home.py).
+"model" is `module.state_dict()` and "optimizer" is `opt.state_dict()`. Master weights are float32
+entries "master_param" of the optimizer's state; without them, the next step makes them again.
+"step", if a step was taken, is the number of the next training step, which random numbers depend
+on. "attributes" has the attributes that the step of a user's optimizer class changes.
 """
 
 from __future__ import annotations
@@ -36,10 +32,10 @@ from dtensor.runtime.optimizer.elementwise.optimizer_rule import changed_attribu
 def gather_state_dict(
     model: ParallelModule, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """The model's and the optimizer's state, whole, on the CPU. Waits for running steps.
+    """Return the full state of the model and the optimizer, on the CPU. Waits for running steps.
 
     The controller's module and optimizer have the same values afterwards, unless they are on the
-    meta device. RuntimeError where values were left behind in a launch that has ended.
+    meta device. Raises RuntimeError if values were lost with a launch that has ended.
     """
     check_parallel("gather_state_dict", model)
     optimizer = checked_optional(optimizer)
@@ -52,7 +48,7 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
     with as_it_is():
         for holder, tensors in by_holder(model.seen.tensors.values()):
             assert isinstance(holder, ModelHome)
-            for wait in holder.settling:  # a step that failed gives its number back
+            for wait in holder.settling:  # afterwards a failed step no longer has a number
                 wait()
             holder.refresh([label_of(tensor) for tensor in tensors])
             holder.saved = "the last was gathered", model.steps.present()
@@ -78,43 +74,44 @@ def _gathered(model: ParallelModule, optimizer: torch.optim.Optimizer | None) ->
 
 
 def _gathered_from_meta(model: ParallelModule, labels: Set[str]) -> dict[str, torch.Tensor]:
-    """Values that the module itself has no memory for."""
+    """Return the full values of parameters and buffers that are on the meta device."""
     tensors, holders = model.seen.tensors, model.initial.holders
     gathered: dict[str, torch.Tensor] = {}
     for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
-        for wait in holder.settling:  # a sync that failed brought nothing
+        for wait in holder.settling:  # afterwards a failed sync is undone
             wait()
     for holder in {id(holders[n]): holders[n] for n in labels if n in holders}.values():
         gathered |= holder.gather(sorted(n for n in labels if holders.get(n) is holder))
         holder.unsaved = False
-    rest = {n: model.initial.value(n, tensors[n]) for n in sorted(labels - gathered.keys())}
-    return {**gathered, **{n: value.detach().cpu().clone() for n, value in rest.items()}}
+    initial = {n: model.initial.value(n, tensors[n]) for n in sorted(labels - gathered.keys())}
+    return {**gathered, **{n: value.detach().cpu().clone() for n, value in initial.items()}}
 
 
 def _torch_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()`, current, which counts as no look at it."""
-    held: object = optimizer.state
-    if not isinstance(held, LazyOptimizerState):
+    """Return `optimizer.state_dict()` with current values, without marking the state as read by the
+    user."""
+    lazy: object = optimizer.state
+    if not isinstance(lazy, LazyOptimizerState):
         return optimizer.state_dict()
-    optimizer.state = held.plain()
+    optimizer.state = lazy.plain()
     try:
         return optimizer.state_dict()
     finally:
-        optimizer.state = cast(Any, held)
+        optimizer.state = cast(Any, lazy)
 
 
 def load_state_dict(
     model: ParallelModule, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
 ) -> None:
-    """Load what `gather_state_dict` (or torch) gave, inside or outside a launch.
+    """Load the result of `gather_state_dict`, or torch's state dicts, inside or outside a launch.
 
     Args:
-        model: under any placement.
+        model: the model, with any placements.
         optimizer: None leaves its state as it is.
-        state: ``{"model": ..., "optimizer": ...}``, whole tensors.
+        state: ``{"model": ..., "optimizer": ...}``, with full tensors.
 
-    The controller's tensors change in place; the cluster takes them over at the next step.
-    Raises as torch does for names and shapes that do not fit.
+    The controller's tensors change in place; the ranks get the new values at the next step. Raises
+    torch's errors for names and shapes that do not fit.
     """
     check_parallel("load_state_dict", model)
     if model.source is not None:
@@ -155,8 +152,8 @@ def _keep_values(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in saved["state"].get(number, {}).items():
-            held = optimizer.state[parameter].get(key)
-            if not (isinstance(value, torch.Tensor) and isinstance(held, torch.Tensor)):
+            cast_value = optimizer.state[parameter].get(key)
+            if not (isinstance(value, torch.Tensor) and isinstance(cast_value, torch.Tensor)):
                 continue
-            if (held.dtype, held.device) != (value.dtype, value.device):
+            if (cast_value.dtype, cast_value.device) != (value.dtype, value.device):
                 optimizer.state[parameter][key] = value.detach().clone()
