@@ -92,7 +92,9 @@ _OPS_BY_PARTS: dict[Parts, str] = {
         add.Tensor sub.Tensor mul.Tensor div.Tensor neg clone reshape permute expand cat
         constant_pad_nd where.self""",
 }
-_PARTS = {op: parts for parts, ops in _OPS_BY_PARTS.items() for op in full_names(ops)}
+_PARTS: dict[str, Parts] = {
+    op: parts for parts, ops in _OPS_BY_PARTS.items() for op in full_names(ops)
+}
 
 
 def parts_of(call: OpCall) -> Parts:
