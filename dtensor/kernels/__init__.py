@@ -1,4 +1,4 @@
-"""Kernels in Triton for the project's own ops, and the registry that chooses among kernels.
+"""Triton kernels for dtensor's ops, and the registry that chooses the kernel of an op.
 
-See registry.py for how one is chosen and how to add one, docs/kernels.md for what is checked.
+registry.py chooses a kernel; docs/kernels.md says how to add a kernel and what is checked.
 """

@@ -1,20 +1,18 @@
-"""AdamW's update in one pass, with the bits of torch's fused kernel on a CPU; in Triton.
+"""AdamW's update in one pass in Triton, with the bits of torch's fused kernel on a CPU.
 
     fused_adamw_([p[n]], [grad[n]], [m[n]], [v[n]], [], [step[]], lr=1e-3, beta1=0.9, beta2=0.999,
                  weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False)      # p, m, v change
 
-The arguments are those of `torch._fused_adamw_`: lists, of which each item is one launch. Steps lie
-on the device and are not waited for: what follows from them is computed there, in float64, for all
-items at once.
+The arguments are the lists of `torch._fused_adamw_`; each item is one launch. The step counts stay
+on the device, and bias corrections are computed there in float64, so the host does not wait.
 
-Invariants: float32, in the order of torch's vectorised loop (FusedAdamKernel.cpp, as compiled for
-processors that multiply and add at once): those two sums are fused, no other, and division and
-square root are rounded to the nearest. Its tail, of fewer elements than a vector has, computes in
-float64: buffers that 16 divides have none. What the kernel does not take (other dtypes, amsgrad,
-`found_inf`, tensors that are not contiguous) torch's computes.
+Invariants: the kernel rounds in float32 as torch's vectorized loop on CPUs with fused multiply-add
+(FusedAdamKernel.cpp). That loop computes a remainder of fewer than 16 elements in float64, so bits
+are equal for buffers whose length is a multiple of 16. Other dtypes, amsgrad, `found_inf` and
+non-contiguous tensors go to torch's op.
 """
 
-# A launch takes numbers for the constants of a kernel.
+# Triton's stubs do not know that a launch accepts numbers for constexpr parameters.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -48,7 +46,8 @@ def fused_adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """Updates p, m, v; divides the gradients by ``grad_scale``, in place, where it is given."""
+    """Update p, m and v in place; divide the gradients in place by ``grad_scale`` if it is
+    given."""
     tensors = (*self, *grads, *exp_avgs, *exp_avg_sqs)
     plain = all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
     if amsgrad or found_inf is not None or not plain:
@@ -60,7 +59,7 @@ def fused_adamw_(
         )  # fmt: skip
         return
     rate1 = 1.0 - beta1
-    near = rate1 < 0.5  # torch's lerp begins at the nearer end, and subtracts in float32
+    near = rate1 < 0.5  # torch's lerp starts at the nearer end, and subtracts in float32
     if not near:
         rate1 = float(torch.tensor(rate1, dtype=torch.float32)) - 1.0
     if not self:
@@ -81,8 +80,8 @@ def fused_adamw_(
 def _numbers(
     steps: Tensor, lr: float | Tensor, beta1: float, beta2: float, weight_decay: float
 ) -> Tensor:
-    """f32[n] -> f32[n 4]: what p is multiplied by, minus the size of the step, the root of v's
-    correction, twice, so that rows begin on 16 bytes. About ten small launches, for all items."""
+    """Return f32[n 4] for steps f32[n]: per item the factor of p, minus the step size, and twice
+    the square root of v's bias correction, so that rows are aligned to 16 bytes."""
     at = steps.double()
     rate = lr if isinstance(lr, Tensor) else torch.full_like(at, lr)
     rate = rate.to(at.device, torch.float64).expand_as(at)
@@ -91,7 +90,7 @@ def _numbers(
 
 
 @triton.jit
-def _adamw_some(
+def _adamw_lanes(
     P, G, M, V, c, inside, decay, step_size, root, scale, rate1, beta2, rate2, eps,
     NEAR: tl.constexpr, MAXIMIZE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -127,14 +126,14 @@ def _adamw(
     e = tl.arange(0, GROUP)[None, :]
     inside = ((group + 1) * GROUP <= count)[:, None] & (e >= 0)
     c = group[:, None] * GROUP + e
-    _adamw_some(
+    _adamw_lanes(
         P, G, M, V, c, inside, decay, size, root, scale, rate1, beta2, rate2, eps,
         NEAR, MAXIMIZE, SCALED,
     )  # fmt: skip
     if EDGES:
         c = count // GROUP * GROUP + tl.arange(0, GROUP)
         inside = (c < count) & (c // BLOCK == block)
-        _adamw_some(
+        _adamw_lanes(
             P, G, M, V, c, inside, decay, size, root, scale, rate1, beta2, rate2, eps,
             NEAR, MAXIMIZE, SCALED,
         )  # fmt: skip

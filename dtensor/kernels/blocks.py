@@ -1,23 +1,17 @@
-"""What the kernels share: how a tensor is cut into rows, and sums of partial results.
+"""Functions that kernels share: the rows of a tensor, and sums of partial results.
 
     matrix, stride = rows_of(x)            # x[4,512,1024] -> [2048,1024], its rows 1024 apart
     total = sum_rows(partial)              # f32[512,1024] -> f32[1024]
 
-A lane of a GPU reads 16 bytes at once where the compiler can prove that they are adjacent, on a
-boundary, and wanted or not as one. Row kernels leave that proof to strides that 16 divides, which
-Triton is told of by itself. Elementwise ones, and those of the logits, whose row lengths may be odd
-(a vocabulary of 50,257), lay their lanes out in groups of GROUP elements, [BLOCK // GROUP, GROUP],
-masked by whole groups; what is left at the edges, fewer than GROUP elements, is a second, masked
-load of a few lanes.
+Elementwise kernels and kernels of logits, whose rows may have odd lengths, arrange their lanes in
+groups of GROUP elements, [BLOCK // GROUP, GROUP], and mask whole groups, so that the compiler loads
+16 bytes at a time. A second masked load handles the fewer than GROUP elements at the edges.
 
-Invariants: grids and blocks follow from shapes alone and nothing is added by atomics, so that the
-bits of a result do not depend on the device's size or on time; nor on Triton's version, as every
-launch says whether a product and a sum may be fused into one rounding. Rows and offsets are 64
-bits; where a column is 32, the op computes longer rows (`launches.within`). Not here: any op; how a
-kernel is launched (launches.py).
+Invariants: grids and blocks depend only on shapes, nothing is added by atomics, and each launch
+states whether a product and a sum are fused, so results have the same bits on every device.
 """
 
-# A launch takes numbers for the constants of a kernel.
+# Triton's stubs do not know that a launch accepts numbers for constexpr parameters.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -33,7 +27,8 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels compute these: floats of at most 32 bits, for they do so in float32."""
+    """Return whether the kernels support the dtypes: floats of at most 32 bits, because kernels
+    compute in float32."""
     return all(x.dtype in _TYPES for x in tensors)
 
 
@@ -42,9 +37,9 @@ def triton_type(dtype: torch.dtype) -> tl.dtype:
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, int]:
-    """x[... k] as a matrix [rows, k] with adjacent columns, and elements from row to row.
+    """Return x[... k] as a matrix [rows, k] with contiguous rows, and the stride of its rows.
 
-    A copy where x has no such view.
+    The matrix is a copy if x has no such view.
     """
     matrix = x.reshape(-1, x.shape[-1])
     if matrix.stride(1) != 1 and matrix.shape[1] != 1:
@@ -53,7 +48,7 @@ def rows_of(x: Tensor) -> tuple[Tensor, int]:
 
 
 def sum_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """f32[p, k] -> [k]: the sum over p in an order that follows from p alone."""
+    """Return the sum [k] over p of x f32[p, k], in an order that depends only on p."""
     total = torch.empty(x.shape[1], dtype=dtype, device=x.device)
     at = SUM_ROWS.at(x.shape[1])
     _sum_rows[at.grid](x, total, x.shape[0], x.shape[1], **at.options)

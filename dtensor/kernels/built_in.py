@@ -1,8 +1,8 @@
-"""The ops that have a kernel of ours, which runs on CUDA unless another is registered.
+"""The built-in kernels by op. They run on CUDA unless the user registers another kernel.
 
-TRITON                                 # the ops; known where Triton is not installed
-triton_kernels()["dt::rms_norm"]       # its function; imports Triton
-torch_kernels()["dt::attention"]       # one of torch's kernels, chosen and called as it is fastest
+TRITON                                 # the ops; available without Triton
+triton_kernels()["dt::rms_norm"]       # the function of an op; imports Triton
+torch_kernels()["dt::attention"]       # a function that calls torch's fastest kernel
 """
 
 from __future__ import annotations

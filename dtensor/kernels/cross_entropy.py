@@ -1,22 +1,16 @@
-"""Cross entropy's statistics and gradient, the logits read once each way; in Triton.
+"""Statistics and gradient of cross entropy in Triton; each reads the logits once.
 
-    stats = ce_stats(logits[n v], target[n], ignore_index, vocab)      # [n 3]: max, sum, target's
+    stats = ce_stats(logits[n v], target[n], ignore_index, vocab)   # [n 3]: max, sum, target logit
     d = ce_backward(grad[n], logits, stats, target, ignore_index, vocab)
 
-The arguments and results are those of the ops of these names, local tensors, on a GPU; ``vocab``
-says which columns of the whole vocabulary are here. A program has a row (of the backward a part of
-one) and walks it in blocks; the largest logit of each group of lanes so far scales that group's
-sum.
-
-A row of an odd vocabulary begins anywhere: its lanes are laid out from the last boundary of GROUP
-elements before it, so that whole groups are read as vectors, and at most GROUP - 1 logits at either
-end one by one.
-
-Invariants: computed in float32. What the kernels do not take (float64, no logits at all) the op
-computes. Not here: the loss, from n numbers.
+The functions have the arguments and results of the dt ops of these names, local tensors on a GPU;
+``vocab``: the intervals of the vocabulary that this rank has. A program reads a row in blocks and
+scales the sum of each group of lanes by the group's running maximum. If the vocabulary is odd, rows
+are unaligned: lanes count from the last multiple of GROUP elements before the row, and at most
+GROUP - 1 logits at each end are read singly. Float64 and empty logits go to the op.
 """
 
-# A launch takes numbers for the constants of a kernel.
+# Triton's stubs do not know that a launch accepts numbers for constexpr parameters.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -31,14 +25,14 @@ from torch import Tensor
 from dtensor.kernels.blocks import rows_of, takes
 from dtensor.kernels.launches import CE_BACKWARD, CE_STATS, GROUP, within
 
-_NOWHERE, _IGNORED = -1, -2
+_ELSEWHERE, _IGNORED = -1, -2
 
 
 def ce_stats(
     logits: Tensor, target: Tensor, ignore_index: int, vocab: Sequence[int] = ()
 ) -> Tensor:
-    """logits[n v], target[n] -> f32[n 3]."""
-    if not _fits(logits):
+    """Return f32[n 3] of logits[n v] and target[n]: the row's maximum, sum and target logit."""
+    if not _is_supported(logits):
         return torch.ops.dt.ce_stats(logits, target, ignore_index, vocab)
     rows, stride = rows_of(logits)
     num_rows, columns = rows.shape
@@ -60,8 +54,9 @@ def ce_backward(
     ignore_index: int,
     vocab: Sequence[int] = (),
 ) -> Tensor:
-    """grad[n], logits[n v], stats[n 3] of the whole vocabulary, target[n] -> [n v] like logits."""
-    if not _fits(logits, grad):
+    """Return the gradient of logits[n v], of their dtype; grad[n], target[n], and stats[n 3] over
+    the whole vocabulary."""
+    if not _is_supported(logits, grad):
         return torch.ops.dt.ce_backward(grad, logits, stats, target, ignore_index, vocab)
     rows, stride = rows_of(logits)
     num_rows, columns = rows.shape
@@ -75,7 +70,7 @@ def ce_backward(
     return d
 
 
-def _fits(logits: Tensor, *others: Tensor) -> bool:
+def _is_supported(logits: Tensor, *others: Tensor) -> bool:
     if not takes(logits, *others) or logits.numel() == 0:
         return False
     num_rows, columns = logits.shape
@@ -89,14 +84,14 @@ def _has_edges(stride: int, columns: int) -> bool:
 def _local(
     target: Tensor, vocab: Sequence[int], ignore_index: int, columns: int
 ) -> tuple[Tensor, int, int]:
-    """(targets, which of them is column 0 here, which is ignored); no column: not here.
+    """Return (targets, the target of this rank's column 0, the target that is ignored).
 
-    Columns of several intervals are found beforehand: n numbers.
+    If this rank has several intervals of the vocabulary, targets are first mapped to local columns.
     """
     target = target.contiguous()
     if len(vocab) <= 2:
         return target, vocab[0] if vocab else 0, ignore_index
-    columns_here = torch.full_like(target, _NOWHERE, dtype=torch.int64)
+    columns_here = torch.full_like(target, _ELSEWHERE, dtype=torch.int64)
     at = 0
     for start, stop in zip(vocab[::2], vocab[1::2], strict=True):
         columns_here = torch.where(
@@ -110,29 +105,29 @@ def _local(
 
 
 @triton.jit
-def _larger(a, b):
+def _maximum(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _finite(x):
-    """What is subtracted for a maximum: 0 for that of nothing."""
+def _zero_if_minus_inf(x):
+    """Return x, or 0 if it is -inf, the maximum of nothing."""
     return tl.where(x == float("-inf"), 0.0, x)
 
 
 @triton.jit
 def _edge(before, columns, GROUP: tl.constexpr):
-    """Lanes of the logits that lie in no whole group: (where, which of the lanes there are).
+    """Return (positions, mask) of the logits at the row's edges, which are in no whole group.
 
-    Positions count from the boundary ``before`` elements ahead of the row.
+    Positions count from the boundary ``before`` elements before the row.
     """
     e = tl.arange(0, 2 * GROUP)
     end = before + columns
     last = end // GROUP
     at = tl.where(e < GROUP, e, last * GROUP + e - GROUP)
     first_is_whole = (before == 0) & (end >= GROUP)
-    there = tl.where(e < GROUP, (e + first_is_whole * GROUP) < GROUP, (e * 0 + last) > 0)
-    return at, there & (at >= before) & (at < end)
+    is_lane = tl.where(e < GROUP, (e + first_is_whole * GROUP) < GROUP, (e * 0 + last) > 0)
+    return at, is_lane & (at >= before) & (at < end)
 
 
 @triton.jit
@@ -145,7 +140,7 @@ def _ce_stats(
     before = (row * stride % GROUP).to(tl.int32)
     lane = tl.arange(0, BLOCK // GROUP)
     e = tl.arange(0, GROUP)[None, :]
-    top = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
+    running_max = tl.full([BLOCK // GROUP], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK // GROUP], tl.float32)
     for at in range(0, before + columns, BLOCK):
         group = at // GROUP + lane
@@ -155,33 +150,33 @@ def _ce_stats(
             mask=whole[:, None] & (e >= 0),
             other=float("-inf"),
         ).to(tl.float32)
-        now = _larger(top, tl.reduce(x, 1, _larger))
-        safe = _finite(now)
-        total = total * tl.exp(top - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
-        top = now
-    most = tl.reduce(top, 0, _larger)
+        new_max = _maximum(running_max, tl.reduce(x, 1, _maximum))
+        safe = _zero_if_minus_inf(new_max)
+        total = total * tl.exp(running_max - safe) + tl.sum(tl.exp(x - safe[:, None]), 1)
+        running_max = new_max
+    row_max = tl.reduce(running_max, 0, _maximum)
     if EDGES:
-        at, there = _edge(before, columns, GROUP)
-        x = tl.load(LOGITS + at, mask=there, other=float("-inf")).to(tl.float32)
-        most = _larger(most, tl.reduce(x, 0, _larger))
-        safe = _finite(most)
-        sum_ = tl.sum(total * tl.exp(top - safe), 0) + tl.sum(tl.exp(x - safe), 0)
+        at, is_lane = _edge(before, columns, GROUP)
+        x = tl.load(LOGITS + at, mask=is_lane, other=float("-inf")).to(tl.float32)
+        row_max = _maximum(row_max, tl.reduce(x, 0, _maximum))
+        safe = _zero_if_minus_inf(row_max)
+        sum_ = tl.sum(total * tl.exp(running_max - safe), 0) + tl.sum(tl.exp(x - safe), 0)
     else:
-        sum_ = tl.sum(total * tl.exp(top - _finite(most)), 0)
+        sum_ = tl.sum(total * tl.exp(running_max - _zero_if_minus_inf(row_max)), 0)
     target = tl.load(TARGET + row).to(tl.int64)
     column = target - start
-    here = (target != ignored) & (column >= 0) & (column < columns)
-    picked = tl.load(LOGITS + before + tl.where(here, column, 0)).to(tl.float32)
-    tl.store(STATS + row * 3, most)
+    is_here = (target != ignored) & (column >= 0) & (column < columns)
+    picked = tl.load(LOGITS + before + tl.where(is_here, column, 0)).to(tl.float32)
+    tl.store(STATS + row * 3, row_max)
     tl.store(STATS + row * 3 + 1, sum_)
-    tl.store(STATS + row * 3 + 2, tl.where(here, picked, 0.0))
+    tl.store(STATS + row * 3 + 2, tl.where(is_here, picked, 0.0))
 
 
 @triton.jit
-def _ce_backward_some(LOGITS, D, at, inside, grad, most, total, hot, used):
+def _ce_backward_lanes(LOGITS, D, at, inside, grad, row_max, total, target_column, used):
     x = tl.load(LOGITS + at, mask=inside, other=0.0).to(tl.float32)
-    p = tl.exp(x - most) / total
-    d = tl.where(used, tl.where(at == hot, p - 1.0, p) * grad, 0.0)
+    p = tl.exp(x - row_max) / total
+    d = tl.where(used, tl.where(at == target_column, p - 1.0, p) * grad, 0.0)
     tl.store(D + at, d.to(D.dtype.element_ty), mask=inside)
 
 
@@ -199,20 +194,20 @@ def _ce_backward(
     else:
         D += row * columns - before
     grad = tl.load(GRAD + row * grad_stride).to(tl.float32)
-    most = tl.load(STATS + row * 3)
+    row_max = tl.load(STATS + row * 3)
     total = tl.load(STATS + row * 3 + 1)
     target = tl.load(TARGET + row).to(tl.int64)
     column = target - start
     used = target != ignored
-    here = used & (column >= 0) & (column < columns)
-    hot = tl.where(here, column + before, -1)
+    is_here = used & (column >= 0) & (column < columns)
+    target_column = tl.where(is_here, column + before, -1)
     group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     e = tl.arange(0, GROUP)[None, :]
     whole = (group * GROUP >= before) & ((group + 1) * GROUP <= before + columns)
     inside = whole[:, None] & (e >= 0)
     at = group[:, None] * GROUP + e
-    _ce_backward_some(LOGITS, D, at, inside, grad, most, total, hot, used)
+    _ce_backward_lanes(LOGITS, D, at, inside, grad, row_max, total, target_column, used)
     if EDGES:
-        at, there = _edge(before, columns, GROUP)
-        there = there & (at * 0 + block == 0)
-        _ce_backward_some(LOGITS, D, at, there, grad, most, total, hot, used)
+        at, is_lane = _edge(before, columns, GROUP)
+        is_lane = is_lane & (at * 0 + block == 0)
+        _ce_backward_lanes(LOGITS, D, at, is_lane, grad, row_max, total, target_column, used)

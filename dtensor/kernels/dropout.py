@@ -1,20 +1,18 @@
-"""Dropout, with a residual sum or without, by the project's own random numbers; in Triton.
+"""Dropout in Triton, with or without a residual sum, by dtensor's random numbers.
 
     y, kept = dropout(x, p, at_seed=7, at_step=3, op=0, shape=[8, 512, 1024], pieces=[...])
     y, kept = dropout_add(x, residual, p, ...)
     dx = dropout_backward(grad, kept, p)
 
-The arguments and results are those of the ops of these names, local tensors, on a GPU. The words
-are those of Philox-4x32-10 with the counter (column // 4, row, step, op) and the seed as key, row
-and column of the *whole* tensor: so the mask has the same bits as on a CPU and under any placement.
-A program has a part of one row, in groups of eight columns: two counters, each for four.
+The functions have the arguments and results of the dt ops of these names, local tensors on a GPU.
+Random words are Philox-4x32-10 with the counter (column // 4, row, step, op) and the seed as key;
+row and column are global, so the mask does not depend on device or placement.
 
-Invariants: masks and values have the op's bits: the product is rounded before the sum, and no two
-roundings are fused into one. What the kernels do not take (float64, nothing at all) the op
-computes.
+Invariants: masks and values have the op's bits: the product is rounded before the sum. Float64 and
+empty tensors go to the op.
 """
 
-# A launch takes numbers for the constants of a kernel.
+# Triton's stubs do not know that a launch accepts numbers for constexpr parameters.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -45,11 +43,11 @@ def dropout(
     shape: Sequence[int] | None = None,
     pieces: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x[...] -> y[...], kept: bool[...]."""
+    """Return y[...] and the mask kept, bool[...], of x[...]."""
     at = {"at_seed": at_seed, "at_step": at_step, "op": op, "shape": shape, "pieces": pieces}
-    if not _fits(x):
+    if not _is_supported(x):
         return torch.ops.dt.dropout(x, p, **at)
-    return _dropped(x, None, p, **at)
+    return _run_dropout(x, None, p, **at)
 
 
 def dropout_add(
@@ -63,14 +61,14 @@ def dropout_add(
     shape: Sequence[int] | None = None,
     pieces: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x[...], residual[...] -> y[...], kept: bool[...]."""
+    """Return y[...] = dropout(x[...]) + residual[...] and the mask kept, bool[...]."""
     at = {"at_seed": at_seed, "at_step": at_step, "op": op, "shape": shape, "pieces": pieces}
-    if not _fits(x, residual):
+    if not _is_supported(x, residual):
         return torch.ops.dt.dropout_add(x, residual, p, **at)
-    return _dropped(x, residual, p, **at)
+    return _run_dropout(x, residual, p, **at)
 
 
-def _fits(x: Tensor, *others: Tensor) -> bool:
+def _is_supported(x: Tensor, *others: Tensor) -> bool:
     if not takes(x, *others) or x.numel() == 0:
         return False
     columns = x.shape[-1] if x.dim() else 1
@@ -78,7 +76,7 @@ def _fits(x: Tensor, *others: Tensor) -> bool:
 
 
 def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
-    """grad[...], kept: bool[...] -> dx[...]."""
+    """Return dx[...] of grad[...] and the mask kept, bool[...]."""
     if not takes(grad) or grad.numel() == 0:
         return torch.ops.dt.dropout_backward(grad, kept, p)
     dx = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
@@ -91,7 +89,7 @@ def dropout_backward(grad: Tensor, kept: Tensor, p: float) -> Tensor:
     return dx
 
 
-def _dropped(
+def _run_dropout(
     x: Tensor,
     residual: Tensor | None,
     p: float,
@@ -108,7 +106,7 @@ def _dropped(
     others, other_stride = (rows, 0)
     if residual is not None:
         others, other_stride = rows_of(residual if residual.dim() else residual[None])
-    sizes, dims = _place(tuple(x.shape), shape, pieces)
+    sizes, dims = _global_intervals(tuple(x.shape), shape, pieces)
     first, row_table = _global_rows(sizes, dims, x.device)
     column = 0  # the local one
     for start, stop in dims[-1] if dims else [(0, 1)]:
@@ -124,10 +122,10 @@ def _dropped(
     return y, kept
 
 
-def _place(
+def _global_intervals(
     local: tuple[int, ...], shape: Sequence[int] | None, pieces: Sequence[int] | None
 ) -> tuple[Sequence[int], Dims]:
-    """The global shape, and per dim the intervals that are here."""
+    """Return the global shape, and for each dim the intervals that this rank has."""
     if shape is None or pieces is None:
         return local, [[(0, n)] for n in local]
     dims: Dims = []
@@ -136,16 +134,17 @@ def _place(
         numbers = pieces[at + 1 : at + 1 + 2 * pieces[at]]
         dims.append(list(zip(numbers[::2], numbers[1::2], strict=True)))
         at += 1 + len(numbers)
-    held = tuple(sum(stop - start for start, stop in dim) for dim in dims)
-    if held != local:
-        raise ValueError(f"the pieces hold {held}, the local tensor is {local}")
+    local_sizes = tuple(sum(stop - start for start, stop in dim) for dim in dims)
+    if local_sizes != local:
+        raise ValueError(f"the pieces hold {local_sizes}, the local tensor is {local}")
     return shape, dims
 
 
 def _global_rows(
     shape: Sequence[int], dims: Dims, device: torch.device
 ) -> tuple[int, Tensor | None]:
-    """The global row of the first local one, and where the others do not follow it, all of them."""
+    """Return the global row of the first local row, and if the rows are not consecutive, a tensor
+    with all global rows, else None."""
     if math.prod(shape[:-1]) > 1 << 32:
         raise ValueError(f"a tensor of shape {tuple(shape)} has more than 2**32 rows")
     first, count, adjacent = 0, 1, True
@@ -173,7 +172,7 @@ def _dropout(
     HAS_RESIDUAL: tl.constexpr, HAS_TABLE: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Global columns start:stop of the rows, which are local columns from ``column`` on."""
+    """Compute global columns start:stop of the rows; ``column``: the local column of ``start``."""
     row = tl.program_id(0).to(tl.int64) // blocks
     block = (tl.program_id(0) % blocks).to(tl.int64)
     first = start // GROUP * GROUP + block * BLOCK
@@ -204,7 +203,7 @@ def _dropout(
 
 
 @triton.jit
-def _dropout_backward_some(GRAD, KEPT, DX, c, inside, scale):
+def _dropout_backward_lanes(GRAD, KEPT, DX, c, inside, scale):
     grad = tl.load(GRAD + c, mask=inside, other=0.0).to(tl.float32)
     kept = tl.load(KEPT + c, mask=inside, other=0)
     tl.store(DX + c, tl.where(kept, grad * scale, 0.0).to(DX.dtype.element_ty), mask=inside)
@@ -218,8 +217,8 @@ def _dropout_backward(
     group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     e = tl.arange(0, GROUP)[None, :]
     inside = ((group + 1) * GROUP <= count)[:, None] & (e >= 0)
-    _dropout_backward_some(GRAD, KEPT, DX, group[:, None] * GROUP + e, inside, scale)
+    _dropout_backward_lanes(GRAD, KEPT, DX, group[:, None] * GROUP + e, inside, scale)
     if EDGES:
         last = count // GROUP * GROUP + tl.arange(0, GROUP)
         inside = (last < count) & (last // BLOCK == block)
-        _dropout_backward_some(GRAD, KEPT, DX, last, inside, scale)
+        _dropout_backward_lanes(GRAD, KEPT, DX, last, inside, scale)

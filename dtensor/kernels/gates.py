@@ -1,19 +1,18 @@
-"""Gates and activations, forward and backward, each one pass over its operands; in Triton.
+"""Gates and activations in Triton, forward and backward, each in one pass over its operands.
 
     y = gated(a[... k], b[... k], kind)                    act(a) * b
     da, db = gated_backward(grad, a, b, kind)
     y = bias_gelu(x[... k], bias[k], kind)                 act(x + bias)
     dx, dbias = bias_gelu_backward(grad, x, bias, kind)
 
-The arguments and results are those of the ops of these names, local tensors, on a GPU. ``kind`` is
-"silu", "gelu", "gelu_tanh" or "gelu_new", which is "gelu_tanh" in other steps. Operands that are
-contiguous are one row; halves of one tensor, as a fused projection gives them, are rows.
+The functions have the arguments and results of the dt ops of these names, local tensors on a GPU.
+``kind``: "silu", "gelu", "gelu_tanh", or "gelu_new" (gelu_tanh as separate steps). Contiguous
+operands are one row; the halves of a fused projection are read row by row.
 
-Invariants: computed in float32, rounded where the op rounds, laid out as its results; dbias is
-summed as dweight of a norm. What the kernels do not take (float64, nothing at all) the op computes.
-"""
+Invariants: the kernels compute in float32, and round and lay out results as the op does. Float64
+and empty tensors go to the op."""
 
-# A launch takes numbers for the constants of a kernel.
+# Triton's stubs do not know that a launch accepts numbers for constexpr parameters.
 # pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "gelu_new": 2}
 
 
 def _as_rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
-    """(matrices, elements from row to row of each and of a result, rows, columns).
+    """Return (matrices, the row stride of each and of the result, rows, columns).
 
-    One row, whose distance from the next is nothing, if all are contiguous.
+    If all tensors are contiguous, they are one row with stride 0.
     """
     x = tensors[0]
     if all(t.is_contiguous() for t in tensors):
@@ -52,7 +51,7 @@ def _as_rows(*tensors: Tensor) -> tuple[list[Tensor], list[int], int, int]:
 
 
 def gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
-    """a[...], b[...] of one shape and dtype -> act(a) * b."""
+    """Return act(a) * b for a[...] and b[...] of one shape and dtype."""
     if not takes(a, b) or a.numel() == 0:
         return torch.ops.dt.gated(a, b, kind)
     matrices, strides, num_rows, columns = _as_rows(a, b)
@@ -68,7 +67,7 @@ def gated(a: Tensor, b: Tensor, kind: str) -> Tensor:
 
 
 def gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """grad[...], a[...], b[...] of one shape -> da, db."""
+    """Return da and db for grad[...], a[...] and b[...] of one shape."""
     if not takes(grad, a, b) or a.numel() == 0:
         return torch.ops.dt.gated_backward(grad, a, b, kind)
     matrices, strides, num_rows, columns = _as_rows(grad, a, b)
@@ -84,7 +83,7 @@ def gated_backward(grad: Tensor, a: Tensor, b: Tensor, kind: str) -> tuple[Tenso
     return laid_as(a, da), laid_as(b, db)
 
 
-def _fits(x: Tensor, *others: Tensor) -> bool:
+def _is_supported(x: Tensor, *others: Tensor) -> bool:
     if not takes(x, *others) or x.numel() == 0:
         return False
     columns = x.shape[-1]
@@ -93,8 +92,8 @@ def _fits(x: Tensor, *others: Tensor) -> bool:
 
 
 def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
-    """x[... k], bias[k] -> act(x + bias)."""
-    if not _fits(x, bias):
+    """Return act(x + bias) for x[... k] and bias[k]."""
+    if not _is_supported(x, bias):
         return torch.ops.dt.bias_gelu(x, bias, kind)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows, stride = rows_of(x)
@@ -107,8 +106,8 @@ def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
 
 
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """grad[... k], x[... k], bias[k] -> dx[... k], dbias[k]."""
-    if not _fits(x, grad, bias):
+    """Return dx[... k] and dbias[k] for grad[... k], x[... k] and bias[k]."""
+    if not _is_supported(x, grad, bias):
         return torch.ops.dt.bias_gelu_backward(grad, x, bias, kind)
     (grads, grad_stride), (rows, stride) = rows_of(grad), rows_of(x)
     programs, each = parts_of(rows.shape[0])
@@ -128,7 +127,7 @@ def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, kind: str) -> tupl
 
 @triton.jit
 def _act(x, KIND: tl.constexpr):
-    """silu, gelu, or gelu by tanh, which is 2 * sigmoid(2 z) - 1."""
+    """Return silu(x), gelu(x), or gelu(x) by tanh, with tanh(z) = 2 * sigmoid(2 z) - 1."""
     if KIND == 0:
         return x * tl.sigmoid(x)
     elif KIND == 1:
@@ -152,7 +151,7 @@ def _act_and_slope(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _gated_some(A, B, Y, c, inside, KIND: tl.constexpr):
+def _gated_lanes(A, B, Y, c, inside, KIND: tl.constexpr):
     a = tl.load(A + c, mask=inside, other=0.0)
     b = tl.load(B + c, mask=inside, other=0.0).to(tl.float32)
     act = _act(a.to(tl.float32), KIND).to(a.dtype).to(tl.float32)
@@ -172,14 +171,14 @@ def _gated(
     group = block * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
     e = tl.arange(0, GROUP)[None, :]
     c = group[:, None] * GROUP + e
-    _gated_some(A, B, Y, c, ((group + 1) * GROUP <= columns)[:, None] & (e >= 0), KIND)
+    _gated_lanes(A, B, Y, c, ((group + 1) * GROUP <= columns)[:, None] & (e >= 0), KIND)
     if EDGES:
         last = columns // GROUP * GROUP + tl.arange(0, GROUP)
-        _gated_some(A, B, Y, last, (last < columns) & (last // BLOCK == block), KIND)
+        _gated_lanes(A, B, Y, last, (last < columns) & (last // BLOCK == block), KIND)
 
 
 @triton.jit
-def _gated_backward_some(G, A, B, DA, DB, c, inside, KIND: tl.constexpr):
+def _gated_backward_lanes(G, A, B, DA, DB, c, inside, KIND: tl.constexpr):
     g = tl.load(G + c, mask=inside, other=0.0).to(tl.float32)
     a = tl.load(A + c, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(B + c, mask=inside, other=0.0).to(tl.float32)
@@ -204,11 +203,11 @@ def _gated_backward(
     e = tl.arange(0, GROUP)[None, :]
     c = group[:, None] * GROUP + e
     inside = ((group + 1) * GROUP <= columns)[:, None] & (e >= 0)
-    _gated_backward_some(G, A, B, DA, DB, c, inside, KIND)
+    _gated_backward_lanes(G, A, B, DA, DB, c, inside, KIND)
     if EDGES:
         last = columns // GROUP * GROUP + tl.arange(0, GROUP)
         inside = (last < columns) & (last // BLOCK == block)
-        _gated_backward_some(G, A, B, DA, DB, last, inside, KIND)
+        _gated_backward_lanes(G, A, B, DA, DB, last, inside, KIND)
 
 
 @triton.jit

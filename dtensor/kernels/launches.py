@@ -1,20 +1,14 @@
-"""How each kernel is launched, as one table: grid, blocks, warps, stages, and the bytes it moves.
+"""The launch of each kernel, as one table: grid, blocks, warps, stages, and bytes moved.
 
     at = NORM_ROW.at(8192, 4096, True)        # x[8192, 4096], whose rows begin on whole groups
     _rms_norm_row[at.grid](..., **at.options)      # (8192,); BLOCK=4096, num_warps=8, ...
     NORM_ROW.moved(arguments)                      # (bytes read, bytes written)
 
-A rule is what a kernel's launcher asks, and no launcher has a number of its own. The rule depends
-on shapes and strides, not on the dtype: a group of GROUP elements is one load of 16 bytes of a
-16-bit dtype, and two of float32.
+Nothing is autotuned: a tuner may choose differently on two ranks, and then the order of sums and
+the last bits of replicas differ.
 
-Nothing is autotuned. A tuner times candidates and keeps the fastest, so that its choice may differ
-between two ranks, or between two runs; then sums over a row are added in another order, and
-replicas differ in their last bits. It also launches each candidate at the first call of a shape.
-
-Invariants: grids and blocks follow from shapes alone; each element is in one program; a grid has at
-most 2**31 - 1 programs along its first axis and 65,535 along its second, which are CUDA's limits.
-Not here: the kernels; any import of Triton.
+Invariants: grids and blocks depend only on shapes and strides; each element is in one program; a
+grid respects CUDA's limits of 2**31 - 1 programs on its first axis and 65,535 on its second.
 """
 
 from __future__ import annotations
@@ -29,30 +23,29 @@ import torch
 from torch import Tensor
 
 GROUP = 8
-"""Elements that are masked as one: 16 bytes of a 16-bit dtype."""
+"""Elements that have one mask: 16 bytes of a 16-bit dtype."""
 WARP = 64 if torch.version.hip else 32
 """Threads of a warp."""
 MAX_THREADS = 1024
 NUM_STAGES = 1
-"""Triton pipelines the loads of products (`tl.dot`), which no kernel here has: with 3 stages, its
-default on CUDA, the machine code is the same."""
+"""Stages of Triton's pipeline for loads of products (`tl.dot`), which these kernels do not have."""
 
 ROW_PER_THREAD = 16
-"""Elements of a row that a thread holds, half as many where each has an address of its own."""
+"""Elements of a row per thread; half as many if the row is not aligned."""
 NUM_PARTS = 512
-"""Programs that a sum over rows is split into, at most."""
+"""The greatest number of programs that share a sum over rows."""
 KEPT_BLOCK = 8192
-"""The longest row beside which the backward of a norm keeps its weight in registers."""
+"""The longest row with which the backward of a norm also keeps the weight in registers."""
 
 MAX_PROGRAMS = 2**31 - 1
 MAX_COLUMNS = 65_535 * 1024
-"""Of kernels that count columns in 32 bits, or in programs along a grid's second axis."""
+"""The limit of kernels that count columns in 32 bits or on the second axis of a grid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchShape:
-    """One launch. ``blocks``: programs that a row is cut into; ``options``: what the kernel and
-    Triton take: the sizes of its blocks, warps, stages, whether products and sums are fused."""
+    """The shape of a launch. ``blocks``: programs per row; ``options``: keyword arguments of the
+    launch: block sizes, warps, stages, and whether products and sums are fused."""
 
     grid: tuple[int, ...]
     options: Mapping[str, Any]
@@ -61,12 +54,12 @@ class LaunchShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRule:
-    """How a kernel is launched, and why so.
+    """The rule for launches of a kernel.
 
-    ``kernel``: the name of its function; ``shape``: from sizes to a launch; ``programs``,
-    ``block``, ``warps``, ``why``: the same for readers;
-    ``reads``, ``writes``: the pointers that it loads from and stores to, as "X"; "X[start:stop]" or
-    "X[0:2]" if a launch has these columns alone; "X if FLAG" if this constant must be true.
+    ``kernel``: the name of its function. ``shape``: returns the launch shape for sizes.
+    ``programs``, ``block``, ``warps``, ``why``: the rule in words. ``reads``, ``writes``: the
+    pointers that the kernel loads and stores: "X"; "X[start:stop]" or "X[0:2]" if a launch accesses
+    only these columns; "X if FLAG" if it accesses X only if the constant FLAG is true.
     """
 
     kernel: str
@@ -79,22 +72,21 @@ class LaunchRule:
     writes: Sequence[str]
 
     def at(self, *sizes: int) -> LaunchShape:
-        """The launch for these sizes: the same object each time, as it takes microseconds to
-        make."""
-        return _shaped(self.shape, WARP, *sizes)
+        """Return the launch shape for these sizes, from a cache."""
+        return _cached_shape(self.shape, WARP, *sizes)
 
     def moved(self, arguments: Mapping[str, Any]) -> tuple[int, int]:
-        """(bytes read, bytes written) by a launch with these arguments, by the kernel's names.
+        """Return (bytes read, bytes written) of a launch; ``arguments``: by the kernel's names.
 
-        Each element counts once, though several programs may read it (weights, tables): the others
-        find it in a cache. Elements between strided rows do not count.
+        Each element counts once, even if several programs read it. Elements between strided rows do
+        not count.
         """
         read = sum(_nbytes(operand, arguments) for operand in self.reads)
         return read, sum(_nbytes(operand, arguments) for operand in self.writes)
 
 
 def _nbytes(operand: str, arguments: Mapping[str, Any]) -> int:
-    """Of elements that differ: a dim of stride 0 is one."""
+    """Return the bytes of an operand's distinct elements: a dim of stride 0 counts as size 1."""
     text, _, flag = operand.partition(" if ")
     if flag and not arguments[flag]:
         return 0
@@ -109,23 +101,24 @@ def _nbytes(operand: str, arguments: Mapping[str, Any]) -> int:
 
 
 def in_groups(*lengths: int) -> bool:
-    """Whether lengths and distances, in elements, are whole groups."""
+    """Return whether all lengths and strides, in elements, are multiples of GROUP."""
     return all(length % GROUP == 0 for length in lengths)
 
 
 def max_row(grouped: bool) -> int:
-    """Elements of a row that a program can hold."""
+    """Return the greatest number of elements of a row that a program can hold."""
     return MAX_THREADS * (ROW_PER_THREAD if grouped else ROW_PER_THREAD // 2)
 
 
 def parts_of(num_rows: int) -> tuple[int, int]:
-    """(programs, rows of each) for a sum over rows."""
+    """Return (programs, rows per program) for a sum over rows."""
     each = max(1, -(-num_rows // NUM_PARTS))
     return -(-num_rows // each), each
 
 
 def within(num_programs: int, columns: int = 1) -> bool:
-    """Whether there may be so many programs along a grid's first axis, and so long a row."""
+    """Return whether the programs on a grid's first axis and the columns of a row are within the
+    limits."""
     return num_programs <= MAX_PROGRAMS and columns <= MAX_COLUMNS
 
 
@@ -133,8 +126,8 @@ def within(num_programs: int, columns: int = 1) -> bool:
 
 
 @lru_cache(1 << 12)
-def _shaped(shape: Callable[..., LaunchShape], warp: int, *sizes: int) -> LaunchShape:
-    """``warp``: what the shape depends on besides."""
+def _cached_shape(shape: Callable[..., LaunchShape], warp: int, *sizes: int) -> LaunchShape:
+    """Return ``shape(*sizes)``, cached also by ``warp``, on which shapes depend."""
     return shape(*sizes)
 
 
@@ -155,12 +148,12 @@ def _ceil(a: int, b: int) -> int:
 
 
 def _power(n: int) -> int:
-    """The least power of 2 that is no less."""
+    """Return the least power of 2 that is at least n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def _row_block(length: int, grouped: bool) -> tuple[int, int]:
-    """(lanes, warps) of a program that holds a row."""
+    """Return (lanes, warps) of a program that holds a row."""
     lanes = max(WARP, _power(length))
     threads = lanes // (ROW_PER_THREAD if grouped else ROW_PER_THREAD // 2)
     return lanes, min(max(threads, WARP), MAX_THREADS) // WARP
@@ -208,13 +201,15 @@ def _ce_row(num_rows: int) -> LaunchShape:
 
 
 def _ce_blocks(num_rows: int, columns: int) -> LaunchShape:
-    """A row may begin up to GROUP - 1 elements after the boundary that its lanes count from."""
+    """Return the launch of the backward. A row may begin up to GROUP - 1 elements after the
+    boundary from which its lanes count."""
     blocks = _ceil(columns + GROUP, 4096)
     return _launch((num_rows * blocks,), 8, blocks=blocks, GROUP=GROUP, BLOCK=4096)
 
 
 def _dropout_row(num_rows: int, start: int, stop: int) -> LaunchShape:
-    """Global columns start:stop, whose lanes count from the boundary before ``start``."""
+    """Return the launch for global columns start:stop; lanes count from the boundary before
+    ``start``."""
     block = GROUP * 4 * WARP
     blocks = _ceil(stop - start // GROUP * GROUP, block)
     return _launch((num_rows * blocks,), 4, blocks=blocks, GROUP=GROUP, BLOCK=block)
@@ -387,11 +382,11 @@ LAUNCHES: Mapping[str, LaunchRule] = {
         BIAS_GELU_BACKWARD, ROPE, CE_STATS, CE_BACKWARD, DROPOUT, DROPOUT_BACKWARD, ADAMW,
     )
 }  # fmt: skip
-"""Every kernel in Triton, by the name of its function."""
+"""The rules of all Triton kernels, by the name of the kernel function."""
 
 
 def table() -> list[str]:
-    """The rules as rows of Markdown: docs/kernels.md has them."""
+    """Return the rules as rows of the Markdown table in docs/kernels.md."""
     rows = ["| kernel | programs | block | warps | why |", "|---|---|---|---|---|"]
     for rule in LAUNCHES.values():
         cells = (f"`{rule.kernel}`", rule.programs, rule.block, rule.warps, rule.why)

@@ -1,21 +1,19 @@
-"""RMSNorm, forward and backward, and both norms behind a residual sum; in Triton.
+"""RMSNorm in Triton, forward and backward, and RMSNorm and LayerNorm of a residual sum.
 
     y, rstd = rms_norm(x[... k], weight[k], eps, offset, inner, out)
     dx, dweight = rms_norm_backward(grad, x, rstd, weight, offset)
     total, y, rstd = add_rms_norm(x, residual, weight, eps, offset, inner, out)
     total, y, mean, rstd = add_layer_norm(x, residual, weight, bias, eps)
 
-The arguments and results are those of the ops of these names, local tensors, on a GPU. A program
-has a row, whose bytes it reads once. The backward has a few rows a program: its part of dweight is
-a row of a float32 matrix, summed afterwards.
+The functions have the arguments and results of the dt ops of these names, local tensors on a GPU. A
+program reads each row once. A program of the backward has several rows; its part of dweight is a
+row of a float32 matrix, which is summed afterwards.
 
-Invariants: computed in float32, rounded where the op rounds, laid out as its results. What the
-kernels do not take (float64, rows of more than 16,384 elements, or 8,192 where 8 does not divide
-them, none at all) the op computes. Not here: LayerNorm by itself and torch.nn.RMSNorm, for which
-torch has kernels.
+Invariants: the kernels compute in float32, and round and lay out results as the op does. Float64,
+empty tensors, and rows longer than 16,384 elements (8,192 if 8 does not divide them) go to the op.
 """
 
-# A launch takes numbers for the constants of a kernel.
+# Triton's stubs do not know that a launch accepts numbers for constexpr parameters.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from dtensor.kernels.launches import (
 from dtensor.kernels.strides import laid_as
 
 
-def _fits(x: Tensor, *others: Tensor) -> bool:
+def _is_supported(x: Tensor, *others: Tensor) -> bool:
     if not takes(x, *others) or x.numel() == 0 or x.dim() == 0:
         return False
     length = x.shape[-1]
@@ -48,8 +46,8 @@ def _fits(x: Tensor, *others: Tensor) -> bool:
 def rms_norm(
     x: Tensor, weight: Tensor, eps: float, offset: float, inner: torch.dtype, out: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x[... k], weight[k] -> y[... k] of dtype ``out``, rstd[... 1] in float32."""
-    if not _fits(x, weight):
+    """Return y[... k] of dtype ``out`` and rstd[... 1] in float32, for x[... k] and weight[k]."""
+    if not _is_supported(x, weight):
         return torch.ops.dt.rms_norm(x, weight, eps, offset, inner, out)
     _, y, rstd = _rms_norm(x, None, weight, eps, offset, inner, out)
     return y, rstd
@@ -64,8 +62,8 @@ def add_rms_norm(
     inner: torch.dtype,
     out: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x[... k], residual[... k] -> total[... k], y[... k] of dtype ``out``, rstd[... 1]."""
-    if not _fits(x, residual, weight):
+    """Return total[... k] = x + residual, y[... k] of dtype ``out``, and rstd[... 1]."""
+    if not _is_supported(x, residual, weight):
         return torch.ops.dt.add_rms_norm(x, residual, weight, eps, offset, inner, out)
     return _rms_norm(x, residual, weight, eps, offset, inner, out)
 
@@ -99,8 +97,9 @@ def _rms_norm(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, offset: float
 ) -> tuple[Tensor, Tensor]:
-    """grad[... k], x[... k], rstd[... 1], weight[k] -> dx[... k] like x, dweight[k]."""
-    if not _fits(x, grad, weight, rstd):
+    """Return dx[... k] of x's dtype and dweight[k]; grad[... k], x[... k], rstd[... 1],
+    weight[k]."""
+    if not _is_supported(x, grad, weight, rstd):
         return torch.ops.dt.rms_norm_backward(grad, x, rstd, weight, offset)
     (grads, grad_stride), (rows, stride) = rows_of(grad), rows_of(x)
     programs, each = parts_of(rows.shape[0])
@@ -118,8 +117,9 @@ def rms_norm_backward(
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x[... k], residual[... k] -> total, y like them, mean[... 1], rstd[... 1] in float32."""
-    if not _fits(x, residual, weight, bias):
+    """Return total = x + residual, y, mean[... 1] and rstd[... 1] in float32; x, residual[...
+    k]."""
+    if not _is_supported(x, residual, weight, bias):
         return torch.ops.dt.add_layer_norm(x, residual, weight, bias, eps)
     (rows, stride), (others, other_stride) = rows_of(x), rows_of(residual)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -168,7 +168,7 @@ def _rms_norm_backward_rows(
     GRAD, X, RSTD, WEIGHT, DX, PARTS, grad_stride, stride, num_rows, length, rows_each, offset,
     KEPT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``KEPT``: the weight stays in registers, of which a long row has too few."""
+    """``KEPT``: the weight stays in registers, which is possible only for short rows."""
     part = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < length

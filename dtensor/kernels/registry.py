@@ -1,17 +1,13 @@
-"""The function that runs for an op on a device: the user's, else our Triton kernel, else the op's.
+"""Choose the function that runs for an op on a device: the user's, a built-in kernel, or the op.
 
     kernel_of(torch.ops.dt.rms_norm.default, torch.device("cuda"))     # Kernel("triton rms_norm")
 
 A kernel takes an op's arguments and returns its results, on local tensors, under `no_grad`. It is
-looked up when a plan is lowered, by the device of the launch, and bound in the generated code,
-whose line names it; so does the label of the call in programs and traces. Plans do not change. If a
-rule makes a rank run another function than the op (a mean of a shard), that function runs.
+looked up when a plan is lowered and bound in the generated code; plans do not depend on it.
 
-Invariants: an op has at most one kernel a device; a program lowered before another kernel was
-registered is lowered again at its next call. Triton is imported when a program for CUDA is lowered;
-if the process that lowers it has none, the op runs, and a warning says so. Not here: registration
-(register.py), the kernels (built_in.py), their correctness (tests compare ours with the op).
-"""
+Invariants: an op has at most one kernel per device. A program that was lowered before a
+registration changed is lowered again at its next call. Triton is imported when a program for CUDA
+is lowered; if it is not installed, the op runs and a warning is given."""
 
 from __future__ import annotations
 
@@ -31,8 +27,8 @@ from dtensor.private_torch import OpOverload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """The function that runs for an op. ``name``: in programs and traces; ``ours``: a built-in
-    one."""
+    """The function that runs for an op. ``name``: its name in programs and traces; ``ours``:
+    whether it is built in."""
 
     function: Callable[..., Any]
     name: str
@@ -41,8 +37,8 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registered:
-    """The users' registrations; None: the op itself. Replaced as a whole, so its identity is a
-    version."""
+    """The user's registrations; None stands for the op itself. Each change makes a new object, so
+    the identity of the object is a version."""
 
     kernels: Mapping[tuple[OpOverload, str], Kernel | None]
 
@@ -51,13 +47,13 @@ _registered = Registered({})
 
 
 def current() -> Registered:
-    """The present registrations: the same object until they change, so a part of a program's
-    key."""
+    """Return the present registrations, the same object until they change. It is a part of the key
+    of a program."""
     return _registered
 
 
 def kernel_of(op: object, device: torch.device) -> Kernel | None:
-    """The function that runs on a device instead of the op; None: the op itself."""
+    """Return the kernel that runs on a device instead of the op; None if the op itself runs."""
     if not isinstance(op, OpOverload):
         return None
     key, users = (op, device.type), _registered.kernels
@@ -68,34 +64,34 @@ Made = Sequence[tuple[Sequence[int], torch.dtype]]
 
 
 def versions(given: Sequence[Tensor]) -> tuple[int, ...]:
-    """The counts of writes to a kernel's arguments."""
+    """Return torch's version counter of each argument of a kernel, which counts writes."""
     return tuple(x._version for x in given)
 
 
 def check_kept(given: Sequence[Tensor], before: tuple[int, ...], name: str) -> None:
-    """RuntimeError if a kernel has written to its arguments."""
+    """Raise RuntimeError if a kernel has written to its arguments since ``before``."""
     if versions(given) != before:
         at = next(i for i, x in enumerate(given) if x._version != before[i])
         raise RuntimeError(
-            f"the kernel {name} changed its argument {at}, which others "
+            f"the kernel {name} changed its argument {at}, which other ops "
             f"read.\nfix: write to a new tensor, such as torch.empty_like of it"
         )
 
 
 def check_made(results: Sequence[object], name: str, wanted: Made) -> None:
-    """RuntimeError unless a kernel's results have the op's shapes and dtypes."""
+    """Raise RuntimeError unless a kernel's results have the op's shapes and dtypes."""
     for number, (x, (shape, dtype)) in enumerate(zip(results, wanted, strict=True)):
         if not isinstance(x, Tensor) or list(x.shape) != list(shape) or x.dtype != dtype:
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise RuntimeError(
-                f"the kernel {name} returned {got} as result {number}, and its op has "
-                f"{dtype} {list(shape)} there.\nfix: return the op's results"
+                f"the kernel {name} returned {got} as result {number}, but its op returns "
+                f"{dtype} {list(shape)}.\nfix: return the op's results"
             )
 
 
 def check_apart(results: Sequence[Tensor], given: Sequence[Tensor], name: str) -> None:
-    """RuntimeError if a kernel's result is in the memory of an argument: the program may write to
-    that again."""
+    """Raise RuntimeError if a kernel's result shares the memory of an argument, because the program
+    may reuse that memory."""
     places = {x.untyped_storage().data_ptr() for x in given} - {0}
     for number, x in enumerate(results):
         if x.untyped_storage().data_ptr() in places:

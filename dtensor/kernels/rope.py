@@ -1,19 +1,17 @@
-"""Rotary positions, forward and backward, in one pass; in Triton.
+"""Rotary position embedding in Triton, forward and backward, each in one pass.
 
     y = rope(x[b h t d], cos[t d], sin[t d])               x * cos + cat(-x2, x1) * sin
     dx = rope_backward(grad, cos, sin, dtype)
 
-The arguments and results are those of the ops of these names, local tensors, on a GPU; halves are
-rotated, as Hugging Face's models do. cos and sin broadcast against x from the right; a program has
-a few rows of x, each of d elements, and reads theirs by their strides, 0 where they repeat.
+The functions have the arguments and results of the dt ops of these names, local tensors on a GPU.
+Halves are rotated, as in Hugging Face's models. cos and sin broadcast against x by strides of 0.
 
-Invariants: forward each product and the sum are rounded to the result's dtype, as the op rounds;
-backward is computed in float32 and rounded once; results are laid out as x. What the kernel does
-not take (float64, more than four dims, a last dim that is odd, repeated or not adjacent) the op
-computes.
+Invariants: the forward rounds each product and the sum to the result's dtype, as the op does; the
+backward computes in float32 and rounds once; results have x's layout. Float64, more than four dims,
+and a last dim that is odd, broadcast or not contiguous go to the op.
 """
 
-# A launch takes numbers for the constants of a kernel.
+# Triton's stubs do not know that a launch accepts numbers for constexpr parameters.
 # pyright: reportArgumentType=false
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from dtensor.kernels.blocks import takes
 from dtensor.kernels.launches import ROPE, in_groups, within
 
 
-def _rows_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
+def _is_supported(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
     if not takes(x, cos, sin) or x.numel() == 0 or x.dim() > 4:
         return False
     d = x.shape[-1]
@@ -36,16 +34,16 @@ def _rows_fit(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x[... d], cos[... d] and sin[... d] that broadcast against it -> y[... d]."""
-    if not _rows_fit(x, cos, sin):
+    """Return y[... d] for x[... d], and cos[... d] and sin[... d] that broadcast against x."""
+    if not _is_supported(x, cos, sin):
         return torch.ops.dt.rope(x, cos, sin)
     dtype = torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
     return _rotated(x, cos, sin, dtype, backward=False)
 
 
 def rope_backward(grad: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad[... d] -> dx[... d] of ``dtype``."""
-    if not _rows_fit(grad, cos, sin) or dtype == torch.float64:
+    """Return dx[... d] of ``dtype`` for grad[... d]."""
+    if not _is_supported(grad, cos, sin) or dtype == torch.float64:
         return torch.ops.dt.rope_backward(grad, cos, sin, dtype)
     return _rotated(grad, cos, sin, dtype, backward=True)
 

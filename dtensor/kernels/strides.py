@@ -1,8 +1,6 @@
-"""How a kernel's results lie in memory: as the op's do, which planners and other kernels rely on.
+"""Give a kernel's results the strides of the op's results, on which other kernels rely.
 
-    dx = laid_as(x, dx)                    # with the strides of torch.empty_like(x)
-
-Invariants: nothing is allocated unless the values must be copied. Not here: anything of Triton's.
+dx = laid_as(x, dx)                    # with the strides of torch.empty_like(x)
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from torch import Tensor
 
 
 def laid_as(like: Tensor, made: Tensor) -> Tensor:
-    """The values of `made` with the strides of `empty_like(like)`; itself where it has them."""
+    """Return `made` with the strides of `empty_like(like)`, copied only if its strides differ."""
     strides = torch.empty_like(like, device="meta").stride()
     if made.stride() == strides:
         return made

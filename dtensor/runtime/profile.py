@@ -1,14 +1,14 @@
-"""A profile: the parts of a step's time on each rank, predicted and measured.
+"""The profile of a step: the parts of its time on each rank, measured and predicted.
 
     profile = step.profile(20, tokens, targets)
     profile.seconds                        # of a step, by the clock
     profile.ranks[0].kernels["mm"].seconds, .predicted, .times
-    profile.ranks[0].waiting[1,]           # in `Wait`, for rank 1
+    profile.ranks[0].waiting[1,]           # time in `Wait` for rank 1
     profile.ranks[0].overhead["channel"]
     print(profile)                         # a table for each rank
 
-Invariants: the parts of a rank do not overlap, and with `remainder` their sum is ``seconds``. Not
-here: the division into parts (breakdown.py).
+Invariants: the parts of a rank do not overlap, and their sum plus `remainder` is ``seconds``.
+breakdown.py divides a step into parts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ LAYERS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Seconds of a step; ``predicted``: the same, None without a prediction; ``times``: how often
-    in a step, 0 if it is not counted."""
+    """A part of a step's time, in seconds. ``predicted``: predicted seconds, None if there is no
+    prediction; ``times``: occurrences in a step, 0 if they are not counted."""
 
     seconds: float
     predicted: float | None = None
@@ -43,9 +43,12 @@ class Spent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankProfile:
-    """The parts of one rank, seconds with predictions, the longest first: ``kernels`` by op;
-    ``waiting`` by the ranks waited for, in order; ``overhead`` by kind; ``other_ranks``: their
-    turns on the same thread; ``idle``: before its first instruction and after its last."""
+    """The parts of a step's time on one rank, longest first.
+
+    ``kernels``: by op. ``waiting``: by the ranks that are waited for. ``overhead``: by kind.
+    ``other_ranks``: turns of other ranks on the same thread. ``idle``: before the first instruction
+    and after the last.
+    """
 
     rank: int
     kernels: Mapping[str, Spent]
@@ -67,10 +70,12 @@ class RankProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Profile:
-    """The result of ``step.profile``; printed, a table for each rank. ``seconds``: of a step
-    without stamps, by the controller's clock, each read before the next; ``predicted``: the same on
-    ``hardware``; ``instrumentation``: the extra seconds of steps with stamps, which are in no
-    figure; ``num_steps``: of each."""
+    """The result of ``step.profile``; its str is a table for each rank.
+
+    ``seconds``: of a step without time stamps, by the controller's clock. ``predicted``: predicted
+    seconds on ``hardware``. ``instrumentation``: the extra seconds of steps with time stamps, which
+    no figure includes. ``num_steps``: the number of measured steps with and without stamps.
+    """
 
     name: str
     seconds: float
@@ -81,13 +86,13 @@ class Profile:
     ranks: tuple[RankProfile, ...]
 
     def remainder(self, rank: int) -> float:
-        """``seconds`` less all parts of a rank: medians do not add up, and steps differ. On a GPU,
-        where timed lines wait for the device, concurrent work makes it negative."""
+        """Return ``seconds`` minus all parts of a rank. It is not 0 because medians do not add up;
+        on a GPU concurrent work makes it negative."""
         return self.seconds - self.ranks[rank].seconds
 
     def __repr__(self) -> str:
-        took = f"{seconds_text(self.seconds)} a step, ranks: {len(self.ranks):,}"
-        return f"<profile {self.name}: {took}>"
+        step_seconds = f"{seconds_text(self.seconds)} a step, ranks: {len(self.ranks):,}"
+        return f"<profile {self.name}: {step_seconds}>"
 
     def _repr_html_(self) -> str:
         return html_text(screen(str(self)))
@@ -119,12 +124,12 @@ class Profile:
         shown = ops if len(ops) <= SHOWN_OPS + 1 else ops[:SHOWN_OPS]
         for op, spent in shown:
             yield row(f"  {op}", spent)
-        if rest := ops[len(shown) :]:
-            yield row(f"  {len(rest)} others", _sum([spent for _, spent in rest]))
+        if omitted := ops[len(shown) :]:
+            yield row(f"  {len(omitted)} others", _sum([spent for _, spent in omitted]))
         yield row("waiting", _sum(rank_profile.waiting.values()))
         for peers, spent in rank_profile.waiting.items():
-            who = ", ".join(map(str, peers))
-            yield row(f"  for rank{'s' * (len(peers) > 1)} {who}", spent)
+            ranks_text = ", ".join(map(str, peers))
+            yield row(f"  for rank{'s' * (len(peers) > 1)} {ranks_text}", spent)
         yield row("overhead", _sum(rank_profile.overhead.values()))
         for layer, spent in rank_profile.overhead.items():
             yield row(f"  {layer}: {LAYERS[layer]}", spent)
@@ -136,12 +141,12 @@ class Profile:
 
 
 def _sum(parts: Iterable[Spent]) -> Spent:
-    every = list(parts)
-    known = [spent.predicted for spent in every if spent.predicted is not None]
+    parts_list = list(parts)
+    predictions = [spent.predicted for spent in parts_list if spent.predicted is not None]
     return Spent(
-        seconds=sum(spent.seconds for spent in every),
-        predicted=sum(known) if known else None,
-        times=sum(spent.times for spent in every),
+        seconds=sum(spent.seconds for spent in parts_list),
+        predicted=sum(predictions) if predictions else None,
+        times=sum(spent.times for spent in parts_list),
     )
 
 

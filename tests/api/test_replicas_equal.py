@@ -132,5 +132,5 @@ def test_a_digest_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = torch.randn(1000)
     whole = digests(x)[0]
-    monkeypatch.setattr(module, "_AT_ONCE", 7)
+    monkeypatch.setattr(module, "_WORDS_AT_ONCE", 7)
     assert torch.equal(digests(x)[0], whole)

@@ -63,13 +63,13 @@ def test_rows_that_flash_could_not_read_are_copied() -> None:
     """It checks the last stride alone; a row that begins elsewhere ended the use of the GPU."""
     wide = torch.randn(2, 32, 4 * 64 + 8, dtype=torch.bfloat16)
     kept = wide[..., 8:].unflatten(-1, (4, 64)).transpose(1, 2)
-    assert attention._in_rows(kept) is kept
+    assert attention._aligned_rows(kept) is kept
     for odd in (
         torch.randn(2, 4, 32, 65, dtype=torch.bfloat16)[..., :64],
         wide[..., 1:257].unflatten(-1, (4, 64)).transpose(1, 2),
         torch.randn(2, 4, 64, 32, dtype=torch.bfloat16).mT,
     ):
-        made = attention._in_rows(odd)
+        made = attention._aligned_rows(odd)
         assert torch.equal(made, odd) and made.is_contiguous() and made.storage_offset() == 0
 
 
@@ -90,11 +90,11 @@ def test_what_flash_does_not_take_the_op_computes(
         assert called.names[0] == "dt::attention", what
         assert "dt::attention_backward" in called.names, what
     long = (heads(4, 32, 256), heads(2, 32, 256), False)
-    assert attention._flash_takes(*long)
+    assert attention._is_supported(*long)
     monkeypatch.setattr(attention, "_capability", lambda device: (8, 9))
-    assert not attention._flash_takes(*long)
+    assert not attention._is_supported(*long)
     monkeypatch.setattr(attention, "_capability", lambda device: (7, 5))
-    assert not attention._flash_takes(heads(4, 32), heads(2, 32), False)
+    assert not attention._is_supported(heads(4, 32), heads(2, 32), False)
 
 
 def test_there_is_no_flash_on_a_cpu() -> None:
@@ -133,7 +133,7 @@ def test_numbers_on_a_gpu(groups: int, is_causal: bool) -> None:
     shape = {"q": 8, "k": groups, "v": groups, "grad": 8}
     wide = {n: torch.randn(2, h, 160, 64, generator=made) for n, h in shape.items()}
     q, k, v, grad = (x.bfloat16().cuda() for x in wide.values())
-    assert attention._flash_takes(q, k, is_causal)
+    assert attention._is_supported(q, k, is_causal)
     out, lse = attention.attention(q, k, v, is_causal, 0.125)
     grads = attention.attention_backward(grad, q, k, v, out, lse, is_causal, 0.125)
     q, k, v, grad = (x.cpu().float() for x in (q, k, v, grad))

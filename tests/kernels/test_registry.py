@@ -243,10 +243,10 @@ def ok(self: Tensor) -> Tensor:
         (lambda: dt.kernel(torch.relu, "cpu"), "not an op or its name"),  # type: ignore
         (lambda: dt.kernel("aten::relu_", "cpu"), "changes its arguments"),
         (lambda: dt.kernel("aten::relu", "cpu")(3), "not a function"),  # type: ignore
-        (lambda: dt.kernel("aten::relu", "cpu")(torch.relu), "no function of Python's"),
+        (lambda: dt.kernel("aten::relu", "cpu")(torch.relu), "not a Python function"),
         (lambda: dt.kernel("aten::relu", "cpu")(lambda: None), "too many positional"),
         (lambda: dt.kernel("aten::relu", "cpu")(lambda x: x), "'x'.*def relu\\(self\\)"),
-        (lambda: dt.kernel("aten::mm", "cpu")(lambda mat2, self: self), "their order is another"),
+        (lambda: dt.kernel("aten::mm", "cpu")(lambda mat2, self: self), "their order differs"),
         (lambda: dt.kernel("aten::gelu", "cpu")(ok), "approximate.*approximate='none'"),
         (
             lambda: dt.kernel("aten::gelu", "cpu")(lambda self, *, approximate: self),

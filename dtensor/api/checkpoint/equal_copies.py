@@ -25,7 +25,7 @@ from dtensor.api.store.session import existing_session
 from dtensor.daft import DaftError
 from dtensor.errors import PlanningError
 from dtensor.frontend.call_lock import CALL_LOCK
-from dtensor.runtime.transfer.digests import copies, digest_program, unequal
+from dtensor.runtime.transfer.digests import copy_groups, digest_program, unequal_copies
 from dtensor.sharding.spec.stored import StoredTensor
 
 Paths = Mapping[tuple[str, ...], StoredTensor]
@@ -86,7 +86,7 @@ def with_copies(home: ModelHome, optimizer: torch.optim.Optimizer | None) -> Pat
     if optimizer_home is not None and optimizer_home.current:
         for (label, key), stored in optimizer_home.owner.stored.items():
             values[name(label), key] = stored
-    return {path: stored for path, stored in values.items() if copies(stored)}
+    return {path: stored for path, stored in values.items() if copy_groups(stored)}
 
 
 Unequal = list[tuple[tuple[str, ...], tuple[int, ...]]]
@@ -101,7 +101,7 @@ def _submit(home: ModelHome, values: Paths) -> Callable[[], Unequal]:
 
     def wait() -> Unequal:
         try:
-            return list(unequal(values, run.get()))
+            return list(unequal_copies(values, run.get()))
         except DaftError as error:
             raise home.session.with_loss_note(error) from error.__cause__
 

@@ -375,7 +375,7 @@ class TensorStore:
                 for name, (a, b) in pairs.items()
             }
             values = values_program(
-                plan, cluster.size, cluster.device, names, state=True, also=also
+                plan, cluster.size, cluster.device, names, state=True, also_agree=also
             )
             return with_mesh_ranks(cluster, values)
 

@@ -37,7 +37,7 @@ from dtensor.daft import (
 )
 from dtensor.daft.run.timestamps import Times, times_of
 from dtensor.daft.verification.pairing import starts_of_waits
-from dtensor.runtime.drawing import FEW, Box, RankRow, drawing, round_step
+from dtensor.runtime.drawing import MAX_TITLED, Box, RankRow, drawing, round_step
 from dtensor.sharding.plan.text.words import seconds_text, size_text, table
 from dtensor.showing import html_text, screen
 
@@ -245,13 +245,12 @@ class Trace:
     def _repr_svg_(self) -> str:
         """The drawing in a notebook: compute and wait spans of each rank, and messages below.
 
-        Its width is that of `spent`. Where there are more than `FEW` spans, those narrower than a
-        pixel that begin in one pixel are one box for each colour, as wide as their sum; where boxes
-        are still more than `_MOST`, those narrower than 2 pixels, or 4, and so on. The picture says
-        so.
-        """
+        Its width is that of `spent`. Where there are more than `MAX_TITLED` spans, those narrower
+        than a pixel that begin in one pixel are one box for each colour, as wide as their sum;
+        where boxes are still more than `_MOST`, those narrower than 2 pixels, or 4, and so on. The
+        picture says so."""
         lanes = self.lanes()
-        grain = self.seconds / _WIDTH if len(self.spans) > FEW else 0.0
+        grain = self.seconds / _WIDTH if len(self.spans) > MAX_TITLED else 0.0
         while sum(len(set(_places(spans, grain))) for spans in lanes.values()) > _MOST:
             grain *= 2
         stages = {(s.rank, s.label.stage) for s in self.spans if s.label.stage is not None}

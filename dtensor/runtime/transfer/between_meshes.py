@@ -5,16 +5,11 @@
     program = transfer_program(plan_transfer(source, target), 4, device)
     cluster.run(cluster.load(program), fed)           # rank r's shard: input "x", output "y"
 
-A rank handles its messages in the order of the plan: it packs and sends, or starts to receive, and
-then completes the previous message of the same pair, so `AHEAD` messages of each pair are in
-flight. It waits for none before it has started all earlier ones in the order, so there is no cycle
-of waits, which daft's verifier proves again for each program. Received messages are lent, and
-written into new memory. At the end all ranks agree that all have all, and only then new values
-replace the old: a program that fails on one rank changes nothing on any, and no rank ever has a mix
-of old and new values.
-
-If source and target do not share a cluster there is no program: `pieces_of` and `shard_from` are
-the same cutting and joining for a controller that carries the blocks itself.
+A rank handles messages in the plan's order, with `MAX_IN_FLIGHT` of each pair in flight. Before it
+waits for a message it has started all earlier messages, so no cycle of waits exists. New values
+replace the old values after all ranks agree that they have received everything, so a failure on
+one rank changes no value on any rank. If source and target do not share a cluster, the controller
+carries the blocks with `pieces_of` and `shard_from`.
 """
 
 from __future__ import annotations
@@ -57,20 +52,21 @@ from dtensor.sharding.redistribute.sync_plan import (
 from dtensor.sharding.spec.placements import Partial
 from dtensor.sharding.spec.shards import Where, block, join, positions, shape_of, write
 
-AHEAD = 4
-"""Messages of a pair that are in flight at a time: one is filled while another is emptied."""
+MAX_IN_FLIGHT = 4
+"""Messages of a pair of ranks that are in flight at a time."""
 
 Names = Mapping[str, tuple[str, str]]
-"""By label, the value's names in the tables of the source's ranks and of the target's."""
+"""By label, the names of a value on the source's ranks and on the target's ranks."""
 
 
 def sync_program(plan: SyncPlan, size: int, device: torch.device, names: Names) -> Program:
-    """The program for a cluster of ``size`` ranks, from state to state."""
+    """Return the program of a sync on a cluster of ``size`` ranks, from state to state."""
     return values_program(plan, size, device, names, state=True)
 
 
 def transfer_program(plan: TransferPlan, size: int, device: torch.device) -> Program:
-    """The program of one value for a cluster of ``size`` ranks: from input "x" to output "y"."""
+    """Return the program that transfers one value, from input "x" to output "y", on a cluster of
+    ``size`` ranks."""
     alone = of_transfers("transfer", {"": plan}, bucket_bytes=bucket_bytes(device))
     return values_program(alone, size, device, {"": ("x", "y")}, state=False)
 
@@ -82,16 +78,20 @@ def values_program(
     names: Names,
     *,
     state: bool,
-    also: Collection[int] = (),
+    also_agree: Collection[int] = (),
 ) -> Program:
-    """The program of many values, from state to state or from inputs to outputs. ``also``: ranks
-    that agree besides those that send or receive, for instructions that the caller adds."""
+    """Return the program that moves values, from state to state or from inputs to outputs.
+
+    ``also_agree``: ranks that take part in the agreement without sending or receiving, because the
+    caller adds instructions for them.
+    """
     functions: dict[str, Function] = {}
-    active = {message.source_rank for message in plan.messages}.union(also)
+    active = {message.source_rank for message in plan.messages}.union(also_agree)
     active |= {rank for t in plan.transfers.values() for rank in t.there.ranks}
-    group = tuple(sorted(active)) if plan.messages or also else ()
+    group = tuple(sorted(active)) if plan.messages or also_agree else ()
     ranks = tuple(
-        _Lines(plan, rank, device, names, functions, group, state).program() for rank in range(size)
+        _RankInstructions(plan, rank, device, names, functions, group, state).program()
+        for rank in range(size)
     )
     return Program(
         name=f"{plan.what} of {plan.name}" if state else plan.name,
@@ -102,12 +102,12 @@ def values_program(
 
 
 def bucket_bytes(device: torch.device) -> int:
-    """Most bytes of a message: between GPUs larger ones are needed to hide latency."""
+    """Return the greatest size of a message in bytes. GPUs need larger messages to hide latency."""
     return BUCKET_BYTES if device.type == "cpu" else 1 << 25
 
 
 def pieces_of(plan: TransferPlan, index: int, shard: torch.Tensor) -> list[torch.Tensor]:
-    """The blocks of rank ``index`` of the source's mesh, in the plan's order of pieces."""
+    """Return the blocks that rank ``index`` of the source's mesh sends, in the plan's order."""
     rank = plan.here.numbers[index]
     return [
         block(shard, positions(box_of(plan.source, index), piece.ranges))
@@ -119,17 +119,19 @@ def pieces_of(plan: TransferPlan, index: int, shard: torch.Tensor) -> list[torch
 def shard_from(
     plan: TransferPlan, index: int, blocks: Sequence[torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """The shard of rank ``index`` of the target's mesh, from its pieces in the plan's order."""
+    """Return the shard of rank ``index`` of the target's mesh, joined from blocks in the plan's
+    order."""
     box = box_of(plan.target, index)
-    mine = [p for p in plan.pieces if p.target_rank == plan.there.numbers[index]]
+    rank_pieces = [p for p in plan.pieces if p.target_rank == plan.there.numbers[index]]
     if not blocks:
         empty = torch.zeros(shape_of(box), dtype=plan.target.dtype, device=device)
         return rest_of(empty, _pending_op(plan))
-    return join(blocks, shape_of(box), *(positions(box, piece.ranges) for piece in mine))
+    return join(blocks, shape_of(box), *(positions(box, piece.ranges) for piece in rank_pieces))
 
 
 def agreement(group: tuple[int, ...], what: str) -> tuple[Instruction, ...]:
-    """The commit point of these ranks: after it none of them has failed in a call."""
+    """Return the instructions of a commit point of the ranks ``group``: after it, no rank of the
+    group has failed in an earlier call."""
     label = Label(what)
     if len(group) == 1:
         alone = Vote("vote", label=label), Commit("vote", label=label)
@@ -148,10 +150,10 @@ def agreement(group: tuple[int, ...], what: str) -> tuple[Instruction, ...]:
 # -------------------------------------------------------------------------------
 
 
-def made(
+def allocate(
     shards: Sequence[tuple[tuple[int, ...], torch.dtype, ReduceOp | None]], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """Memory for values; a pending one is filled with its op's identity."""
+    """Return new memory for values; a pending value is filled with its op's identity."""
     return tuple(
         torch.empty(shape, dtype=dtype, device=device)
         if op is None
@@ -160,24 +162,24 @@ def made(
     )
 
 
-def copied_here(
+def copy_blocks(
     copies: Sequence[tuple[int, Where, int, Where]], *values: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """For each (source, place, target, place): copy the source's block to the target's."""
+    """Copy for each (source, place, target, place) the source's block to the target's place."""
     for source, here, target, there in copies:
         write(values[target], block(values[source], here), there)
     return ()
 
 
-def packed(blocks: Sequence[tuple[int, Where]], *values: torch.Tensor) -> tuple[torch.Tensor]:
-    """Blocks of values as one message of bytes; a single block is sent itself."""
+def pack(blocks: Sequence[tuple[int, Where]], *values: torch.Tensor) -> tuple[torch.Tensor]:
+    """Return blocks of values as one message of bytes; a single block is its own message."""
     blocks_sent = [block(values[i], where) for i, where in blocks]
     if len(blocks_sent) == 1:
         return (blocks_sent[0],)
     return (torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in blocks_sent]),)
 
 
-def unpacked(
+def unpack(
     blocks: Sequence[tuple[int, Where]], message: torch.Tensor, *values: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Copy the message's blocks into the values."""
@@ -203,9 +205,9 @@ def placed(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @dataclass(slots=True)
-class _Lines:
-    """One rank's list. Values are known by label; ``names`` are those in the ranks' tables;
-    ``group``: the ranks that agree at the end, empty if each has all it needs."""
+class _RankInstructions:
+    """The instructions of one rank. ``names``: by label of a value, its names on the ranks;
+    ``group``: the ranks that agree at the end, empty if no message is needed."""
 
     plan: SyncPlan
     rank: int
@@ -216,12 +218,12 @@ class _Lines:
     state: bool
     items: list[Instruction] = field(default_factory=list[Instruction], init=False)
     nbytes: dict[str, int] = field(default_factory=dict[str, int], init=False)
-    given: dict[str, Where] = field(default_factory=dict[str, Where], init=False)
-    taken: dict[str, Where] = field(default_factory=dict[str, Where], init=False)
+    source_boxes: dict[str, Where] = field(default_factory=dict[str, Where], init=False)
+    target_boxes: dict[str, Where] = field(default_factory=dict[str, Where], init=False)
 
     def program(self) -> RankProgram:
         for label, plan in self.plan.transfers.items():
-            for boxes, stored in ((self.given, plan.here), (self.taken, plan.there)):
+            for boxes, stored in ((self.source_boxes, plan.here), (self.target_boxes, plan.there)):
                 if self.rank in stored.ranks:
                     boxes[label] = stored.where(stored.at[stored.ranks.index(self.rank)])
         self._make()
@@ -230,32 +232,32 @@ class _Lines:
         if self.rank in self.group:  # before the new values are placed
             self.items += agreement(self.group, self._what)
         self._place()
-        sources = [self.names[label][0] for label in self.given]
-        targets = [self.names[label][1] for label in self.taken]
+        sources = [self.names[label][0] for label in self.source_boxes]
+        targets = [self.names[label][1] for label in self.target_boxes]
         rank_program = RankProgram(
             instructions=tuple(self.items), nbytes=tuple(self.nbytes.items())
         )
         if not self.state:
             return replace(rank_program, inputs=tuple(sources), outputs=tuple(targets))
-        # sizes of state are not declared: its spec may differ before and after
+        # Sizes of state are not declared, because its spec may change in the program.
         state = tuple(dict.fromkeys((*sources, *targets))) if self.items else ()
         return replace(rank_program, state=state)
 
     def _make(self) -> None:
         """Allocate the values that this rank will hold."""
-        if not self.taken:
+        if not self.target_boxes:
             return
         shards: list[tuple[tuple[int, ...], torch.dtype, ReduceOp | None]] = []
-        for label, box in self.taken.items():
+        for label, box in self.target_boxes.items():
             spec, shape = self.plan.transfers[label].target, shape_of(box)
             is_pending = any(isinstance(p, Partial) for p in spec.placements)
             op = _pending_op(self.plan.transfers[label]) if is_pending else None
             shards.append((shape, spec.dtype, op))
-            self.nbytes[self._new(label)] = torch.Size(shape).numel() * spec.dtype.itemsize
-        self._call("make", partial(made, shards, self.device), (), self._all_new())
+            self.nbytes[self._new_name(label)] = torch.Size(shape).numel() * spec.dtype.itemsize
+        self._call("make", partial(allocate, shards, self.device), (), self._new_names())
 
     def _copy(self) -> None:
-        """Copy the blocks that are here already."""
+        """Copy the blocks that this rank already has."""
         copies: list[tuple[str, Where]] = [
             (label, piece.ranges)
             for label, plan in self.plan.transfers.items()
@@ -269,29 +271,31 @@ class _Lines:
         wheres = [
             (
                 number[label],
-                positions(self.given[label], ranges),
+                positions(self.source_boxes[label], ranges),
                 len(labels) + number[label],
-                positions(self.taken[label], ranges),
+                positions(self.target_boxes[label], ranges),
             )
             for label, ranges in copies
         ]
-        new = tuple(self._new(label) for label in labels)
+        new = tuple(self._new_name(label) for label in labels)
         sources = tuple(self.names[label][0] for label in labels)
-        self._call("keep", partial(copied_here, wheres), (*sources, *new), (), new)
+        self._call("keep", partial(copy_blocks, wheres), (*sources, *new), (), new)
 
     def _exchange(self) -> None:
-        under_way: dict[tuple[int, int], deque[tuple[int, SyncMessage]]] = {}
+        in_flight: dict[tuple[int, int], deque[tuple[int, SyncMessage]]] = {}
         for number, message in enumerate(self.plan.messages):
             pair = message.source_rank, message.target_rank
             if self.rank not in pair:
                 continue
-            queue = under_way.setdefault(pair, deque())
+            queue = in_flight.setdefault(pair, deque())
             self._start(number, message)
             queue.append((number, message))
-            if len(queue) == AHEAD:
+            if len(queue) == MAX_IN_FLIGHT:
                 self._complete(*queue.popleft())
-        rest = sorted((item for queue in under_way.values() for item in queue), key=lambda i: i[0])
-        for number, message in rest:
+        remaining = sorted(
+            (item for queue in in_flight.values() for item in queue), key=lambda i: i[0]
+        )
+        for number, message in remaining:
             self._complete(number, message)
 
     def _start(self, number: int, message: SyncMessage) -> None:
@@ -301,9 +305,9 @@ class _Lines:
         if self.rank == message.target_rank:
             self.items.append(Recv(name, pair[0], channel, buffer, lent=True, label=label))
             return
-        labels, blocks = _blocks(message, self.given)
+        labels, blocks = _blocks(message, self.source_boxes)
         sources = tuple(self.names[label][0] for label in labels)
-        self._call(f"pack {number}", partial(packed, blocks), sources, (name,))
+        self._call(f"pack {number}", partial(pack, blocks), sources, (name,))
         self.nbytes[name] = buffer.nbytes
         self.items.append(Send(name, pair[1], channel, buffer, label=label))
 
@@ -311,15 +315,18 @@ class _Lines:
         name, label = f"m{number}", Label(self._what)
         self.items.append(Wait((name,), label=label))
         if self.rank == message.target_rank:
-            labels, blocks = _blocks(message, self.taken)
-            new = tuple(map(self._new, labels))
-            self._call(f"unpack {number}", partial(unpacked, blocks), (name, *new), (), new)
+            labels, blocks = _blocks(message, self.target_boxes)
+            new = tuple(map(self._new_name, labels))
+            self._call(f"unpack {number}", partial(unpack, blocks), (name, *new), (), new)
         self.items.append(Free((name,), label=label))
 
     def _place(self) -> None:
-        """Store new values under their own names; after the commit point, if there is one."""
-        if self.state and self.taken:
-            new, names = self._all_new(), tuple(self.names[label][1] for label in self.taken)
+        """Store new values under their final names, after the commit point if there is one."""
+        if self.state and self.target_boxes:
+            new, names = (
+                self._new_names(),
+                tuple(self.names[label][1] for label in self.target_boxes),
+            )
             self._call("place", placed, new, names)
             self.items.append(Free(new, label=Label(self._what)))
 
@@ -335,11 +342,11 @@ class _Lines:
         self.functions[name] = Function.of(fn, name)
         self.items.append(Call(name, inputs, outputs, writes, label=Label(self._what)))
 
-    def _all_new(self) -> tuple[str, ...]:
-        return tuple(self._new(label) for label in self.taken)
+    def _new_names(self) -> tuple[str, ...]:
+        return tuple(self._new_name(label) for label in self.target_boxes)
 
-    def _new(self, label: str) -> str:
-        """The temporary name of a new value of this rank, until it is placed."""
+    def _new_name(self, label: str) -> str:
+        """Return the temporary name of a new value until it is placed."""
         return f"new {label}" if self.state else self.names[label][1]
 
     def _buffer(self, message: SyncMessage) -> Buffer:
@@ -356,14 +363,14 @@ class _Lines:
 def _blocks(
     message: SyncMessage, boxes: Mapping[str, Where]
 ) -> tuple[list[str], list[tuple[int, Where]]]:
-    """The labels of a message, and its blocks: the label's number, and the block's place in the
-    rank's box of it."""
+    """Return the labels of a message, and for each of its blocks the label's number and the block's
+    position in the rank's shard."""
     labels = list(dict.fromkeys(block.label for block in message.blocks))
     number = {label: i for i, label in enumerate(labels)}
     return labels, [(number[b.label], positions(boxes[b.label], b.ranges)) for b in message.blocks]
 
 
 def _pending_op(plan: TransferPlan) -> ReduceOp:
-    """The target's pending op; "sum" if it is not pending."""
+    """Return the target's pending op; "sum" if the target is not pending."""
     ops: list[ReduceOp] = [p.op for p in plan.target.placements if isinstance(p, Partial)]
     return ops[0] if ops else "sum"

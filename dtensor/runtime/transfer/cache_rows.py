@@ -1,19 +1,14 @@
-"""A row of caches on one mesh becomes a row of those on another, as far as it is live: a program.
+"""A program that moves a row of KV caches from one mesh to another, up to a length.
 
     plan = plan_sync("13 positions", {"k0": (StoredTensor(...), StoredTensor(...)), ...})
     program = row_program(plan, 4, device, names, length=13, tables={2: tables, 3: tables})
     cluster.run(cluster.load(program), fed)       # FROM: row 0 of [2,1,64,16], TO: row 5 of [8,...]
 
-A cache is [rows, heads, positions, dim], kept as state under the names of `Names` on each side. The
-values that travel are regions of them, [1, heads, length, dim], placed as the caches are on heads
-and dim; how they travel is between_meshes.py's. Each rank that gives some cuts its part of them
-out; each that is to have some writes it into its row, and zeros behind it. ``tables`` ([rows, n],
-by rank) get a row besides, which is fed.
-
-Rows are fed, so that one program serves all rows that lie on the same ranks. Invariants: nothing is
-written before all ranks have agreed that all have all; then the row is the other's up to
-``length``, zero behind. Not here: which row, and when (api/generation/disaggregated_prefill.py).
-"""
+A cache is state [rows, heads, positions, dim]. Source ranks cut out [1, heads, length, dim], which
+between_meshes.py moves; target ranks write it into their row, with zeros after ``length``, and
+write a row of ``tables`` ([rows, n], by rank), which is an input. Row numbers are inputs, so one
+program serves all rows on the same ranks. Nothing is written before all ranks agree that they have
+received everything."""
 
 from __future__ import annotations
 
@@ -31,14 +26,16 @@ from dtensor.sharding.redistribute.sync_plan import SyncPlan
 from dtensor.sharding.spec.shards import shape_of
 
 FROM, TO = "from row", "to row"
-"""The inputs that say which row, counted in the rank's own part of the caches: of the ranks that
-give, and of those that take."""
+"""The inputs with the row number on source and target ranks, counted in the rank's shard of the
+caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowTables:
-    """``state``: tables of a rank by name, with the inputs that have the new rows, [1, n];
-    ``inputs``: the same of tables that are inputs, which the run changes."""
+    """Tables of a rank, by name, each with the name of the input that has the new row, [1, n].
+
+    ``state``: tables that are state; ``inputs``: tables that are inputs, which the run changes.
+    """
 
     state: Mapping[str, str]
     inputs: Mapping[str, str]
@@ -53,66 +50,78 @@ def row_program(
     length: int,
     tables: Mapping[int, RowTables],
 ) -> Program:
-    """The program that moves a row, of ``length`` positions; ``size``: ranks of the cluster;
-    ``tables``: of each rank on which the target's row is."""
+    """Return the program that moves ``length`` positions of a row on a cluster of ``size`` ranks.
+
+    ``tables``: the tables of each rank that has the target's row.
+    """
     cut = {f"cut {label}": rank_program for label, (rank_program, _) in names.items()}
     new = {f"new {label}": rank_program for label, (_, rank_program) in names.items()}
     between = {label: (f"cut {label}", f"new {label}") for label in names}
-    program = values_program(plan, size, device, between, state=False, also=tables)
+    program = values_program(plan, size, device, between, state=False, also_agree=tables)
     functions = dict(program.functions)
     ranks: list[RankProgram] = []
     for rank, rank_program in enumerate(program.ranks):
-        tabled = tables.get(rank, RowTables({}, {}))
-        given = {name: cut[name] for name in rank_program.inputs if _is_read(name, rank_program)}
-        taken = {name: new[name] for name in rank_program.outputs}
+        row_tables = tables.get(rank, RowTables({}, {}))
+        cut_inputs = {
+            name: cut[name] for name in rank_program.inputs if _is_read(name, rank_program)
+        }
+        new_outputs = {name: new[name] for name in rank_program.outputs}
         items: list[Instruction] = []
-        if given:
-            called = _called(f"cut on {rank}", partial(rows_cut, length), functions)
-            items.append(Call(called, (FROM, *given.values()), tuple(given), label=_WHAT))
+        if cut_inputs:
+            function = _add_function(f"cut on {rank}", partial(cut_rows, length), functions)
+            items.append(
+                Call(function, (FROM, *cut_inputs.values()), tuple(cut_inputs), label=_LABEL)
+            )
         items += rank_program.instructions
-        if taken:
-            called = _called(f"seat on {rank}", partial(rows_written, length), functions)
-            caches = tuple(taken.values())
-            items.append(Call(called, (TO, *caches, *taken), (), caches, label=_WHAT))
-        written = {**tabled.state, **tabled.inputs}
-        if written:
-            called = _called(f"tables on {rank}", tables_written, functions)
-            read = (TO, *written, *written.values())
-            items.append(Call(called, read, (), tuple(written), label=_WHAT))
-        if given or taken:
-            items.append(Free((*given, *taken), label=_WHAT))
+        if new_outputs:
+            function = _add_function(f"seat on {rank}", partial(write_rows, length), functions)
+            caches = tuple(new_outputs.values())
+            items.append(Call(function, (TO, *caches, *new_outputs), (), caches, label=_LABEL))
+        table_rows = {**row_tables.state, **row_tables.inputs}
+        if table_rows:
+            function = _add_function(f"tables on {rank}", write_tables, functions)
+            read = (TO, *table_rows, *table_rows.values())
+            items.append(Call(function, read, (), tuple(table_rows), label=_LABEL))
+        if cut_inputs or new_outputs:
+            items.append(Free((*cut_inputs, *new_outputs), label=_LABEL))
         sizes = [(f"cut {n}", _nbytes(t, rank)) for n, t in plan.transfers.items()]
-        fed = [*([FROM] if given else []), *([TO] if taken or written else []), *tabled.inputs]
+        fed = [
+            *([FROM] if cut_inputs else []),
+            *([TO] if new_outputs or table_rows else []),
+            *row_tables.inputs,
+        ]
         ranks.append(
             replace(
                 rank_program,
                 instructions=tuple(items),
-                inputs=(*fed, *dict.fromkeys(written.values())),
+                inputs=(*fed, *dict.fromkeys(table_rows.values())),
                 outputs=(),
-                state=tuple(dict.fromkeys((*given.values(), *taken.values(), *tabled.state))),
-                nbytes=(*rank_program.nbytes, *(item for item in sizes if item[0] in given)),
-                changed=tuple(tabled.inputs),
+                state=tuple(
+                    dict.fromkeys((*cut_inputs.values(), *new_outputs.values(), *row_tables.state))
+                ),
+                nbytes=(*rank_program.nbytes, *(item for item in sizes if item[0] in cut_inputs)),
+                changed=tuple(row_tables.inputs),
             )
         )
     return replace(program, ranks=tuple(ranks), functions=tuple(functions.items()))
 
 
-_WHAT = Label("transfer")
+_LABEL = Label("transfer")
 
 
 # -- what ranks call -------------------------------------------------------------------------------
 
 
-def rows_cut(length: int, row: int, *caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Copies, [1, heads, length, dim]."""
+def cut_rows(length: int, row: int, *caches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a copy [1, heads, length, dim] of the row of each cache."""
     return tuple(
         cache[row : row + 1, :, :length].clone(memory_format=torch.contiguous_format)
         for cache in caches
     )
 
 
-def rows_written(length: int, row: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of as many caches as there are new parts after them."""
+def write_rows(length: int, row: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Write new rows into caches; ``values``: the caches, then a new row for each."""
     half = len(values) // 2
     for cache, new in zip(values[:half], values[half:], strict=True):
         cache[row, :, :length] = new[0]
@@ -120,15 +129,15 @@ def rows_written(length: int, row: int, *values: torch.Tensor) -> tuple[torch.Te
     return ()
 
 
-def tables_written(row: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Of as many tables as there are new rows after them."""
+def write_tables(row: int, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Write new rows into tables; ``values``: the tables, then a new row for each."""
     half = len(values) // 2
     for table, new in zip(values[:half], values[half:], strict=True):
         table[row] = new[0]
     return ()
 
 
-def _called(
+def _add_function(
     name: str, fn: Callable[..., tuple[torch.Tensor, ...]], functions: dict[str, Function]
 ) -> str:
     functions[name] = Function.of(fn, name)
@@ -136,7 +145,7 @@ def _called(
 
 
 def _nbytes(plan: TransferPlan, rank: int) -> int:
-    """Of what the cluster's rank has of the source; 0 where it has nothing."""
+    """Return the bytes of a rank's shard of the source, 0 if the rank has none."""
     here = plan.here
     if rank not in here.ranks:
         return 0

@@ -1,13 +1,13 @@
-"""Digests of values on the ranks, by which copies of one value are compared without being sent.
+"""Digests of values on the ranks, to compare copies of a value without sending them.
 
     handle = cluster.load(digest_program({("model", "w"): StoredTensor("model 0: w", ...)}, 2))
     one, other = cluster.run(handle, [{}, {}]).get()         # {"digests": i64[1,2]} of each rank
     copies(stored)                                           # [(0, 1)]: these ranks have the same
 
-A digest is two sums of integers over the bits of a shard, which wrap around: that of the words, and
-that of the words times odd numbers by position. So the order of adding does not matter, shards that
-differ in one word differ in the first, and equal shards have equal digests on every device.
-"""
+A digest is two sums of integers, modulo 2**64, over the bits of a shard: the sum of its words, and
+the sum of its words times an odd number that depends on the position. The order of addition does
+not matter, so equal shards have equal digests on every device, and one changed word changes the
+first."""
 
 from __future__ import annotations
 
@@ -28,30 +28,33 @@ _WORDS: Mapping[int, torch.dtype] = {
     8: torch.int64,
     16: torch.int64,
 }
-_AT_ONCE = 1 << 20
-"""Words: their 64-bit temporaries are 8 MiB each."""
+_WORDS_AT_ONCE = 1 << 20
+"""Words that are added at a time: their 64-bit temporaries have 8 MiB each."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-def copies(stored: StoredTensor) -> list[tuple[int, ...]]:
-    """The groups of ranks of its mesh that have the same of it; of two ranks or more."""
+def copy_groups(stored: StoredTensor) -> list[tuple[int, ...]]:
+    """Return the groups of two or more ranks that have the same shard of a value."""
     if stored.is_pending:
         return []
-    alike: dict[Where, list[int]] = {}
+    ranks_by_block: dict[Where, list[int]] = {}
     for rank in stored.at:
-        alike.setdefault(stored.where(rank), []).append(rank)
-    return [tuple(ranks) for ranks in alike.values() if len(ranks) > 1]
+        ranks_by_block.setdefault(stored.where(rank), []).append(rank)
+    return [tuple(ranks) for ranks in ranks_by_block.values() if len(ranks) > 1]
 
 
 def names_on(values: Mapping[tuple[str, ...], StoredTensor], rank: int) -> list[tuple[str, ...]]:
-    """The values of which a rank has a copy, in the order of its digests."""
+    """Return the values of which a rank has a copy, in the order of its digests."""
     return [
-        path for path, stored in values.items() if any(rank in ranks for ranks in copies(stored))
+        path
+        for path, stored in values.items()
+        if any(rank in ranks for ranks in copy_groups(stored))
     ]
 
 
 def digest_program(values: Mapping[tuple[str, ...], StoredTensor], size: int) -> Program:
-    """Each rank gives the digests of those values of which others have copies."""
+    """Return the program in which each rank returns the digests of values that other ranks have
+    too."""
     call_of = ("digests of copies", Function.of(digests, "digests of copies"))
     ranks: list[RankProgram] = []
     for rank in range(size):
@@ -64,32 +67,32 @@ def digest_program(values: Mapping[tuple[str, ...], StoredTensor], size: int) ->
     return Program(
         name="digests of copies",
         ranks=tuple(ranks),
-        functions=(call_of,) if any(own.instructions for own in ranks) else (),
+        functions=(call_of,) if any(result.instructions for result in ranks) else (),
         stage_of=(0,) * size,
     )
 
 
-def unequal(
+def unequal_copies(
     values: Mapping[tuple[str, ...], StoredTensor], results: list[Mapping[str, object]]
 ) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """The values whose copies are not equal to the bit, with the ranks that have copies."""
-    found: dict[tuple[int, tuple[str, ...]], list[int]] = {}
-    for rank, own in enumerate(results):
-        given = own.get(DIGESTS)
-        if isinstance(given, Tensor):
-            for path, digest in zip(names_on(values, rank), given.tolist(), strict=True):
-                found[rank, path] = digest
+    """Yield the values whose copies differ in a bit, each with the ranks that have copies."""
+    digest_by_copy: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+    for rank, result in enumerate(results):
+        digest_tensor = result.get(DIGESTS)
+        if isinstance(digest_tensor, Tensor):
+            for path, digest in zip(names_on(values, rank), digest_tensor.tolist(), strict=True):
+                digest_by_copy[rank, path] = digest
     for path, stored in values.items():
-        for ranks in copies(stored):
-            if len({tuple(found[rank, path]) for rank in ranks}) > 1:
+        for ranks in copy_groups(stored):
+            if len({tuple(digest_by_copy[rank, path]) for rank in ranks}) > 1:
                 yield path, ranks
 
 
-# -- the function that ranks call
+# -- the function that ranks call ------------------------------------------------------------------
 
 
 def digests(*shards: Tensor) -> tuple[Tensor]:
-    """i64[len(shards),2], on their device."""
+    """Return the digests i64[len(shards),2], on the device of the shards."""
     return (torch.stack([_digest(shard) for shard in shards]),)
 
 
@@ -98,11 +101,11 @@ def _digest(shard: Tensor) -> Tensor:
     if dense.dtype.is_complex:
         dense = torch.view_as_real(dense).reshape(-1)
     words = dense.view(_WORDS[dense.itemsize])
-    plain = torch.zeros((), dtype=torch.int64, device=shard.device)
-    placed = torch.zeros((), dtype=torch.int64, device=shard.device)
-    for begin in range(0, words.numel(), _AT_ONCE):
-        part = words[begin : begin + _AT_ONCE].to(torch.int64)
+    word_sum = torch.zeros((), dtype=torch.int64, device=shard.device)
+    weighted_sum = torch.zeros((), dtype=torch.int64, device=shard.device)
+    for begin in range(0, words.numel(), _WORDS_AT_ONCE):
+        part = words[begin : begin + _WORDS_AT_ONCE].to(torch.int64)
         at = torch.arange(begin, begin + part.numel(), dtype=torch.int64, device=shard.device)
-        plain = plain + part.sum()
-        placed = placed + (part * (at * 2 + 1) * _ODD).sum()
-    return torch.stack([plain, placed])
+        word_sum = word_sum + part.sum()
+        weighted_sum = weighted_sum + (part * (at * 2 + 1) * _ODD).sum()
+    return torch.stack([word_sum, weighted_sum])
