@@ -71,14 +71,14 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.on = False
-        unpacked = between_meshes.unpacked
+        unpacked = between_meshes.unpack
 
         def fails(*given: Any) -> tuple[Tensor, ...]:
             if self.on:
                 raise RuntimeError("no memory")
             return unpacked(*given)
 
-        monkeypatch.setattr(between_meshes, "unpacked", fails)
+        monkeypatch.setattr(between_meshes, "unpack", fails)
 
 
 @pytest.mark.parametrize("known", ["at once", "later"])

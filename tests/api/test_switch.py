@@ -392,7 +392,7 @@ def test_a_failure_in_the_middle(place: str, monkeypatch: pytest.MonkeyPatch) ->
     at = Place(axes=dict(tp=2), pins=MEGATRON)
     trained = Trained(at)
     to = dt.Mesh(tp=2, name="other") if place == "elsewhere" else mesh
-    unpacked, calls = between_meshes.unpacked, []
+    unpacked, calls = between_meshes.unpack, []
 
     def fails(*given: Any) -> tuple[Tensor, ...]:
         calls.append(given)
@@ -404,11 +404,11 @@ def test_a_failure_in_the_middle(place: str, monkeypatch: pytest.MonkeyPatch) ->
         trained.losses(data[:1])
         before, names, places = trained.state(), tables(run), dict(run.launch.places)
         entries = named(homes(trained.model, run))
-        monkeypatch.setattr(between_meshes, "unpacked", fails)
+        monkeypatch.setattr(between_meshes, "unpack", fails)
         with pytest.raises(DaftError, match="no memory") as caught:
             run.switch(trained.model, trained.opt, to, {})
         assert "which changed nothing" in str(caught.value.__notes__)
-        monkeypatch.setattr(between_meshes, "unpacked", unpacked)
+        monkeypatch.setattr(between_meshes, "unpack", unpacked)
         assert tables(run) == names and run.launch.places == places
         assert named(homes(trained.model, run)) == entries
         assert trained.model.mesh == mesh and trained.step.plan(*data[1]).mesh == mesh
